@@ -32,8 +32,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import muonfx as mfx
 from benchmarks.simulator.models import Kind, model
 from muonfx.sharding import transform as sharded_transform
-from muonfx.sharding.cut import OnMesh, Places
 from muonfx.sharding.plan.assignment import RunPlan
+from muonfx.sharding.shards.cut import MeshCoordinates, OnMesh
 
 CASES: tuple[dict[str, Any], ...] = (
     {"layout": "from_dtensors", "mesh": [64, 8]},
@@ -62,7 +62,7 @@ def parameters(name: str) -> Iterator[tuple[str, Shape, Kind]]:
 @functools.cache
 def local_shape(sides: Shape, at: Shape, placements: tuple[Any, ...], shape: Shape) -> Shape:
     """Return the shape of the shard at some coordinates of a mesh. torch's function would take most of the time."""
-    return OnMesh(shape, Places(sides, [at]), placements)[0].shape
+    return OnMesh(shape, MeshCoordinates(sides, [at]), placements)[0].shape
 
 
 def tensor(mesh: DeviceMesh, placements: Sequence[Any], shape: Shape) -> Any:
@@ -133,23 +133,23 @@ def bind(case: dict[str, Any]) -> dict[str, Any]:
         mfx.muon_with_adamw(0.02, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16)), layout
     )
     local = {
-        name: leaf if case["layout"] == "from_dtensors" else layout.piece(name).blank(leaf)
+        name: leaf if case["layout"] == "from_dtensors" else layout.position(name).blank(leaf)
         for name, leaf in params.items()
     }
     tx.init(local)
     layout.digest  # noqa: B018  ranks compare it when they bind
     made = time.perf_counter()
-    shares = 0
+    shards = 0
     for plan in sharded_transform.bind(layout, sharded_transform.settings_of(tx)).once.found.values():
-        for share in plan.shares if isinstance(plan, RunPlan) else ():
-            share.moves(rank)
-            shares += share.owner == rank
+        for shard in plan.shards if isinstance(plan, RunPlan) else ():
+            shard.local_transfers(rank)
+            shards += shard.owner == rank
     prepared = time.perf_counter()
     dist.destroy_process_group()
     return {
         "parameters": len(params),
         "ranks": size,
-        "owned": shares,
+        "owned": shards,
         "layout_seconds": laid_out - began,
         "init_seconds": made - laid_out,
         "moves_seconds": prepared - made,

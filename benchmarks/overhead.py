@@ -24,7 +24,7 @@ import muonfx as mfx
 from benchmarks import world
 from benchmarks.measure import summary
 from muonfx.polar.many import Orthogonalizer
-from muonfx.sharding import messages
+from muonfx.sharding.communication import messages
 
 RATE = "learning_rate"
 
@@ -182,7 +182,7 @@ def replica_routes(width: int, blocks: int, dtype: str, rounds: int, seconds: fl
 
         calls[replicas] = step
         (run,) = mfx.sharding.plan_for(plain, layout, replicas=replicas).runs
-        taken = [share.route for share in run.shares]
+        taken = [shard.route for shard in run.shards]
         routes[replicas] = {route: taken.count(route) for route in dict.fromkeys(taken)}
     found = summary(world.interleaved(calls, rounds=rounds, seconds=seconds), "everyone")
     about = {"case": f"replicas, {blocks} blocks of width {width}, {dtype}", "processes": dist.get_world_size()}

@@ -27,7 +27,7 @@ from benchmarks.simulator.models import Kind, Model
 from benchmarks.simulator.report import Cluster, rows
 from benchmarks.simulator.tally import OURS
 from muonfx.polar.cost import newton_schulz_cost
-from muonfx.sharding.messages import Exchange
+from muonfx.sharding.communication import messages
 
 Call = Callable[[], object]
 
@@ -114,17 +114,13 @@ def exchange(nbytes: int) -> Call:
     ranks, me = dist.get_world_size(), dist.get_rank()
     here, there = torch.randn(nbytes // 4), torch.empty(nbytes // 4)
 
+    layout = mfx.sharding.replicated({})
+
     def call() -> None:
         outgoing: list[list[Tensor]] = [[] for _ in range(ranks)]
         incoming: list[list[Tensor]] = [[] for _ in range(ranks)]
-        expected = [0] * ranks
         outgoing[(me + 1) % ranks], incoming[(me - 1) % ranks] = [here], [there]
-        expected[(me - 1) % ranks] = here.numel()
-        group = dist.group.WORLD
-        assert group is not None
-        Exchange(
-            outgoing, expected, dtype=here.dtype, device=here.device, group=group, what="measuring an exchange"
-        ).wait(incoming)
+        messages.exchange(layout, outgoing, incoming, here, "measuring an exchange")
 
     return call
 

@@ -51,7 +51,10 @@ PLACES = {
     "forward, backward": [("benchmarks.sharding", "GPT.forward"), ("torch.autograd", "_engine_run_backward")],
     "orthogonalize": peers.ORTHOGONALIZE,
     "waiting": [("torch.distributed", "Work.wait")],
-    "pack, unpack": [("muonfx.sharding.messages", "copied"), ("muonfx.sharding.matrix_stage", "copied")],
+    "pack, unpack": [
+        ("muonfx.sharding.communication.messages", "copied"),
+        ("muonfx.sharding.communication.matrix_stage", "copied"),
+    ],
 }
 """Functions that are wrapped in a span while recording."""
 

@@ -89,8 +89,8 @@ PATCHES = [
     Patch(color=color, label=f"rank {rank}") for rank, color in enumerate(COLORS)
 ]
 BOXES = (
-    "{kind: {name: [[(b.offsets, b.sizes) for b in layout.piece(name, r).boxes] for r in range(4)] for name in whole}"
-    " for kind, layout in layouts.items()}"
+    "{kind: {name: [[(b.offsets, b.sizes) for b in layout.position(name, r).boxes] for r in range(4)]"
+    " for name in whole} for kind, layout in layouts.items()}"
 )
 """The rectangles of each layout, parameter and rank."""
 

@@ -104,6 +104,32 @@ def test_no_file_imports_in_a_circle_or_inside_a_function():
     require_no_circle(PACKAGE)
 
 
+COMMUNICATION = "muonfx.sharding.communication"
+"""The folder of `muonfx.sharding` that communicates. Its other folders are values, which need no process group."""
+
+
+def test_values_of_sharding_do_not_import_what_communicates():
+    found = [
+        f"{who} imports {whom}: a layout, a cut and a plan need no process group"
+        for who, whom, _ in imported_files(PACKAGE)
+        if who.startswith(("muonfx.sharding.shards", "muonfx.sharding.plan")) and whom.startswith(COMMUNICATION)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_collectives_of_sharding_are_in_one_folder():
+    called = re.compile(r"\bdist\.(all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*|send|recv|barrier|new_group)\(")
+    folder = PACKAGE / "sharding" / "communication"
+    found = [
+        f"{file.relative_to(PACKAGE)} calls dist.{name}: call it in {COMMUNICATION}"
+        for file in (PACKAGE / "sharding").rglob("*.py")
+        if folder not in file.parents
+        for name in called.findall(file.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+    assert called.search((folder / "messages.py").read_text(encoding="utf-8"))
+
+
 def toy(folder: Path, texts: dict[str, str]) -> Path:
     """A package of files by name."""
     for name, text in {"__init__": "", **texts}.items():

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.sharding.messages import copied, octets
-from muonfx.sharding.replicas import WORDS, checksum
+from muonfx.sharding.communication.messages import copied
+from muonfx.sharding.digests import WORDS, checksum, octets
 from tests.checkpoint.common import bits, folder
 from tests.processes import Here, on_ranks
 

@@ -21,11 +21,11 @@ from benchmarks.simulator.models import Kind, Model
 from muonfx.core import Transform
 from muonfx.core.partition import partition
 from muonfx.polar.cost import Cost, newton_schulz_cost
-from muonfx.sharding.cut import Cut, OnMesh, Places, Whole
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import Partition, replicated, zero
 from muonfx.sharding.plan.assignment import Plan, plan_for
-from muonfx.sharding.shard_table import specs_of
+from muonfx.sharding.shards.cut import Cut, MeshCoordinates, OnMesh, Whole
+from muonfx.sharding.shards.table import specs_of
 from muonfx.transforms.moments import scale_by_adam
 from muonfx.transforms.orthogonalize import orthogonalize
 
@@ -197,10 +197,10 @@ class Setting:
 
         mesh, inner = self.mesh, self.mesh.shard // self.mesh.ep
         at = [(*divmod(rank // mesh.tp, mesh.shard), rank % mesh.tp) for rank in range(mesh.ranks)]
-        places: dict[int | None, Places] = {None: Places((mesh.dp, mesh.shard, mesh.tp), at)}
+        places: dict[int | None, MeshCoordinates] = {None: MeshCoordinates((mesh.dp, mesh.shard, mesh.tp), at)}
         for part in range(mesh.ep) if mesh.ep > 1 else ():
             own = [(dp, s % inner, tp) if s // inner == part else None for dp, s, tp in at]
-            places[part] = Places((mesh.dp, inner, mesh.tp), own)
+            places[part] = MeshCoordinates((mesh.dp, inner, mesh.tp), own)
         matrix, vector = (Replicate(), Shard(0), Shard(1)), (Replicate(), Shard(0), Replicate())
 
         @cache

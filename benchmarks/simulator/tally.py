@@ -16,7 +16,7 @@ from benchmarks.simulator.mesh import Setting
 from muonfx.polar.cost import Cost
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET, Plan, RunPlan
-from muonfx.sharding.plan.shares import Share
+from muonfx.sharding.plan.matrix_shards import MatrixShard
 
 __all__ = ["OURS", "Scheme", "Tally", "Wire"]
 
@@ -92,7 +92,7 @@ def of_plan(on: Setting, layout: Layout, plan: Plan) -> Tally:
     (run,) = plan.runs
     exchanges, fullest = _exchanged(run)
     return Tally(
-        [Wire(run.sent_for(shares), block) for block, shares in _by_block(run).items()],
+        [Wire(run.sent_for(shards), block) for block, shards in _by_block(run).items()],
         _work(on, run),
         _state(on, layout),
         on.intermediates + BUFFERS_PER_BUCKET * fullest,
@@ -100,21 +100,21 @@ def of_plan(on: Setting, layout: Layout, plan: Plan) -> Tally:
     )
 
 
-def _by_block(run: RunPlan) -> dict[int, list[Share]]:
-    """Return the shares by block size. A block is the smallest aligned power of two of ranks that holds a parameter."""
+def _by_block(run: RunPlan) -> dict[int, list[MatrixShard]]:
+    """Return the shards by block size. A block is the smallest aligned power of two of ranks that holds a parameter."""
     # If the ranks per node are a power of two, a block no larger than a node does not cross nodes.
-    found: dict[int, list[Share]] = {}
-    for share in run.shares:
-        ranks = share.cut.taking_part or (0,)
-        found.setdefault(min(1 << (ranks[0] ^ ranks[-1]).bit_length(), run.size), []).append(share)
+    found: dict[int, list[MatrixShard]] = {}
+    for shard in run.shards:
+        ranks = shard.cut.taking_part or (0,)
+        found.setdefault(min(1 << (ranks[0] ^ ranks[-1]).bit_length(), run.size), []).append(shard)
     return found
 
 
 def _work(on: Setting, run: RunPlan) -> dict[tuple[int, Cost], list[float]]:
     work: dict[tuple[int, Cost], list[float]] = {}
     counts = Counter[tuple[int | None, tuple[int, ...]]]()
-    for share in run.shares:
-        counts[share.owner, share.shape[-2:]] += prod(share.shape[:-2])
+    for shard in run.shards:
+        counts[shard.owner, shard.shape[-2:]] += prod(shard.shape[:-2])
     for (owner, shape), number in counts.items():
         done = work.setdefault((min(shape), on.cost(shape)), [0.0] * run.size)
         for rank in range(run.size) if owner is None else (owner,):
@@ -126,12 +126,12 @@ def _exchanged(run: RunPlan) -> tuple[int, int]:
     """Return the number of exchanges, and the maximum bytes of exchanged matrices of an owner in a bucket."""
     exchanges, fullest = 0, 0
     for bucket in run.buckets:
-        shares = [run.shares[i] for i in bucket if run.shares[i].route in ("owner", "split")]
+        shards = [run.shards[i] for i in bucket if run.shards[i].route in ("owner", "split")]
         # The owner's route sends shards and results; a split matrix is already on its rank.
-        exchanges += any(share.route == "owner" for share in shares) + bool(shares)
+        exchanges += any(shard.route == "owner" for shard in shards) + bool(shards)
         held = Counter[int | None]()
-        for share in shares:
-            held[share.owner] += share.numel * run.specs[share.name].dtype.itemsize
+        for shard in shards:
+            held[shard.owner] += shard.numel * run.specs[shard.name].dtype.itemsize
         fullest = max(fullest, *held.values(), 0)
     return exchanges, fullest
 
@@ -139,8 +139,8 @@ def _exchanged(run: RunPlan) -> tuple[int, int]:
 def _state(on: Setting, layout: Layout) -> list[float]:
     """Return the bytes of momentum and moments, sharded as the parameters."""
     kept: dict[str, int] = {}
-    cuts = {cut.digest: cut for cut in layout.pieces.values()}
-    for own, cut in zip(on.parameters.values(), layout.pieces.values(), strict=True):
+    cuts = {cut.digest: cut for cut in layout.cuts.values()}
+    for own, cut in zip(on.parameters.values(), layout.cuts.values(), strict=True):
         kept[cut.digest] = kept.get(cut.digest, 0) + on.state_of(own.kind)
     state = [0.0] * layout.size
     for digest, nbytes in kept.items():

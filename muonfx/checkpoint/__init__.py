@@ -20,12 +20,12 @@ from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.load import load, load_params, read, verify
 from muonfx.checkpoint.save import save, save_async
 from muonfx.checkpoint.spec import StateSpec, spec
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatShard
 
 # fmt: off
 __all__ = [
     "save", "load", "load_params", "read", "save_async", "Saving",
-    "inspect", "verify", "Index", "spec", "StateSpec", "FlatPiece",
+    "inspect", "verify", "Index", "spec", "StateSpec", "FlatShard",
     "step_path", "checkpoints", "latest", "prune", "clean",  # a folder of checkpoints
     "convert",  # from and to other optimizers
     "CheckpointError", "CorruptError", "FormatError", "MismatchError", "NotFoundError", "WriteError",

@@ -31,8 +31,7 @@ from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.files import fresh_file, open_regular
 from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.shards import shards_of
-from muonfx.sharding.boxes import Box, intersection
-from muonfx.sharding.shards import part
+from muonfx.sharding.shards.boxes import Box, intersection
 from muonfx.tree.dtypes import SAFETENSORS_NAMES
 
 crc32_of: Callable[[Any], int] = zlib.crc32
@@ -203,7 +202,7 @@ def transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
                 if overlap is None:
                     continue
                 offsets = map(int.__sub__, overlap.offsets, box.offsets)
-                destination = part(values, Box(tuple(offsets), overlap.sizes))
+                destination = Box(tuple(offsets), overlap.sizes).of(values)
             if overlap.numel:
                 transfers.append(Transfer(name, chunk, overlap, destination))
     return transfers

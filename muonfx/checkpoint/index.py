@@ -23,7 +23,7 @@ from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
 from muonfx.checkpoint.files import no_collection, read_regular
 from muonfx.checkpoint.shards import problem_of_boxes
 from muonfx.internal.display import Report, Shown, Table, format_bytes, printable
-from muonfx.sharding.boxes import Box
+from muonfx.sharding.shards.boxes import Box
 from muonfx.tree import Spec
 from muonfx.tree.dtypes import DTYPES, NAMES
 

@@ -23,7 +23,7 @@ from muonfx.checkpoint.target import Target
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core import Transform
 from muonfx.internal.renaming import Rename
-from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
 from muonfx.tree import PyTree
 
@@ -58,7 +58,7 @@ def load(
     Args:
         path: the folder of the checkpoint.
         like: a state, or a `StateSpec` from `muonfx.spec` to load into host memory. If leaves
-            are shards (`DTensor`, or `FlatPiece`, an interval of a flattened tensor), each rank reads its own, and
+            are shards (`DTensor`, or `FlatShard`, an interval of a flattened tensor), each rank reads its own, and
             ``group`` is required.
         tx: the transform that will use the state. Its fingerprint, a hash of its structure, is compared with the
             checkpoint's. A `StateSpec` from `muonfx.spec` contains the transform already. If `muonfx.sharding.sharded`

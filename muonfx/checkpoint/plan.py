@@ -17,10 +17,10 @@ from muonfx.checkpoint.data import bytes_of, crc32_of, with_plain_bits
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.shards import is_sharded, problem_of_boxes, shards_of, slices_of
 from muonfx.checkpoint.spec import described
-from muonfx.sharding.boxes import Box
-from muonfx.sharding.differences import listed
-from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.replicas import checksum
+from muonfx.sharding.communication.differences import listed
+from muonfx.sharding.digests import checksum
+from muonfx.sharding.shards.boxes import Box
+from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.tree import Spec
 
 
@@ -174,7 +174,7 @@ def _require_on_all_ranks(name: str, holders: Holders, ranks: int) -> None:
     raise CheckpointError(
         f"nothing was written: the leaf {name!r} is a plain tensor on {listed(with_shards)} and missing on "
         f"{listed(missing)}, expected equal values on all ranks: save it on all ranks or on none. If each rank has "
-        "its own parameters, as in a pipeline, mark those that it holds by FlatPiece.cut(tensor, 0, tensor.numel())"
+        "its own parameters, as in a pipeline, mark those that it holds by FlatShard.cut(tensor, 0, tensor.numel())"
     )
 
 

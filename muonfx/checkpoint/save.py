@@ -25,8 +25,8 @@ from muonfx.core import Transform
 from muonfx.core.checks import positive_int
 from muonfx.core.precision import product_dtypes
 from muonfx.core.value import strip_transparent
-from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.transform import Sharded, is_global, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import NAMES
@@ -66,7 +66,7 @@ def save(
         keep: how many checkpoints to keep in the parent folder: those with the highest steps (see `prune`). The path
             must then be named by `step_path`. None: remove none.
         group: a process group, whose ranks must all call this function; each rank writes its shards. Leaves may be
-            `torch.distributed.tensor.DTensor` or `FlatPiece` (an interval of a flattened tensor); plain tensors must be
+            `torch.distributed.tensor.DTensor` or `FlatShard` (an interval of a flattened tensor); plain tensors must be
             equal on all ranks. The ranks compare a checksum of every part that several of them hold. The ranks must
             share a file system. None: this process writes alone, or, if ``tx`` is sharded, the group of its layout.
 
@@ -295,7 +295,7 @@ def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def _copy(leaf: Any) -> Any:
     """Return a copy of a tensor or shard in CPU memory."""
-    if isinstance(leaf, FlatPiece):
+    if isinstance(leaf, FlatShard):
         return leaf.empty_like("cpu").copy_(leaf)
     if is_dtensor(leaf):
         # Imported here, since torch.distributed.checkpoint takes longer to import than muonfx.

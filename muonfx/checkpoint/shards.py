@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from muonfx.sharding.boxes import Box, cover
-from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.boxes import Box, cover
+from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.sharding.shards.flat_shard import FlatShard
 
 
 def is_sharded(leaf: Any) -> bool:
-    """Return whether a leaf is of a class that describes its shards, such as `FlatPiece` or a DTensor."""
+    """Return whether a leaf is of a class that describes its shards, such as `FlatShard` or a DTensor."""
     return hasattr(
         type(leaf), "__create_chunk_list__"
     )  # fast: tensors have no such attribute, and their class is cached
@@ -36,8 +36,8 @@ def shards_of(leaf: Any) -> dict[Box, Tensor]:
     shape = tuple(leaf.shape)
     if not is_sharded(leaf):
         return {whole_box(shape): leaf.detach()}
-    if isinstance(leaf, FlatPiece):
-        shards = {box: leaf.part(box) for box in leaf.boxes}
+    if isinstance(leaf, FlatShard):
+        shards = {box: leaf.values_in(box) for box in leaf.boxes}
     elif is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:
         return {}  # this rank is not in the leaf's mesh
     else:

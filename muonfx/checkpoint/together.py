@@ -14,8 +14,8 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError, WriteError
-from muonfx.sharding.differences import listed
-from muonfx.sharding.waiting import wait_for_all
+from muonfx.sharding.communication.differences import listed
+from muonfx.sharding.communication.waiting import wait_for_all
 
 Value = TypeVar("Value")
 Answer = TypeVar("Answer")

@@ -16,8 +16,8 @@ from muonfx.checkpoint.plan import Proposal, SavePlanner, ShardKey
 from muonfx.checkpoint.shards import slices_of
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core.argument_texts import without_addresses
-from muonfx.sharding.boxes import Box
-from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.boxes import Box
 from muonfx.tree import Spec
 
 

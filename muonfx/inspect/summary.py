@@ -15,9 +15,9 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.display import Report, Row, Shown, Table, format_bytes, format_shape
 from muonfx.optimizer import TransformOptimizer
-from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.dtensors import local_of
+from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, without_dtensors
 from muonfx.sharding.transform import Sharded, binding_of, check_local, is_global
 from muonfx.tree import PyTree
@@ -237,7 +237,7 @@ def _check_what(what: object) -> None:
     if type(what) is tuple and len(what) == 2 and isinstance(what[1], Transform):
         raise TypeError("summary: found a pair (state, transform), expected (transform, state): swap the two")
     present = [leaf for leaf in tree.leaves(what) if leaf is not None]
-    if what is None or (present and not any(isinstance(leaf, Tensor | FlatPiece) for leaf in present)):
+    if what is None or (present and not any(isinstance(leaf, Tensor | FlatShard) for leaf in present)):
         raise TypeError(
             f"summary: found {type(what).__name__} with no tensor in it; expected a state, a "
             "muonfx.TransformOptimizer, a model, a tree of tensors, or a transform with its parameters"
@@ -251,7 +251,7 @@ def _plain_leaves(values: PyTree) -> list[LeafSummary]:
     """Return a `LeafSummary` for each leaf of a tree. A DTensor or flat shard is listed with its global shape."""
     summaries: list[LeafSummary] = []
     for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True):
-        shape = leaf.shape if isinstance(leaf, Tensor | FlatPiece) else None
+        shape = leaf.shape if isinstance(leaf, Tensor | FlatShard) else None
         summaries.append(_leaf_of(path, shape, local_of(leaf)))
     return summaries
 
@@ -260,7 +260,7 @@ def _leaf_of(
     path: Iterable[object], shape: Sequence[int] | None, shard: object, total: int | None = None, owner: str = ""
 ) -> LeafSummary:
     """Return the `LeafSummary` of a leaf with the global shape ``shape``; ``shard`` is this rank's shard of it."""
-    data = shard.data if isinstance(shard, FlatPiece) else shard
+    data = shard.data if isinstance(shard, FlatShard) else shard
     path_texts = tuple(map(str, path))
     if isinstance(data, Tensor):
         nbytes = data.numel() * data.dtype.itemsize
@@ -314,11 +314,11 @@ def _elements_and_owner_of_matrices(layout: Layout, placement: LeafPlacement) ->
     """Return the elements on all ranks, and the ranks as text, for a leaf whose matrices have owners."""
     elements = 0
     owners: set[int | None] = set()
-    for share in placement.shares:
-        start, stop = interval_of(placement, share)
-        copies = layout.size if share.owner is None else 1
+    for shard in placement.shards:
+        start, stop = interval_of(placement, shard)
+        copies = layout.size if shard.owner is None else 1
         elements += (stop - start) * copies
-        owners.add(share.owner)
+        owners.add(shard.owner)
     return elements, _ranks(owners, layout.size)
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from muonfx import tree
-from muonfx.sharding.dtensors import is_dtensor
+from muonfx.sharding.communication.waiting import construction
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.sharding.transform import Sharded
-from muonfx.sharding.waiting import construction
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 

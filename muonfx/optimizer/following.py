@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from muonfx.optimizer import errors
 from muonfx.optimizer.group_numbers import Group
 from muonfx.optimizer.named_parameters import names_in
-from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.shards.dtensors import is_dtensor
 
 
 def models_of(params: Any) -> list[nn.Module]:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonfx.sharding.communication.messages import collective
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import collective
 from muonfx.sharding.state import LeafPlacement, interval_of
 
 ALIGNED = 16
@@ -36,12 +36,12 @@ class Gathering:
         for place, (placement, leaf) in leaves.items():
             flat = rooms[place][: sizes[place]].view(placement.dtype)
             self._wholes[place] = flat.view(placement.shape)
-            share = placement.share
-            if leaf is None or share is None:
+            shard = placement.shard
+            if leaf is None or shard is None:
                 continue
-            is_written_here = share.owner is not None or layout.rank == 0
+            is_written_here = shard.owner is not None or layout.rank == 0
             if is_written_here:
-                start, stop = interval_of(placement, share)
+                start, stop = interval_of(placement, shard)
                 flat[start:stop] = leaf.reshape(-1)
         with collective(GATHERING):
             self._work: Any = dist.all_reduce(buffer, group=layout.group, async_op=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.shards import IntervalTensor
+from muonfx.sharding.shards.dtensors import is_dtensor, local_of
+from muonfx.sharding.shards.flat_shard import FlatShardTensor
 from muonfx.tree.dtypes import widens
 
 if TYPE_CHECKING:
@@ -42,32 +42,32 @@ def _shape_text(value: object) -> str:
 
 def on_this_rank(leaf: Any, value: Any) -> Tensor | str:
     """Return this rank's part of a saved tensor, sharded like the state tensor ``leaf``, or an error message."""
-    if isinstance(leaf, IntervalTensor):
+    if isinstance(leaf, FlatShardTensor):
         return _interval_of(leaf, value)
     if is_dtensor(leaf):
         return _shard_of(leaf, value)
-    if is_dtensor(value) or isinstance(value, IntervalTensor):
+    if is_dtensor(value) or isinstance(value, FlatShardTensor):
         return _other_placement(leaf, value)
     return value
 
 
-def _interval_of(leaf: IntervalTensor, value: Any) -> Tensor | str:
+def _interval_of(leaf: FlatShardTensor, value: Any) -> Tensor | str:
     """Return the elements of a saved tensor in the interval of the flattened tensor that ``leaf`` holds."""
     if is_dtensor(value):
         return _other_placement(leaf, value)
-    piece = leaf.piece
-    if not isinstance(value, IntervalTensor):
-        return value.reshape(-1)[piece.start : piece.stop]
-    if (value.piece.start, value.piece.stop) != (piece.start, piece.stop):
+    shard = leaf.shard
+    if not isinstance(value, FlatShardTensor):
+        return value.reshape(-1)[shard.start : shard.stop]
+    if (value.shard.start, value.shard.stop) != (shard.start, shard.stop):
         return _other_placement(leaf, value)
-    return value.piece.data
+    return value.shard.data
 
 
 def _shard_of(leaf: DTensor, value: Any) -> Tensor | str:
     """Return this rank's shard of a saved tensor, which is a DTensor like ``leaf``, or whole."""
     from torch.distributed.tensor import distribute_tensor
 
-    if isinstance(value, IntervalTensor):
+    if isinstance(value, FlatShardTensor):
         return _other_placement(leaf, value)
     if not is_dtensor(value):
         value = distribute_tensor(value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None)
@@ -86,7 +86,7 @@ def _other_placement(leaf: Any, value: Any) -> str:
 def _placement_text(value: Any) -> str:
     if is_dtensor(value):
         return f"{value.placements} on {value.device_mesh}"
-    if isinstance(value, IntervalTensor):
+    if isinstance(value, FlatShardTensor):
         return repr(value)
     return "a plain tensor"
 

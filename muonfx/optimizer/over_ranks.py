@@ -16,13 +16,14 @@ from muonfx.optimizer.local_values import Load, on_this_rank, shard_error
 from muonfx.optimizer.stepping import Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.offload import inner_of, store_of
-from muonfx.sharding.agree import agree
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
+from muonfx.sharding.communication.agree import agree
+from muonfx.sharding.communication.waiting import wait_for_all
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.shards import FlatPiece, IntervalTensor
+from muonfx.sharding.shards.dtensors import dtensor_of, is_dtensor, local_of
+from muonfx.sharding.shards.flat_shard import FlatShard, FlatShardTensor
 from muonfx.sharding.state import (
     LeafPlacement,
     describe_state,
@@ -33,7 +34,6 @@ from muonfx.sharding.state import (
     state_to_dtensors,
 )
 from muonfx.sharding.transform import bind, init_sharded, sharded_with, step_sharded
-from muonfx.sharding.waiting import wait_for_all
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
@@ -111,11 +111,11 @@ class SteppingOverRanks(Stepping):
 
     def _is_hidden(self, placement: LeafPlacement) -> bool:
         """Return True if only one rank has a state tensor and no DTensor on the parameter's mesh can express that."""
-        if all(share.owner is None for share in placement.shares):
+        if all(shard.owner is None for shard in placement.shards):
             return False
-        if placement.name is None or placement.name not in self.layout.dtensors or len(placement.shares) == 1:
+        if placement.name is None or placement.name not in self.layout.dtensors or len(placement.shards) == 1:
             return True
-        return not own_what_they_hold(self.layout, placement.name, placement.shares, placement.shape)
+        return not own_what_they_hold(self.layout, placement.name, placement.shards, placement.shape)
 
     def _part_like(self, place: int, leaf: Any, whole: Tensor) -> Any:
         placement = self._placements[place]
@@ -125,8 +125,8 @@ class SteppingOverRanks(Stepping):
         if placement.name is None:
             return whole
         if not placement.owned:
-            return self.layout.piece(placement.name).cut(whole)
-        if placement.local is None or placement.share is None:
+            return self.layout.position(placement.name).cut(whole)
+        if placement.local is None or placement.shard is None:
             return None
         return _interval(placement, whole).view(placement.local)
 
@@ -150,7 +150,7 @@ class SteppingOverRanks(Stepping):
         if is_dtensor(dtensor):
             return dtensor
         piece = global_leaf(self.binding, self._device, placement, leaf)
-        return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
+        return FlatShardTensor.of(piece) if isinstance(piece, FlatShard) else piece
 
     def shown(self, state: PyTree) -> PyTree:
         """Return the state in the form that the sharded ``update`` takes: DTensors if the parameters are DTensors."""
@@ -190,7 +190,7 @@ class SteppingOverRanks(Stepping):
     def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
         """Return the values to load into the state tensor with index ``place``, or an error message."""
         placement = self._placements[place]
-        if placement is None or placement.name is None or not placement.owned or isinstance(value, IntervalTensor):
+        if placement is None or placement.name is None or not placement.owned or isinstance(value, FlatShardTensor):
             return on_this_rank(leaf, value)
         if not is_dtensor(value):
             return value
@@ -263,9 +263,9 @@ class SteppingOverRanks(Stepping):
 def _interval(placement: LeafPlacement, whole: Tensor) -> Tensor:
     """Return the interval of a flattened full state tensor that this rank holds."""
     flat = whole.reshape(-1)
-    if placement.share is None:
+    if placement.shard is None:
         return flat[:0]
-    start, stop = interval_of(placement, placement.share)
+    start, stop = interval_of(placement, placement.shard)
     return flat[start:stop]
 
 

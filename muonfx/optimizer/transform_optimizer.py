@@ -53,9 +53,9 @@ from muonfx.optimizer.state_entries import StateEntries
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.unread_keys import warn_of_unread_rates
 from muonfx.placement.arguments import Arguments
-from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
+from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
 

@@ -229,11 +229,11 @@ def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
     """Return (parameter, rank, operations, whether every rank computes it) for each segment of the bars."""
     segments: list[tuple[str, int, float, bool]] = []
     for run in plan.runs:
-        for share in run.shares:
-            by_all = share.owner is None
-            ranks = range(plan.size) if share.owner is None else (share.owner,)
+        for shard in run.shards:
+            by_all = shard.owner is None
+            ranks = range(plan.size) if shard.owner is None else (shard.owner,)
             for rank in ranks:
-                segments.append((share.name, rank, share.cost, by_all))
+                segments.append((shard.name, rank, shard.cost, by_all))
     return segments
 
 

@@ -2,21 +2,24 @@
 
 A `Layout` records which shard of each parameter each rank holds. `sharded` turns any transform into a transform that
 runs on these shards. See the page "Sharding" of the documentation.
+
+Its files are in three groups. `shards` (which rank holds what) and `plan` (which rank computes what) are values, which
+need no process group. All messages and collectives are in `communication`. The files above them join the two.
 """
 
 from muonfx.placement.offload import offload
+from muonfx.sharding.communication.replicas import broadcast
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
-from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Plan, plan_for
-from muonfx.sharding.replicas import broadcast
-from muonfx.sharding.shards import Piece
+from muonfx.sharding.shards.position import ShardPosition
 from muonfx.sharding.transform import from_global, sharded, to_global
 
 __all__ = [
     # which rank holds which shard
     "Layout",
-    "Piece",
+    "ShardPosition",
     "replicated",
     "from_dtensors",
     "zero",

@@ -23,16 +23,16 @@ from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import remembered_parameters
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY, Store
-from muonfx.sharding.agree import warn_together
-from muonfx.sharding.collectives import gathered
-from muonfx.sharding.dtensors import map_named
+from muonfx.sharding.communication.agree import warn_together
+from muonfx.sharding.communication.collectives import all_reduce, gathered
+from muonfx.sharding.communication.matrix_stage import init_run, update_run
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.matrix_stage import init_run, update_run
-from muonfx.sharding.messages import ShardingError, collective
-from muonfx.sharding.once import Once
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
-from muonfx.sharding.plan.shares import on_stacks
+from muonfx.sharding.plan.matrix_shards import on_stacks
+from muonfx.sharding.shards.dtensors import map_named
+from muonfx.sharding.shards.once import Once
 from muonfx.tree import PyTree
 
 
@@ -88,7 +88,7 @@ class Progress:
 class Binding:
     """Runs transforms over the ranks of a layout: it gathers matrices, and sums scalars over all ranks.
 
-    `bind` builds one binding for each `settings` and `store`. Several transforms and optimizers may share it, so facts
+    `bind` builds one binding for each `settings` and `store`. Several transforms and optimizers may shard it, so facts
     of one of them are in its `Progress`.
     """
 
@@ -103,13 +103,14 @@ class Binding:
     _warned: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        specs, pieces = self.layout.specs, self.layout.pieces
-        self.holds_all = self.layout.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
+        self.holds_all = self.layout.size == 1 and all(
+            cut[0].shape == self.layout.specs[name].shape for name, cut in self.layout.cuts.items()
+        )
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
         self.placed = PlacedTransforms(Where(self, self.store), self.global_like)
         """Returns the transform that runs on this rank's shards, from a transform and the local parameters."""
         self.extras: dict[str, Any] = {
-            "shard": self.shard,
+            "shard": self.layout.shard,
             "max_over_ranks": self.max_over_ranks,
             "sum_over_leaves": self.sum_over_leaves,
         }
@@ -133,30 +134,34 @@ class Binding:
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """Return the plan that assigns each matrix to a rank, for neighbouring transforms that need whole matrices."""
-        run = tuple((name, tx.children[0] if tx.declaration.combinator.varies_numbers else tx) for name, tx in run)
+        entries: list[tuple[str, Transform]] = []
+        for name, tx in run:
+            if tx.declaration.combinator.varies_numbers:  # a plan does not depend on numbers
+                tx = tx.children[0]
+            entries.append((name, tx))
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
-        kind = torch.device("cpu") if device.type == "meta" else device
-        key = ("plan", tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
-        return self.once(key, lambda: plan_run(run, names, self.layout, kind, self.settings))
+        if device.type == "meta":
+            device = torch.device("cpu")
+        structures = tuple([(name, tx.treedef) for name, tx in entries])
+        key = ("plan", tuple(names), structures, str(device))
+        return self.once(key, lambda: plan_run(tuple(entries), names, self.layout, device, self.settings))
 
     def global_like(self, params: PyTree) -> PyTree:
         """Return a meta tensor with the global shape of each parameter. `params` has parameters or their shards."""
-        leaves, treedef = tree.flatten(params)
         specs = self.layout.specs
-        meta: list[Tensor | None] = []
-        for name, leaf in zip(tree.names(params), leaves, strict=True):
-            if name not in specs:
-                if leaf is not None:
-                    raise ShardingError(f"{name!r} is not a parameter of {self.layout!r}")
-                meta.append(None)
-            else:
-                meta.append(torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta"))
+        leaves, treedef = tree.flatten(params)
+        meta: list[Tensor | None] = [None] * len(leaves)
+        for index, (name, leaf) in enumerate(zip(tree.names(params), leaves, strict=True)):
+            if name in specs:
+                meta[index] = torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta")
+            elif leaf is not None:
+                raise ShardingError(f"{name!r} is not a parameter of {self.layout!r}")
         return tree.unflatten(treedef, meta)
 
     def local_like(self, params: PyTree) -> PyTree:
         """Return a tree like `params`, with a meta tensor in the shape of this rank's shard for each parameter."""
-        return map_named(lambda name, leaf: self.layout.piece(name).blank(leaf), self.global_like(params))
+        return map_named(lambda name, leaf: self.layout.position(name).blank(leaf), self.global_like(params))
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Return the sum of a tree of scalars over all ranks. The scalar of a replicated shard counts once."""
@@ -165,34 +170,27 @@ class Binding:
             return torch.zeros(())
         device = present[0][1].device
         stacked = torch.stack([self._counted(name, leaf.to(device)) for name, leaf in present])
-        if self.layout.group is not None and self.layout.size > 1:
-            with collective("summing over all ranks"):
-                dist.all_reduce(stacked, group=self.layout.group)
+        all_reduce(self.layout, stacked, "summing over all ranks")
         return sum_over_leaves(list(stacked.unbind()))
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum of a tensor over all ranks. An all-reduce finds it, without a host sync."""
-        if self.layout.group is None or self.layout.size == 1:
+        if self.layout.size == 1:
             return values
-        most = values.clone()
-        with collective("finding the largest of all ranks"):
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.layout.group)
-        return most
+        maxima = values.clone()
+        all_reduce(self.layout, maxima, "finding the largest of all ranks", op=dist.ReduceOp.MAX)
+        return maxima
 
     def _counted(self, name: str, scalar: Tensor) -> Tensor:
         """Return one leaf's scalar on the one rank that counts it in a sum over ranks; return zero on the others."""
         # Only the first holder counts a shard. Every holder adds NaN and infinity, so that no rank misses them.
-        if self.layout.rank in self.layout.pieces[name].firsts:
+        if self.layout.rank in self.layout.cuts[name].firsts:
             return scalar
         return torch.where(scalar.isfinite(), torch.zeros_like(scalar), scalar)
 
     def gather(self, values: PyTree) -> PyTree:
         """Gather a tree of this rank's shards into a tree of whole tensors on every rank."""
         return gathered(self.layout, values) if any(leaf is not None for leaf in tree.leaves(values)) else values
-
-    def shard(self, values: PyTree) -> PyTree:
-        """Cut this rank's shards out of a tree of whole tensors, and return them as a tree."""
-        return self.layout.shard(values)
 
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
         """Warn once that a transform needs all parameters in full, so that every rank gathers them at each step."""
@@ -269,6 +267,6 @@ def _on_all(tx: Transform, binding: Any):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         gathered_params = None if params is None else binding.gather(params)
         out, state = tx.run(binding.gather(updates), state, gathered_params, **{**extras, **in_one_process})
-        return binding.shard(out), state
+        return binding.layout.shard(out), state
 
     return init, update

@@ -26,8 +26,8 @@ from muonfx.placement.arguments import Arguments
 from muonfx.placement.placed import execution_of
 from muonfx.placement.store import IN_MEMORY
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.differences import Facts
-from muonfx.sharding.messages import digest
+from muonfx.sharding.communication.differences import Facts
+from muonfx.sharding.digests import digest
 from muonfx.sharding.state import describe_state
 from muonfx.tree import PyTree
 
@@ -37,7 +37,7 @@ _NUMBERS = "numbers in their chains"
 
 
 class _Fixed(NamedTuple):
-    """The results that all steps of a transform share: they follow from its structure and the names of the leaves."""
+    """The results that all steps of a transform shard: they follow from its structure and the names of the leaves."""
 
     transforms: str
     """The digest of `facts_of_transforms`."""
@@ -159,7 +159,7 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
 
 
 def _text_of_argument(value: object) -> str:
-    """Return a text for an argument of a transform. All functions share one text: ranks compare their results."""
+    """Return a text for an argument of a transform. All functions shard one text: ranks compare their results."""
     if isinstance(value, Recorded):
         arguments = [f"{name}={_text_of_argument(argument)}" for name, argument in value.arguments.items()]
         return f"{value.factory.__name__}({', '.join(arguments)})"
@@ -173,7 +173,7 @@ def _texts_of_state(binding: Binding, tx: Transform, local: PyTree) -> dict[str,
     texts = dict.fromkeys(names, "None")
     for name, placed in zip(names, describe_state(binding, tx, local), strict=True):
         if placed is not None:
-            owners = [share.owner for share in placed.shares]
+            owners = [shard.owner for shard in placed.shards]
             texts[name] = f"{placed.shape} {placed.dtype}, owners {owners}"
     return texts
 
@@ -192,11 +192,12 @@ def _text_of_store(binding: Binding) -> str:
 
 
 def _settings_of_torch() -> dict[str, str]:
+    is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return {
         "default dtype": str(torch.get_default_dtype()),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "autocast": str(any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))),
+        "autocast": str(is_autocast),
     }
 
 

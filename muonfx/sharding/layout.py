@@ -14,12 +14,12 @@ from typing import TypeVar
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.sharding.collectives import gathered, reduce_scattered
-from muonfx.sharding.dtensors import global_piece, is_dtensor, map_named
-from muonfx.sharding.local_leaves import outside_transforms
-from muonfx.sharding.messages import ShardingError
-from muonfx.sharding.shard_table import ShardTable
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.communication.collectives import gathered, reduce_scattered
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.dtensors import global_shard, is_dtensor, map_named
+from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.sharding.shards.local_leaves import outside_transforms
+from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Layout(ShardTable):
     Attributes:
         kind: the name of the function that built the layout.
         specs: a dict from the name of each parameter to its global shape and dtype.
-        pieces: a dict from the name of each parameter to its partition over all ranks. See also the method `piece`.
+        cuts: a dict from the name of each parameter to its partition over all ranks. See also the method `position`.
         size: the number of ranks.
         rank: this process's rank in the group; 0 without a group.
         group: the process group; None for a layout built for a number of ranks, without processes.
@@ -66,13 +66,13 @@ class Layout(ShardTable):
         """
 
         def at(name: str, leaf: Tensor) -> Tensor:
-            piece = self.piece(name, rank)
+            position = self.position(name, rank)
             if tuple(leaf.shape) != self.specs[name].shape:
                 raise ShardingError(
                     f"{name!r} has shape {tuple(leaf.shape)}, expected {self.specs[name].shape}, the global shape in "
                     f"{self!r}: pass whole tensors"
                 )
-            return piece.cut(leaf.detach())
+            return position.cut(leaf.detach())
 
         with outside_transforms("layout.shard", whole) as problem:
             if problem is not None:
@@ -97,8 +97,8 @@ class Layout(ShardTable):
 
         def at(name: str, leaf: Tensor) -> Tensor:
             whole = leaf.new_zeros(self.specs[name].shape)
-            for piece, ranks in self.holders(name).items():
-                piece.paste(by_name[name][ranks[0]], whole)
+            for position, ranks in self.holders(name).items():
+                position.paste(by_name[name][ranks[0]], whole)
             return whole
 
         return map_named(at, locals_[0])
@@ -156,24 +156,25 @@ class Layout(ShardTable):
             local: the tree of this rank's shards. A leaf that is already in the returned form is not changed.
 
         Returns:
-            A tree of `DTensor`, `muonfx.checkpoint.FlatPiece` (an interval of a flattened tensor, with its position),
+            A tree of `DTensor`, `muonfx.checkpoint.FlatShard` (an interval of a flattened tensor, with its position),
             and whole tensors.
 
         Raises:
             ShardingError: a leaf is neither this rank's shard nor the whole tensor; the message names the leaf.
         """
 
-        def at(name: str, leaf: Tensor | FlatPiece) -> Tensor | FlatPiece:
-            piece, whole = self.piece(name), self.specs[name].shape
-            # This rank's piece may be the whole tensor, but a whole tensor must be whole on all ranks: test it first.
-            is_whole = tuple(leaf.shape) == whole and name not in self.dtensors
-            if isinstance(leaf, FlatPiece) or is_dtensor(leaf) or is_whole:
+        def at(name: str, leaf: Tensor | FlatShard) -> Tensor | FlatShard:
+            position = self.position(name)
+            whole_shape = self.specs[name].shape
+            # This rank's shard may be the whole tensor, but a whole tensor must be whole on all ranks: test it first.
+            is_whole = tuple(leaf.shape) == whole_shape and name not in self.dtensors
+            if isinstance(leaf, FlatShard) or is_dtensor(leaf) or is_whole:
                 return leaf
-            if piece.fits(leaf):
-                return global_piece(self, name, leaf)
+            if position.fits(leaf):
+                return global_shard(self, name, leaf)
             raise ShardingError(
-                f"{name!r} has shape {tuple(leaf.shape)}, expected {piece.shape}, this rank's shard under {self!r}, or "
-                f"{whole}, the full shape: pass the parameters that the layout was created from"
+                f"{name!r} has shape {tuple(leaf.shape)}, expected {position.shape}, this rank's shard under "
+                f"{self!r}, or {whole_shape}, the full shape: pass the parameters that the layout was created from"
             )
 
         return map_named(at, local)
@@ -181,19 +182,10 @@ class Layout(ShardTable):
     def from_global(self, values: PyTree) -> PyTree:
         """Convert a tree in the form that `to_global` returns to this rank's shards as local tensors.
 
-        Each `muonfx.checkpoint.FlatPiece` (a shard with its position) becomes a tensor. Other leaves are unchanged.
+        Each `muonfx.checkpoint.FlatShard` (a shard with its position) becomes a tensor. Other leaves are unchanged.
         """
 
-        def at(name: str, leaf: Tensor | FlatPiece) -> Tensor:
-            return leaf.data.view(self.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf
+        def at(name: str, leaf: Tensor | FlatShard) -> Tensor:
+            return leaf.data.view(self.position(name).shape) if isinstance(leaf, FlatShard) else leaf
 
         return map_named(at, values)
-
-
-def require_layout(value: object) -> None:
-    """Raise TypeError unless the argument ``layout`` is a `Layout`. The message shows how to create one."""
-    if not isinstance(value, Layout):
-        raise TypeError(
-            f"layout must be a muonfx.sharding layout, found a {type(value).__name__}: create one, as in "
-            "muonfx.sharding.zero(params), or zero(params, 8) to plan for 8 ranks without processes"
-        )

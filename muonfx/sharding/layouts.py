@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from itertools import pairwise, product
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
@@ -13,28 +13,27 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.arguments import did_you_mean, plain_arguments
 from muonfx.internal.display import format_list
-from muonfx.sharding.cut import (
+from muonfx.sharding.communication.meshes import cuts_on_several_meshes, group_of_meshes
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.plan.balance import assign_by_bytes
+from muonfx.sharding.plan.cost import costs_of
+from muonfx.sharding.shards.cut import (
     Cut,
     Intervals,
-    OnMesh,
-    Places,
+    MeshCoordinates,
     Whole,
+    cuts_of_dtensors,
     equal_intervals,
     equal_parts,
     one_behind_another,
 )
-from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import ShardingError, all_objects, digest
-from muonfx.sharding.plan.balance import assign_by_bytes
-from muonfx.sharding.plan.cost import costs_of
-from muonfx.sharding.shard_table import specs_of
-from muonfx.sharding.waiting import CONSTRUCTING, wait_for_all
+from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.sharding.shards.table import specs_of
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 Group = dist.ProcessGroup | int | None
@@ -66,9 +65,9 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
         )
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    cuts = {shape: Whole(shape, size) for shape in dict.fromkeys(spec.shape for spec in specs.values())}
-    pieces = {name: cuts[spec.shape] for name, spec in specs.items()}
-    return Layout("replicated", specs, pieces, size, rank, process_group)
+    cut_of_shape = {spec.shape: Whole(spec.shape, size) for spec in specs.values()}
+    cuts = {name: cut_of_shape[spec.shape] for name, spec in specs.items()}
+    return Layout("replicated", specs, cuts, size, rank, process_group)
 
 
 Partition = Literal["whole", "flat", "each"]
@@ -104,7 +103,7 @@ def zero(
         ValueError: ``stage`` or ``partition`` has an unknown value.
 
     >>> layout = zero({"w": torch.zeros(4, 5), "b": torch.zeros(3)}, 2, partition="flat")
-    >>> [layout.piece("w", rank).shape for rank in range(2)]
+    >>> [layout.position("w", rank).shape for rank in range(2)]
     [(9,), (11,)]
     """
     if stage not in (1, 2, 3):
@@ -113,15 +112,18 @@ def zero(
         raise ValueError(f"partition: found {partition!r}, expected 'whole', 'flat' or 'each'")
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    if partition == "whole":
-        costs = costs_of(specs, tx)
-        nbytes = [spec.nbytes for spec in specs.values()]
-        owners = assign_by_bytes([costs[name] for name in specs], nbytes, size)
-        rows = zip(specs.items(), owners, strict=True)
-        pieces: dict[str, Cut] = {name: Whole(spec.shape, size, owner) for (name, spec), owner in rows}
+    if partition == "flat":
+        cuts = equal_intervals(specs, size)
+    elif partition == "each":
+        cuts = equal_parts(specs, size)
     else:
-        pieces = equal_intervals(specs, size) if partition == "flat" else equal_parts(specs, size)
-    return Layout("zero", specs, pieces, size, rank, process_group, stage, is_flat=True)
+        cost_of = costs_of(specs, tx)
+        nbytes = [spec.nbytes for spec in specs.values()]
+        owners = assign_by_bytes([cost_of[name] for name in specs], nbytes, size)
+        cuts: dict[str, Cut] = {}
+        for (name, spec), owner in zip(specs.items(), owners, strict=True):
+            cuts[name] = Whole(spec.shape, size, owner)
+    return Layout("zero", specs, cuts, size, rank, process_group, stage, is_flat=True)
 
 
 @plain_arguments
@@ -152,26 +154,20 @@ def flat(
         ValueError: ``cuts``, ``order`` or ``starts`` do not place every parameter exactly once; the message says why.
 
     >>> layout = flat({"a": torch.zeros(2, 2), "b": torch.zeros(6)}, 3, order=["b", "a"], cuts=[0, 4, 9, 10])
-    >>> [layout.piece("a", rank).numel for rank in range(3)]
+    >>> [layout.position("a", rank).numel for rank in range(3)]
     [0, 3, 1]
     """
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
     order = _order_of_buffer(params, specs, starts) if order is None else list(order)
-    if sorted(order) != sorted(specs):
-        different = sorted(set(order) ^ set(specs)) or sorted({name for name in order if order.count(name) > 1})
-        raise ValueError(
-            f"order: found {format_list(different)} missing, unknown or repeated, expected every parameter once"
-        )
+    _require_each_once(order, specs)
     if starts is None:
         starts = one_behind_another(specs, order)
-    elif unknown := sorted(starts.keys() - specs.keys()):
-        close = did_you_mean(unknown[0], specs)
-        raise ValueError(f"starts: {unknown[0]!r} is not a parameter{close}; there are {format_list(list(specs))}")
-    _check_cuts(specs, order, starts, cuts, size)
-    places = tuple(cuts)
-    pieces = {name: Intervals(spec.shape, starts[name], places) for name, spec in specs.items()}
-    return Layout("flat", specs, pieces, size, rank, process_group, stage, is_flat=True)
+    _require_parameters(starts, specs)
+    _check_cuts(cuts, size)
+    _check_buffer(specs, order, starts, cuts[-1])
+    intervals = {name: Intervals(spec.shape, starts[name], tuple(cuts)) for name, spec in specs.items()}
+    return Layout("flat", specs, intervals, size, rank, process_group, stage, is_flat=True)
 
 
 def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Layout:
@@ -198,62 +194,39 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     <from_dtensors of 1 parameters over 1 rank>
     >>> dist.destroy_process_group()
     """
-    named = {n: p for n, p in zip(tree.names(params), tree.leaves(params), strict=True) if p is not None}
-    dtensors = {name: leaf._spec for name, leaf in named.items() if is_dtensor(leaf)}
+    leaf_of = {name: leaf for name, leaf in tree.named_leaves(params) if leaf is not None}
+    dtensors = {name: leaf._spec for name, leaf in leaf_of.items() if is_dtensor(leaf)}
     if not dtensors:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
-    meshes = {
-        mesh: tuple(sorted(map(int, mesh.mesh.flatten().tolist())))
-        for mesh in dict.fromkeys(spec.mesh for spec in dtensors.values())
-    }
+    ranks_of: dict[DeviceMesh, tuple[int, ...]] = {}
+    for spec in dtensors.values():
+        if spec.mesh not in ranks_of:
+            ranks_of[spec.mesh] = tuple(sorted(map(int, spec.mesh.mesh.flatten().tolist())))
     if group is None:
-        group = _group_of(meshes)
+        group = group_of_meshes(ranks_of)
     ranks = dist.get_process_group_ranks(group)
     specs = specs_of(params)
     rank = dist.get_rank(group)
     if rank < 0:
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
-    places = {mesh: _places(mesh, ranks) for mesh in meshes}
-    found = _cuts_on_several_meshes(specs, dtensors, meshes, places, group) if len(set(meshes.values())) > 1 else None
-    pieces, on_several = found or (_cuts(specs, dtensors, places, len(ranks)), ())
+    coordinates_on = {mesh: MeshCoordinates.of(mesh, ranks) for mesh in ranks_of}
+    cuts_and_names = None
+    if len(set(ranks_of.values())) > 1:
+        cuts_and_names = cuts_on_several_meshes(specs, dtensors, ranks_of, coordinates_on, group)
+    if cuts_and_names is None:
+        cuts_and_names = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks)), ()
+    cuts, on_several_meshes = cuts_and_names
     for name in dtensors:
-        local, piece = named[name]._local_tensor, pieces[name][rank]
-        if not piece.fits(local):
+        local = leaf_of[name]._local_tensor
+        position = cuts[name][rank]
+        if not position.fits(local):
             raise ShardingError(
-                f"{name!r} has a local shape {tuple(local.shape)}, expected {piece.shape} from its placements and full "
-                "shape: create it with distribute_tensor or fully_shard"
+                f"{name!r} has a local shape {tuple(local.shape)}, expected {position.shape} from its placements and "
+                "full shape: create it with distribute_tensor or fully_shard"
             )
     return Layout(
-        "from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several
+        "from_dtensors", specs, cuts, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several_meshes
     )
-
-
-def _cuts_on_several_meshes(
-    specs: Mapping[str, Spec],
-    dtensors: Mapping[str, DTensorSpec],
-    meshes: Mapping[DeviceMesh, tuple[int, ...]],
-    places: Mapping[DeviceMesh, Places],
-    group: dist.ProcessGroup,
-) -> tuple[dict[str, Cut], tuple[str, ...]] | None:
-    """Return each parameter's partition by name, when ranks may have different device meshes for it.
-
-    Also return the names of the parameters whose meshes differ between ranks. Return None if anything else differs.
-    """
-    number = {mesh: place for place, mesh in enumerate(meshes)}
-    ways = [(n, spec, (number[d.mesh], d.placements) if (d := dtensors.get(n)) else None) for n, spec in specs.items()]
-    rank = dist.get_rank(group)
-    mine = (
-        digest((ways, [own.shape for own in places.values()])),
-        [(digest(meshes[mesh]), own.coordinates[rank]) for mesh, own in places.items()],
-    )
-    wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
-    said = all_objects(mine, group, "finding out who holds what")
-    if len({way for way, _ in said}) > 1:
-        return None
-    columns = dict(zip(places, zip(*(theirs for _, theirs in said), strict=True), strict=True))
-    own = {mesh: Places(places[mesh].shape, [at for _, at in column]) for mesh, column in columns.items()}
-    differ = {mesh for mesh, column in columns.items() if len({ranks for ranks, _ in column}) > 1}
-    return _cuts(specs, dtensors, own, len(said)), tuple(n for n, spec in dtensors.items() if spec.mesh in differ)
 
 
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
@@ -281,85 +254,51 @@ def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[
     if starts is not None:
         # Of two parameters with the same start, the empty parameter is first.
         return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
-    given = [str(name) for name in params if name in specs] if isinstance(params, Mapping) else []
-    if given != list(specs):
+    order = [str(name) for name in params if name in specs] if isinstance(params, Mapping) else []
+    if order != list(specs):
         raise ValueError(
             "order: found None, expected the names in their order in the buffer, because params is not a dict with "
             f"sorted names; they are {format_list(list(specs))}: pass order=list(params) or order=sorted(params)"
         )
-    return given
+    return order
 
 
-def _check_cuts(
-    specs: Mapping[str, Spec], order: Sequence[str], starts: Mapping[str, int], cuts: Sequence[int], size: int
-) -> None:
-    if len(cuts) != size + 1 or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
+def _require_each_once(order: Sequence[str], specs: Mapping[str, Spec]) -> None:
+    if sorted(order) == sorted(specs):
+        return
+    wrong = sorted(set(order) ^ set(specs))
+    if not wrong:
+        wrong = sorted({name for name in order if order.count(name) > 1})
+    raise ValueError(f"order: found {format_list(wrong)} missing, unknown or repeated, expected every parameter once")
+
+
+def _require_parameters(starts: Mapping[str, int], specs: Mapping[str, Spec]) -> None:
+    unknown = sorted(starts.keys() - specs.keys())
+    if unknown:
+        close = did_you_mean(unknown[0], specs)
+        raise ValueError(f"starts: {unknown[0]!r} is not a parameter{close}; there are {format_list(list(specs))}")
+
+
+def _check_cuts(cuts: Sequence[int], size: int) -> None:
+    if len(cuts) != size + 1 or cuts[0] != 0 or any(start > stop for start, stop in pairwise(cuts)):
         raise ValueError(
             f"cuts: found {list(cuts)}, expected {size + 1} ascending positions that begin with 0, one more than "
             "ranks: rank r holds cuts[r]:cuts[r + 1]"
         )
-    end, before = 0, "the beginning"
+
+
+def _check_buffer(specs: Mapping[str, Spec], order: Sequence[str], starts: Mapping[str, int], length: int) -> None:
+    """Raise ValueError unless each parameter begins after the one before it, and the last ends within the buffer."""
+    end = 0
+    what_ends = "the beginning"
     for name in order:
-        if name not in starts or starts[name] < end:
-            found = starts.get(name)
-            raise ValueError(f"starts: {name!r} begins at {found}, expected {end} or more, where {before} ends")
-        end, before = starts[name] + prod(specs[name].shape), repr(name)
-    if end > cuts[-1]:
+        start = starts.get(name)
+        if start is None or start < end:
+            raise ValueError(f"starts: {name!r} begins at {start}, expected {end} or more, where {what_ends} ends")
+        end = start + prod(specs[name].shape)
+        what_ends = repr(name)
+    if end > length:
         raise ValueError(
-            f"cuts: found {cuts[-1]} as the last, expected at least {end}, the end of {before}: extend the last rank's "
-            "part"
+            f"cuts: found {length} as the last, expected at least {end}, the end of {what_ends}: extend the interval "
+            "of the last rank"
         )
-
-
-# ------------------------------------------------------------------------------------------------------------ DTensors
-
-
-def _cuts(
-    specs: Mapping[str, Spec],
-    dtensors: Mapping[str, DTensorSpec],
-    places: Mapping[DeviceMesh, Places],
-    size: int,
-) -> dict[str, Cut]:
-    """Return a dict from parameter name to its partition over ranks. Plain tensors are whole on every rank."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    made: dict[Hashable, Cut] = {}
-    cuts: dict[str, Cut] = {}
-    for name, spec in specs.items():
-        placed = dtensors.get(name)
-        key = spec.shape if placed is None else (spec.shape, placed.mesh, placed.placements)
-        if key not in made:
-            for placement in () if placed is None else placed.placements:
-                if not isinstance(placement, Shard | _StridedShard | Replicate):
-                    raise TypeError(f"{name!r} has the placement {placement}, expected Shard or Replicate")
-            made[key] = (
-                Whole(spec.shape, size)
-                if placed is None
-                else OnMesh(spec.shape, places[placed.mesh], placed.placements)
-            )
-        cuts[name] = made[key]
-    return cuts
-
-
-def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> Places:
-    """Return the mesh coordinates of some global ranks, in the order of `ranks`."""
-    shape = tuple(mesh.shape)
-    at = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, shape)), strict=True))
-    return Places(shape, [at.get(rank) for rank in ranks])
-
-
-def _group_of(meshes: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.ProcessGroup:
-    """Return a process group of exactly the ranks of all given meshes. A mesh maps to a tuple of its global ranks."""
-    ranks = sorted(set().union(*meshes.values()))
-    if ranks == list(range(dist.get_world_size())):
-        world = dist.group.WORLD
-        assert world is not None
-        return world
-    for mesh, own in meshes.items():
-        if list(own) == ranks:
-            return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-    found = dist.new_group(ranks, use_local_synchronization=True)
-    if not isinstance(found, dist.ProcessGroup):
-        raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
-    return found

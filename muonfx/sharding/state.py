@@ -24,20 +24,21 @@ from muonfx.core.visit import Placeholder, Visit, fixed, is_wrapper, record_call
 from muonfx.placement.arguments import meta_like
 from muonfx.placement.placed import execution_of, matrix_stages
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.dtensors import (
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.plan.assignment import RunPlan
+from muonfx.sharding.plan.cost import run_of
+from muonfx.sharding.plan.matrix_shards import MatrixShard
+from muonfx.sharding.shards.boxes import Box
+from muonfx.sharding.shards.dtensors import (
     PLAIN,
     dtensor_of,
-    global_piece,
+    global_shard,
     is_dtensor,
     local_of,
     local_tree,
     parameter_like,
 )
-from muonfx.sharding.layout import Layout
-from muonfx.sharding.plan.assignment import RunPlan
-from muonfx.sharding.plan.cost import run_of
-from muonfx.sharding.plan.shares import Share
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 
@@ -54,9 +55,9 @@ class LeafPlacement:
     """The parameter to which the leaf belongs; None for a leaf that is equal on all ranks, such as a counter."""
     owned: bool
     """True if each owner (the rank that computes a matrix) holds the leaf for its matrices, and other ranks None."""
-    share: Share | None
+    shard: MatrixShard | None
     """For an owned leaf, the matrices of the parameter that this rank computes; None if it computes none."""
-    shares: tuple[Share, ...]
+    shards: tuple[MatrixShard, ...]
     """For an owned leaf, the matrices that each owner computes."""
     shape: tuple[int, ...]
     """The shape of the whole leaf."""
@@ -91,38 +92,51 @@ def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) 
 
 def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
     """Return a tree like ``state`` with a `LeafPlacement` for each leaf; ``plan`` gives the owners of matrices."""
-    by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+    params_by_name = dict(tree.named_leaves(params))
     leaves, treedef = tree.flatten(state)
+    names: Sequence[str | None] = [None] * len(leaves)
+    if params_by_name:
+        names = parameters_of(state, params)
     described: list[Any] = []
-    for owner, leaf in zip(parameters_of(state, params) if by_name else [None] * len(leaves), leaves, strict=True):
+    for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor):
             described.append(leaf)
             continue
-        name, param = owner, None if owner is None else by_name[owner]
-        owned = plan is not None and name is not None
-        if not owned and param is not None and leaf.shape != param.shape:
-            name = None
-        of_all = plan.shares_of.get(name, ()) if plan is not None and name is not None else ()
-        share = next((share for share in of_all if share.owner in (None, binding.layout.rank)), None)
-        described.append(LeafPlacement(name, owned, share, of_all, tuple(leaf.shape), leaf.dtype))
+        if plan is not None and name is not None:
+            described.append(_of_owners(binding, name, leaf, plan.shards_of.get(name, ())))
+            continue
+        if name is not None and params_by_name[name] is not None and leaf.shape != params_by_name[name].shape:
+            name = None  # the same on all ranks, although it belongs to a parameter
+        described.append(LeafPlacement(name, False, None, (), tuple(leaf.shape), leaf.dtype))
     return tree.unflatten(treedef, described)
+
+
+def _of_owners(binding: Binding, name: str, leaf: Tensor, shards: tuple[MatrixShard, ...]) -> LeafPlacement:
+    """Return the placement of a leaf that each owner holds for its matrices, its `shards` of the parameter."""
+    for shard in shards:
+        if shard.owner in (None, binding.layout.rank):
+            return LeafPlacement(name, True, shard, shards, tuple(leaf.shape), leaf.dtype)
+    return LeafPlacement(name, True, None, shards, tuple(leaf.shape), leaf.dtype)
 
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
     """Return a list with the placement (ranks and shapes) of each leaf of a state. A leaf that is None has None."""
 
     def describe() -> list[LeafPlacement | None]:
-        local = binding.local_like(params)
-        here = tree.leaves(binding.init(tx, local))
+        local_params = binding.local_like(params)
+        local_leaves = tree.leaves(binding.init(tx, local_params))
         with warnings.catch_warnings():  # the first `init` has already warned
             warnings.simplefilter("ignore")
-            found = tree.leaves(_placements(binding, root_visit(tx, binding.global_like(local))))
-        return [
-            replace(placed, local=None if leaf is None else tuple(leaf.shape))
-            if isinstance(placed, LeafPlacement)
-            else None
-            for placed, leaf in zip(found, here, strict=True)
-        ]
+            described = tree.leaves(_placements(binding, root_visit(tx, binding.global_like(local_params))))
+        placements: list[LeafPlacement | None] = []
+        for placement, leaf in zip(described, local_leaves, strict=True):
+            if not isinstance(placement, LeafPlacement):
+                placements.append(None)
+            elif leaf is None:
+                placements.append(placement)
+            else:
+                placements.append(replace(placement, local=tuple(leaf.shape)))
+        return placements
 
     return binding.once(("held", tx.treedef, tuple(tree.names(params))), describe)
 
@@ -133,31 +147,33 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
     `old` is the previous state. DTensors that a step updated in place are taken from it, because new ones take time.
     """
     leaves, treedef = tree.flatten(state)
-    before = [None] * len(leaves) if old is None else tree.leaves(old)
-    rows = zip(describe_state(binding, tx, params), leaves, before, strict=True)
-    wrapped = [
-        was
-        if leaf is not None and getattr(was, "_local_tensor", None) is leaf
-        else leaf_to_dtensor(binding, placed, leaf)
-        for placed, leaf, was in rows
-    ]
-    return tree.unflatten(treedef, wrapped)
+    old_leaves: Sequence[Any] = [None] * len(leaves)
+    if old is not None:
+        old_leaves = tree.leaves(old)
+    dtensors: list[Tensor | None] = []
+    for placed, leaf, old_leaf in zip(describe_state(binding, tx, params), leaves, old_leaves, strict=True):
+        if leaf is not None and getattr(old_leaf, "_local_tensor", None) is leaf:
+            dtensors.append(old_leaf)
+        else:
+            dtensors.append(leaf_to_dtensor(binding, placed, leaf))
+    return tree.unflatten(treedef, dtensors)
 
 
 def leaf_to_dtensor(binding: Binding, placed: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
     """Turn one leaf of an optimizer state into a DTensor if its parameter is one. `placed` is its placement."""
-    if placed is None or placed.name is None or is_dtensor(leaf) or placed.name not in binding.layout.dtensors:
+    layout = binding.layout
+    if placed is None or placed.name is None or placed.name not in layout.dtensors or is_dtensor(leaf):
         return leaf
     if not placed.owned:
-        return None if leaf is None else parameter_like(binding.layout, placed.name, leaf)
+        return None if leaf is None else parameter_like(layout, placed.name, leaf)
     if leaf is None and placed.local is not None:
-        return None  # the transform keeps no state for this parameter
+        return None  # the transform has no state for this parameter
     like = torch.empty(placed.shape, dtype=placed.dtype, device="meta")
-    if len(placed.shares) == 1 and placed.shares[0].owner is not None:
-        return _to_dtensor_of_owner(binding.layout, placed.shares[0].owner, leaf, like)
-    found = _to_dtensor_like_parameter(binding.layout, placed.name, placed.shares, leaf, like)
+    if len(placed.shards) == 1 and placed.shards[0].owner is not None:
+        return _to_dtensor_of_owner(layout, placed.shards[0].owner, leaf, like)
+    dtensor = _to_dtensor_like_parameter(layout, placed.name, placed.shards, leaf, like)
     # Ranges of a stack that no placements express stay local tensors on their owners and None elsewhere.
-    return leaf if found is None else found
+    return leaf if dtensor is None else dtensor
 
 
 def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
@@ -170,14 +186,16 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
     described = describe_state(binding, tx, params)
     if len(described) != len(leaves):
         return tree.map(local_of, state)  # the state of another transform: the check of the state reports it
-    pairs = zip(described, leaves, strict=True)
-    local = [
-        local_of(leaf) if placed is None or not placed.owned else _of_owner(placed, leaf) for placed, leaf in pairs
-    ]
-    return tree.unflatten(treedef, local)
+    local_leaves: list[Any] = []
+    for placed, leaf in zip(described, leaves, strict=True):
+        if placed is not None and placed.owned:
+            local_leaves.append(_local_of_owner(placed, leaf))
+        else:
+            local_leaves.append(local_of(leaf))
+    return tree.unflatten(treedef, local_leaves)
 
 
-def _of_owner(placed: LeafPlacement, leaf: Tensor | FlatPiece | None) -> Tensor | FlatPiece | None:
+def _local_of_owner(placed: LeafPlacement, leaf: Tensor | FlatShard | None) -> Tensor | FlatShard | None:
     """Return the tensor of one leaf that its owner holds, in the shape that `update` uses; None on other ranks."""
     if not is_dtensor(leaf):
         return leaf
@@ -194,38 +212,43 @@ def global_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree)
 
 def global_leaf(
     binding: Binding, device: torch.device, placed: LeafPlacement | None, leaf: Tensor | None
-) -> Tensor | FlatPiece | None:
-    """Convert one leaf of a state for a checkpoint: return a DTensor, a `FlatPiece` or a whole tensor."""
+) -> Tensor | FlatShard | None:
+    """Convert one leaf of a state for a checkpoint: return a DTensor, a `FlatShard` or a whole tensor."""
     if placed is None or placed.name is None:
         return leaf
     if not placed.owned:
-        return None if leaf is None else global_piece(binding.layout, placed.name, leaf)
-    if placed.share is None:
-        return FlatPiece(placed.shape, 0, torch.empty(0, dtype=placed.dtype, device=device))
-    if placed.share.owner is None or leaf is None:
+        return None if leaf is None else global_shard(binding.layout, placed.name, leaf)
+    if placed.shard is None:
+        return FlatShard(placed.shape, 0, torch.empty(0, dtype=placed.dtype, device=device))
+    if placed.shard.owner is None or leaf is None:
         return leaf
-    return FlatPiece(placed.shape, interval_of(placed, placed.share)[0], leaf.reshape(-1))
+    return FlatShard(placed.shape, interval_of(placed, placed.shard)[0], leaf.reshape(-1))
 
 
-def interval_of(placed: LeafPlacement, share: Share) -> tuple[int, int]:
+def interval_of(placed: LeafPlacement, shard: MatrixShard) -> tuple[int, int]:
     """Return where the matrices of one owner start and end in a leaf of the state, if it is flattened."""
-    each = max(prod(share.whole), 1)
-    return share.start * prod(placed.shape) // each, share.stop * prod(placed.shape) // each
+    # A leaf of the state may have another number of elements for each matrix than the parameter has.
+    leaf_numel = prod(placed.shape)
+    param_numel = max(prod(shard.whole), 1)
+    return shard.start * leaf_numel // param_numel, shard.stop * leaf_numel // param_numel
 
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree) -> PyTree:
     """Convert a state from its form for checkpoints to the local tensors of this rank. It undoes `global_state`."""
     meta = binding.init(tx, meta_like(local_tree(params)))
     leaves, treedef = tree.flatten(values)
-
-    def at(wanted: Tensor | None, leaf: Tensor | FlatPiece | None) -> Tensor | None:
-        if wanted is None:
-            return None
-        return leaf.data.view(wanted.shape) if isinstance(leaf, FlatPiece) else local_of(leaf)
-
-    local = [at(wanted, leaf) for wanted, leaf in zip(tree.leaves(meta), leaves, strict=True)]
-    state = tree.unflatten(treedef, local)
-    return state_to_dtensors(binding, tx, params, state) if binding.layout.dtensors else state
+    local_leaves: list[Any] = []
+    for meta_leaf, leaf in zip(tree.leaves(meta), leaves, strict=True):
+        if meta_leaf is None:
+            local_leaves.append(None)
+        elif isinstance(leaf, FlatShard):
+            local_leaves.append(leaf.data.view(meta_leaf.shape))
+        else:
+            local_leaves.append(local_of(leaf))
+    state = tree.unflatten(treedef, local_leaves)
+    if binding.layout.dtensors:
+        return state_to_dtensors(binding, tx, params, state)
+    return state
 
 
 # ------------------------------------------------------------------------------------------------------ state of owners
@@ -238,34 +261,34 @@ def _to_dtensor_of_owner(layout: Layout, owner: int, local: Tensor | None, like:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate
 
-    def make() -> DeviceMesh:
+    def mesh_of_owner() -> DeviceMesh:
         assert layout.group is not None
-        kind = next(iter(layout.dtensors.values())).mesh.device_type
+        device_type = next(iter(layout.dtensors.values())).mesh.device_type
         # A mesh of one rank needs no process group.
-        return DeviceMesh(kind, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
+        return DeviceMesh(device_type, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
 
-    mesh = layout.once(("mesh of an owner", owner), make)
+    mesh = layout.once(("mesh of an owner", owner), mesh_of_owner)
     local = _empty_on(mesh, like) if local is None else local.view(like.shape)
     return dtensor_of(local, mesh, [Replicate()], like.shape, like.stride())
 
 
 def _to_dtensor_like_parameter(
-    layout: Layout, name: str, shares: Sequence[Share], local: Tensor | None, like: Tensor
+    layout: Layout, name: str, shards: Sequence[MatrixShard], local: Tensor | None, like: Tensor
 ) -> DTensor | None:
     """Build a DTensor on the parameter's mesh from a leaf of the state. Return None if no placements fit."""
     from torch.distributed.tensor import Replicate
 
     spec = layout.dtensors[name]
-    if all(share.owner is None for share in shares):
+    if all(shard.owner is None for shard in shards):
         assert local is not None
         return dtensor_of(local, spec.mesh, [Replicate()] * spec.mesh.ndim, like.shape, like.stride())
-    if not own_what_they_hold(layout, name, shares, like.shape):
+    if not own_what_they_hold(layout, name, shards, like.shape):
         return None
     local = (_empty_on(spec.mesh, like) if local is None else local).reshape(-1, *like.shape[1:])
     return dtensor_of(local, spec.mesh, spec.placements, like.shape, like.stride())
 
 
-def own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], shape: Sequence[int]) -> bool:
+def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard], shape: Sequence[int]) -> bool:
     """Return True if every rank computes exactly the matrices that it holds, of a parameter that stacks matrices.
 
     If the parameter, or its leaf of the state with this `shape`, is not split along dim 0 alone, return False.
@@ -273,12 +296,14 @@ def own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], shape
     spec = layout.dtensors[name]
     if tuple(shape[:1]) != tuple(spec.shape[:1]) or any(getattr(placement, "dim", 0) for placement in spec.placements):
         return False
-    by_owner = {share.owner: share for share in shares}
+    shard_of = {shard.owner: shard for shard in shards}
     for rank in range(layout.size):
-        piece, share = layout.piece(name, rank), by_owner.get(rank)
-        if piece.boxes != (() if share is None else share.piece.boxes):
+        boxes_to_compute: tuple[Box, ...] = ()
+        if rank in shard_of:
+            boxes_to_compute = shard_of[rank].position.boxes
+        if layout.position(name, rank).boxes != boxes_to_compute:
             return False
-    return len(by_owner) == len(shares)
+    return len(shard_of) == len(shards)
 
 
 def _empty_on(mesh: DeviceMesh, like: Tensor) -> Tensor:

@@ -22,15 +22,17 @@ from muonfx.placement.arguments import Arguments
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams
 from muonfx.placement.store import IN_MEMORY, Store
-from muonfx.sharding.agreed_call import agreed_call, next_serial, verify_ranks
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.dtensors import PLAIN, local_tree, to_dtensors
-from muonfx.sharding.layout import Layout, require_layout
-from muonfx.sharding.local_leaves import outside_transforms
-from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.communication.agreed_call import agreed_call, next_serial, verify_ranks
+from muonfx.sharding.communication.replicas import verify_params
+from muonfx.sharding.communication.waiting import construction
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.replicas import verify_params
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.dtensors import PLAIN, local_tree, to_dtensors
+from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.sharding.shards.local_leaves import outside_transforms
+from muonfx.sharding.shards.table import require_layout
 from muonfx.sharding.state import (
     LeafPlacement,
     describe_state,
@@ -39,7 +41,6 @@ from muonfx.sharding.state import (
     state_to_dtensors,
     without_dtensors,
 )
-from muonfx.sharding.waiting import construction
 from muonfx.tree import PyTree
 
 P = ParamSpec("P")
@@ -139,8 +140,8 @@ def sharded(
         params = without_left_out(tx, params)
         binding = bind(layout, settings, store)
         local = local_tree(params)
-        present = [leaf for leaf in tree.leaves(local) if leaf is not None]
-        if present and all(leaf.is_meta for leaf in present):
+        tensors = [leaf for leaf in tree.leaves(local) if leaf is not None]
+        if tensors and all(leaf.is_meta for leaf in tensors):
             return binding.init(inner, local)
         progress = _memory.setdefault(_PROGRESS, Progress())
         binding.progress_of[inner.treedef] = progress
@@ -161,14 +162,16 @@ def sharded(
         params = without_left_out(tx, params)
         binding = bind(layout, settings, store)
         like = updates if params is None else params
-        own = without_dtensors(binding, inner, like, state) if layout.dtensors else state
-        with outside_transforms("update of a sharded transform", updates, own, params, extras) as problem:
-            call = Arguments(updates, own, params, donate, extras)
+        plain_state = state
+        if layout.dtensors:
+            plain_state = without_dtensors(binding, inner, like, state)
+        with outside_transforms("update of a sharded transform", updates, plain_state, params, extras) as problem:
+            call = Arguments(updates, plain_state, params, donate, extras)
             progress = _progress_of(_memory, binding, inner)
-            out, after = step_sharded(binding, progress, inner, call, check=check, problem=problem)
+            out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
         if not layout.dtensors or PLAIN.issuperset(map(type, [*tree.leaves(updates), *tree.leaves(params)])):
-            return out, after
-        return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after, state)
+            return out, new_state
+        return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, new_state, state)
 
     # A compiled graph cannot contain these collectives.
     return cast("InitAndUpdate", (torch.compiler.disable(init), torch.compiler.disable(update)))
@@ -230,15 +233,17 @@ def step_sharded(
 
     `apply_to_params` adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
-    # `tx` has the current hyperparameters. Several transforms and optimizers may share a binding, none a progress.
+    # `tx` has the current hyperparameters. Several transforms and optimizers may shard a binding, none a progress.
     local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
     extras = local.extras
     if apply_to_params is not None:
         extras = {**extras, "apply_to_params": apply_to_params}
-    out, after = binding.placed(tx, local.like).run(updates, state, local.params, donate=donate, **extras)
+    out, new_state = binding.placed(tx, local.like).run(updates, state, local.params, donate=donate, **extras)
     progress.completed += 1  # not after an error on this rank alone, so that the next step finds the ranks different
-    return out, tree.copy_shared(after, local.state) if check and not local.donate.state else after
+    if check and not local.donate.state:
+        new_state = tree.copy_shared(new_state, local.state)
+    return out, new_state
 
 
 def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Binding:
@@ -261,7 +266,7 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
         params: this rank's parameters; needed if ``tx`` has not been used yet.
 
     Returns:
-        A tree like the state. Its leaves are `torch.distributed.tensor.DTensor`, `muonfx.checkpoint.FlatPiece`, or
+        A tree like the state. Its leaves are `torch.distributed.tensor.DTensor`, `muonfx.checkpoint.FlatShard`, or
         tensors that are equal on all ranks.
 
     Raises:
@@ -273,14 +278,14 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> layout = mfx.sharding.zero(params, 1, partition="flat")
     >>> tx = mfx.sharding.sharded(mfx.momentum(), layout)
     >>> to_global(tx, tx.init(layout.shard(params))).trace["w"]
-    FlatPiece(elements 0 to 4 of (2, 2), torch.float32)
+    FlatShard(elements 0 to 4 of (2, 2), torch.float32)
     """
     binding, inner, like = binding_of(tx, params)
     if is_global(state):
         return state
-    own = without_dtensors(binding, inner, like, state)
-    check_local(binding.layout, describe_state(binding, inner, like), own)
-    return global_state(binding, inner, like, own)
+    plain_state = without_dtensors(binding, inner, like, state)
+    check_local(binding.layout, describe_state(binding, inner, like), plain_state)
+    return global_state(binding, inner, like, plain_state)
 
 
 def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
@@ -310,9 +315,9 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
 
 def is_global(values: PyTree) -> bool:
-    """Return True if any leaf of a tree is a `FlatPiece` (a shard with its position), as `to_global` returns."""
-    # A global tree without a FlatPiece has DTensors and whole tensors only, which `to_global` leaves unchanged.
-    return any(isinstance(leaf, FlatPiece) for leaf in tree.leaves(values))
+    """Return True if any leaf of a tree is a `FlatShard` (a shard with its position), as `to_global` returns."""
+    # A global tree without a FlatShard has DTensors and whole tensors only, which `to_global` leaves unchanged.
+    return any(isinstance(leaf, FlatShard) for leaf in tree.leaves(values))
 
 
 def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
@@ -321,18 +326,20 @@ def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state
     leaves = tree.leaves(state)
     if len(leaves) != len(described):
         raise ShardingError(f"the state has {len(leaves)} leaves, expected {len(described)}: {advice}")
-    for name, leaf, what in zip(tree.names(state), leaves, described, strict=True):
-        want = None if what is None else what.local
-        if leaf is not None and want is not None and tuple(leaf.shape) != want and (leaf.numel() or prod(want)):
+    for name, leaf, placement in zip(tree.names(state), leaves, described, strict=True):
+        if leaf is None or placement is None or placement.local is None:
+            continue
+        are_empty = not leaf.numel() and not prod(placement.local)
+        if tuple(leaf.shape) != placement.local and not are_empty:
             raise ShardingError(
-                f"state: {name!r} has shape {tuple(leaf.shape)}, expected {want} on this rank under {layout!r}: "
-                f"{advice}"
+                f"state: {name!r} has shape {tuple(leaf.shape)}, expected {placement.local} on this rank under "
+                f"{layout!r}: {advice}"
             )
 
 
 def settings_of(tx: Sharded) -> Settings:
     """Return the arguments ``replicas`` and ``bucket_bytes`` with which `sharded` built a transform."""
-    return Settings(*(tx.arguments[name] for name in Settings._fields))
+    return Settings(*[tx.arguments[name] for name in Settings._fields])
 
 
 def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
-from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError, data
+from muonfx.checkpoint import CorruptError, FlatShard, MismatchError, WriteError, data
 from muonfx.checkpoint.draft import Draft
-from muonfx.sharding import waiting
+from muonfx.sharding.communication import waiting
 from tests.checkpoint.common import assert_same_tree, bits, copies
 from tests.processes import Here, World, errors_of, on_ranks
 
@@ -68,7 +68,7 @@ def laid_out(whole: Tensor, kind: str, here: Here, seed: int) -> Any:
         return whole.clone()
     if kind == "flat" or whole.dtype is torch.float8_e4m3fn:
         at = cuts(whole.numel(), here.size, seed if seed % 2 else None)
-        return FlatPiece.cut(whole.clone(), at[here.rank], at[here.rank + 1])
+        return FlatShard.cut(whole.clone(), at[here.rank], at[here.rank + 1])
     if kind == "grid" and here.size == 4 and whole.ndim >= 2:
         placements = [Shard(0), Shard(1)] if seed % 2 else [Replicate(), Shard(1)]
         return distribute_tensor(whole.clone(), here.grid, placements, src_data_rank=None)
@@ -95,7 +95,7 @@ def assert_is_layout_of(found: Any, whole: Any, wanted: Any) -> None:
         mfx.tree.names(whole), mfx.tree.leaves(found), mfx.tree.leaves(whole), mfx.tree.leaves(wanted), strict=True
     ):
         assert type(leaf) is type(like), name
-        if isinstance(like, FlatPiece):
+        if isinstance(like, FlatShard):
             assert (leaf.shape, leaf.start, leaf.stop) == (like.shape, like.start, like.stop), name
             assert bits(leaf.data) == bits(full.reshape(-1)[like.start : like.stop]), name
         elif isinstance(like, DTensor):
@@ -115,7 +115,7 @@ def load_mixed(here: Here, path: Path, seed: int, layout: int, kinds: tuple[str,
     state, params = tree_of(seed), tree_of(seed + 1)["momentum"].trace
     like = mixed(state, here, kinds, layout)
     blank = mfx.tree.map(
-        lambda leaf: leaf.empty_like() if isinstance(leaf, FlatPiece) else torch.empty_like(leaf), like
+        lambda leaf: leaf.empty_like() if isinstance(leaf, FlatShard) else torch.empty_like(leaf), like
     )
     assert_is_layout_of(ck.load(path, like=blank, group=here.group, **more), state, like)
     like = mixed(params, here, kinds, layout + 1)
@@ -135,7 +135,7 @@ def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) 
 
     if trouble in ("hole", "overlap"):
         start, numel = {"hole": (4, 3), "overlap": (2, 5)}[trouble]
-        state["piece"] = FlatPiece((4, 2), start * here.rank, torch.zeros(numel))
+        state["piece"] = FlatShard((4, 2), start * here.rank, torch.zeros(numel))
     elif here.rank == on and trouble in ("no space", "not shared"):
         Draft.write = {"no space": full, "not shared": elsewhere}[trouble]
     elif here.rank == on and trouble == "no tensor":
@@ -228,7 +228,7 @@ def test_pieces_of_any_shape_and_cut_go_there_and_back(here: Here, tmp_path: Pat
         own = slice(here.rank, here.rank + 2)
         one, other = (
             {
-                name: FlatPiece.cut(leaf, *cuts(leaf.numel(), here.size, 7 * seed + turn + int(name))[own])
+                name: FlatShard.cut(leaf, *cuts(leaf.numel(), here.size, 7 * seed + turn + int(name))[own])
                 for name, leaf in whole.items()
             }
             for turn in (0, 1)
@@ -244,7 +244,7 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(here: Here,
     state = mixed(tree_of(seed), here, KINDS, seed)
     saving = ck.save_async(tmp_path / "saved", state, group=here.background, step=seed)
     for leaf in mfx.tree.leaves(state):
-        local = leaf.data if isinstance(leaf, FlatPiece) else leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        local = leaf.data if isinstance(leaf, FlatShard) else leaf.to_local() if isinstance(leaf, DTensor) else leaf
         local.zero_()
     assert saving.wait(60) == tmp_path / "saved"
     assert saving.done
@@ -368,11 +368,11 @@ def test_arguments_that_differ_are_named_with_the_ranks(world: World, tmp_path: 
 
 
 def test_a_piece_without_a_group_is_refused(tmp_path: Path):
-    piece = FlatPiece((4,), 0, torch.zeros(2))
-    with pytest.raises(TypeError, match="'w' is a FlatPiece, of which each rank holds a part: pass group="):
+    piece = FlatShard((4,), 0, torch.zeros(2))
+    with pytest.raises(TypeError, match="'w' is a FlatShard, of which each rank holds a part: pass group="):
         ck.save(tmp_path / "x", {"w": piece})
     ck.save(tmp_path / "y", {"w": torch.zeros(4)})
-    with pytest.raises(TypeError, match="'w' is a FlatPiece, of which each rank holds a part: pass group="):
+    with pytest.raises(TypeError, match="'w' is a FlatShard, of which each rank holds a part: pass group="):
         ck.load(tmp_path / "y", like={"w": piece})
 
 
@@ -383,7 +383,7 @@ def test_a_piece_must_lie_within_its_tensor():
         (0, torch.zeros(2, 2), "one dim"),
     ):
         with pytest.raises(ValueError, match=message):
-            FlatPiece((2, 2), start, values)
+            FlatShard((2, 2), start, values)
 
 
 def test_a_save_in_the_background_of_one_process(tmp_path: Path):

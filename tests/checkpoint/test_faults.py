@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 import muonfx as mfx
-from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError
-from muonfx.sharding import waiting
+from muonfx.checkpoint import CheckpointError, FlatShard, WriteError
+from muonfx.sharding.communication import waiting
 from tests.checkpoint.common import assert_same_tree
 from tests.checkpoint.faults import faults
 from tests.processes import run_python
@@ -73,9 +73,9 @@ def prepare(folder: Path, *, earlier: tuple[int, ...] = (), replaces: bool = Fal
     return path
 
 
-def part_of(leaf: torch.Tensor, rank: int) -> FlatPiece:
+def part_of(leaf: torch.Tensor, rank: int) -> FlatShard:
     half = leaf.numel() // 2
-    return FlatPiece.cut(leaf, 0, half) if rank == 0 else FlatPiece.cut(leaf, half, leaf.numel())
+    return FlatShard.cut(leaf, 0, half) if rank == 0 else FlatShard.cut(leaf, half, leaf.numel())
 
 
 def operate(what: str, path: Path, rank: int, group: Any) -> Any:

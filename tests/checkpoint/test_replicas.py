@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
-from muonfx.checkpoint import FlatPiece
+from muonfx.checkpoint import FlatShard
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.processes import Here, World, errors_of
 
@@ -48,12 +48,12 @@ def replica_of(leaf: Tensor, layout: str, here: Here) -> Any:
         start = 0
         if here.rank == 1:
             start = half
-        return FlatPiece.cut(leaf.clone(), start, min(start + half, leaf.numel()))
+        return FlatShard.cut(leaf.clone(), start, min(start + half, leaf.numel()))
     return leaf.clone()
 
 
 def local_values(leaf: Any) -> Tensor:
-    if isinstance(leaf, FlatPiece):
+    if isinstance(leaf, FlatShard):
         return leaf.data
     return getattr(leaf, "_local_tensor", leaf)
 
@@ -137,7 +137,7 @@ def save_wrongly(here: Here, path: Path, mistake: str) -> None:
     if mistake == "summands":
         tree["w"] = DTensor.from_local(torch.ones(4, 4), here.mesh, [Partial()], run_check=False)
     if mistake == "overlapping shards":  # an equal part and a part that overlaps it
-        tree["w"] = FlatPiece.cut(torch.ones(4, 4), 0, 16 - 4 * is_last)
+        tree["w"] = FlatShard.cut(torch.ones(4, 4), 0, 16 - 4 * is_last)
     ck.save(path, tree, tx=tx, group=here.group)
 
 
@@ -166,7 +166,7 @@ def test_trees_and_transforms_that_differ_are_errors_before_anything_is_written(
 def save_a_stage_each(here: Here, path: Path) -> None:
     """Save another leaf on each rank, marked as what this rank holds."""
     leaf = torch.full((3, 2), float(here.rank))
-    piece = FlatPiece.cut(leaf, 0, leaf.numel())
+    piece = FlatShard.cut(leaf, 0, leaf.numel())
     ck.save(path, {f"stage{here.rank}": piece, "shared": torch.ones(2)}, group=here.group)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import muonfx as mfx
-from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError, folder, writer
+from muonfx.checkpoint import CheckpointError, FlatShard, WriteError, folder, writer
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.draft import Draft
 from muonfx.checkpoint.index import INDEX
@@ -293,7 +293,7 @@ def test_an_error_that_cannot_be_sent_reaches_all_ranks_in_words(here: Here, tmp
     def write(*args: Any) -> Any:
         raise Odd(1, 2)
 
-    half = ck.FlatPiece.cut(OLD["w"], 500 * here.rank, 500 * (here.rank + 1))
+    half = ck.FlatShard.cut(OLD["w"], 500 * here.rank, 500 * (here.rank + 1))
     with (
         mock.patch.object(Draft, "write", write) if here.rank == 1 else nullcontext(),
         pytest.raises(CheckpointError, match=r"rank 1: .*Odd: odd"),
@@ -459,7 +459,7 @@ def with_a_destroyed_group(here: Here, path: Path, when: str) -> str:
         writer.Together = late
     else:
         Draft.write = write
-    state = {"w": FlatPiece.cut(torch.ones(8), 2 * here.rank, 2 * here.rank + 2)}
+    state = {"w": FlatShard.cut(torch.ones(8), 2 * here.rank, 2 * here.rank + 2)}
     saving = ck.save_async(path / "one", state, group=group)
     while when == "in the midst" and not list(path.glob("one/data-*")):
         time.sleep(0.01)
@@ -523,11 +523,11 @@ def test_ranks_load_one_checkpoint_while_it_is_replaced(here: Here, tmp_path: Pa
         for _ in range(times):
             whole = state_of(0)
             like: Any = whole | {
-                "b": FlatPiece.cut(whole["b"], *((0, 100), (100, 300), (300, 500))[here.rank]),
-                "c": FlatPiece.cut(whole["c"], *((0, 0), (0, 499), (499, 500))[here.rank]),
+                "b": FlatShard.cut(whole["b"], *((0, 100), (100, 300), (300, 500))[here.rank]),
+                "c": FlatShard.cut(whole["c"], *((0, 0), (0, 499), (499, 500))[here.rank]),
             }
             found = ck.load(path, like=like, group=readers)
-            plain = {name: leaf.data if isinstance(leaf, FlatPiece) else leaf for name, leaf in found.items()}
+            plain = {name: leaf.data if isinstance(leaf, FlatShard) else leaf for name, leaf in found.items()}
             seen: list[int] = [0, 0, 0]
             dist.all_gather_object(seen, assert_one_of(plain), group=readers)
             assert len(set(seen)) == 1, f"ranks have loaded {seen}"

@@ -34,7 +34,7 @@ def assert_follows(tx: mfx.Transform, step: Step, rtol: float = 1e-9) -> None:
 
 def cost_of(tx: mfx.Transform, params: dict[str, Tensor]) -> float:
     """The operations by which a parameter is given to a rank: those declared, and ten for each element."""
-    return sharding.plan_for(tx, sharding.zero(params, 1, partition="whole")).runs[0].shares[0].cost
+    return sharding.plan_for(tx, sharding.zero(params, 1, partition="whole")).runs[0].shards[0].cost
 
 
 def polar(x: Tensor) -> Tensor:

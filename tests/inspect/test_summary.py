@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muonfx as mfx
-from muonfx.sharding.once import Once
+from muonfx.sharding.shards.once import Once
 from tests.internal.test_display import Parsed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]

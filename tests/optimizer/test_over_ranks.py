@@ -27,9 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.checkpoint import FlatPiece
-from muonfx.sharding import ShardingError, waiting
-from muonfx.sharding.shards import IntervalTensor
+from muonfx.checkpoint import FlatShard
+from muonfx.sharding import ShardingError
+from muonfx.sharding.communication import waiting
+from muonfx.sharding.shards.flat_shard import FlatShardTensor
 from tests.processes import Here, World, errors_of, on_ranks
 from tests.sharding.counting import counting
 
@@ -228,7 +229,7 @@ def assert_same(found: tuple[Any, Any], wanted: tuple[Any, Any]) -> None:
     logical = sharding.to_global(optimizer.transform, optimizer.transform_state)
     names, found = mfx.tree.names(logical), mfx.tree.leaves(logical)
     for name, leaf, like in zip(names, found, mfx.tree.leaves(other.transform_state), strict=True):
-        if isinstance(leaf, FlatPiece):
+        if isinstance(leaf, FlatShard):
             close(leaf.data, like.reshape(-1)[leaf.start : leaf.stop], name)
         else:
             close(leaf, like, name)
@@ -418,7 +419,8 @@ def test_copies_on_different_meshes_that_differ_are_an_error(here: Here):
 def local_leaves(optimizer: Any) -> list[Tensor]:
     leaves = [leaf for held in optimizer.state.values() for leaf in held.values()]
     return [
-        leaf.piece.data if isinstance(leaf, IntervalTensor) else getattr(leaf, "_local_tensor", leaf) for leaf in leaves
+        leaf.shard.data if isinstance(leaf, FlatShardTensor) else getattr(leaf, "_local_tensor", leaf)
+        for leaf in leaves
     ]
 
 

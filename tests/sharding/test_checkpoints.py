@@ -8,7 +8,7 @@ import torch
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.sharding.dtensors import to_dtensors
+from muonfx.sharding.shards.dtensors import to_dtensors
 from tests.checkpoint.common import bits
 from tests.processes import Here, World, on_ranks
 from tests.sharding.cases import (

@@ -192,7 +192,7 @@ def test_odd_sizes_in_bf16_that_padding_at_the_tail_cuts(world: World):
 
     layout = Zero(1, "whole").of(drawn.params(), 3)
     for name, leaf in drawn.leaves.items():
-        assert [layout.piece(name, rank).numel for rank in range(3)].count(leaf.numel) == 1
+        assert [layout.position(name, rank).numel for rank in range(3)].count(leaf.numel) == 1
     tx = two_groups(drawn.labels)
     check(world, 3, [Case(drawn, tx, Zero(1, kind), exact=True) for kind in ("whole", "flat")])
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.checkpoint import FlatPiece
+from muonfx.checkpoint import FlatShard
 from muonfx.testing.transforms import halve, with_value
 from tests import variants
 from tests.checkpoint.common import bits
@@ -87,7 +87,7 @@ def check_case(here: Here, case: Case, dtensors: bool = False) -> str:
             assert (updates[name] is None) == (like is None), name
             if like is not None:
                 assert isinstance(updates[name], DTensor) == isinstance(weights[name], DTensor), name
-                assert tuple(plain(updates[name]).shape) == tuple(layout.piece(name).shape), name
+                assert tuple(plain(updates[name]).shape) == tuple(layout.position(name).shape), name
                 assert updates[name].dtype == like.dtype, name
         gathered = layout.gather({name: None if leaf is None else plain(leaf) for name, leaf in updates.items()})
         for name, leaf in gathered.items():
@@ -146,7 +146,7 @@ def whole_state(here: Here, tx: Any, state: Any) -> list[Any]:
 
 
 def _told(leaf: Any) -> Any:
-    if isinstance(leaf, FlatPiece):
+    if isinstance(leaf, FlatShard):
         return "flat", tuple(leaf.shape), leaf.start, leaf.data.clone()
     if isinstance(leaf, DTensor):
         return "plain", leaf.full_tensor()

@@ -15,9 +15,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.sharding import boxes, cut
-from muonfx.sharding.boxes import Box, boxes_of_interval, cover, intersection
-from muonfx.sharding.shards import FlatPiece, IntervalTensor, Piece, part
+from muonfx.sharding.shards import boxes, cut
+from muonfx.sharding.shards.boxes import Box, boxes_of_interval, cover, intersection
+from muonfx.sharding.shards.flat_shard import FlatShard, FlatShardTensor
+from muonfx.sharding.shards.position import ShardPosition
 from tests.checkpoint.common import bits
 from tests.sharding.cases import Model, Zero, models, pretended
 
@@ -38,10 +39,10 @@ def test_every_element_is_held_once_or_by_all(case: tuple[Model, Any]):
     for name in drawn.leaves:
         shape = layout.specs[name].shape
         assert shape == drawn.leaves[name].shape
-        held = {piece.boxes for rank in range(layout.size) if (piece := layout.piece(name, rank)).numel}
+        held = {piece.boxes for rank in range(layout.size) if (piece := layout.position(name, rank)).numel}
         assert boxes.cover(shape, [box for part in held for box in part]) is None
         for rank in range(layout.size):
-            piece = layout.piece(name, rank)
+            piece = layout.position(name, rank)
             assert sum(box.numel for box in piece.boxes) == piece.numel == torch.Size(piece.shape).numel()
 
 
@@ -59,7 +60,7 @@ def test_assemble_undoes_shard(case: tuple[Model, Any]):
         for rank, local in enumerate(locals_):
             for name, leaf in local.items():
                 assert leaf is None or leaf.dtype == drawn.leaves[name].dtype
-                assert leaf is None or tuple(leaf.shape) == tuple(layout.piece(name, rank).shape)
+                assert leaf is None or tuple(leaf.shape) == tuple(layout.position(name, rank).shape)
         for leaf in mfx.tree.tensors(locals_):
             leaf.fill_(7)  # local tensors are copies
         assert all(x is y or bits(x) == bits(y) for x, y in zip(whole.values(), before, strict=True))
@@ -70,7 +71,7 @@ def test_zero_gives_whole_parameters_to_one_rank_or_equal_parts_to_each(drawn: M
     for partition in ("whole", "each"):
         layout = Zero(1, partition).of(drawn.params(), size)
         for name, leaf in drawn.leaves.items():
-            pieces = [layout.piece(name, rank) for rank in range(size)]
+            pieces = [layout.position(name, rank) for rank in range(size)]
             held = [piece for piece in pieces if piece.numel]
             assert sum(piece.numel for piece in pieces) == leaf.numel
             if partition == "whole":
@@ -135,7 +136,7 @@ def test_flat_buffers_have_the_given_order_or_that_of_the_starts():
         (sharding.flat(params, 2, starts={"b": 0, "a": 4, "none": 4}, cuts=[0, 4, 8]), [0, 2]),
         (sharding.flat(dict(sorted(params.items())), 2, cuts=[0, 3, 5]), [3, 0]),
     ):
-        assert [layout.piece(name, 0).numel for name in ("a", "b")] == numels
+        assert [layout.position(name, 0).numel for name in ("a", "b")] == numels
 
 
 SMALL_SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -189,18 +190,18 @@ def test_an_intersection_is_what_both_have(sides):
 
 
 def test_an_interval_is_copied_and_filled_and_nothing_else():
-    tensor = IntervalTensor.of(FlatPiece((4, 5), 3, torch.arange(5.0)))
+    tensor = FlatShardTensor.of(FlatShard((4, 5), 3, torch.arange(5.0)))
     assert tensor.shape == (4, 5)
     copy = pickle.loads(pickle.dumps(tensor.clone()))
     tensor.fill_(1.0)
-    assert tensor.piece.data.tolist() == [1.0] * 5
-    assert copy.piece.data.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert tensor.shard.data.tolist() == [1.0] * 5
+    assert copy.shard.data.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert tensor.copy_(copy) is tensor
-    assert torch.equal(tensor.piece.data, copy.piece.data)
-    assert tensor.to(torch.float64).piece.dtype == torch.float64
-    elsewhere = IntervalTensor.of(FlatPiece((4, 5), 4, torch.arange(5.0)))
+    assert torch.equal(tensor.shard.data, copy.shard.data)
+    assert tensor.to(torch.float64).shard.dtype == torch.float64
+    elsewhere = FlatShardTensor.of(FlatShard((4, 5), 4, torch.arange(5.0)))
     for refused in (lambda: tensor + 1, lambda: tensor.copy_(elsewhere), lambda: tensor.copy_(torch.zeros(4, 5))):
-        with pytest.raises(NotImplementedError, match="only a part of the whole"):
+        with pytest.raises(NotImplementedError, match="only a shard of the whole"):
             refused()
 
 
@@ -208,16 +209,16 @@ def test_an_interval_is_copied_and_filled_and_nothing_else():
 def test_the_parts_of_a_flat_piece_are_the_values_of_its_boxes(shape: tuple[int, ...], data: st.DataObject):
     whole = torch.arange(prod(shape)).reshape(shape)
     start = data.draw(st.integers(0, whole.numel()))
-    piece = FlatPiece.cut(whole, start, data.draw(st.integers(start, whole.numel())))
+    piece = FlatShard.cut(whole, start, data.draw(st.integers(start, whole.numel())))
     for box in piece.boxes:
-        assert piece.part(box).equal(part(whole, box))
+        assert piece.values_in(box).equal(box.of(whole))
     assert sum(box.numel for box in piece.boxes) == piece.data.numel()
 
 
 SHAPES = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 
 
-def held(piece: Piece, shape: Sequence[int]) -> list[int]:
+def held(piece: ShardPosition, shape: Sequence[int]) -> list[int]:
     """The elements of a piece, in the order of its local tensor."""
     return piece.cut(torch.arange(prod(shape)).view(*shape)).flatten().tolist()
 
@@ -243,7 +244,7 @@ def test_pieces_on_a_mesh_are_those_that_torch_cuts_for_each_rank(case: Any, ran
     shape, mesh, placements = case
     coordinates: list[Any] = [*product(*map(range, mesh)), None]  # the last is on no mesh
     random.shuffle(coordinates)
-    found = cut.OnMesh(shape, cut.Places(mesh, coordinates), placements)
+    found = cut.OnMesh(shape, cut.MeshCoordinates(mesh, coordinates), placements)
     for rank, at in enumerate(coordinates):
         whole = torch.arange(prod(shape)).view(shape)
         for place, placement, parts in zip(at or (), placements, mesh, strict=at is not None):
@@ -261,13 +262,14 @@ def cuts(draw: st.DrawFn) -> cut.Cut:
     shape, size = draw(SHAPES), draw(st.integers(1, 5))
     start = draw(st.integers(0, 5))
     places = sorted(draw(st.lists(st.integers(0, start + prod(shape)), min_size=size - 1, max_size=size - 1)))
-    on_mesh = draw(on_meshes())
+    shape_on_mesh, mesh, placements = draw(on_meshes())
+    coordinates = list(product(*map(range, mesh)))
     return draw(
         st.sampled_from(
             [
                 cut.Whole(shape, size, draw(st.none() | st.integers(0, size - 1))),
                 cut.Intervals(shape, start, (0, *places, start + prod(shape))),
-                cut.OnMesh(on_mesh[0], cut.Places(on_mesh[1], list(product(*map(range, on_mesh[1])))), on_mesh[2]),
+                cut.OnMesh(shape_on_mesh, cut.MeshCoordinates(mesh, coordinates), placements),
             ]
         )
     )
@@ -275,7 +277,7 @@ def cuts(draw: st.DrawFn) -> cut.Cut:
 
 @given(cuts())
 def test_holders_are_found_as_by_a_loop_over_all_ranks(drawn: cut.Cut):
-    naive: dict[Piece, list[int]] = {}
+    naive: dict[ShardPosition, list[int]] = {}
     for rank in range(drawn.size):
         if drawn[rank].numel:
             naive.setdefault(drawn[rank], []).append(rank)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import muonfx as mfx
-from muonfx.sharding.shards import Piece, ShardPiece, Span
+from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.sharding.shards.position import ShardPosition, Span
 
 
 @st.composite
@@ -27,7 +28,7 @@ def test_an_interval_of_a_shard_has_the_elements_of_the_flattened_shard(
     dims: list[tuple[int, list[Span]]], data: st.DataObject
 ) -> None:
     shape = [size for size, _ in dims]
-    shard = Piece.grid([spans for _, spans in dims])
+    shard = ShardPosition.grid([spans for _, spans in dims])
     whole = torch.arange(float(prod(shape))).reshape(shape)
     flattened = shard.cut(whole).reshape(-1)
     start = data.draw(st.integers(0, shard.numel))
@@ -38,23 +39,23 @@ def test_an_interval_of_a_shard_has_the_elements_of_the_flattened_shard(
     interval.paste(flattened[start:stop], pasted)
     assert torch.equal(pasted[pasted >= 0].sort().values, flattened[start:stop].sort().values)
     assert torch.equal(pasted[pasted >= 0], whole[pasted >= 0])
-    leaf = ShardPiece(tuple(shape), 0, flattened[start:stop], interval)
+    leaf = FlatShard(tuple(shape), 0, flattened[start:stop], interval)
     assert torch.equal(leaf.empty_like().copy_(leaf).data, leaf.data)
     for box in leaf.boxes:
         index = tuple(slice(offset, end) for offset, end in zip(box.offsets, box.ends, strict=True))
-        assert torch.equal(leaf.part(box), whole[index])
+        assert torch.equal(leaf.values_in(box), whole[index])
 
 
 def test_a_checkpoint_stores_a_permuted_shard_in_the_order_of_the_whole_tensor(tmp_path: Path) -> None:
     """A rank may hold every element of a tensor in another order, if it holds columns of several parts."""
     whole = torch.arange(12.0).reshape(3, 4)
-    columns = [Piece.grid([((0, 3),), span]) for span in (((0, 2),), ((2, 4),))]
+    columns = [ShardPosition.grid([((0, 3),), span]) for span in (((0, 2),), ((2, 4),))]
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         group = torch.distributed.group.WORLD
         boxes = [box for piece in columns for box in piece.interval_of_shard(0, 6).boxes]
         data = torch.cat([piece.cut(whole).reshape(-1) for piece in columns])
-        leaf = ShardPiece((3, 4), 0, data, Piece((12,), tuple(boxes)))
+        leaf = FlatShard((3, 4), 0, data, ShardPosition((12,), tuple(boxes)))
         path = mfx.checkpoint.save(tmp_path / "a", {"w": leaf}, group=group)
         loaded = mfx.checkpoint.load(path, like={"w": leaf.empty_like()}, group=group)
     finally:

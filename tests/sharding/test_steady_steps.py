@@ -17,9 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.sharding import binding, cut
-from muonfx.sharding.plan import shares
-from muonfx.sharding.shards import Piece
+from muonfx.sharding import binding
+from muonfx.sharding.plan import matrix_shards
+from muonfx.sharding.shards import cut
+from muonfx.sharding.shards.position import ShardPosition
 from tests.sharding.counting import count_calls
 
 SHAPES = {"a": (6, 4), "b": (4, 6), "bias": (8,)}
@@ -34,13 +35,13 @@ def nothing_comes(received: torch.Tensor, *args: Any, **kwargs: Any) -> mock.Moc
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """How often plans, windows and pieces are made, and constructors called; on one of two pretended ranks."""
+    """How often plans, views and pieces are made, and constructors called; on one of two pretended ranks."""
     found: dict[str, int] = {}
 
     for owner, *names in (
         (binding, "plan_run"),
         (sys.modules["muonfx.placement.placed"], "placed"),
-        (Piece, "window", "grid", "interval"),
+        (ShardPosition, "view", "grid", "interval"),
         (mfx.Transform, "resolve"),
     ):
         for name in names:
@@ -124,7 +125,7 @@ def test_a_rate_that_a_scheduler_changes_resolves_plans_and_builds_nothing_but_i
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """How many pieces are made, and how many transfers."""
     found: dict[str, int] = {}
-    for owner, name in ((Piece, "grid"), (Piece, "interval"), (shares, "ShareTransfer")):
+    for owner, name in ((ShardPosition, "grid"), (ShardPosition, "interval"), (matrix_shards, "Transfer")):
         monkeypatch.setattr(owner, name, count_calls(found, name, getattr(owner, name)))
     yield found
     if dist.is_initialized():
@@ -135,7 +136,7 @@ def on_meta(mesh: Any, shape: tuple[int, ...], placements: Sequence[Placement]) 
     """A meta DTensor, without asking torch to cut anything."""
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), stride, torch.float32))
-    local = cut.OnMesh(shape, cut.Places(mesh.shape, [tuple(mesh.get_coordinate())]), placements)[0].shape
+    local = cut.OnMesh(shape, cut.MeshCoordinates(mesh.shape, [tuple(mesh.get_coordinate())]), placements)[0].shape
     kind: Any = DTensor
     return kind(torch.empty(local, device="meta"), spec, requires_grad=False)
 
@@ -166,7 +167,7 @@ def bound(made: dict[str, int], layers: int, shard: int, parallel: int, kind: st
         labels = {name: "adamw" if name.endswith("norm") else "muon" for name in params}
         tx = mfx.muon_with_adamw(0.1, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
         local = {
-            name: leaf if kind == "from_dtensors" else torch.empty(layout.piece(name).shape, device="meta")
+            name: leaf if kind == "from_dtensors" else torch.empty(layout.position(name).shape, device="meta")
             for name, leaf in params.items()
         }
         sharding.sharded(tx, layout).init(local)

@@ -19,7 +19,7 @@ from muonfx import checkpoint, tree
 from muonfx.core import Transform
 from muonfx.engines.deepspeed.experts import global_names
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.tree import PyTree, Spec
 
 
@@ -131,9 +131,9 @@ class _Values(NamedTuple):
     """The parameters and the optimizer state of all ranks; this rank's values with their positions in whole tensors."""
 
     params: dict[str, Any]
-    """A dict from name to parameter. A parameter that only other ranks hold is an empty `FlatPiece`."""
+    """A dict from name to parameter. A parameter that only other ranks hold is an empty `FlatShard`."""
     state: PyTree
-    """The state as nested dicts. A leaf that only other ranks hold is an empty `FlatPiece`."""
+    """The state as nested dicts. A leaf that only other ranks hold is an empty `FlatShard`."""
     paths: list[tuple[Any, ...]]
     """The path in ``state`` of each leaf of this rank's own state."""
     tx: Transform | None
@@ -173,7 +173,7 @@ def _of_all_ranks(value: Any) -> list[Any]:
 
 
 def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
-    """Add an empty `FlatPiece` for each leaf that only other ranks hold. Mark whole leaves that not all ranks hold."""
+    """Add an empty `FlatShard` for each leaf that only other ranks hold. Mark whole leaves that not all ranks hold."""
     specs = {key: Spec(tuple(leaf.shape), leaf.dtype) for key, leaf in leaves.items()}
     specs_of_ranks: list[dict[Any, Spec]] = _of_all_ranks(specs)
     all_leaves: dict[Any, Any] = {}
@@ -184,9 +184,9 @@ def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
             is_on_all_ranks = all(key in other_specs for other_specs in specs_of_ranks)
             leaf = leaves.get(key)
             if leaf is None:
-                leaf = FlatPiece(spec.shape, 0, torch.empty(0, dtype=spec.dtype))
+                leaf = FlatShard(spec.shape, 0, torch.empty(0, dtype=spec.dtype))
             elif isinstance(leaf, Tensor) and not is_on_all_ranks:
-                leaf = FlatPiece.cut(leaf, 0, leaf.numel())
+                leaf = FlatShard.cut(leaf, 0, leaf.numel())
             all_leaves[key] = leaf
     return all_leaves
 
@@ -208,7 +208,7 @@ def _nested(leaf_of_path: Mapping[tuple[Any, ...], Any]) -> PyTree:
     return root
 
 
-def _merged(leaves: Iterable[Tensor | FlatPiece | None]) -> Tensor | FlatPiece | None:
+def _merged(leaves: Iterable[Tensor | FlatShard | None]) -> Tensor | FlatShard | None:
     """Return the one value that is not None; of several step counts, return the largest."""
     values = [leaf for leaf in leaves if leaf is not None]
     if not values:

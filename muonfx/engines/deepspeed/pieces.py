@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muonfx.engines.deepspeed.tensor_parallel import block_group_of, tensor_shards_of
-from muonfx.sharding.cut import Cut, Intervals, Listed, Whole
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards import FlatPiece, Piece, ShardPiece
+from muonfx.sharding.shards.cut import Cut, Intervals, Listed, Whole
+from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.sharding.shards.position import ShardPosition
 from muonfx.tree import Spec
 
 
@@ -71,7 +72,7 @@ class Pieces(NamedTuple):
         """True if ``flat`` is one flat tensor; False at stage 0, where it lists parameters."""
         return bool(self.at)
 
-    def as_leaf(self, name: str, value: Tensor, *, to_load: bool) -> Tensor | FlatPiece:
+    def as_leaf(self, name: str, value: Tensor, *, to_load: bool) -> Tensor | FlatShard:
         """Return ``value``, the shard of a parameter or of its state, with its position; unchanged if it is whole.
 
         To save, an empty shard is returned if another rank saves the values.
@@ -79,16 +80,16 @@ class Pieces(NamedTuple):
         if self.layout is None:
             return value
         shape = self.layout.specs[name].shape
-        piece = self.layout.piece(name)
+        piece = self.layout.position(name)
         if not self.is_flat:
-            if piece == Piece.whole(shape):
+            if piece == ShardPosition.whole(shape):
                 return value
             piece = piece.interval_of_shard(0, piece.numel)  # the same elements, flattened
         if name in self.saved_elsewhere and not to_load:
-            return FlatPiece(shape, 0, value.new_empty(0))
+            return FlatShard(shape, 0, value.new_empty(0))
         if piece.start is None:
-            return ShardPiece(shape, 0, value.reshape(-1), piece)
-        return FlatPiece(shape, piece.start, value.reshape(-1))
+            return FlatShard(shape, 0, value.reshape(-1), piece)
+        return FlatShard(shape, piece.start, value.reshape(-1))
 
     def views(self, flat: Sequence[Any]) -> dict[str, Any]:
         """Return a dict from parameter name to its shard in a flat tensor, such as a gradient; memory is shared."""
@@ -114,7 +115,7 @@ def locate(
         cut = _cut_shards(cut, params, like, tensor_group)
     dtypes = dict.fromkeys(params, flat.dtype)
     layout = _layout(cut.cuts, like, dtypes, cut.group, stage=2 if engine is None else 3)
-    shapes = {name: layout.piece(name).shape for name in cut.at}
+    shapes = {name: layout.position(name).shape for name in cut.at}
     pieces = Pieces(tuple(cut.at), [flat], layout, cut.at, shapes, cut.saved_elsewhere)
     misplaced_names: list[str | None] = [None] * layout.size
     misplaced_name = cut.misplaced_name or _differing(pieces, params)
@@ -268,12 +269,12 @@ def _cut_shards(
     for name, param in params.items():
         shape = tuple(like[name].shape)
         shards = tensor_shards_of(name, param, local_shape_of(param), dist.get_world_size(tensor_group))
-        pieces: list[Piece] = []
+        pieces: list[ShardPosition] = []
         for other_tensor_rank, located in intervals_of_ranks:
             start = located[name].begin
             stop = start + located[name].length
             if shards is None:
-                pieces.append(Piece.interval(shape, start, stop))
+                pieces.append(ShardPosition.interval(shape, start, stop))
             else:
                 pieces.append(shards[other_tensor_rank].interval_of_shard(start, stop))
         cuts[name] = Listed(shape, pieces)
@@ -286,7 +287,7 @@ def _cut_shards(
     return _Cut(cuts, cut.at, group, cut.misplaced_name, saved_elsewhere)
 
 
-def _do_overlap(pieces: Iterable[Piece]) -> bool:
+def _do_overlap(pieces: Iterable[ShardPosition]) -> bool:
     """Return whether different intervals of one tensor overlap."""
     intervals = {(piece.start or 0, piece.numel) for piece in pieces if piece.numel}
     end = 0

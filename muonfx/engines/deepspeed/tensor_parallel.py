@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muonfx.sharding.shards import Piece, Span
+from muonfx.sharding.shards.position import ShardPosition, Span
 
 METADATA = "ds_autotp_universal_checkpoint_meta"
 """The attribute of a parameter in which AutoTP describes its partition."""
@@ -34,8 +34,10 @@ def tensor_group_of(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:
     return None
 
 
-def tensor_shards_of(name: str, param: Tensor, local_shape: Sequence[int], size: int) -> tuple[Piece, ...] | None:
-    """Return the shard of each tensor-parallel rank, as a `Piece`; None if every rank holds the whole parameter.
+def tensor_shards_of(
+    name: str, param: Tensor, local_shape: Sequence[int], size: int
+) -> tuple[ShardPosition, ...] | None:
+    """Return the `ShardPosition` of each tensor-parallel rank; None if every rank holds the whole parameter.
 
     Args:
         name: the name of the parameter, for errors.
@@ -57,12 +59,12 @@ def tensor_shards_of(name: str, param: Tensor, local_shape: Sequence[int], size:
     if dim is None or widths is None:
         raise _undescribed(name, metadata)
     shape = whole_shape_of(param)
-    shards: list[Piece] = []
+    shards: list[ShardPosition] = []
     for rank in range(size):
         spans: list[list[Span]] = [[(0, length)] for length in shape]
         spans[dim] = _spans_of_rank(widths, rank)
-        shards.append(Piece.grid(spans))
-    if sum(shard.numel for shard in shards) != Piece.whole(shape).numel:
+        shards.append(ShardPosition.grid(spans))
+    if sum(shard.numel for shard in shards) != ShardPosition.whole(shape).numel:
         raise _undescribed(name, metadata)
     if tuple(local_shape) not in {shard.shape for shard in shards}:
         raise _undescribed(name, metadata)

@@ -17,7 +17,7 @@ from muonfx.engines.deepspeed.pieces import Pieces
 from muonfx.optimizer.group_numbers import fitted
 from muonfx.optimizer.state_entries import path_of
 from muonfx.optimizer.stepping import add_in_place
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.transform import from_global, sharded, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
@@ -190,7 +190,7 @@ class Unit:
     def to_global(self, states: States, *, to_load: bool) -> tuple[dict[str, Any], list[Any]]:
         """Return a dict from name to parameter, and a list of the leaves of the optimizer state.
 
-        Each is a whole tensor or a shard with its position (`FlatPiece`); None for parameters of other flat tensors.
+        Each is a whole tensor or a shard with its position (`FlatShard`); None for parameters of other flat tensors.
         """
         self._check(states)
         params = self._params()
@@ -217,7 +217,7 @@ class Unit:
         views = self._params()
         for name, view in views.items():
             values = params[name]
-            if isinstance(values, FlatPiece):
+            if isinstance(values, FlatShard):
                 values = values.data
             view.copy_(values.view(view.shape))
         current_leaves = self.to_global(states, to_load=True)[1]

@@ -1,15 +1,17 @@
 """The plan of a transform: which rank computes which matrices, how they reach that rank, and in which order.
 
-A *run* is a sequence of neighbouring transforms of a chain that need whole matrices. A *share* is a set of whole
+A *run* is a sequence of neighbouring transforms of a chain that need whole matrices. A *matrix shard* is a set of whole
 matrices of one parameter that one rank, its *owner*, computes: the parameter itself, or a range of a stack. A
-*transfer* is the part of a share in one shard, which is sent to the owner and back. A *bucket* is a set of shares that
-are sent together. A plan depends on the layout, the chain and shapes alone, so all ranks compute the same plan without
-communication.
+*transfer* is the overlap of a matrix shard with a shard of the layout, which is sent to the owner and back. A *bucket*
+is a set of matrix shards that are sent together. A plan depends on the layout, the chain and shapes alone, so all ranks
+compute the same plan without communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -24,10 +26,18 @@ from muonfx.core.transform import patterns_in, require_transform
 from muonfx.core.value import strip_transparent
 from muonfx.internal.display import Report, Table
 from muonfx.placement.buckets import cut_into_buckets
-from muonfx.sharding.layout import Layout, require_layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
-from muonfx.sharding.plan.shares import Moves, Part, Share, apart, matrices_of, on_stacks, parts_of
+from muonfx.sharding.plan.matrix_shards import (
+    LocalTransfers,
+    MatrixShard,
+    UnassignedShard,
+    matrices_of,
+    on_stacks,
+    unassigned_shards,
+    with_ranks_of_their_own,
+)
+from muonfx.sharding.shards.table import ShardTable, require_layout
 from muonfx.tree import Spec
 
 
@@ -88,9 +98,9 @@ class RunPlan:
     stacks: tuple[str, ...]
     """The names of the parameters that all transforms of the run treat as a stack of independent matrices."""
     size: int
-    shares: tuple[Share, ...]
+    shards: tuple[MatrixShard, ...]
     buckets: tuple[tuple[int, ...], ...]
-    """Groups of indices into `shares`: the matrices of a group have one dtype and are sent together."""
+    """Groups of indices into `shards`: the matrices of a group have one dtype and are sent together."""
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
     _wire_dtypes: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
@@ -99,56 +109,64 @@ class RunPlan:
     """A cache of this rank's messages in a step, by the names of the parameters whose gradient is None."""
 
     @cached_property
-    def moves(self) -> list[list[Moves]]:
-        """The messages of this rank, as a list of lists. Each inner list has the messages that are sent together."""
-        return [[self.shares[i].moves(self.rank) for i in bucket] for bucket in self.buckets]
+    def local_transfers(self) -> list[list[LocalTransfers]]:
+        """The transfers of this rank, as a list of lists. Each inner list is sent together (a bucket)."""
+        transfers: list[list[LocalTransfers]] = []
+        for bucket in self.buckets:
+            transfers.append([self.shards[index].local_transfers(self.rank) for index in bucket])
+        return transfers
 
     @cached_property
-    def shares_of(self) -> dict[str, tuple[Share, ...]]:
-        """A dict from each parameter's name to its shares. A share is some of its matrices, with the computing rank."""
-        by_name: dict[str, tuple[Share, ...]] = {}
-        for share in self.shares:
-            by_name[share.name] = (*by_name.get(share.name, ()), share)
+    def shards_of(self) -> dict[str, tuple[MatrixShard, ...]]:
+        """A dict from each parameter's name to its matrix shards: some of its matrices, with the computing rank."""
+        by_name: dict[str, tuple[MatrixShard, ...]] = {}
+        for shard in self.shards:
+            by_name[shard.name] = (*by_name.get(shard.name, ()), shard)
         return by_name
 
     @property
     def flops(self) -> list[float]:
         """A list with the load of each rank per step, in floating-point operations of dense matrix products."""
-        loads = [sum(share.cost for share in self.shares if share.owner is None)] * self.size
-        for share in self.shares:
-            if share.owner is not None:
-                loads[share.owner] += share.cost
+        loads = [sum(shard.cost for shard in self.shards if shard.owner is None)] * self.size
+        for shard in self.shards:
+            if shard.owner is not None:
+                loads[shard.owner] += shard.cost
         return loads
 
     @property
     def sent(self) -> list[int]:
         """A list with the bytes that each rank sends in a step: updates to computing ranks, and results back."""
-        return self.sent_for(self.shares)
+        return self.sent_for(self.shards)
 
-    def sent_for(self, shares: Sequence[Share]) -> list[int]:
-        """Return a list with the bytes that each rank sends in a step for the matrices in `shares`."""
+    def sent_for(self, shards: Sequence[MatrixShard]) -> list[int]:
+        """Return a list with the bytes that each rank sends in a step for the matrices in `shards`."""
         sent = [0] * self.size
-        for share in shares:
-            if share.owner is None:
+        for shard in shards:
+            if shard.owner is None:
                 continue
-            there, back = (dtype.itemsize for dtype in self.wire_dtypes(self.specs[share.name].dtype))
-            for transfer in share.transfers:
-                taking = len(transfer.ranks) - (share.owner in transfer.ranks)  # an owner sends itself nothing
-                sent[share.owner] += taking * transfer.numel * back
-                if transfer.sender != share.owner:
-                    sent[transfer.sender] += transfer.numel * there
+            wire_dtype, result_dtype = self.wire_dtypes(self.specs[shard.name].dtype)
+            for transfer in shard.transfers:
+                receivers = len(transfer.ranks)
+                if shard.owner in transfer.ranks:
+                    receivers -= 1  # an owner sends itself nothing
+                sent[shard.owner] += receivers * transfer.numel * result_dtype.itemsize
+                if transfer.sender != shard.owner:
+                    sent[transfer.sender] += transfer.numel * wire_dtype.itemsize
         return sent
 
     def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of messages to computing ranks and back. Only rounding in the transforms narrows them."""
         if dtype not in self._wire_dtypes:
-            self._wire_dtypes[dtype] = self._narrowed(0, dtype), self._narrowed(-1, dtype)
+            (_, first), (_, last) = self.run[0], self.run[-1]
+            self._wire_dtypes[dtype] = self._narrowed(first, dtype), self._narrowed(last, dtype)
         return self._wire_dtypes[dtype]
 
-    def _narrowed(self, place: int, dtype: torch.dtype) -> torch.dtype:
-        tx = self.run[place][1]
-        declared = tx.declaration.matrices.rounds_to
-        rounded = dtype if declared is None else declared(tx, dtype, self.device)
+    def _narrowed(self, tx: Transform, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype to which a transform rounds its input and result, if it is narrower than `dtype`."""
+        rounds_to = tx.declaration.matrices.rounds_to
+        if rounds_to is None:
+            return dtype
+        rounded = rounds_to(tx, dtype, self.device)
         return rounded if rounded.itemsize < dtype.itemsize else dtype
 
 
@@ -157,7 +175,7 @@ BUFFERS_PER_BUCKET = 6
 """The peak memory of an exchange, as a multiple of the bytes of the matrices that are sent together (a bucket)."""
 
 
-def plan_run(run: Run, names: Sequence[str], layout: Layout, device: torch.device, settings: Settings) -> RunPlan:
+def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.device, settings: Settings) -> RunPlan:
     """Decide which rank computes each matrix of the named parameters, for transforms that need whole matrices."""
     specs = {name: layout.specs[name] for name in names}
     # All ranks must make the same plan, so a transform's dtype "auto" is not resolved by this machine's CPU here.
@@ -165,89 +183,104 @@ def plan_run(run: Run, names: Sequence[str], layout: Layout, device: torch.devic
     machine = Machine.of(device.type, compute)
     matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
     run = on_stacks(run, {name: specs[name].shape for name in matrices})
-    cost = RunCost(run, device.type, compute)
-    parts = [part for name in names for part in parts_of(matrices.get(name), name, layout)]
-    costs = [cost(part.name, part.shape, specs[part.name].dtype) for part in parts]
-    parts = apart(parts, costs, layout.size)
-    nbytes = [part.numel * specs[part.name].dtype.itemsize for part in parts]
-    owners = _owners(parts, costs, nbytes, layout, machine, settings)
-    shares = tuple(
-        Share(p.name, p.start, p.stop, p.shape, specs[p.name].shape, owner, cost, layout.pieces[p.name])
-        for p, owner, cost in zip(parts, owners, costs, strict=True)
-    )
-    buckets = tuple(_buckets(shares, specs, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)))
-    return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, rank=layout.rank)
+    unassigned: list[UnassignedShard] = []
+    for name in names:
+        unassigned += unassigned_shards(matrices.get(name), name, layout)
+    cost_of = RunCost(run, device.type, compute)
+    costs = [cost_of(shard.name, shard.shape, specs[shard.name].dtype) for shard in unassigned]
+    nbytes = [shard.numel * specs[shard.name].dtype.itemsize for shard in unassigned]
+    unassigned = with_ranks_of_their_own(unassigned, costs, layout.size)
+    owners = _owners(unassigned, costs, nbytes, layout.size, machine, settings)
+    shards: list[MatrixShard] = []
+    for shard, owner, cost in zip(unassigned, owners, costs, strict=True):
+        name = shard.name
+        whole = specs[name].shape
+        shards.append(MatrixShard(name, shard.start, shard.stop, shard.shape, whole, owner, cost, layout.cuts[name]))
+    buckets = tuple(_buckets(shards, specs, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)))
+    return RunPlan(run, tuple(matrices), layout.size, tuple(shards), buckets, specs, device, rank=layout.rank)
 
 
 def _owners(
-    parts: Sequence[Part],
+    shards: Sequence[UnassignedShard],
     costs: Sequence[float],
     nbytes: Sequence[int],
-    layout: Layout,
-    machine: Machine,
-    settings: Settings,
-) -> list[int | None]:
-    """Choose the rank that computes each set of matrices in `parts`; None means that every rank computes it."""
-    # Parts that all ranks hold whole may be split, which costs an exchange, or computed by all. Whole assignments are
-    # compared by the busiest rank, since splitting saves nothing if there are fewer matrices than ranks, for example.
-    everywhere = [len(part.candidates) == layout.size > 1 and part.complete for part in parts]
-    fixed = [i for i, here in enumerate(everywhere) if not here]
-    free = [i for i, here in enumerate(everywhere) if here]
-    each = [machine.computing(cost, prod(part.shape[:-2])) for cost, part in zip(costs, parts, strict=True)]
-    ways = {
-        "everyone": [[]],
-        "split": [free],
-        "auto": [[], [i for i in free if each[i] > nbytes[i] / machine.bandwidth], free],
-    }[settings.replicas]
-
-    def assigned(which: list[int]) -> dict[int, int]:
-        sizes = [parts[i].numel for i in which]
-        found = assign([costs[i] for i in which], [parts[i].candidates for i in which], layout.size, sizes)
-        return dict(zip(which, found, strict=True))
-
-    tried = [(split, assigned(sorted(fixed + split))) for split in ways]
-    _, given = min(tried, key=lambda way: _seconds(each, nbytes, free, *way, layout.size, machine, settings))
-    return [given.get(i) for i in range(len(parts))]
-
-
-def _seconds(
-    each: Sequence[float],
-    nbytes: Sequence[int],
-    free: Sequence[int],
-    split: Sequence[int],
-    owners: Mapping[int, int],
     size: int,
     machine: Machine,
     settings: Settings,
-) -> float:
-    """Estimate the seconds per step of the busiest rank, if `owners` (from part index to rank) says who computes.
+) -> list[int | None]:
+    """Choose the rank that computes each of the matrix shards; None means that every rank computes it.
 
-    `each` and `nbytes` list the seconds and bytes of each part (a set of matrices). All ranks hold the parts in `free`.
-    One rank computes each part in `split`. Transfers of other parts are not counted: they are equal for all choices.
+    A shard that all ranks hold whole may be split, so that one rank computes it and sends the result, or be computed
+    by every rank. Whole assignments are compared by the busiest rank, since splitting saves nothing if there are fewer
+    matrices than ranks, for example.
     """
-    loads, sent = [0.0] * size, [0] * size
-    for i, owner in owners.items():
-        loads[owner] += each[i]
-    for i in split:
-        sent[owners[i]] += nbytes[i] * (size - 1)
-    by_all = sum(each[i] for i in set(free) - set(split))
+    everywhere: list[int] = []
+    elsewhere: list[int] = []
+    for index, shard in enumerate(shards):
+        is_everywhere = shard.complete and len(shard.candidates) == size > 1
+        if is_everywhere:
+            everywhere.append(index)
+        else:
+            elsewhere.append(index)
+    seconds = [machine.computing(cost, prod(shard.shape[:-2])) for cost, shard in zip(costs, shards, strict=True)]
+    slower_than_sending = [index for index in everywhere if seconds[index] > nbytes[index] / machine.bandwidth]
+    choices = {
+        "everyone": [[]],
+        "split": [everywhere],
+        "auto": [[], slower_than_sending, everywhere],
+    }[settings.replicas]
+    fewest_seconds = math.inf
+    best: dict[int, int] = {}
+    for split in choices:
+        assigned = sorted(elsewhere + split)
+        owners = assign(
+            [costs[index] for index in assigned],
+            [shards[index].candidates for index in assigned],
+            size,
+            [shards[index].numel for index in assigned],
+        )
+        owner_of = dict(zip(assigned, owners, strict=True))
+        loads = [0.0] * size
+        for index, owner in owner_of.items():
+            loads[owner] += seconds[index]
+        by_every_rank = sum(seconds[index] for index in everywhere if index not in owner_of)
+        results = [(owner_of[index], nbytes[index]) for index in split]
+        estimate = max(loads) + by_every_rank + _seconds_to_send(results, size, machine, settings)
+        if estimate < fewest_seconds:
+            fewest_seconds = estimate
+            best = owner_of
+    return [best.get(index) for index in range(len(shards))]
+
+
+def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Machine, settings: Settings) -> float:
+    """Estimate the seconds in which owners send `results`, pairs (owner, bytes), to all other ranks.
+
+    Transfers of shards that not all ranks hold are not counted: they are equal for all choices.
+    """
+    if not results:
+        return 0.0
+    sent = [0] * size
+    for owner, nbytes in results:
+        sent[owner] += nbytes * (size - 1)
     arriving = sum(sent) / size
     exchanges = 1 + sum(sent) * BUFFERS_PER_BUCKET // (max(1, size - 1) * size * max(1, settings.bucket_bytes))
-    return max(loads) + by_all + (machine.sending(max(*sent, arriving), exchanges) if split else 0.0)
+    return machine.sending(max(*sent, arriving), exchanges)
 
 
-def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Iterator[tuple[int, ...]]:
-    """Yield indices of `shares` to send together, with at most `limit` bytes of matrices for each computing rank."""
-    places = sorted(range(len(shares)), key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i))
-    for dtype in dict.fromkeys(specs[share.name].dtype for share in shares):
-        by_owner: dict[int | None, dict[int, int]] = {None: {}}
-        for i in places:
-            if specs[shares[i].name].dtype == dtype:
-                by_owner.setdefault(shares[i].owner, {})[i] = shares[i].numel * dtype.itemsize
-        # Shares that every rank computes have their own batches: with other matrices the last bit could differ.
-        yield from map(tuple, cut_into_buckets(by_owner.pop(None), limit))
-        for together in zip_longest(*(cut_into_buckets(own, limit) for own in by_owner.values()), fillvalue=()):
-            yield tuple(sorted(i for own in together for i in own))
+def _buckets(shards: Sequence[MatrixShard], specs: dict[str, Spec], limit: int) -> Iterator[tuple[int, ...]]:
+    """Yield indices of `shards` to send together, with at most `limit` bytes of matrices for each computing rank."""
+    by_shape = sorted(range(len(shards)), key=lambda index: (sorted(shards[index].shape[-2:]), index))
+    for dtype in dict.fromkeys(specs[shard.name].dtype for shard in shards):
+        nbytes_by_owner: dict[int | None, dict[int, int]] = {None: {}}
+        for index in by_shape:
+            shard = shards[index]
+            if specs[shard.name].dtype == dtype:
+                nbytes_by_owner.setdefault(shard.owner, {})[index] = shard.numel * dtype.itemsize
+        # Shards that every rank computes have their own batches: with other matrices the last bit could differ.
+        yield from map(tuple, cut_into_buckets(nbytes_by_owner.pop(None), limit))
+        buckets_of_owners = [cut_into_buckets(nbytes, limit) for nbytes in nbytes_by_owner.values()]
+        for buckets in zip_longest(*buckets_of_owners, fillvalue=()):
+            yield tuple(sorted(itertools.chain(*buckets)))
 
 
 @dataclass(frozen=True)
@@ -271,53 +304,39 @@ class Plan:
     @property
     def flops(self) -> list[float]:
         """A list with the floating-point operations of each rank per step, in transforms that need whole matrices."""
-        return [sum(loads) for loads in zip(*(run.flops for run in self.runs), strict=True)] or [0.0] * self.size
+        return _sums([run.flops for run in self.runs]) or [0.0] * self.size
 
     @property
     def sent(self) -> list[int]:
         """A list with the bytes that each rank sends per step: updates to computing ranks, and results back."""
-        return [sum(sent) for sent in zip(*(run.sent for run in self.runs), strict=True)] or [0] * self.size
+        return _sums([run.sent for run in self.runs]) or [0] * self.size
 
     @property
     def balance(self) -> float:
         """The operations of the busiest rank, divided by the mean over ranks. 1.0 is a perfect balance."""
         flops = self.flops
-        return max(flops) * self.size / sum(flops) if sum(flops) else 1.0
+        if not sum(flops):
+            return 1.0
+        return max(flops) * self.size / sum(flops)
 
     def owners(self) -> dict[str, list[int | None]]:
         """Return a dict from parameter name to a list of the ranks that compute its matrices. None means every rank."""
-        found: dict[str, list[int | None]] = {}
+        owners: dict[str, list[int | None]] = {}
         for run in self.runs:
-            for share in run.shares:
-                found.setdefault(share.name, []).append(share.owner)
-        return found
+            for shard in run.shards:
+                owners.setdefault(shard.name, []).append(shard.owner)
+        return owners
 
     def explain(self) -> Report:
         """Return two tables to print: a row per matrix with the rank that computes it and why, and a row per rank."""
-        titles = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
-        parts: list[str | Table] = []
-        for run in self.runs:
-            rows = [
-                (
-                    share.name,
-                    " x ".join(map(str, share.shape)),
-                    "all" if share.owner is None else str(share.owner),
-                    share.route,
-                    f"{share.cost / 1e9:.4g}",
-                    f"{sum(run.sent_for([share])) / 1024:.4g}",
-                    share.reason,
-                )
-                for share in run.shares
-            ]
-            names, count = ", ".join(name for name, _ in run.run), len(run.buckets)
-            title = f"run of {names} in {count} bucket{'s' * (count != 1)}"
-            parts.append(Table(titles, rows, right=(2, 4, 5), title=title))
-        rows = [
-            (str(rank), f"{f / 1e9:.4g}", f"{b / 1024:.4g}")
-            for rank, (f, b) in enumerate(zip(self.flops, self.sent, strict=True))
-        ]
-        parts.append(Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
-        return Report((*parts, f"balance: the busiest rank computes {self.balance:.3f} times the mean"))
+        tables: list[str | Table] = [_table_of_run(run) for run in self.runs]
+        flops = self.flops
+        sent = self.sent
+        rows: list[tuple[str, ...]] = []
+        for rank in range(self.size):
+            rows.append((str(rank), f"{flops[rank] / 1e9:.4g}", f"{sent[rank] / 1024:.4g}"))
+        tables.append(Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
+        return Report((*tables, f"balance: the busiest rank computes {self.balance:.3f} times the mean"))
 
     def __str__(self) -> str:
         return str(self.explain())
@@ -326,7 +345,34 @@ class Plan:
         return self.explain().to_html()
 
 
-def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu", **settings: Any) -> Plan:
+def _sums(lists: Sequence[list[Any]]) -> list[Any]:
+    """Return the elementwise sum of lists of numbers."""
+    return [sum(numbers) for numbers in zip(*lists, strict=True)]
+
+
+def _table_of_run(run: RunPlan) -> Table:
+    """Return a table with a row for each matrix shard."""
+    rows: list[tuple[str, ...]] = []
+    for shard in run.shards:
+        rows.append(
+            (
+                shard.name,
+                " x ".join(map(str, shard.shape)),
+                "all" if shard.owner is None else str(shard.owner),
+                shard.route,
+                f"{shard.cost / 1e9:.4g}",
+                f"{sum(run.sent_for([shard])) / 1024:.4g}",
+                shard.reason,
+            )
+        )
+    names = ", ".join(name for name, _ in run.run)
+    count = len(run.buckets)
+    title = f"run of {names} in {count} bucket{'s' * (count != 1)}"
+    titles = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
+    return Table(titles, rows, right=(2, 4, 5), title=title)
+
+
+def plan_for(tx: Transform, layout: ShardTable, *, device: torch.device | str = "cpu", **settings: Any) -> Plan:
     """Return which rank will compute which matrix under `sharded`. Only shapes are needed, no communication.
 
     Args:
@@ -349,9 +395,11 @@ def plan_for(tx: Transform, layout: Layout, *, device: torch.device | str = "cpu
     """
     require_transform("tx", tx)
     require_layout(layout)
-    device = torch.device(device)
-    given = Settings(**settings)
-    given.check()
-    warn_of_unmatched(patterns_in(tx), layout.meta())
-    runs = [plan_run(run, names, layout, device, given) for run, names in runs_of(strip_transparent(tx), layout.meta())]
+    chosen = Settings(**settings)
+    chosen.check()
+    meta = layout.meta()
+    warn_of_unmatched(patterns_in(tx), meta)
+    runs: list[RunPlan] = []
+    for run, names in runs_of(strip_transparent(tx), meta):
+        runs.append(plan_run(run, names, layout, torch.device(device), chosen))
     return Plan(tuple(runs), layout.size)

@@ -16,26 +16,31 @@ def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: i
     """Choose one of its candidate ranks for each item, so that ranks have about equal costs. `sizes` break ties."""
     # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
     board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
-    groups = {id(own): own for own in candidates if len(own) > 1}
-    by_ranks = {own: _Queue(board, own) for own in map(tuple, groups.values())}  # equal groups share a queue
-    queues = {key: by_ranks[tuple(own)] for key, own in groups.items()}
-    owners = [own[0] for own in candidates]
+    owners = [ranks_of_item[0] for ranks_of_item in candidates]
     # Items with one candidate are first; the others follow by descending cost, ties by bytes, then by rank.
-    for i, own in enumerate(candidates):
-        if len(own) == 1:
-            _give(board, owners[i], costs[i], sizes[i])
-    free = [i for i, own in enumerate(candidates) if len(own) > 1]
-    free.sort(key=lambda i: (-costs[i], -sizes[i], i))
-    before = [load for load, _, _ in board]
-    for i in free:
-        owners[i] = queues[id(candidates[i])].least()
-        _give(board, owners[i], costs[i], sizes[i])
-    if len(by_ranks) == 1:
-        (group,) = by_ranks
-        most = max(board[rank][0] for rank in group)
-        packed = _packed([costs[i] for i in free], {rank: before[rank] for rank in group}, most)
-        for i, rank in zip(free, packed, strict=False):
-            owners[i] = rank
+    free: list[int] = []
+    queue_of_ranks: dict[tuple[int, ...], _Queue] = {}  # equal candidates share a queue
+    queue_of_object: dict[int, _Queue] = {}
+    for item, ranks_of_item in enumerate(candidates):
+        if len(ranks_of_item) == 1:
+            _give(board, owners[item], costs[item], sizes[item])
+            continue
+        free.append(item)
+        if id(ranks_of_item) not in queue_of_object:
+            key = tuple(ranks_of_item)
+            queue_of_object[id(ranks_of_item)] = queue_of_ranks.setdefault(key, _Queue(board, key))
+    free.sort(key=lambda item: (-costs[item], -sizes[item], item))
+    load_before = [load for load, _, _ in board]
+    for item in free:
+        owners[item] = queue_of_object[id(candidates[item])].least()
+        _give(board, owners[item], costs[item], sizes[item])
+    if len(queue_of_ranks) == 1:
+        (group,) = queue_of_ranks
+        largest_load = max(board[rank][0] for rank in group)
+        loads = {rank: load_before[rank] for rank in group}
+        packed = _packed([costs[item] for item in free], loads, largest_load)
+        for item, rank in zip(free, packed, strict=False):
+            owners[item] = rank
     return owners
 
 
@@ -43,24 +48,26 @@ def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) ->
     """Choose a rank for each item, so that ranks have about equal costs and also about equal sizes."""
     # Ranks keep whole parameters, so their memory must be balanced too: no rank ends above the mean of sizes by more
     # than the largest item.
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], -sizes[i], i))
-    with_cost = [i for i in order if costs[i] > 0]
-    spare = max((sizes[i] for i in with_cost), default=0)
-    most = sum(sizes) // ranks + spare  # sizes are integers, so rounding the mean down changes nothing
+    order = sorted(range(len(costs)), key=lambda item: (-costs[item], -sizes[item], item))
+    with_cost = [item for item in order if costs[item] > 0]
+    largest = max([sizes[item] for item in with_cost], default=0)
+    limit = sum(sizes) // ranks + largest  # sizes are integers, so rounding the mean down changes nothing
     owners = [0] * len(costs)
     board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
     queue = _Queue(board, range(ranks))
-    for i in with_cost:
-        while board[owner := queue.least()][1] + sizes[i] > most:
+    for item in with_cost:
+        owner = queue.least()
+        while board[owner][1] + sizes[item] > limit:
             queue.leave()  # a rank with at most the mean always stays, so the queue never empties
-        owners[i] = owner
-        _give(board, owner, costs[i], sizes[i])
+            owner = queue.least()
+        owners[item] = owner
+        _give(board, owner, costs[item], sizes[item])
     by_bytes = [(nbytes, load, rank) for load, nbytes, rank in board]
     heapq.heapify(by_bytes)
-    for i in order[len(with_cost) :]:
-        held, load, owner = by_bytes[0]
-        owners[i] = owner
-        heapq.heapreplace(by_bytes, (held + sizes[i], load, owner))
+    for item in order[len(with_cost) :]:
+        nbytes, load, owner = by_bytes[0]
+        owners[item] = owner
+        heapq.heapreplace(by_bytes, (nbytes + sizes[item], load, owner))
     return owners
 
 
@@ -85,47 +92,49 @@ class _Queue:
 
     def least(self) -> int:
         while True:
-            seen = self._heap[0]
-            now = self._board[seen[2]]
-            if seen == now:
-                return seen[2]
-            heapq.heapreplace(self._heap, now)
+            entry = self._heap[0]
+            rank = entry[2]
+            if entry == self._board[rank]:
+                return rank
+            heapq.heapreplace(self._heap, self._board[rank])
 
     def leave(self) -> None:
         """Remove the first rank from the queue, so that it gets no more items."""
         heapq.heappop(self._heap)
 
 
-def _packed(descending: Sequence[float], before: dict[int, float], most: float) -> list[int]:
+def _packed(descending: Sequence[float], loads: dict[int, float], most: float) -> list[int]:
     """Search for an assignment of items to ranks whose largest load is below `most`. Return [] if none is found.
 
-    The result is a list with a rank per item. `descending` has the costs, and `before` each rank's load without them.
+    The result is a list with a rank per item. `descending` has the costs, and `loads` each rank's load without them.
     """
-    least = max(
-        (sum(descending) + sum(before.values())) / len(before), max(before.values()), max(descending, default=0.0)
-    )
+    mean = (sum(descending) + sum(loads.values())) / len(loads)
+    least = max(mean, max(loads.values()), max(descending, default=0.0))
     # More items are balanced without packing, which would take longer than a fraction of a second.
-    if most <= 1.01 * least or len(descending) * len(before) > 200_000:
+    if most <= 1.01 * least or len(descending) * len(loads) > 200_000:
         return []
-    order = sorted(before, key=lambda rank: (-before[rank], rank))
-    found: list[int] = []
+    by_load = sorted(loads, key=lambda rank: (-loads[rank], rank))
+    best: list[int] = []
     for _ in range(12):
         limit = (least + most) / 2
-        owners = _first_fit(limit, descending, {rank: before[rank] for rank in order})
+        owners = _first_fit(limit, descending, {rank: loads[rank] for rank in by_load})
         if owners is None:
             least = limit
         else:
-            found, most = owners, limit
-    return found
+            best = owners
+            most = limit
+    return best
 
 
 def _first_fit(limit: float, descending: Sequence[float], loads: dict[int, float]) -> list[int] | None:
     """Assign each item to the first rank whose load stays below `limit`. Return None if an item fits nowhere."""
     owners: list[int] = []
     for cost in descending:
-        owner = next((rank for rank, load in loads.items() if load + cost <= limit), None)
-        if owner is None:
+        for rank, load in loads.items():
+            if load + cost <= limit:
+                loads[rank] = load + cost
+                owners.append(rank)
+                break
+        else:
             return None
-        loads[owner] += cost
-        owners.append(owner)
     return owners

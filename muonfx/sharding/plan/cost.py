@@ -6,7 +6,7 @@ cost depends on the arguments only, never on the machine: not on its clock, its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -30,17 +30,20 @@ class RunCost:
     """Estimates the operations for one parameter in neighbouring transforms that need whole matrices (a run)."""
 
     def __init__(self, run: Run, device: str, compute: torch.dtype) -> None:
-        called = [tx for _, entry in run for tx in within(entry)]
-        self._each = _PER_ELEMENT * len(called)
+        called = [inner for _, tx in run for inner in within(tx)]
+        self._per_element = _PER_ELEMENT * len(called)
         # Bound to the transforms once, because a plan computes the cost of tens of thousands of matrices.
-        self._declared = [
-            cost(tx, device, compute) for tx in called if (cost := tx.declaration.matrices.cost) is not None
-        ]
+        self._declared: list[Callable[[str, tuple[int, ...], torch.dtype], float]] = []
+        for tx in called:
+            if tx.declaration.matrices.cost is not None:
+                self._declared.append(tx.declaration.matrices.cost(tx, device, compute))
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
         """Return the estimated operations for an update of this shape: a whole parameter, or some of its matrices."""
-        own = self._each * prod(shape)
-        return sum((cost(name, tuple(shape), dtype) for cost in self._declared), start=own)
+        total = self._per_element * prod(shape)
+        for cost in self._declared:
+            total += cost(name, tuple(shape), dtype)
+        return total
 
 
 def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, list[str]]]:
@@ -56,20 +59,22 @@ def run_of(stage: Sequence[Visit]) -> Run:
     return tuple([(visited.name.rpartition(".")[2], fixed(visited)) for visited in stage])
 
 
-def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu") -> dict[str, float]:
-    """Estimate the operations of `tx` (None: Newton-Schulz) on matrices. Return a dict by parameter name."""
+def costs_of(specs: Mapping[str, Spec], tx: Transform | None) -> dict[str, float]:
+    """Return the estimated operations of `tx` (None: Newton-Schulz) on matrices on a CPU, by parameter name."""
     if tx is None:
-        return {name: _of_matrix(spec, device) if len(spec.shape) >= 2 else 0.0 for name, spec in specs.items()}
+        return {name: _newton_schulz_cost(spec) for name, spec in specs.items()}
     costs = dict.fromkeys(specs, 0.0)
     meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     for run, names in runs_of(tx, meta):
-        cost = RunCost(run, device, torch.float32)
+        cost_of = RunCost(run, "cpu", torch.float32)
         for name in names:
-            costs[name] += cost(name, specs[name].shape, specs[name].dtype)
+            costs[name] += cost_of(name, specs[name].shape, specs[name].dtype)
     return costs
 
 
-def _of_matrix(spec: Spec, device: str) -> float:
-    rows, *others = spec.shape
-    cost = newton_schulz_cost((rows, prod(others)), device)
+def _newton_schulz_cost(spec: Spec) -> float:
+    if len(spec.shape) < 2:
+        return 0.0
+    rows, *other_sizes = spec.shape
+    cost = newton_schulz_cost((rows, prod(other_sizes)), "cpu")
     return _PER_ELEMENT * prod(spec.shape) + cost.load

@@ -92,12 +92,12 @@ def test_llama_70b_under_fsdp2_by_hand():
 
     on = Setting(model("llama-70b"), Mesh(shard=ranks))
     (run,) = on.plan("fsdp2").runs
-    assert len(run.shares) == 560
-    assert {share.route for share in run.shares} == {"owner"}
+    assert len(run.shards) == 560
+    assert {shard.route for shard in run.shards} == {"owner"}
     assert sum(run.sent) == sent
-    assert sum(on.layout("fsdp2").piece(name, 5).numel for name in on.parameters) == (matrices + others) // ranks
+    assert sum(on.layout("fsdp2").position(name, 5).numel for name in on.parameters) == (matrices + others) // ranks
     # A rank sends its shards of matrices that others own, and the results of its own matrices: by hand for each.
-    own = [sum(2 * share.numel for share in run.shares if share.owner == rank) for rank in range(ranks)]
+    own = [sum(2 * shard.numel for shard in run.shards if shard.owner == rank) for rank in range(ranks)]
     assert run.sent == [(2 * matrices - mine) // ranks + mine * (ranks - 1) // ranks for mine in own]
 
     counted = tally_of("owner", on)
@@ -117,13 +117,13 @@ def test_llama_70b_under_fsdp2_by_hand():
 
 
 def transferred(on: Setting, layout: str, **chosen: object) -> list[int]:
-    """Bytes by rank, from each rank's own transfers of each share, as a step carries them out."""
+    """Bytes by rank, from each rank's own transfers of each shard, as a step carries them out."""
     (run,) = on.plan(layout, **chosen).runs
     sent = [0] * run.size
-    for share in run.shares:
-        for rank in range(run.size) if share.owner is not None else ():
-            moves = share.moves(rank)
-            if moves.sends and rank != share.owner:
+    for shard in run.shards:
+        for rank in range(run.size) if shard.owner is not None else ():
+            moves = shard.local_transfers(rank)
+            if moves.sends and rank != shard.owner:
                 sent[rank] += moves.numel * on.dtype.itemsize
             for transfer, _ in moves.transfers:
                 sent[rank] += transfer.numel * on.dtype.itemsize * sum(other != rank for other in transfer.ranks)

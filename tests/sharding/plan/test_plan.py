@@ -18,10 +18,10 @@ from benchmarks.simulator.models import MODELS, model
 from muonfx import polar, sharding
 from muonfx.polar import policy
 from muonfx.polar.cost import newton_schulz_cost
-from muonfx.sharding.cut import OnMesh, Places
 from muonfx.sharding.plan.assignment import Machine, RunPlan
 from muonfx.sharding.plan.balance import assign, assign_by_bytes
-from muonfx.sharding.plan.shares import Share
+from muonfx.sharding.plan.matrix_shards import MatrixShard
+from muonfx.sharding.shards.cut import MeshCoordinates, OnMesh
 from muonfx.tree import Spec
 
 EXPERTS = mfx.MatrixView("... out in -> ... out in")
@@ -33,12 +33,12 @@ def run_of(tx: mfx.Transform, layout: sharding.Layout, **settings: object) -> Ru
     return run
 
 
-def covered(shares: tuple[Share, ...], name: str) -> list[int]:
+def covered(shards: tuple[MatrixShard, ...], name: str) -> list[int]:
     """How often each element of a parameter is computed by an owner."""
-    own = [share for share in shares if share.name == name]
+    own = [shard for shard in shards if shard.name == name]
     count = [0] * prod(own[0].whole)
-    for share in own:
-        for i in range(share.start, share.stop):
+    for shard in own:
+        for i in range(shard.start, shard.stop):
             count[i] += 1
     return count
 
@@ -68,14 +68,14 @@ def test_every_matrix_is_computed_once_by_a_rank_that_has_one_range_of_a_stack(d
     params, layout = drawn
     run = run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout, replicas=replicas)
     for name in params:
-        assert set(covered(run.shares, name)) == {1}
-    owners = [(share.name, share.owner) for share in run.shares]
+        assert set(covered(run.shards, name)) == {1}
+    owners = [(shard.name, shard.owner) for shard in run.shards]
     assert len(set(owners)) == len(owners)
-    assert sorted(i for bucket in run.buckets for i in bucket) == list(range(len(run.shares)))
-    for share in run.shares:
-        assert sum(transfer.numel for transfer in share.transfers) == share.numel
-        assert share.numel % prod(share.shape[-2:]) == 0
-        assert not share.needs_gather or share.needs_send
+    assert sorted(i for bucket in run.buckets for i in bucket) == list(range(len(run.shards)))
+    for shard in run.shards:
+        assert sum(transfer.numel for transfer in shard.transfers) == shard.numel
+        assert shard.numel % prod(shard.shape[-2:]) == 0
+        assert not shard.needs_gather or shard.needs_send
 
 
 def test_heads_that_are_whole_on_a_rank_stay_there():
@@ -86,7 +86,7 @@ def test_heads_that_are_whole_on_a_rank_stay_there():
         mfx.orthogonalize(view=mfx.MatrixView({"qkv": "(heads=12 dim) in -> heads dim in"}), dtype=torch.float32),
         layout,
     )
-    assert [(s.name, s.shape, s.owner, s.route) for s in heads.shares] == [
+    assert [(s.name, s.shape, s.owner, s.route) for s in heads.shards] == [
         ("out", (6, 24), 3, "local"),
         *[("qkv", (3, 2, 6), rank, "local") for rank in range(4)],
     ]
@@ -99,7 +99,7 @@ def test_unequal_parts_that_repeat_stay_on_the_rank_that_has_all_of_them():
     layout = sharding.zero({"kv": torch.zeros(24, 5)}, 4, partition="each")
     by_head = "(heads=4 (k=2 + v=4)) in -> heads k in, heads v in"
     run = run_of(mfx.orthogonalize(view=mfx.MatrixView(by_head), dtype=torch.float32), layout)
-    assert [(s.shape, s.owner, s.route) for s in run.shares] == [((1, 6, 5), rank, "local") for rank in range(4)]
+    assert [(s.shape, s.owner, s.route) for s in run.shards] == [((1, 6, 5), rank, "local") for rank in range(4)]
     assert run.sent == [0] * 4
     over_heads = "(heads=4 (k=2 + v=4)) in -> (heads k) in, (heads v) in"
     assert sum(run_of(mfx.orthogonalize(view=mfx.MatrixView(over_heads), dtype=torch.float32), layout).sent)
@@ -108,7 +108,7 @@ def test_unequal_parts_that_repeat_stay_on_the_rank_that_has_all_of_them():
 def experts_on(size: int, parts: int, stacks: int) -> sharding.Layout:
     """Stacks of four experts, divided among several ranks, each of which has some rows of an expert."""
     inner = size // parts
-    places = Places((parts, inner), [divmod(rank, inner) for rank in range(size)])
+    places = MeshCoordinates((parts, inner), [divmod(rank, inner) for rank in range(size)])
     specs = {f"stack{i}": Spec((4, 16, 8), torch.float32) for i in range(stacks)}
     pieces = dict.fromkeys(specs, OnMesh((4, 16, 8), places, (Shard(0), Shard(1))))
     return sharding.Layout("from_dtensors", specs, pieces, size)
@@ -118,11 +118,11 @@ def experts_on(size: int, parts: int, stacks: int) -> sharding.Layout:
 def test_experts_that_are_cut_further_than_their_number_go_to_all_ranks_of_their_part(parts: int, stacks: int):
     layout = experts_on(8, parts, stacks)
     run = run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout)
-    for share in run.shares:
-        assert share.transfer_of(share.owner) is not None
-    computed = Counter(share.owner for share in run.shares for _ in range(share.shape[0]))
+    for shard in run.shards:
+        assert shard.transfer_of(shard.owner) is not None
+    computed = Counter(shard.owner for shard in run.shards for _ in range(shard.shape[0]))
     assert max(computed[rank] for rank in range(8)) == -(-4 * stacks // 8)
-    owners = [(share.name, share.owner) for share in run.shares]
+    owners = [(shard.name, shard.owner) for shard in run.shards]
     assert len(set(owners)) == len(owners)
     # There and back, all but what the owner holds.
     inner = 8 // parts
@@ -139,17 +139,17 @@ def test_experts_that_are_cut_further_than_their_number_go_to_all_ranks_of_their
 def test_stacks_that_all_hold_are_divided(shapes: dict[str, tuple[int, ...]], size: int, owned: list[tuple[int, int]]):
     layout = sharding.replicated({name: torch.zeros(shape) for name, shape in shapes.items()}, size)
     run = run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout, replicas="split")
-    assert sorted((share.owner, share.shape[0]) for share in run.shares) == owned
+    assert sorted((shard.owner, shard.shape[0]) for shard in run.shards) == owned
 
 
 def predicted(run: RunPlan, machine: Machine) -> float:
     """Seconds of a plan over replicas, by its own figures: compute at the busiest rank, and one exchange."""
     loads, sent = [0.0] * run.size, [0] * run.size
-    for share in run.shares:
-        for rank in range(run.size) if share.owner is None else (share.owner,):
-            loads[rank] += machine.computing(share.cost)
-        if share.owner is not None:
-            sent[share.owner] += share.numel * 4 * (run.size - 1)
+    for shard in run.shards:
+        for rank in range(run.size) if shard.owner is None else (shard.owner,):
+            loads[rank] += machine.computing(shard.cost)
+        if shard.owner is not None:
+            sent[shard.owner] += shard.numel * 4 * (run.size - 1)
     return max(loads) + (machine.sending(max(*sent, sum(sent) / run.size)) if any(sent) else 0.0)
 
 
@@ -170,7 +170,7 @@ def test_auto_is_predicted_to_be_no_slower_than_either_way(shapes: list[tuple[in
         auto, *others = (run_of(FP32, layout, replicas=replicas) for replicas in ("auto", "split", "everyone"))
     assert predicted(auto, machine) <= min(predicted(run, machine) for run in others) * (1 + 1e-9)
     # No bucket has matrices that every rank computes, and matrices that one rank owns.
-    assert all(len({auto.shares[i].owner is None for i in bucket}) == 1 for bucket in auto.buckets)
+    assert all(len({auto.shards[i].owner is None for i in bucket}) == 1 for bucket in auto.buckets)
 
 
 @pytest.mark.parametrize("limit", [1, 6 * 400, 6 * 1000, 1 << 28])
@@ -178,10 +178,10 @@ def test_an_owner_has_no_more_of_a_bucket_than_its_share_of_the_bound(limit: int
     params = {f"w{i}": torch.zeros(10, 10, dtype=(torch.float32, torch.bfloat16)[i % 2]) for i in range(30)}
     run = run_of(FP32, sharding.zero(params, 3, partition="flat"), bucket_bytes=limit)
     for bucket in run.buckets:
-        assert len({params[run.shares[i].name].dtype for i in bucket}) == 1
+        assert len({params[run.shards[i].name].dtype for i in bucket}) == 1
         for owner in range(3):
-            shares = [run.shares[i] for i in bucket if run.shares[i].owner == owner]
-            mine = [share.numel * params[share.name].itemsize for share in shares]
+            shards = [run.shards[i] for i in bucket if run.shards[i].owner == owner]
+            mine = [shard.numel * params[shard.name].itemsize for shard in shards]
             assert len(mine) <= 1 or sum(mine) <= limit // 6
 
 
@@ -216,7 +216,7 @@ def test_owners_are_balanced(size: int):
     layouts["split"] = sharding.replicated(params, size), 1.05
     for replicas, (layout, most) in layouts.items():
         run = run_of(FP32, layout, replicas=replicas)
-        assert max(run.flops) <= most * lower_bound([share.cost for share in run.shares], size)
+        assert max(run.flops) <= most * lower_bound([shard.cost for shard in run.shards], size)
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 33), st.integers(0, 33)), min_size=1, max_size=12))

@@ -15,10 +15,12 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core.checks import check_tree
 from muonfx.internal.display import format_list
-from muonfx.sharding.cut import Cut
-from muonfx.sharding.messages import Buffers, ShardingError, digest
-from muonfx.sharding.once import Once
-from muonfx.sharding.shards import Piece
+from muonfx.sharding.buffers import Buffers
+from muonfx.sharding.digests import digest
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.cut import Cut
+from muonfx.sharding.shards.once import Once
+from muonfx.sharding.shards.position import ShardPosition
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
@@ -31,17 +33,20 @@ class ExpectedShard:
     __slots__ = ("_last", "shape", "spec")
 
     def __init__(self, shape: tuple[int, ...], spec: DTensorSpec | None) -> None:
-        self.shape, self.spec = shape, spec
+        self.shape = shape
+        self.spec = spec
         self._last = spec
 
-    def is_placed(self, own: DTensorSpec) -> bool:
-        """Return True if a DTensor has the same mesh, placements and global shape as the parameter."""
-        spec = self.spec
-        if spec is None or own is spec or own is self._last:
-            return spec is not None
-        if own.placements != spec.placements or own.mesh != spec.mesh or own.shape != spec.shape:
+    def is_placed(self, spec: DTensorSpec) -> bool:
+        """Return True if a DTensor with this spec has the mesh, placements and global shape of the parameter."""
+        expected = self.spec
+        if expected is None:
             return False
-        self._last = own  # all gradients of a parameter often have the same spec, which is not compared again
+        if spec is expected or spec is self._last:
+            return True
+        if spec.placements != expected.placements or spec.mesh != expected.mesh or spec.shape != expected.shape:
+            return False
+        self._last = spec  # all gradients of a parameter often have the same spec, which is not compared again
         return True
 
 
@@ -51,7 +56,7 @@ class ShardTable:
 
     kind: str
     specs: Mapping[str, Spec]
-    pieces: Mapping[str, Cut]
+    cuts: Mapping[str, Cut]
     size: int
     rank: int = 0
     group: dist.ProcessGroup | None = None
@@ -80,10 +85,10 @@ class ShardTable:
     @cached_property
     def is_replicated(self) -> bool:
         """True if every rank holds every parameter in full."""
-        return all(len(cut.complete) == self.size for cut in self.pieces.values() if prod(cut.shape))
+        return all(len(cut.complete) == self.size for cut in self.cuts.values() if prod(cut.shape))
 
-    def piece(self, name: str, rank: int | None = None) -> Piece:
-        """Return which elements of a parameter a rank holds, as a `Piece`: their positions, without values.
+    def position(self, name: str, rank: int | None = None) -> ShardPosition:
+        """Return which elements of a parameter a rank holds, as a `ShardPosition`: their positions, without values.
 
         Args:
             name: the name of the parameter.
@@ -93,34 +98,35 @@ class ShardTable:
             ShardingError: the layout has no parameter of this name; the message names some of its parameters.
         """
         self.require([name])
-        return self.pieces[name][self.rank if rank is None else rank]
+        return self.cuts[name][self.rank if rank is None else rank]
 
     def require(self, names: Iterable[str]) -> None:
         """Raise ShardingError if the layout has no parameter of one of these names."""
-        if (unknown := next((name for name in names if name not in self.specs), None)) is not None:
-            known = format_list(list(self.specs)) or "none"
-            raise ShardingError(
-                f"{self!r} has no parameter {unknown!r}, expected one of {known}: create the layout from the "
-                "parameters that you pass"
-            )
+        for name in names:
+            if name not in self.specs:
+                known = format_list(list(self.specs)) or "none"
+                raise ShardingError(
+                    f"{self!r} has no parameter {name!r}, expected one of {known}: create the layout from the "
+                    "parameters that you pass"
+                )
 
     @cached_property
     def expected_shards(self) -> dict[str, ExpectedShard]:
         """A dict from parameter name to the shape and the placement of this rank's shard."""
-        return {name: ExpectedShard(cut[self.rank].shape, self.dtensors.get(name)) for name, cut in self.pieces.items()}
+        return {name: ExpectedShard(cut[self.rank].shape, self.dtensors.get(name)) for name, cut in self.cuts.items()}
 
     @cached_property
     def digest(self) -> str:
         """A hash of the shards of all ranks. Ranks compare it to check that they have the same layout."""
-        return digest([(name, cut.digest) for name, cut in self.pieces.items()])[:12]
+        return digest([(name, cut.digest) for name, cut in self.cuts.items()])[:12]
 
-    def holders(self, name: str) -> Mapping[Piece, Sequence[int]]:
-        """Return a dict from each distinct nonempty shard of a parameter, as a `Piece`, to the ranks that hold it."""
-        return self.pieces[name].holders
+    def holders(self, name: str) -> Mapping[ShardPosition, Sequence[int]]:
+        """Return a dict from the position of each distinct nonempty shard of a parameter to the ranks that hold it."""
+        return self.cuts[name].holders
 
     def nbytes(self, rank: int | None = None) -> int:
         """Return the total bytes of a rank's shards of all parameters. Default: this process's rank."""
-        return sum(self.piece(name, rank).numel * spec.dtype.itemsize for name, spec in self.specs.items())
+        return sum(self.position(name, rank).numel * spec.dtype.itemsize for name, spec in self.specs.items())
 
     def meta(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return a dict from parameter name (default: of all) to a meta tensor of the global shape and dtype."""
@@ -134,3 +140,12 @@ def specs_of(params: PyTree) -> dict[str, Spec]:
     check_tree("params", params)
     named = zip(tree.names(params), tree.leaves(params), strict=True)
     return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
+
+
+def require_layout(value: object) -> None:
+    """Raise TypeError unless the argument ``layout`` is a `Layout`. The message shows how to create one."""
+    if not isinstance(value, ShardTable):
+        raise TypeError(
+            f"layout must be a muonfx.sharding layout, found a {type(value).__name__}: create one, as in "
+            "muonfx.sharding.zero(params), or zero(params, 8) to plan for 8 ranks without processes"
+        )

@@ -12,17 +12,18 @@ from muonfx.core.visit import check_resolved_extras
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.store import IN_MEMORY
-from muonfx.sharding.agree import agree, agree_on_leaves
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.differences import Facts
-from muonfx.sharding.dtensors import PLAIN, local_of, local_tree
+from muonfx.sharding.communication.agree import agree, agree_on_leaves
+from muonfx.sharding.communication.differences import Facts
+from muonfx.sharding.communication.missing_gradients import complete_gradients
+from muonfx.sharding.communication.replicas import verify_params, verify_state, warn_of_gradients
+from muonfx.sharding.communication.waiting import CONSTRUCTING, wait_for_all
+from muonfx.sharding.digests import digest
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.facts import facts_of_binding, facts_of_step, facts_of_transforms
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.local_leaves import LocalLeaves, local_leaves
-from muonfx.sharding.messages import ShardingError, digest
-from muonfx.sharding.missing_gradients import complete_gradients
-from muonfx.sharding.replicas import verify_params, verify_state, warn_of_gradients
-from muonfx.sharding.waiting import CONSTRUCTING, wait_for_all
+from muonfx.sharding.shards.dtensors import PLAIN, local_of, local_tree
+from muonfx.sharding.shards.local_leaves import LocalLeaves, local_leaves
 from muonfx.tree import PyTree
 
 

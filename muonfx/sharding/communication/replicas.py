@@ -7,7 +7,6 @@ probability of about 2^-32. Bits are compared: 0.0 and -0.0 differ, and so do tw
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -18,14 +17,16 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.arguments import plain_arguments
-from muonfx.sharding.agree import LARGE, agree, agree_on_leaves, warn_together, words
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
-from muonfx.sharding.differences import listed
-from muonfx.sharding.dtensors import local_of
+from muonfx.sharding.communication.agree import agree, agree_on_leaves, warn_together
+from muonfx.sharding.communication.collectives import BUCKET, in_buckets
+from muonfx.sharding.communication.differences import listed
+from muonfx.sharding.communication.messages import all_objects, collective, copied, exchange
+from muonfx.sharding.digests import LARGE, checksum, words
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.local_leaves import local_leaves, outside_transforms
-from muonfx.sharding.messages import ShardingError, all_objects, collective, copied, octets
+from muonfx.sharding.shards.dtensors import local_of
+from muonfx.sharding.shards.local_leaves import local_leaves, outside_transforms
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
@@ -109,18 +110,18 @@ def warn_of_gradients(layout: Layout, local: PyTree) -> None:
 
 def _leaves_of_layout(layout: Layout, local: PyTree) -> list[_Leaf]:
     value_of = dict(zip(tree.names(local), tree.leaves(local), strict=True))
-    return [_Leaf(name, value_of.get(name), cut.copies) for name, cut in layout.pieces.items()]
+    return [_Leaf(name, value_of.get(name), cut.copies) for name, cut in layout.cuts.items()]
 
 
 def _groups_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Sequence[int]]:
     """Return the groups of ranks that must hold equal values of one leaf of the state."""
     if placement is None:
         return []
-    if placement.name is None or any(share.owner is None for share in placement.shares):
+    if placement.name is None or any(shard.owner is None for shard in placement.shards):
         return [range(layout.size)]
     if placement.owned:
         return []
-    return layout.pieces[placement.name].copies
+    return layout.cuts[placement.name].copies
 
 
 def _find_difference(
@@ -135,29 +136,28 @@ def _find_difference(
         if problem is not None:
             raise problem
         return None
-    all_groups: dict[tuple[int, ...], None] = {}
+    all_groups: dict[tuple[int, ...], None] = {}  # in the same order on all ranks
     for leaf in leaves:
         all_groups.update(dict.fromkeys([tuple(ranks) for ranks in leaf.groups if len(ranks) > 1]))
     if not all_groups and not may_fail:
         return None
     checksum_of: dict[str, int] = {}
     if problem is None:
-        replicas = [leaf for leaf in leaves if any(layout.rank in ranks for ranks in leaf.groups)]
-        sums = _checksums([leaf.value for leaf in replicas])
-        checksum_of = {leaf.name: number for leaf, number in zip(replicas, sums, strict=True)}
+        checksum_of = _checksums([leaf for leaf in leaves if any(layout.rank in ranks for ranks in leaf.groups)])
     # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
     numbers: list[int] = []
     for ranks in all_groups:
         if layout.rank not in ranks or problem is not None:
             numbers += [0, 0]
             continue
-        sums = [checksum_of[leaf.name] for leaf in leaves if ranks in map(tuple, leaf.groups)]
-        (word,) = words(sums, 1)
+        checksums = [checksum_of[leaf.name] for leaf in leaves if ranks in map(tuple, leaf.groups)]
+        (word,) = words(checksums, 1)
         numbers += [word, LARGE - word]
     maxima = agree(what, group, problem, numbers=numbers).numbers
-    if all(maxima[i] == LARGE - maxima[i + 1] for i in range(0, len(maxima), 2)):
-        return None
-    return _first_difference(leaves, all_objects(checksum_of, group, what))
+    for largest, complement in zip(maxima[::2], maxima[1::2], strict=True):
+        if largest != LARGE - complement:
+            return _first_difference(leaves, all_objects(checksum_of, group, what))
+    return None
 
 
 def _first_difference(leaves: Sequence[_Leaf], checksums_of_rank: Sequence[Mapping[str, int]]) -> _Difference | None:
@@ -178,47 +178,17 @@ def _first_difference(leaves: Sequence[_Leaf], checksums_of_rank: Sequence[Mappi
     return _Difference(name, f"{ranks} (and {len(differences) - 1} other leaves differ)")
 
 
-def _checksums(values: Sequence[Tensor | None]) -> list[int]:
-    """Return a list with the checksum of each tensor as an int, and 0 for None. It syncs once for each device."""
-    checksums = [0] * len(values)
-    sums_on: dict[torch.device, dict[int, Tensor]] = {}
-    for index, value in enumerate(values):
+def _checksums(leaves: Sequence[_Leaf]) -> dict[str, int]:
+    """Return a dict from name to the checksum of each leaf, and 0 for None. It syncs once for each device."""
+    checksum_of = {leaf.name: 0 for leaf in leaves}
+    sums_on: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value, _ in leaves:
         if value is not None and not value.is_meta:
-            sums_on.setdefault(value.device, {})[index] = checksum(value)
-    for sum_at in sums_on.values():
-        numbers = torch.stack(list(sum_at.values())).tolist()
-        for index, number in zip(sum_at, numbers, strict=True):
-            checksums[index] = number
-    return checksums
-
-
-WORDS = 1 << 20
-"""The number of 32-bit words in a pass of `checksum`. All passes use one table of weights; each has its own factor."""
-
-
-@functools.lru_cache(maxsize=16)
-def _weights(device: torch.device) -> Tensor:
-    """Return the int64 weights of `checksum`: pseudo-random odd numbers, one for each 32-bit word of a pass."""
-    # Constants and shifts as int64: a shift keeps the sign, which is masked away.
-    z = torch.arange(1, WORDS + 1, dtype=torch.int64, device=device) * (0x9E3779B97F4A7C15 - (1 << 64))
-    z = (z ^ (z >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
-    z = (z ^ (z >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
-    return z ^ (z >> 31 & (1 << 33) - 1) | 1
-
-
-@torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits as a 0-d int64 tensor on the same device. Strides do not change it."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    weights = _weights(tensor.device)
-    flat = tensor.detach().reshape(-1)
-    for number, block in enumerate(flat.split(4 * WORDS // flat.element_size())):
-        data = octets(block)
-        if data.numel() % 4 or data.storage_offset() % 4:
-            data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
-        values = data.view(torch.int32).to(torch.int64)
-        total += values.mul_(weights[: values.numel()]).sum() * weights[number]
-    return total
+            sums_on.setdefault(value.device, {})[name] = checksum(value)
+    for sum_of in sums_on.values():
+        numbers = torch.stack(list(sum_of.values())).tolist()
+        checksum_of.update(zip(sum_of, numbers, strict=True))
+    return checksum_of
 
 
 # ----------------------------------------------------------------------------------------------------------- broadcast
@@ -261,7 +231,7 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         agreement = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
         if layout.group is None or layout.size == 1:
             return params
-        replicated = [index for index, name in enumerate(names) if layout.pieces[name].copies]
+        replicated = [index for index, name in enumerate(names) if layout.cuts[name].copies]
         for index in agreement.missing:
             if index in replicated:  # equal on all ranks, so all of them raise
                 raise ShardingError(
@@ -280,7 +250,7 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
 
 
 def _is_on_all_ranks(layout: Layout, name: str) -> bool:
-    return len(layout.pieces[name].copies[0]) == layout.size
+    return len(layout.cuts[name].copies[0]) == layout.size
 
 
 def _broadcast_from_first_rank(local: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
@@ -288,25 +258,29 @@ def _broadcast_from_first_rank(local: Mapping[str, Tensor], layout: Layout, grou
     tensors = [tensor for name, tensor in local.items() if _is_on_all_ranks(layout, name)]
     for indices in in_buckets(tensors, BUCKET):
         targets = [tensors[index] for index in indices]
-        packed = torch.cat([tensor.reshape(-1) for tensor in targets])
+        packed = torch.cat([target.reshape(-1) for target in targets])
         with collective("broadcasting parameters"):
             dist.broadcast(packed, dist.get_global_rank(group, 0), group=group)
-        blocks = packed.split([tensor.numel() for tensor in targets])
-        copied([block.view(tensor.shape) for block, tensor in zip(blocks, targets, strict=True)], targets)
+        received: list[Tensor] = []
+        for block, target in zip(packed.split([target.numel() for target in targets]), targets, strict=True):
+            received.append(block.view(target.shape))
+        copied(received, targets)
 
 
 def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> None:
     """Overwrite shards that some ranks hold with the values of the lowest of these ranks, bucket by bucket."""
-    groups_of = {name: layout.pieces[name].copies for name in local if not _is_on_all_ranks(layout, name)}
-    names = list(groups_of)
+    names = [name for name in local if not _is_on_all_ranks(layout, name)]
+    largest_group = 1
+    wholes: list[Tensor] = []
+    for name in names:
+        largest_group = max(largest_group, *map(len, layout.cuts[name].copies))
+        wholes.append(torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta"))
     # A rank may send a tensor to all other ranks of a group, so a bucket is smaller than one of a broadcast.
-    largest_group = max([len(ranks) for groups in groups_of.values() for ranks in groups], default=1)
-    wholes = [torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta") for name in names]
     for indices in in_buckets(wholes, max(1, BUCKET // largest_group)):
         sends: list[tuple[Tensor, int, list[int]]] = []
         for index in indices:
             name = names[index]
-            sends += [(local[name], first, others) for first, *others in groups_of[name]]
+            sends += [(local[name], first, others) for first, *others in layout.cuts[name].copies]
         send_copies(sends, local[names[indices[0]]], layout, "broadcasting parameters")
 
 
@@ -320,4 +294,4 @@ def send_copies(sends: Iterable[tuple[Tensor, int, Sequence[int]]], wire: Tensor
                 outgoing[receiver].append(tensor)
         elif layout.rank in receivers:
             incoming[sender].append(tensor)
-    exchange(outgoing, incoming, wire, layout, what)
+    exchange(layout, outgoing, incoming, wire, what)

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from muonfx.sharding.differences import listed
-from muonfx.sharding.messages import ShardingError, collective, host_device
+from muonfx.sharding.communication.differences import listed
+from muonfx.sharding.communication.messages import collective, host_device
+from muonfx.sharding.errors import ShardingError
 
 CONSTRUCTING = "the construction of a sharded transform or optimizer"
 

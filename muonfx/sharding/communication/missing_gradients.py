@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.sharding.agree import UNPLACED, LeafAgreement, dtype_of
-from muonfx.sharding.dtensors import is_dtensor, is_placed_like, local_of
+from muonfx.sharding.communication.agree import UNPLACED, LeafAgreement, dtype_of
+from muonfx.sharding.communication.replicas import send_copies
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import ShardingError
-from muonfx.sharding.replicas import send_copies
+from muonfx.sharding.shards.dtensors import is_dtensor, is_placed_like, local_of
 
 
 def complete_gradients(
@@ -33,7 +33,7 @@ def complete_gradients(
         gradient = gradients[index]
         if gradient is None:
             dtype = dtype_of(agreement.codes[index])
-            gradient = torch.zeros(layout.piece(name).shape, dtype=dtype, device=device)
+            gradient = torch.zeros(layout.position(name).shape, dtype=dtype, device=device)
             gradients[index] = gradient
         is_present = [codes[index] > 0 for codes in agreement.codes_of_rank]
         _copy_to_replicas(layout, name, gradient, is_present)

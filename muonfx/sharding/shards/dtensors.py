@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from muonfx import tree
-from muonfx.sharding.shard_table import ShardTable
-from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def dtensor_of(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     # `DTensor.from_local` would copy an offloaded tensor to the mesh's devices.
-    about = TensorMeta(torch.Size(shape), stride, local.dtype)
-    return _with_spec(local, DTensorSpec(mesh, tuple(placements), tensor_meta=about))
+    tensor_meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    return _with_spec(local, DTensorSpec(mesh, tuple(placements), tensor_meta=tensor_meta))
 
 
 def local_of(leaf: Any) -> Any:
@@ -53,8 +53,10 @@ def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
 
 def is_placed_like(leaf: object, spec: DTensorSpec | None) -> bool:
     """Return False if a gradient is a DTensor with other placements than its parameter (`spec`), such as Partial."""
-    own = getattr(leaf, "_spec", None)
-    return spec is None or own is None or own is spec or own.placements == spec.placements
+    leaf_spec = getattr(leaf, "_spec", None)
+    if spec is None or leaf_spec is None or leaf_spec is spec:
+        return True
+    return leaf_spec.placements == spec.placements
 
 
 @functools.cache
@@ -78,30 +80,35 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
     known: dict[tuple[str, torch.dtype], DTensorSpec] = layout.once("specs of DTensors", dict)
     spec = known.get((name, leaf.dtype))
     if spec is None:
-        own = layout.dtensors[name]
-        made = dtensor_of(leaf, own.mesh, own.placements, own.shape, own.stride)
-        spec = known[name, leaf.dtype] = made._spec
+        parameter = layout.dtensors[name]
+        dtensor = dtensor_of(leaf, parameter.mesh, parameter.placements, parameter.shape, parameter.stride)
+        spec = known[name, leaf.dtype] = dtensor._spec
     return _with_spec(leaf, spec)
 
 
 def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> PyTree:
     """Turn each shard of a DTensor parameter into a DTensor. If `existing` has one of the same tensor, return that."""
-    given = {} if existing is None else dict(zip(tree.names(existing), tree.leaves(existing), strict=True))
+    existing_leaves: dict[str, Any] = {}
+    if existing is not None:
+        existing_leaves = dict(tree.named_leaves(existing))
     leaves, treedef = tree.flatten(local)
-    for place, name in enumerate(tree.names(local)):
-        if (leaf := leaves[place]) is not None and name in layout.dtensors:
-            same: Any = given.get(name)
-            is_same = getattr(same, "_local_tensor", None) is leaf
-            leaves[place] = same if is_same else parameter_like(layout, name, leaf)
+    for index, name in enumerate(tree.names(local)):
+        leaf = leaves[index]
+        if leaf is None or name not in layout.dtensors:
+            continue
+        dtensor = existing_leaves.get(name)
+        if getattr(dtensor, "_local_tensor", None) is not leaf:
+            dtensor = parameter_like(layout, name, leaf)
+        leaves[index] = dtensor
     return tree.unflatten(treedef, leaves)
 
 
-def global_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPiece:
-    """Return a shard in a form that stores its position in the parameter, such as a DTensor or a `FlatPiece`."""
+def global_shard(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatShard:
+    """Return a shard in a form that stores its position in the parameter, such as a DTensor or a `FlatShard`."""
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
     if layout.is_flat:
-        return FlatPiece(layout.specs[name].shape, layout.piece(name).start or 0, leaf.reshape(-1))
+        return FlatShard(layout.specs[name].shape, layout.position(name).start or 0, leaf.reshape(-1))
     return leaf
 
 

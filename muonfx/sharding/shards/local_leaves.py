@@ -10,9 +10,9 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.internal.tracing import functorch_is_active, is_wrapped, without_transforms
-from muonfx.sharding.dtensors import PLAIN, is_dtensor, is_placed_like, local_of
-from muonfx.sharding.messages import ShardingError
-from muonfx.sharding.shard_table import ShardTable
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.dtensors import PLAIN, is_dtensor, is_placed_like, local_of
+from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 
@@ -60,17 +60,17 @@ def local_leaves(
 def _checked_leaf(layout: ShardTable, name: str, leaf: object, *, as_placed: bool) -> Tensor:
     """Return the local tensor of a leaf. Raise if it is no tensor, or has another placement or shape than expected."""
     local = local_of(leaf)
-    piece = layout.piece(name)
+    position = layout.position(name)
     if not isinstance(local, Tensor):
         raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
     if not is_dtensor(leaf):
-        if not piece.fits(local):
-            raise _wrong_shape(name, local.shape, piece.shape)
+        if not position.fits(local):
+            raise _wrong_shape(name, local.shape, position.shape)
         return local
     if as_placed:
         _require_placements(layout, name, leaf)
-        if not piece.fits(local):
-            raise _wrong_shape(name, local.shape, piece.shape)
+        if not position.fits(local):
+            raise _wrong_shape(name, local.shape, position.shape)
     elif tuple(leaf.shape) != layout.specs[name].shape:
         # A gradient may be a partial DTensor, which has the parameter's whole shape.
         raise _wrong_shape(name, leaf.shape, layout.specs[name].shape)

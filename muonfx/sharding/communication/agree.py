@@ -6,7 +6,6 @@ and all ranks raise one error that names the first difference.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonfx.sharding.differences import Facts, difference_text, errors_by_rank, first_difference, listed
-from muonfx.sharding.messages import ShardingError, all_objects, collective, digest, host_device
-from muonfx.sharding.shard_table import ShardTable
-
-LARGE = 0x3FFFFFFF
-"""Larger than any number that `agree` compares; ``LARGE - number`` turns a maximum over ranks into a minimum."""
+from muonfx.sharding.communication.differences import Facts, difference_text, errors_by_rank, first_difference, listed
+from muonfx.sharding.communication.messages import all_objects, collective, host_device
+from muonfx.sharding.digests import LARGE, digest, words
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.table import ShardTable
 
 _ERROR = 2
 """The first number of the message of a rank that has an error. It is larger than 1, the first number of a request."""
@@ -30,12 +28,6 @@ _CALL_WORDS = 3
 
 _VALUE_WORDS = 2
 """The number of words in the digest of the values that may differ, such as the dtypes of gradients."""
-
-
-def words(value: object, count: int) -> list[int]:
-    """Hash a value to a list of `count` integers of 30 bits. Ranks compare these instead of the value."""
-    hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
-    return [int.from_bytes(hashed[4 * i : 4 * i + 4], "big") & LARGE for i in range(count)]
 
 
 class Agreement(NamedTuple):

@@ -1,0 +1,1 @@
+"""Everything in `muonfx.sharding` that communicates: exchanges of tensors, collectives, and agreement of the ranks."""

@@ -1,0 +1,310 @@
+"""Collectives over trees of tensors for a ZeRO training loop: gather shards, and reduce gradients to shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.internal.tracing import without_transforms
+from muonfx.placement.buckets import cut_into_buckets
+from muonfx.sharding.communication.agree import DTYPES, agree_on_leaves, dtype_of
+from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.cut import equal_intervals
+from muonfx.sharding.shards.dtensors import is_dtensor, local_of
+from muonfx.sharding.shards.local_leaves import local_leaves, outside_transforms
+from muonfx.sharding.shards.once import Once
+from muonfx.sharding.shards.position import ShardView
+from muonfx.sharding.shards.table import ShardTable
+from muonfx.tree import PyTree
+from muonfx.tree import elementwise as ew
+
+BUCKET = 1 << 25
+"""The approximate bytes of whole tensors that one collective gathers or reduces."""
+
+
+def gathered(
+    layout: ShardTable,
+    local: PyTree,
+    *,
+    names: Sequence[str] | None = None,
+    differentiable: bool = False,
+) -> PyTree:
+    """Gather this rank's shards to whole tensors on every rank. With `names`, gather only these parameters."""
+    leaves, treedef = tree.flatten(local)
+    leaf_names = tree.names(local)
+    _agree_to_gather(layout, local, leaf_names, leaves, names, differentiable=differentiable)
+    indices: list[int] = []
+    shards: list[Tensor] = []
+    for index, leaf in enumerate(leaves):
+        if leaf is None or (names is not None and leaf_names[index] not in names):
+            continue
+        indices.append(index)
+        if differentiable and is_dtensor(leaf):
+            shards.append(leaf.to_local())  # it is differentiable, so a gradient reaches the DTensor
+        else:
+            shards.append(local_of(leaf))
+    gathered_names = [leaf_names[index] for index in indices]
+    if differentiable:
+        wholes: Sequence[Tensor] = _Linear.apply(_gather, _reduce, layout, gathered_names, *shards)
+    else:
+        with without_transforms():
+            wholes = _gather(layout, gathered_names, shards)
+    for index, whole in zip(indices, wholes, strict=True):
+        leaves[index] = whole
+    return tree.unflatten(treedef, leaves)
+
+
+def _agree_to_gather(
+    layout: ShardTable,
+    local: PyTree,
+    leaf_names: Sequence[str],
+    leaves: Sequence[Any],
+    names: Sequence[str] | None,
+    *,
+    differentiable: bool,
+) -> None:
+    """Raise on all ranks unless all of them gather the same leaves, and have this rank's shard of each."""
+    arguments = sorted(names or ())
+    plain_trees = [] if differentiable else [local]
+    with outside_transforms("layout.gather", *plain_trees) as problem:
+        try:
+            local_leaves(layout, leaf_names, leaves)
+            unknown = sorted(set(arguments) - set(leaf_names))
+            if unknown:
+                raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
+        except Exception as error:  # on this rank only, perhaps: raised on all ranks together
+            problem = problem or error
+        agreement = agree_on_leaves(
+            "gathering leaves",
+            leaf_names,
+            leaves,
+            layout,
+            problem,
+            same=arguments,
+            explain=lambda: {"arguments": str(arguments)},
+        )
+    if agreement.missing:  # equal on all ranks, so all of them raise
+        raise ShardingError(
+            f"{leaf_names[agreement.missing[0]]!r} is None on some ranks, expected a shard on all ranks or None on "
+            "all: pass the shard of every rank"
+        )
+
+
+def all_reduce(layout: ShardTable, values: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce a tensor elementwise over all ranks, in place. `what` names the operation in errors."""
+    if layout.group is None or layout.size == 1:
+        return
+    with collective(what):
+        dist.all_reduce(values, op=op, group=layout.group)
+
+
+_Collective = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tensor]]
+"""The type of `_gather` and `_reduce`: from the tensors of the named parameters to a list of tensors."""
+
+
+@torch.no_grad()
+def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) -> list[Tensor]:
+    """Gather the named parameters. Return whole tensors on every rank, from the `shards` of this rank."""
+    wholes = [shard.new_empty(layout.specs[name].shape) for name, shard in zip(names, shards, strict=True)]
+    for indices in in_buckets(wholes, BUCKET):
+        outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
+        incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
+        is_on_all_ranks = True
+        for index in indices:
+            name = names[index]
+            for position, holders in layout.holders(name).items():
+                is_on_all_ranks = is_on_all_ranks and len(holders) == layout.size
+                boxes = [box.of(wholes[index]) for box in position.boxes]
+                # Rank r receives a shard from holder number r modulo the number of holders.
+                if layout.rank not in holders:
+                    incoming[holders[layout.rank % len(holders)]] += boxes
+                    continue
+                shard_boxes = [view.of(shards[index]) for view in _views(layout, name)]
+                outgoing[layout.rank] += shard_boxes
+                incoming[layout.rank] += boxes
+                for receiver in range(holders.index(layout.rank), layout.size, len(holders)):
+                    if receiver not in holders:
+                        outgoing[receiver] += shard_boxes
+        if is_on_all_ranks or layout.group is None:
+            copied(outgoing[layout.rank], incoming[layout.rank])
+        else:
+            exchange(layout, outgoing, incoming, wholes[indices[0]], "gathering")
+    return wholes
+
+
+def _views(layout: ShardTable, name: str) -> list[ShardView]:
+    """Return where each box (rectangular part) of a parameter's shard is in this rank's local tensor. Cached."""
+    position = layout.position(name)
+    return layout.once(("views", name), lambda: [position.view(box) for box in position.boxes])
+
+
+class _Linear(torch.autograd.Function):
+    """A gather and a mean over ranks as an autograd function. Each is the backward pass, or transpose, of the other."""
+
+    # Gathering is the transpose of the mean over ranks if whole gradients are gradients of each rank's own loss, and
+    # gradients of shards are gradients of the mean loss.
+
+    @staticmethod
+    def forward(
+        function: _Collective, transpose: _Collective, layout: ShardTable, names: Sequence[str], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        return tuple(function(layout, names, tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.function, ctx.transpose, ctx.layout, ctx.names = inputs[:4]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, None, None, *_Linear.apply(ctx.transpose, ctx.function, ctx.layout, ctx.names, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _Linear.apply(ctx.function, ctx.transpose, ctx.layout, ctx.names, *tangents[4:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        function, transpose, layout, names, *tensors = inputs
+        batches: list[Tensor] = []
+        for tensor, dim in zip(tensors, in_dims[4:], strict=True):
+            if dim is None:
+                batches.append(tensor.expand(info.batch_size, *tensor.shape))
+            else:
+                batches.append(tensor.movedim(dim, 0))
+        # All tensors of the first entry of the batch, then all of the second, and so on, in one call.
+        entries: list[Tensor] = []
+        for index in range(info.batch_size):
+            entries += [batch[index] for batch in batches]
+        results = _Linear.apply(function, transpose, layout, [*names] * info.batch_size, *entries)
+        stacks = [torch.stack(results[index :: len(tensors)]) for index in range(len(tensors))]
+        return tuple(stacks), (0,) * len(stacks)
+
+
+def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
+    """Average the whole gradients of all ranks. Return a tree with this rank's shards of the mean."""
+    leaves, treedef = tree.flatten(grads)
+    names = tree.names(grads)
+    with outside_transforms("layout.reduce_scatter", grads) as problem:
+        for name, leaf in zip(names, leaves, strict=True):
+            problem = _problem_of_gradient(layout, name, leaf) or problem
+        codes = agree_on_leaves("reducing gradients", names, leaves, layout, problem).codes
+        device = tree.device_of(grads)
+        indices = [index for index, code in enumerate(codes) if code]  # not None on all ranks
+        wholes: list[Tensor] = []
+        for index in indices:
+            gradient = leaves[index]
+            if gradient is None:
+                shape = layout.specs[names[index]].shape
+                gradient = torch.zeros(shape, dtype=dtype_of(codes[index]), device=device)
+            wholes.append(gradient.detach())
+        shards = _reduce(layout, [names[index] for index in indices], wholes)
+    for index, shard in zip(indices, shards, strict=True):
+        leaves[index] = shard
+    return tree.unflatten(treedef, leaves)
+
+
+def _problem_of_gradient(layout: ShardTable, name: str, gradient: Any) -> Exception | None:
+    """Return the error of a gradient that does not fit the layout, to be raised on all ranks together; else None."""
+    if name not in layout.specs:
+        return ShardingError(f"{name!r} is not a parameter of {layout!r}")
+    if gradient is None:
+        return None
+    if gradient.dtype not in DTYPES:
+        return ShardingError(f"the gradient of {name!r} has dtype {gradient.dtype}, expected a floating dtype")
+    if tuple(gradient.shape) != layout.specs[name].shape:
+        return ShardingError(
+            f"the gradient of {name!r} has shape {tuple(gradient.shape)}, expected {layout.specs[name].shape}, the "
+            "global shape of the parameter: pass unsharded gradients"
+        )
+    return None
+
+
+@torch.no_grad()
+def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
+    """Average whole tensors over all ranks. Return a list with this rank's shards of the means."""
+    if layout.size > 1 and _are_on_all_ranks(layout, names):
+        # Reduce-scatter equal parts, then gather them.
+        equal = _in_equal_parts(layout, tuple(names))
+        return _gather(equal, names, _reduce(equal, names, wholes))
+    means = [layout.position(name).blank(whole) for name, whole in zip(names, wholes, strict=True)]
+    for indices in in_buckets(wholes, BUCKET):
+        names_of_bucket = [names[index] for index in indices]
+        wholes_of_bucket = [wholes[index] for index in indices]
+        targets: list[Tensor] = []
+        for index in indices:
+            targets += [view.of(means[index]) for view in _views(layout, names[index])]
+        outgoing = [_boxes_of_rank(layout, rank, names_of_bucket, wholes_of_bucket) for rank in range(layout.size)]
+        _exchange_and_average(layout, outgoing, targets, wholes_of_bucket[0])
+    return means
+
+
+def _exchange_and_average(
+    layout: ShardTable, outgoing: Sequence[Sequence[Tensor]], targets: Sequence[Tensor], wire: Tensor
+) -> None:
+    """Send ``outgoing[r]`` to each rank r. Write the means over all ranks of the received tensors to `targets`."""
+    if layout.group is None:
+        _average_each(outgoing, targets)
+        return
+    expected = [sum(target.numel() for target in targets)] * layout.size
+    messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
+    received = messages.arrived([[target.shape for target in targets]] * layout.size)
+    _average_each(received, targets)
+    messages.end()
+
+
+def _are_on_all_ranks(layout: ShardTable, names: Sequence[str]) -> bool:
+    """Return True if every rank holds every element of these parameters, and there are elements."""
+    groups = [holders for name in names for holders in layout.holders(name).values()]
+    return bool(groups) and all(len(holders) == layout.size for holders in groups)
+
+
+def _boxes_of_rank(layout: ShardTable, rank: int, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
+    """Return the boxes of a rank's shards in some whole tensors, as views."""
+    boxes: list[Tensor] = []
+    for name, whole in zip(names, wholes, strict=True):
+        boxes += [box.of(whole) for box in layout.position(name, rank).boxes]
+    return boxes
+
+
+def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
+    """Return a layout in which the named parameters are split equally over the same ranks. Cached."""
+
+    def split_equally() -> ShardTable:
+        specs = {name: layout.specs[name] for name in names}
+        cuts = equal_intervals(specs, layout.size)
+        return replace(layout, kind="flat", specs=specs, cuts=cuts, dtensors={}, once=Once())
+
+    return layout.once(("equal parts", names), split_equally)
+
+
+def _average_each(tensors_of_rank: Sequence[Sequence[Tensor]], targets: Sequence[Tensor]) -> None:
+    """Write the mean of the tensors of all ranks to each target."""
+    for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
+        _average(tensors, target)
+
+
+def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
+    """Write the mean of some tensors to `target`. Add them in order in fp32 or higher, and round once."""
+    wide = ew.wide_dtype(target.dtype)
+    first, *others = tensors
+    if target.dtype == wide and others:
+        total = torch.add(first, others.pop(0), out=target)
+    else:
+        total = first.to(wide, copy=True)
+    for tensor in others:
+        total += tensor
+    target.copy_(total.div_(len(tensors)))
+
+
+def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
+    """Group tensors of one dtype into lists of at most `limit` bytes. Yield each list, as indices of tensors."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        nbytes_of = {index: tensor.nbytes for index, tensor in enumerate(tensors) if tensor.dtype == dtype}
+        yield from cut_into_buckets(nbytes_of, limit)

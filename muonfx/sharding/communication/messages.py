@@ -1,0 +1,188 @@
+"""Messages between ranks: `Exchange`, an asynchronous all-to-all of tensors, and `all_objects`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, groupby, islice
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.table import ShardTable
+
+
+class Exchange:
+    """An asynchronous all-to-all of lists of tensors. Creating it starts the messages, and `wait` completes them.
+
+    Every rank of the layout's group must start the same exchanges in the same order.
+
+    Args:
+        layout: its process group and its reusable memory are used.
+        outgoing: for each rank, the tensors to send to it.
+        expected: for each rank, the number of elements that it sends to this rank.
+        dtype: the dtype of the messages.
+        device: the device of the messages.
+        what: the name of the operation in errors.
+    """
+
+    # The tensors, for P ranks. Sender and receiver list the tensors of a message in the same order.
+    #
+    #   send buffer      1-d    the tensors outgoing[0], ..., outgoing[P - 1], flattened, one after another
+    #   receive buffer   1-d    the messages of rank 0, ..., rank P - 1, of expected[r] elements each
+    #   own tensors      list   outgoing[layout.rank], as they are: a rank sends itself nothing
+
+    def __init__(
+        self,
+        layout: ShardTable,
+        outgoing: Sequence[Sequence[Tensor]],
+        expected: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        what: str,
+    ) -> None:
+        self.what = what
+        self._rank = layout.rank
+        self._buffers = layout.buffers
+        self._own_tensors = list(outgoing[layout.rank])
+        send_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+        send_sizes[layout.rank] = 0
+        receive_sizes = list(expected)
+        receive_sizes[layout.rank] = 0
+        self._send_buffer = layout.buffers.take(sum(send_sizes), dtype, device)
+        to_others = [tensors for rank, tensors in enumerate(outgoing) if rank != layout.rank]
+        _pack(list(chain.from_iterable(to_others)), self._send_buffer)
+        self._receive_buffer = layout.buffers.take(sum(receive_sizes), dtype, device)
+        with collective(what):
+            self._work: Any = dist.all_to_all_single(
+                self._receive_buffer,
+                self._send_buffer,
+                receive_sizes,
+                send_sizes,
+                group=layout.group,
+                async_op=True,
+            )
+
+    def wait(self, incoming: Sequence[Sequence[Tensor]]) -> None:
+        """Wait for all messages. Copy the tensors from rank r into the tensors ``incoming[r]``, in order."""
+        shapes = [[tensor.shape for tensor in tensors] for tensors in incoming]
+        for received, targets in zip(self.arrived(shapes), incoming, strict=True):
+            copied(received, targets)
+        self.end()
+
+    def arrived(self, shapes: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
+        """Wait for all messages. Return for each rank the tensors that it sent, in the shapes ``shapes[rank]``.
+
+        The tensors are views of the receive buffer. Call `end` when they are no longer needed.
+        """
+        with collective(self.what):
+            self._work.wait()
+        self._buffers.give_back(self._send_buffer)
+        del self._send_buffer
+        from_others = [of_rank for rank, of_rank in enumerate(shapes) if rank != self._rank]
+        views = iter(_split_buffer(self._receive_buffer, list(chain.from_iterable(from_others))))
+        received: list[list[Tensor]] = []
+        for rank, shapes_of_rank in enumerate(shapes):
+            if rank == self._rank:
+                received.append(self._own_tensors)
+            else:
+                received.append(list(islice(views, len(shapes_of_rank))))
+        del self._own_tensors
+        return received
+
+    def end(self) -> None:
+        """Free the receive buffer. Tensors that `arrived` returned must not be used after this."""
+        self._buffers.give_back(self._receive_buffer)
+        del self._receive_buffer
+
+
+def exchange(
+    layout: ShardTable,
+    outgoing: Sequence[Sequence[Tensor]],
+    incoming: Sequence[Sequence[Tensor]],
+    wire: Tensor,
+    what: str,
+) -> None:
+    """Send the tensors ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it in place. Wait for all messages.
+
+    Messages are sent in the dtype of `wire`, on its device. `what` names the operation in errors.
+    """
+    expected: list[int] = []
+    for tensors in incoming:
+        expected.append(sum(tensor.numel() for tensor in tensors))
+    messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what=what)
+    messages.wait(incoming)
+
+
+def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy each tensor in `sources` into the tensor in `targets` at the same index, in one fused call."""
+    nonempty_sources: list[Tensor] = []
+    nonempty_targets: list[Tensor] = []
+    for source, target in zip(sources, targets, strict=True):
+        if source is not target and source.numel():
+            nonempty_sources.append(source)
+            nonempty_targets.append(target)
+    if nonempty_sources:
+        torch._foreach_copy_(nonempty_targets, nonempty_sources)
+
+
+def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
+    """Copy tensors into a 1-d buffer, one after another, in the dtype of the buffer."""
+    if not all(tensor.dtype == buffer.dtype for tensor in tensors):
+        copied(tensors, _split_buffer(buffer, [tensor.shape for tensor in tensors]))
+        return
+    start = 0
+    for shape, neighbours in groupby(tensors, lambda tensor: tensor.shape):
+        # One call for neighbours of one shape is faster than a copy for each.
+        stack = list(neighbours)
+        end = start + len(stack) * shape.numel()
+        torch.stack(stack, out=buffer[start:end].view(len(stack), *shape))
+        start = end
+
+
+def _split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Split a 1-d buffer into consecutive tensors of the given shapes, as views."""
+    # Neighbours of one shape are unbound from a stack in one call, which is faster than a view for each.
+    stack_shapes = [(len([*neighbours]), *shape) for shape, neighbours in groupby(shapes)]
+    blocks = buffer.split([prod(stack_shape) for stack_shape in stack_shapes])
+    views: list[Tensor] = []
+    for block, stack_shape in zip(blocks, stack_shapes, strict=True):
+        views += block.view(stack_shape).unbind()
+    return views
+
+
+class collective:
+    """A context manager around a torch.distributed call. It turns an error into a `ShardingError` that names `what`."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, ShardingError):
+            raise ShardingError(
+                f"{self.what} failed: another rank has ended, or did not start the same call within the timeout of the "
+                f"process group: {error}. See the error of that rank, or raise the timeout of the group"
+            ) from error
+
+
+def host_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device for small messages in a group. It is the CPU if possible, which avoids syncs with a GPU."""
+    cpu = torch.device("cpu")
+    device_types = getattr(group, "_device_types", [cpu])
+    if cpu in device_types:
+        return cpu
+    return torch.device(device_types[0])
+
+
+def all_objects(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
+    """Gather one Python object per rank, in a list on every rank. `what` names the operation in errors."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    with collective(what):
+        dist.all_gather_object(gathered, value, group=group)
+    return gathered

@@ -1,0 +1,62 @@
+"""Short numbers for ranks to compare in place of values and tensors: hashes of values, checksums of tensors."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def digest(value: object) -> str:
+    """Hash the ``repr`` of a value to 32 hex digits. Ranks compare these instead of the value."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
+
+
+LARGE = 0x3FFFFFFF
+"""Larger than any number that `agree` compares; ``LARGE - number`` turns a maximum over ranks into a minimum."""
+
+
+def words(value: object, count: int) -> list[int]:
+    """Hash a value to a list of `count` integers of 30 bits. Ranks compare these instead of the value."""
+    hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
+    return [int.from_bytes(hashed[4 * i : 4 * i + 4], "big") & LARGE for i in range(count)]
+
+
+def octets(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor as a 1-d uint8 tensor. It is a view if the tensor is contiguous."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    # `is_contiguous` ignores the stride of a single element; a view of another dtype requires it to be 1.
+    if flat.stride() != (1,):
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+WORDS = 1 << 20
+"""The number of 32-bit words in a pass of `checksum`. All passes use one table of weights; each has its own factor."""
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(device: torch.device) -> Tensor:
+    """Return the int64 weights of `checksum`: pseudo-random odd numbers, one for each 32-bit word of a pass."""
+    # Constants and shifts as int64: a shift keeps the sign, which is masked away.
+    z = torch.arange(1, WORDS + 1, dtype=torch.int64, device=device) * (0x9E3779B97F4A7C15 - (1 << 64))
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
+    return z ^ (z >> 31 & (1 << 33) - 1) | 1
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a checksum of a tensor's bits as a 0-d int64 tensor on the same device. Strides do not change it."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weights = _weights(tensor.device)
+    flat = tensor.detach().reshape(-1)
+    for number, block in enumerate(flat.split(4 * WORDS // flat.element_size())):
+        data = octets(block)
+        if data.numel() % 4 or data.storage_offset() % 4:
+            data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
+        values = data.view(torch.int32).to(torch.int64)
+        total += values.mul_(weights[: values.numel()]).sum() * weights[number]
+    return total

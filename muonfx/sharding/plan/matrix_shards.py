@@ -1,0 +1,368 @@
+"""Divide the matrices of each parameter among the ranks that orthogonalize them.
+
+A `MatrixShard` is the shard of a parameter that one rank, its *owner*, computes: some whole matrices. The layout
+divides the same parameter into other shards, which the ranks hold. A `Transfer` is the overlap of a matrix shard with
+one of these shards, which is sent to the owner and back. `LocalTransfers` say where one rank has the elements that it
+sends and receives. An `UnassignedShard` is a matrix shard for which no owner is chosen yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from muonfx.core.transform import stacked
+from muonfx.sharding.plan.cost import Run
+from muonfx.sharding.shards.boxes import Box, boxes_of_interval
+from muonfx.sharding.shards.cut import Cut
+from muonfx.sharding.shards.position import ShardPosition, ShardView
+from muonfx.sharding.shards.table import ShardTable
+
+
+def nearest(ranks: Sequence[int], owner: int) -> int:
+    """Return the rank in `ranks`, an ascending list, that is nearest to the rank `owner`. Prefer the lower in a tie.
+
+    >>> nearest([0, 3, 6], 5)
+    6
+    """
+    if len(ranks) == 1:
+        return ranks[0]
+    index = bisect_left(ranks, owner)
+    neighbours = ranks[max(index - 1, 0) : index + 1]
+    return min(neighbours, key=lambda rank: (abs(rank - owner), rank))
+
+
+class Transfer(NamedTuple):
+    """The elements that a shard of the layout has in common with a matrix shard: sent to its owner and back."""
+
+    ranks: tuple[int, ...]
+    """The ranks that hold the shard of the layout, ascending."""
+    sender: int
+    """The rank that sends the overlap to the owner: the owner itself if it holds the shard, else the nearest holder."""
+    boxes: tuple[Box, ...]
+    """The overlap as boxes (offsets and sizes) of the whole parameter."""
+    numel: int
+
+
+class LocalTransfers(NamedTuple):
+    """The elements that one rank sends and receives in a step for a matrix shard."""
+
+    shard: MatrixShard
+    computes: bool
+    """True if the rank computes the matrix shard."""
+    is_same_shard: bool
+    """True if the rank's shard of the parameter has exactly the elements of the matrix shard."""
+    local_views: tuple[ShardView, ...]
+    """Where the boxes in which the rank's shard overlaps the matrix shard are in the rank's local tensor."""
+    matrix_views: tuple[ShardView, ...]
+    """Where the same boxes are in the tensor of the matrix shard."""
+    numel: int
+    """The number of elements in these boxes."""
+    sends: bool
+    """True if the rank sends these elements to the owner; another rank may hold a replica and send it."""
+    transfers: tuple[tuple[Transfer, tuple[ShardView, ...]], ...]
+    """On the owner, each transfer and where its boxes are in the tensor of the matrix shard; empty on other ranks."""
+
+
+@dataclass(frozen=True)
+class MatrixShard:
+    """Some whole matrices of one parameter, and the rank that computes them (the owner; None means every rank)."""
+
+    name: str
+    start: int
+    """The index of the first element in the flattened parameter."""
+    stop: int
+    shape: tuple[int, ...]
+    """The shape in which the owner computes: the parameter's own, or (count, rows, columns) for a stack of matrices."""
+    whole: tuple[int, ...]
+    """The shape of the whole parameter."""
+    owner: int | None
+    cost: float
+    """The estimated cost, in floating-point operations of dense matrix products that take the same time."""
+    cut: Cut = field(repr=False)
+    """The partition of the parameter over the ranks that hold it."""
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in these matrices."""
+        return self.stop - self.start
+
+    @cached_property
+    def position(self) -> ShardPosition:
+        """Which elements of the parameter these matrices have."""
+        if self.shape == self.whole:
+            return ShardPosition.whole(self.whole)
+        return ShardPosition.interval(self.whole, self.start, self.stop)
+
+    def as_shard(self, matrices: Tensor) -> Tensor:
+        """Reshape a tensor of these matrices to the shape of `position`: flat if they are not the whole parameter."""
+        if self.shape == self.whole:
+            return matrices
+        return matrices.reshape(-1)
+
+    @property
+    def transfers(self) -> Iterator[Transfer]:
+        """An iterator over the transfers from the shards of the layout that contain elements of these matrices."""
+        # Computed on request: a rank needs all transfers of the matrices that it owns, and only its own of the others.
+        for held_position, ranks in self.cut.holders.items():
+            transfer = self._transfer(held_position, ranks)
+            if transfer is not None:
+                yield transfer
+
+    def transfer_of(self, rank: int) -> Transfer | None:
+        """Return which elements of these matrices are in the shard of `rank`, or None if there are none."""
+        held_position = self.cut[rank]
+        if not held_position.numel:
+            return None
+        return self._transfer(held_position, self.cut.holders[held_position])
+
+    def _transfer(self, held_position: ShardPosition, ranks: tuple[int, ...]) -> Transfer | None:
+        boxes = held_position.boxes
+        if self.numel != prod(self.whole):
+            boxes = tuple(held_position.overlaps(self._boxes))
+        if not boxes:
+            return None
+        return Transfer(ranks, nearest(ranks, self.owner or 0), boxes, sum(box.numel for box in boxes))
+
+    @cached_property
+    def _boxes(self) -> list[Box]:
+        return boxes_of_interval(self.whole, self.start, self.stop)
+
+    def local_transfers(self, rank: int) -> LocalTransfers:
+        """Return which elements of these matrices a rank sends and receives in a step."""
+        held_position = self.cut[rank]
+        transfer = self.transfer_of(rank)
+        boxes: tuple[Box, ...] = ()
+        if transfer is not None:
+            boxes = transfer.boxes
+        return LocalTransfers(
+            self,
+            computes=self.owner in (None, rank),
+            is_same_shard=held_position.numel == self.numel,
+            local_views=tuple(map(held_position.view, boxes)),
+            matrix_views=tuple(map(self.position.view, boxes)),
+            numel=sum(box.numel for box in boxes),
+            sends=transfer is not None and transfer.sender == rank,
+            transfers=self._transfers_with_views() if rank == self.owner else (),
+        )
+
+    def _transfers_with_views(self) -> tuple[tuple[Transfer, tuple[ShardView, ...]], ...]:
+        return tuple([(transfer, tuple(map(self.position.view, transfer.boxes))) for transfer in self.transfers])
+
+    @cached_property
+    def _at_owner(self) -> Transfer | None:
+        return None if self.owner is None else self.transfer_of(self.owner)
+
+    @cached_property
+    def _numel_at_owner(self) -> int:
+        return 0 if self._at_owner is None else self._at_owner.numel
+
+    @cached_property
+    def needs_gather(self) -> bool:
+        """True if the owner (the rank that computes these matrices) must first receive elements of them."""
+        return self.owner is not None and self._numel_at_owner < self.numel
+
+    @cached_property
+    def needs_send(self) -> bool:
+        """True if the owner (the rank that computes these matrices) must send results to other ranks."""
+        return self.needs_gather or (self._at_owner is not None and len(self._at_owner.ranks) > 1)
+
+    @property
+    def route(self) -> str:
+        """How the matrices reach the rank that computes them (the owner), and how the results reach other ranks.
+
+        "everyone": all ranks compute, and nothing is sent. "owner": the matrices are gathered on the owner. "split":
+        the owner holds them and sends only the results. "local": only the owner holds them, and nothing is sent.
+        """
+        if self.owner is None:
+            return "everyone"
+        if self.needs_gather:
+            return "owner"
+        if self.needs_send:
+            return "split"
+        return "local"
+
+    @property
+    def reason(self) -> str:
+        """A text that explains the `route`, for the tables of `Plan.explain`."""
+        if self.owner is None:
+            return f"every rank holds it; computing it ({self.cost:.1e} operations) is faster than sending it"
+        if not self.needs_send:
+            return "the owner alone holds it"
+        if self._at_owner is not None and not self.needs_gather:
+            return f"{len(self._at_owner.ranks)} ranks hold it; the owner sends the result to the others"
+        fraction = self._numel_at_owner / max(self.numel, 1)
+        return f"cut into {len(list(self.transfers))} shards; the owner holds {fraction:.0%}"
+
+
+class UnassignedShard(NamedTuple):
+    """Some matrices of one parameter, and the ranks (`candidates`) of which one will compute them."""
+
+    name: str
+    start: int
+    """The index of the first element in the flattened parameter."""
+    stop: int
+    shape: tuple[int, ...]
+    """The shape in which the owner will compute."""
+    candidates: tuple[int, ...]
+    complete: bool
+    """True if each candidate rank holds all of these matrices."""
+    one_each: bool = False
+    """True if a rank may compute at most one of the parameter's shards that have this flag."""
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in these matrices."""
+        return self.stop - self.start
+
+
+def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Return (rows, columns) by parameter name, for parameters that all transforms treat as a stack of matrices."""
+    by_transform = [stacked(tx, shapes)[1] for _, tx in run]
+    common: dict[str, tuple[int, int]] = {}
+    for name, matrix in by_transform[0].items():
+        if prod(shapes[name]) and all(matrices.get(name) == matrix for matrices in by_transform):
+            common[name] = matrix
+    return common
+
+
+def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
+    """Return the same transforms in a form that treats leaves of the given shapes as stacks of matrices."""
+    return tuple([(name, stacked(tx, shapes)[0]) for name, tx in run])
+
+
+def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTable) -> Iterator[UnassignedShard]:
+    """Yield the shards of a parameter to assign to ranks: ranges of a stack of matrices, or the whole parameter.
+
+    `matrix` is the shape of each matrix of the stack; None for a parameter that is no stack.
+    """
+    shape = layout.specs[name].shape
+    cut = layout.cuts[name]
+    if matrix is None:
+        candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
+        yield UnassignedShard(name, 0, prod(shape), shape, candidates, bool(cut.complete))
+        return
+    numel = prod(matrix)
+    ranges = cut.once(("ranges", numel), lambda: _ranges(cut, shape, numel))
+    owners = [matrices.candidates[0] for matrices in ranges if len(matrices.candidates) == 1]
+    if len(set(owners)) < len(owners):  # a rank's state of a stack must be one range
+        ranks = {rank for matrices in ranges for rank in matrices.candidates}
+        yield UnassignedShard(name, 0, prod(shape), (prod(shape) // numel, *matrix), tuple(sorted(ranks)), False)
+        return
+    for first, stop, candidates, complete in ranges:
+        yield UnassignedShard(
+            name,
+            first * numel,
+            stop * numel,
+            (stop - first, *matrix),
+            candidates,
+            complete,
+            one_each=len(candidates) > 1,
+        )
+
+
+def with_ranks_of_their_own(
+    shards: Sequence[UnassignedShard], costs: Sequence[float], size: int
+) -> list[UnassignedShard]:
+    """Choose one rank for each shard that needs a rank of its own (`one_each`). Return all shards."""
+    loads = [0.0] * size
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for index, shard in enumerate(shards):
+        if shard.one_each:
+            groups.setdefault((shard.name, shard.candidates), []).append(index)
+        elif len(shard.candidates) == 1:
+            loads[shard.candidates[0]] += costs[index]
+    assigned = list(shards)
+    for (_, candidates), indices in sorted(groups.items(), key=lambda group: -costs[group[1][0]]):
+        by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
+        owners = sorted(by_load[: len(indices)])
+        for index, owner in zip(indices, owners, strict=True):
+            assigned[index] = shards[index]._replace(candidates=(owner,), one_each=False)
+            loads[owner] += costs[index]
+    return assigned
+
+
+class _Range(NamedTuple):
+    """Consecutive matrices of a stack, and the ranks that may compute them."""
+
+    first: int
+    stop: int
+    candidates: tuple[int, ...]
+    """The rank that computes the range; or, for a single matrix, ranks that may each compute one of the stack."""
+    complete: bool
+    """True if each candidate holds the whole range."""
+
+
+class _Holders(NamedTuple):
+    """The ranks that hold elements of one matrix of a stack."""
+
+    ranks: tuple[int, ...]
+    """The ranks that hold the whole matrix or, if there is no such rank, the ranks that hold some of it."""
+    complete: bool
+    """True if these ranks hold the whole matrix."""
+    most: tuple[int, ...]
+    """The ranks that hold the largest part of the matrix."""
+
+
+def _ranges(cut: Cut, shape: tuple[int, ...], numel: int) -> list[_Range]:
+    """Divide a stack of matrices, with `numel` elements per matrix, among the ranks that hold elements of them.
+
+    Neighbouring matrices that the same ranks hold are divided evenly among these ranks. If there are more ranks than
+    matrices, each matrix may have any of the ranks that hold most of it, if these hold nothing else of the stack. A few
+    matrices that cross a boundary are assigned to the rank that holds most of each.
+    """
+    holders_of_matrix: list[_Holders] = []
+    for index in range(prod(shape) // numel):
+        boxes = boxes_of_interval(shape, index * numel, (index + 1) * numel)
+        holders_of_matrix.append(_holders_of_matrix(cut.holders, boxes, numel))
+    matrices_of_rank = Counter(rank for holders in holders_of_matrix for rank in holders.ranks)
+    ranges: list[_Range] = []
+    first = 0
+    for (ranks, complete), same_holders in itertools.groupby(holders_of_matrix, lambda holders: holders[:2]):
+        neighbours = list(same_holders)
+        count = len(neighbours)
+        most = set(ranks).intersection(*[holders.most for holders in neighbours])
+        if count >= len(ranks):
+            for index, owner in enumerate(ranks):
+                begin = first + count * index // len(ranks)
+                stop = first + count * (index + 1) // len(ranks)
+                _append(ranges, _Range(begin, stop, (owner,), complete))
+        elif count <= len(most) > 1 and all(matrices_of_rank[rank] == count for rank in most):
+            for index in range(first, first + count):
+                ranges.append(_Range(index, index + 1, tuple(sorted(most)), complete))
+        else:
+            for index, holders in enumerate(neighbours, first):
+                _append(ranges, _Range(index, index + 1, (holders.most[0],), complete))
+        first += count
+    return ranges
+
+
+def _append(ranges: list[_Range], new: _Range) -> None:
+    """Append a range of matrices with one owner to a list. Extend the last range if it has the same owner."""
+    if ranges and ranges[-1].candidates == new.candidates:
+        first, _, candidates, complete = ranges[-1]
+        ranges[-1] = _Range(first, new.stop, candidates, complete and new.complete)
+    else:
+        ranges.append(new)
+
+
+def _holders_of_matrix(holders: Mapping[ShardPosition, Sequence[int]], boxes: Sequence[Box], numel: int) -> _Holders:
+    """Find the holders of a matrix with `numel` elements, which are in `boxes`."""
+    numel_of_rank: dict[int, int] = {}
+    for position, ranks in holders.items():
+        overlap = sum(box.numel for box in position.overlaps(boxes))
+        if overlap:
+            numel_of_rank.update(dict.fromkeys(ranks, overlap))
+    largest = max(numel_of_rank.values())
+    most = tuple(sorted([rank for rank, overlap in numel_of_rank.items() if overlap == largest]))
+    if largest == numel:
+        return _Holders(most, True, most)
+    return _Holders(tuple(sorted(numel_of_rank)), False, most)

@@ -1,0 +1,125 @@
+"""`Box`: a rectangular part of an n-dimensional tensor, and the algebra of boxes.
+
+A shard of a `DTensor` is a box. An interval of a flattened tensor, which ZeRO gives to a rank, is a few boxes: for a
+matrix the end of the first row, the whole rows, and the start of the last row. Every shard is therefore described by
+boxes (see `ShardPosition`), so that two shards of any two layouts can be intersected in one way. It is also the unit
+in which torch.distributed.checkpoint saves and loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor
+
+Span = tuple[int, int]
+"""A range of indices along one dim: the start and the exclusive end."""
+
+
+class Box(NamedTuple):
+    """A rectangular part of an n-dimensional tensor, such as some rows of a matrix: an offset and a size per dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of_spans(cls, spans: Sequence[Span]) -> Box:
+        """Return the box with these ranges of indices (start, exclusive end), one for each dim."""
+        return cls(tuple([start for start, _ in spans]), tuple([stop - start for start, stop in spans]))
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in the box."""
+        return prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The exclusive end of the box in each dim: offset plus size."""
+        return tuple([offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)])
+
+    def contains(self, box: Box) -> bool:
+        """Return True if all elements of another box are in this box."""
+        starts_inside = all(map(int.__le__, self.offsets, box.offsets))
+        return starts_inside and all(map(int.__le__, box.ends, self.ends))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the elements of a tensor that are in this box, as a view."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            if size != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, offset, size)
+        return tensor
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """Return the box in which two boxes overlap, or None if they do not overlap."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    ends = map(min, a.ends, b.ends)
+    sizes = tuple([end - offset for end, offset in zip(ends, offsets, strict=True)])
+    if any(size <= 0 for size in sizes):
+        return None
+    return Box(offsets, sizes)
+
+
+def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Return the elements ``start:stop`` of a flattened tensor as a list of boxes, in order.
+
+    >>> boxes_of_interval((4, 5), 3, 10)  # the end of row 0, and row 1
+    [Box(offsets=(0, 3), sizes=(1, 2)), Box(offsets=(1, 0), sizes=(1, 5))]
+    """
+    if stop <= start:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row_numel = prod(shape[1:])
+    first_row, head = divmod(start, row_numel)
+    last_row, tail = divmod(stop, row_numel)
+    if first_row == last_row:
+        return _boxes_in_row(shape, first_row, head, tail)
+    boxes: list[Box] = []
+    if head:
+        boxes += _boxes_in_row(shape, first_row, head, row_numel)
+        first_row += 1
+    if first_row < last_row:
+        zeros = (0,) * (len(shape) - 1)
+        boxes.append(Box((first_row, *zeros), (last_row - first_row, *shape[1:])))
+    return boxes + _boxes_in_row(shape, last_row, 0, tail)
+
+
+def _boxes_in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
+    """Return the elements ``start:stop`` of ``tensor[row]``, flattened, as boxes of the tensor with this shape."""
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes_of_interval(shape[1:], start, stop)]
+
+
+def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Check that boxes contain each element of a tensor exactly once. Return None, or the reason why they do not."""
+    for box in boxes:
+        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or any(map(int.__gt__, box.ends, shape)):
+            return "go beyond its sides"
+    total = sum(box.numel for box in boxes)
+    expected = prod(shape)
+    if total > expected:
+        return "overlap"
+    if total != expected:
+        return f"hold {total} elements of {expected}"
+    nonempty = [box for box in boxes if box.numel]
+    if _do_overlap(nonempty):
+        return "overlap"
+    return None
+
+
+def _do_overlap(boxes: list[Box]) -> bool:
+    """Return True if two of some nonempty boxes have an element in common."""
+    if len(boxes) < 2:
+        return False
+    # Sweep along the dim with the most distinct offsets, where the fewest boxes overlap at a time.
+    dims = range(len(boxes[0].offsets))
+    dim = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        active = [earlier for earlier in active if earlier.ends[dim] > box.offsets[dim]]
+        if any(intersection(box, earlier) for earlier in active):
+            return True
+        active.append(box)
+    return False

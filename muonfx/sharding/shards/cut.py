@@ -1,0 +1,357 @@
+"""`Cut`: how one parameter is partitioned over all ranks.
+
+A rank needs the position of its own shard of every parameter. It needs the positions of the other ranks' shards only
+for the few matrices that it computes. A cut therefore computes a shard on request, from coordinates on a mesh or from
+offsets in a buffer, and stores no list of all shards. Parameters with the same shape and partition shard one cut and
+its cached values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from muonfx.sharding.digests import digest
+from muonfx.sharding.shards.once import Once
+from muonfx.sharding.shards.position import ShardPosition, Span
+from muonfx.tree import Spec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+class Cut:
+    """How one tensor is split over all ranks. ``cut[rank]`` is a `ShardPosition`: which elements the rank holds."""
+
+    def __init__(self, shape: Sequence[int], size: int) -> None:
+        self.shape = tuple(shape)
+        self.size = size
+        self.once = Once()
+        """A cache of values that are computed from this partition alone."""
+
+    def _at(self, rank: int) -> ShardPosition:
+        """Return which elements of the tensor a rank holds. Subclasses implement this; ``cut[rank]`` caches it."""
+        raise NotImplementedError
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """A tuple that describes how the tensor is split over all ranks. Two partitions are equal if their keys are."""
+        raise NotImplementedError
+
+    @cached_property
+    def digest(self) -> str:
+        """A short hash of `key`. Ranks compare it to check that they split the tensor in the same way."""
+        return digest(self.key)
+
+    def _ranks(self) -> Iterator[int]:
+        """Yield, in ascending order, all ranks that may hold elements of the tensor. Other ranks are never visited."""
+        return iter(range(self.size))
+
+    @cached_property
+    def holders(self) -> Mapping[ShardPosition, tuple[int, ...]]:
+        """A dict from the position of each distinct nonempty shard to the ranks that hold it."""
+        ranks_at: dict[ShardPosition, list[int]] = {}
+        for rank in self._ranks():
+            position = self._at(rank)
+            if position.numel:
+                ranks_at.setdefault(position, []).append(rank)
+        return {position: tuple(ranks) for position, ranks in ranks_at.items()}
+
+    @cached_property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """A tuple with one tuple of ranks for each replicated shard: the ranks that hold it, in ascending order."""
+        return tuple(ranks for ranks in self.holders.values() if len(ranks) > 1)
+
+    @cached_property
+    def firsts(self) -> frozenset[int]:
+        """For each shard, the lowest rank that holds it. In sums over ranks, only this rank counts the shard."""
+        return frozenset(ranks[0] for ranks in self.holders.values())
+
+    @cached_property
+    def complete(self) -> tuple[int, ...]:
+        """The ranks that hold the whole tensor, in ascending order. Empty for a tensor without elements."""
+        ranks: list[int] = []
+        for position, holders in self.holders.items():
+            if position.numel == prod(self.shape):
+                ranks += holders
+        return tuple(sorted(ranks))
+
+    @cached_property
+    def taking_part(self) -> tuple[int, ...]:
+        """The ranks that hold at least one element of the tensor, in ascending order."""
+        return tuple(sorted(itertools.chain.from_iterable(self.holders.values())))
+
+    def __getitem__(self, rank: int) -> ShardPosition:
+        return self.once(("position", rank), lambda: self._at(range(self.size)[rank]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cut) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.shape} over {self.size} ranks>"
+
+
+class Whole(Cut):
+    """The partition of a tensor that is not split. All ranks hold it whole, or only the rank `owner` if given."""
+
+    def __init__(self, shape: Sequence[int], size: int, owner: int | None = None) -> None:
+        super().__init__(shape, size)
+        self._owners = range(size) if owner is None else range(owner, owner + 1)
+        self._whole = ShardPosition.whole(shape)
+
+    def _at(self, rank: int) -> ShardPosition:
+        return self._whole if rank in self._owners else ShardPosition.interval(self.shape, 0, 0)
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """A tuple of the shape, the number of ranks, and the ranks that hold the tensor."""
+        return "whole", self.shape, self.size, self._owners
+
+    def _ranks(self) -> Iterator[int]:
+        return iter(self._owners)
+
+
+class Intervals(Cut):
+    """The partition of a tensor within a flat buffer, as in ZeRO, when each rank holds one interval of the buffer.
+
+    The flattened tensor begins at `start`. Rank r holds the elements ``cuts[r]:cuts[r + 1]`` of the buffer.
+    """
+
+    def __init__(self, shape: Sequence[int], start: int, cuts: Sequence[int]) -> None:
+        super().__init__(shape, len(cuts) - 1)
+        self.start = start
+        self.cuts = cuts
+
+    def _at(self, rank: int) -> ShardPosition:
+        return ShardPosition.interval(self.shape, self._index(self.cuts[rank]), self._index(self.cuts[rank + 1]))
+
+    def _index(self, position: int) -> int:
+        """Convert a position in the buffer to an index in the flattened tensor, or to the nearer end of the tensor."""
+        return min(max(position - self.start, 0), prod(self.shape))
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """A tuple of the shape, the number of ranks, the ranks that hold elements, and where their intervals end."""
+        first, stop = self._first_and_stop
+        ends = tuple([cut - self.start for cut in self.cuts[first + 1 : stop]])
+        return "intervals", self.shape, self.size, first, stop, ends
+
+    @cached_property
+    def _first_and_stop(self) -> tuple[int, int]:
+        """The first rank that holds elements of the tensor, and the rank after the last."""
+        end = self.start + prod(self.shape)
+        first = bisect_right(self.cuts, self.start) - 1
+        stop = bisect_left(self.cuts, end)
+        return max(first, 0), min(stop, self.size)
+
+    def _ranks(self) -> Iterator[int]:
+        return iter(range(*self._first_and_stop))
+
+
+class Listed(Cut):
+    """The partition of a tensor for which the `ShardPosition` of each rank is passed, as a list."""
+
+    def __init__(self, shape: Sequence[int], positions: Sequence[ShardPosition]) -> None:
+        super().__init__(shape, len(positions))
+        self._positions = tuple(positions)
+
+    def _at(self, rank: int) -> ShardPosition:
+        return self._positions[rank]
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """A tuple of the shape and the shards of all ranks."""
+        return "listed", self.shape, self._positions
+
+
+class MeshCoordinates:
+    """The coordinates of each rank of a process group on a device mesh; None for a rank that is not on the mesh."""
+
+    def __init__(self, shape: Sequence[int], coordinates: Sequence[tuple[int, ...] | None]) -> None:
+        self.shape = tuple(shape)
+        self.coordinates = tuple(coordinates)
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, ranks: Sequence[int]) -> MeshCoordinates:
+        """Return the coordinates on a mesh of some global ranks, in the order of `ranks`."""
+        shape = tuple(mesh.shape)
+        coordinates_of = dict(zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, shape)), strict=True))
+        return cls(shape, [coordinates_of.get(rank) for rank in ranks])
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """A tuple that identifies the coordinates: the shape of the mesh, and a hash of them."""
+        return self.shape, digest(self.coordinates)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the process group that are on the mesh, in ascending order."""
+        return tuple([rank for rank, coordinates in enumerate(self.coordinates) if coordinates is not None])
+
+
+class OnMesh(Cut):
+    """The partition of a DTensor. A rank's coordinates on the device mesh decide which shard it holds."""
+
+    def __init__(self, shape: Sequence[int], mesh: MeshCoordinates, placements: Sequence[Any]) -> None:
+        super().__init__(shape, len(mesh.coordinates))
+        self.mesh = mesh
+        self.placements = tuple(placements)
+        self._mesh_dims_of: list[list[int]] = [[] for _ in self.shape]
+        """For each dim of the tensor, the mesh dims that split it."""
+        for mesh_dim, (placement, size) in enumerate(zip(self.placements, mesh.shape, strict=True)):
+            if size > 1 and not placement.is_replicate():
+                self._mesh_dims_of[placement.dim].append(mesh_dim)
+        # Keyed by the mesh dims that split one dim: 512 + 8 entries, not 4096, if a 512 x 8 mesh splits two dims.
+        self._spans_of_shards: dict[tuple[int, ...], list[tuple[Span, ...]]] = {}
+        self._positions: dict[tuple[int, ...], ShardPosition] = {}
+
+    def _at(self, rank: int) -> ShardPosition:
+        coordinates = self.mesh.coordinates[rank]
+        if coordinates is None:
+            return ShardPosition.interval(self.shape, 0, 0)
+        coordinates_by_dim: list[tuple[int, ...]] = []
+        for mesh_dims in self._mesh_dims_of:
+            coordinates_by_dim.append(tuple([coordinates[mesh_dim] for mesh_dim in mesh_dims]))
+        key = tuple(itertools.chain.from_iterable(coordinates_by_dim))
+        if key not in self._positions:
+            spans = [self._spans_of(dim, coordinates) for dim, coordinates in enumerate(coordinates_by_dim)]
+            self._positions[key] = ShardPosition.grid(spans)
+        return self._positions[key]
+
+    def _ranks(self) -> Iterator[int]:
+        return iter(self.mesh.ranks)
+
+    def _spans_of(self, dim: int, coordinates: tuple[int, ...]) -> tuple[Span, ...]:
+        """Return the index ranges (start, end) along one tensor dim that a rank holds.
+
+        `coordinates` are its coordinates along the mesh dims that split this tensor dim.
+        """
+        if not coordinates:
+            return ((0, self.shape[dim]),)
+        *outer, last = coordinates
+        key = (dim, *outer)
+        if key not in self._spans_of_shards:
+            # The last mesh dim splits what the other mesh dims have left to the rank.
+            mesh_dim = self._mesh_dims_of[dim][len(outer)]
+            spans = self._spans_of(dim, tuple(outer)) or [(0, 0)]
+            indices = torch.cat([torch.arange(*span) for span in spans])
+            shards = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
+            self._spans_of_shards[key] = [_spans(shard) for shard in shards]
+        spans_of_shards = self._spans_of_shards[key]
+        return spans_of_shards[last] if last < len(spans_of_shards) else ()
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """A tuple of the shape, the mesh, and the DTensor placements that split the tensor, such as ``Shard(0)``."""
+        mesh_dims = sorted(itertools.chain.from_iterable(self._mesh_dims_of))
+        placements = tuple([(mesh_dim, repr(self.placements[mesh_dim])) for mesh_dim in mesh_dims])
+        return "on a mesh", self.shape, self.mesh.key, placements
+
+
+def _split(placement: Placement, indices: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Split the indices of one tensor dim among `count` ranks, exactly as the DTensor placement does."""
+    kind: Any = type(placement)
+    split_factor = getattr(placement, "split_factor", None)
+    along_first_dim = kind(0) if split_factor is None else kind(0, split_factor=split_factor)
+    return list(along_first_dim._split_tensor(indices, count, with_padding=False, contiguous=True)[0])
+
+
+def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
+    """Group ascending indices into ranges (start, exclusive end). For example, 0, 1, 4 become (0, 2) and (4, 5)."""
+    if not len(indices):
+        return ()
+    first, last = int(indices[0]), int(indices[-1])
+    if last - first + 1 == len(indices):  # one run, because indices ascend
+        return ((first, last + 1),)
+    begins = [0, *(torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()]
+    ends = [*begins[1:], len(indices)]
+    return tuple([(int(indices[begin]), int(indices[end - 1]) + 1) for begin, end in zip(begins, ends, strict=True)])
+
+
+def cuts_of_dtensors(
+    specs: Mapping[str, Spec],
+    dtensors: Mapping[str, DTensorSpec],
+    coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
+    size: int,
+) -> dict[str, Cut]:
+    """Return a dict from parameter name to its partition over ranks. Plain tensors are whole on every rank.
+
+    Raises:
+        TypeError: a placement is neither Shard nor Replicate.
+    """
+    shared: dict[Hashable, Cut] = {}
+    cuts: dict[str, Cut] = {}
+    for name, spec in specs.items():
+        dtensor = dtensors.get(name)
+        key: Hashable = spec.shape
+        if dtensor is not None:
+            key = spec.shape, dtensor.mesh, dtensor.placements
+        if key not in shared:
+            if dtensor is None:
+                shared[key] = Whole(spec.shape, size)
+            else:
+                _require_shard_or_replicate(name, dtensor.placements)
+                shared[key] = OnMesh(spec.shape, coordinates_on[dtensor.mesh], dtensor.placements)
+        cuts[name] = shared[key]
+    return cuts
+
+
+def _require_shard_or_replicate(name: str, placements: Sequence[Placement]) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    for placement in placements:
+        if not isinstance(placement, Shard | _StridedShard | Replicate):
+            raise TypeError(f"{name!r} has the placement {placement}, expected Shard or Replicate")
+
+
+def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
+    """Return a dict of partitions by parameter name: all parameters of a dtype form one buffer, split equally."""
+    cut_of: dict[str, Cut] = {}
+    for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
+        names = [name for name, spec in specs.items() if spec.dtype == dtype]
+        starts = one_behind_another(specs, names)
+        cuts = _equal_cuts(sum(prod(specs[name].shape) for name in names), size)
+        for name in names:
+            cut_of[name] = Intervals(specs[name].shape, starts[name], cuts)
+    return {name: cut_of[name] for name in specs}
+
+
+def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
+    """Return a dict of partitions by name: each parameter is flattened and split equally, with a shorter last shard."""
+    cut_of_shape: dict[tuple[int, ...], Cut] = {}
+    for spec in specs.values():
+        if spec.shape not in cut_of_shape:
+            cut_of_shape[spec.shape] = Intervals(spec.shape, 0, _equal_cuts(prod(spec.shape), size))
+    return {name: cut_of_shape[spec.shape] for name, spec in specs.items()}
+
+
+def _equal_cuts(numel: int, size: int) -> tuple[int, ...]:
+    """Return where to cut a buffer into equal intervals. The last one may extend beyond the end.
+
+    >>> _equal_cuts(10, 4)
+    (0, 3, 6, 9, 12)
+    """
+    length = -(-numel // size)
+    return tuple([rank * length for rank in range(size + 1)])
+
+
+def one_behind_another(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:
+    """Return a dict from parameter name to its first index in a flat buffer that has this order and no gaps."""
+    starts: dict[str, int] = {}
+    end = 0
+    for name in order:
+        starts[name] = end
+        end += prod(specs[name].shape)
+    return starts

@@ -1,0 +1,245 @@
+"""`ShardPosition`: which elements of a tensor a rank holds.
+
+A *shard* is the part of a tensor that one rank holds. The *whole* is the tensor as one process would hold it. There is
+one class for the position of a shard, `ShardPosition`, whether its elements are some indices of each dim or an interval
+of the flattened whole. It has no values: these are in the *local tensor* of the rank, which has one dim if the shard
+is an interval, else as many dims as the whole.
+
+Three classes are about less than a shard or about more than its position, and cannot be one of them:
+
+- a `Box` is a rectangular part of the whole. A shard consists of boxes, and so does the overlap of two shards.
+- a `ShardView` says where one box is in the local tensor, and is computed once. A box has offsets in the whole only.
+- a `FlatShard` is the position of an interval together with its values, as a leaf of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx.sharding.shards.boxes import Box, Span, boxes_of_interval, intersection
+
+
+class ShardView(NamedTuple):
+    """Where one box (a rectangular part) of a whole tensor is within a shard. `of` returns it as a view.
+
+    It is computed once from shapes, and applied in each step.
+    """
+
+    interval: tuple[int, int] | None
+    """For a 1-d shard, the start and the number of the elements to view in the shape `sizes`; None for an n-d shard."""
+    sizes: tuple[int, ...]
+    """The shape in which the interval is viewed."""
+    narrowed: tuple[tuple[int, int, int], ...]
+    """The arguments (dim, start, length) of each call of `torch.narrow` that selects the box."""
+
+    def of(self, local: Tensor) -> Tensor:
+        """Return this box of a shard, given as the tensor `local`, as a view."""
+        if self.interval is not None:
+            start, numel = self.interval
+            if numel != local.numel():
+                local = local.narrow(0, start, numel)
+            local = local.view(self.sizes)
+        for dim, start, length in self.narrowed:
+            local = local.narrow(dim, start, length)
+        return local
+
+    def of_each(self, stack: Tensor) -> tuple[Tensor, ...]:
+        """Return this box of each of several shards of one shape, which are stacked along dim 0, as views."""
+        # A few calls for the whole stack take less time than `of` for each shard.
+        if self.interval is not None:
+            start, numel = self.interval
+            stack = stack.narrow(1, start, numel).view(len(stack), *self.sizes)
+        for dim, start, length in self.narrowed:
+            stack = stack.narrow(dim + 1, start, length)
+        return stack.unbind()
+
+
+class ShardPosition(NamedTuple):
+    """Which elements of a whole tensor are in a rank's shard, without their values.
+
+    Build it by `whole`, `interval` or `grid`. `cut` copies the shard out of a whole tensor, and `paste` copies it back.
+    The attribute ``boxes`` lists the elements as rectangular parts.
+
+    >>> position = ShardPosition.interval((4, 5), 3, 8)  # elements 3 to 7: the end of row 0 and the start of row 1
+    >>> position.shape, [box.sizes for box in position.boxes]
+    ((5,), [(1, 2), (1, 3)])
+    >>> position.cut(torch.arange(20.0).reshape(4, 5))
+    tensor([3., 4., 5., 6., 7.])
+    """
+
+    shape: tuple[int, ...]
+    """The shape of the shard: one dim for an interval, also of a shard, else as many dims as the whole tensor."""
+    boxes: tuple[Box, ...]
+    """The elements as nonempty boxes (offsets and sizes) of the whole tensor, in the order of the shard."""
+    start: int | None = None
+    """The first element of an interval in the flattened whole tensor; None if it was not built by `interval`."""
+    spans: tuple[tuple[Span, ...], ...] = ()
+    """For each dim of the whole tensor, the spans (start, end) of indices in the shard; empty for a 1-d shard."""
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> ShardPosition:
+        """Return the position of a shard with all elements of a tensor of this shape."""
+        return cls.grid([[(0, size)] for size in shape])
+
+    @classmethod
+    def interval(cls, shape: Sequence[int], start: int, stop: int) -> ShardPosition:
+        """Return the position of elements ``start:stop`` of a tensor of this shape, flattened. The shard is 1-d."""
+        return cls((max(0, stop - start),), tuple(boxes_of_interval(tuple(shape), start, stop)), start)
+
+    @classmethod
+    def grid(cls, spans: Sequence[Sequence[Span]]) -> ShardPosition:
+        """Return the position of some indices of each dim. `spans` lists index ranges (start, end) for each dim.
+
+        >>> ShardPosition.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
+        (2, 4)
+        """
+        spans_by_dim = tuple([_nonempty(spans_of_dim) for spans_of_dim in spans])
+        shape = tuple([_count(spans_of_dim) for spans_of_dim in spans_by_dim])
+        boxes = tuple(map(Box.of_spans, product(*spans_by_dim)))
+        return cls(shape, boxes, None, spans_by_dim)
+
+    def interval_of_shard(self, start: int, stop: int) -> ShardPosition:
+        """Return the position of elements ``start:stop`` of this shard, flattened. The new shard is 1-d.
+
+        ZeRO flattens the shard of a tensor-parallel rank, and partitions it once more.
+
+        >>> columns = ShardPosition.grid([((0, 4),), ((2, 5),)])  # columns 2 to 4 of a matrix of shape (4, 5)
+        >>> [(box.offsets, box.sizes) for box in columns.interval_of_shard(4, 9).boxes]
+        [((1, 3), (1, 2)), ((2, 2), (1, 3))]
+        """
+        boxes: list[Box] = []
+        for local_box in boxes_of_interval(self.shape, start, stop):
+            boxes += self._boxes_of_whole(local_box)
+        return ShardPosition((max(0, stop - start),), tuple(boxes))
+
+    def _boxes_of_whole(self, local_box: Box) -> list[Box]:
+        """Return the boxes of the whole tensor with the elements of a box of the shard, in the order of the shard."""
+        spans_by_dim: list[list[Span]] = []
+        dims_with_several_spans = [0]
+        for dim, spans in enumerate(self.spans):
+            spans_of_dim = _spans_within(spans, local_box.offsets[dim], local_box.sizes[dim])
+            spans_by_dim.append(spans_of_dim)
+            if len(spans_of_dim) > 1:
+                dims_with_several_spans.append(dim)
+        # A box must be contiguous in the shard: before a dim with several spans, each index has its own boxes.
+        for dim in range(dims_with_several_spans[-1]):
+            spans_by_dim[dim] = _one_by_one(spans_by_dim[dim])
+        return list(map(Box.of_spans, product(*spans_by_dim)))
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in the shard."""
+        return prod(self.shape)
+
+    def fits(self, local: Tensor) -> bool:
+        """Return True if a tensor has the shape of the shard. Any empty tensor fits an empty shard."""
+        return tuple(local.shape) == self.shape or (self.numel == 0 and local.numel() == 0)
+
+    def blank(self, like: Tensor) -> Tensor:
+        """Return a new uninitialized shard with the dtype and the device of ``like``."""
+        return torch.empty(self.shape, dtype=like.dtype, device=like.device)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Copy the elements of the shard out of a whole tensor, and return them."""
+        local = self.blank(whole)
+        for box in self.boxes:
+            self.view(box).of(local).copy_(box.of(whole))
+        return local
+
+    def paste(self, local: Tensor, whole: Tensor) -> None:
+        """Copy a shard, the tensor ``local``, into its place in a whole tensor. This overwrites ``whole``."""
+        for box in self.boxes:
+            box.of(whole).copy_(self.view(box).of(local))
+
+    def overlaps(self, boxes: Sequence[Box]) -> list[Box]:
+        """Return the overlaps of this shard with some boxes of the whole tensor, also as boxes."""
+        overlaps: list[Box] = []
+        for shard_box in self.boxes:
+            for box in boxes:
+                overlap = intersection(shard_box, box)
+                if overlap is not None:
+                    overlaps.append(overlap)
+        return overlaps
+
+    def view(self, box: Box) -> ShardView:
+        """Find a box of the whole tensor in the shard, and return its place as a `ShardView`.
+
+        Raises:
+            ValueError: the box is not inside one of the ``boxes`` of the shard.
+
+        >>> position = ShardPosition.interval((4, 5), 3, 17)
+        >>> box = Box((3, 0), (1, 2))  # the first two elements of row 3
+        >>> position.view(box).of(torch.arange(3, 17))
+        tensor([[15, 16]])
+        """
+        start = 0  # of the box of the shard, if the shard is 1-d: its boxes follow one another
+        for shard_box in self.boxes:
+            if shard_box.contains(box):
+                if self.spans:
+                    return self._view_of_grid(box)
+                offsets = tuple(map(int.__sub__, box.offsets, shard_box.offsets))
+                narrowed = _narrowed(Box(offsets, box.sizes), shard_box.sizes)
+                return ShardView((start, shard_box.numel), shard_box.sizes, narrowed)
+            start += shard_box.numel
+        raise ValueError(f"found {box}, expected a box that is within one box of {self}")
+
+    def _view_of_grid(self, box: Box) -> ShardView:
+        """Find a box of the whole tensor in a shard that was built by `grid`."""
+        local_offsets: list[int] = []
+        for spans, offset in zip(self.spans, box.offsets, strict=True):
+            before = [(start, min(stop, offset)) for start, stop in spans if start < offset]
+            local_offsets.append(_count(before))
+        return ShardView(None, self.shape, _narrowed(Box(tuple(local_offsets), box.sizes), self.shape))
+
+
+def _nonempty(spans: Sequence[Span]) -> tuple[Span, ...]:
+    return tuple([(start, stop) for start, stop in spans if start < stop])
+
+
+def _count(spans: Sequence[Span]) -> int:
+    """Return the number of indices in some disjoint spans."""
+    return sum(stop - start for start, stop in spans)
+
+
+def _one_by_one(spans: Sequence[Span]) -> list[Span]:
+    """Return a span for each index.
+
+    >>> _one_by_one([(0, 2), (5, 6)])
+    [(0, 1), (1, 2), (5, 6)]
+    """
+    single: list[Span] = []
+    for start, stop in spans:
+        single += [(index, index + 1) for index in range(start, stop)]
+    return single
+
+
+def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
+    """Return the spans of indices that a dim of a shard has from ``offset`` on, for ``size`` indices of the shard.
+
+    >>> _spans_within([(0, 2), (6, 9)], 1, 3)
+    [(1, 2), (6, 8)]
+    """
+    inner_spans: list[Span] = []
+    local_start = 0  # of the current span, in the shard
+    for start, stop in spans:
+        begin = max(start, start + offset - local_start)
+        end = min(stop, start + offset + size - local_start)
+        if begin < end:
+            inner_spans.append((begin, end))
+        local_start += stop - start
+    return inner_spans
+
+
+def _narrowed(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """Return arguments (dim, start, length) of `torch.narrow`, for each dim in which a box is smaller than `shape`."""
+    narrowed: list[tuple[int, int, int]] = []
+    for dim, length in enumerate(box.sizes):
+        if length != shape[dim]:
+            narrowed.append((dim, box.offsets[dim], length))
+    return tuple(narrowed)
