@@ -1,6 +1,5 @@
 """Setup of every test and doctest: one thread, a fixed seed, and a hypothesis profile."""
 
-import importlib.util
 import os
 
 # Set before torch is imported. With one thread, the order of summation is the same on every machine, and two pytest
@@ -11,18 +10,9 @@ import hypothesis.internal.conjecture.providers
 import pytest
 import torch
 
-# Set before muonfx is imported, because torch.compile imports Triton. Without a GPU, Triton kernels run in Triton's
-# interpreter.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import muonfx as mfx
 
 torch.set_num_threads(1)
-
-# The module of kernels cannot be imported without Triton, so its doctests are not collected.
-if importlib.util.find_spec("triton") is None:
-    collect_ignore = ["muonfx/polar/kernels/symmetric.py"]
 
 # `ci` draws the same examples in every run, so a failure is caused by the change under test; `deep` draws new examples.
 # Neither has a deadline, because a slow machine must not fail a test.

@@ -3,14 +3,15 @@
 - ``newton-schulz``: one orthogonalization, compared with the plain iteration compiled in bf16.
 - ``step``: time and memory of a step, compared with torch.optim.Muon and, if it is installed, Dion.
 - ``graph``: a captured CUDA graph of a step, compared with the same step without a graph.
-- ``kernels``: symmetric products by the kernels, compared with cuBLAS.
+
+Where quack-kernels is installed, ``newton-schulz`` and ``step`` also measure muonfx without it.
 
 Required are torch with Triton, optree and safetensors. Nothing is installed, and a package to compare with that is
 missing is skipped, with a printed line. A part stops after ``--minutes``. Rows are saved as
 ``results/gpu.json`` as they are measured; a part that runs again replaces its own rows. At the end, docs/gpu.md is
 written from the file. If a part fails, the error is printed and the other parts still run.
 
-Without a GPU, ``python3 -m benchmarks.gpu --rehearse`` runs all parts but ``graph`` and ``kernels`` with small matrices
+Without a GPU, ``python3 -m benchmarks.gpu --rehearse`` runs all parts but ``graph`` with small matrices
 on the CPU, and saves nothing. It shows that the packages suffice.
 """
 
@@ -27,10 +28,10 @@ from typing import Any
 import torch
 
 import muonfx as mfx
-from benchmarks import kernels, measure, report, step
+from benchmarks import measure, report, step
 from benchmarks.measure import interleaved, summary
 from benchmarks.peers import COMMON, Optimizer, functions, installed, optimizers, plain
-from muonfx.polar.kernels import failure
+from muonfx.polar import quack
 
 Row = dict[str, Any]
 Shape = tuple[int, ...]
@@ -70,8 +71,8 @@ def _products(device: str) -> dict[str, Mapping[str, Any]]:
         "muonfx, standard": {"method": "standard", "products": "batched"},
         "muonfx, gram": {"method": "gram", "products": "batched"},
     }
-    if failure(torch.device(device)) is None:
-        found["muonfx, triton"] = {"products": "triton"}
+    if quack.failure(torch.device(device), torch.bfloat16) is None:  # "auto" uses quack
+        found["muonfx, without quack"] = {"products": "batched"}
     return found
 
 
@@ -98,9 +99,9 @@ def _optimizers(device: str, compiled: bool) -> Iterator[Optimizer]:
         make = partial(dion.Muon, lr=1e-3, weight_decay=0.1, nesterov=True)
         yield Optimizer("Dion", make, "its own", True, "dion")
     yield from step.ours()
-    if failure(torch.device(device)) is None:
-        make = partial(step._chain, donate=True, coefficients=COMMON, products="triton")
-        yield Optimizer("muonfx, donate_grads, triton", make, COMMON, False, "muonfx")
+    if quack.failure(torch.device(device), torch.bfloat16) is None:  # "auto" uses quack
+        make = partial(step._chain, donate=True, coefficients=COMMON, products="batched")
+        yield Optimizer("muonfx, donate_grads, without quack", make, COMMON, False, "muonfx")
 
 
 def _peak(run: Callable[[], object], device: str) -> int | None:
@@ -150,18 +151,10 @@ def captured_step(rounds: int, seconds: float, device: str) -> Iterator[Row]:
             yield {"case": case, "candidate": name, **times[name], "same bits": equal}
 
 
-def products(rounds: int, seconds: float, device: str) -> Iterator[Row]:
-    """Measure the symmetric products of the kernels and print their table."""
-    if why := failure(torch.device(device)):
-        raise RuntimeError(f"the kernels do not run here: {why}")
-    yield from kernels.measured(torch.bfloat16, rounds)
-
-
 PARTS: dict[str, Callable[..., Iterator[Row]]] = {
     "newton-schulz": newton_schulz,
     "step": whole_step,
     "graph": captured_step,
-    "kernels": products,
 }
 REHEARSAL: dict[str, dict[str, Any]] = {
     "newton-schulz": {"shapes": ((8, 8), (8, 24), (3, 8, 16))},

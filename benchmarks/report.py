@@ -542,8 +542,6 @@ def gpu() -> str:
         sections += [f"Stopped after {minutes:g} minutes; later cases were not measured.\n" for minutes in stopped]
         if timed := [row for row in rows if "milliseconds" in row]:
             sections.append(_gpu_times(timed))
-        if products := [row for row in rows if "product" in row]:
-            sections.append(_gpu_products(products))
     return "\n".join(sections)
 
 
@@ -562,30 +560,6 @@ def _gpu_times(rows: list[dict[str, Any]]) -> str:
         milliseconds = f"{row['milliseconds']['median']:.3f}"
         lines.append([name, milliseconds, _ratio(row["ratio"]), formats[quantity](row[quantity])])
     return table(["", "ms", "ratio to the baseline", quantity], lines) + "\n"
-
-
-def _gpu_products(rows: list[dict[str, Any]]) -> str:
-    """Return the table of the symmetric products of the kernels, with the share of the peak rate of `torch.mm`."""
-    lines = [
-        [
-            f"{row['product']}, {shape_name(row['shape'])}",
-            f"{row['torch']['milliseconds a call']:.3f}",
-            f"{row['muonfx']['milliseconds a call']:.3f}",
-            _ratio(row["muonfx"]["ratio"]),
-            f"{row['torch']['share of peak']:.0%}",
-            f"{row['muonfx']['share of peak']:.0%}",
-        ]
-        for row in rows
-    ]
-    head = [
-        "product, b x n x k",
-        "torch, ms",
-        "muonfx, ms",
-        "muonfx / torch",
-        "torch, of the peak",
-        "muonfx, of the peak",
-    ]
-    return table(head, lines) + "\n"
 
 
 GPU_SECTIONS: dict[str, Callable[[], str]] = {"gpu": gpu}

@@ -198,48 +198,81 @@ def check_roles(
         ValueError: two dicts have different roles, a role is "hidden", a label has no number, or no parameter has the
             label of a number.
     """
-    by_role = {name: cast("Mapping[str, object]", own) for name, own in numbers.items() if isinstance(own, Mapping)}
-    roles = list(next(iter(by_role.values()), {}))
-    kinds = plain_kinds(number, {})
-    for name, own in by_role.items():
-        for role, value in own.items():
-            check_plain(owner, f"{name}[{role!r}]", value, kinds)
-        if "hidden" in own:
+    numbers_by_role: dict[str, Mapping[str, object]] = {}
+    for argument, value in numbers.items():
+        if isinstance(value, Mapping):
+            numbers_by_role[argument] = cast("Mapping[str, object]", value)
+    labels_by_name = _labels_by_name(labels)
+    if not numbers_by_role:
+        if labels_by_name is not None:
+            _require_known_labels(owner, list(numbers), None, labels_by_name)
+        return None
+    arguments = list(numbers_by_role)
+    roles = list(numbers_by_role[arguments[0]])
+    for argument, number_of_role in numbers_by_role.items():
+        for role, value in number_of_role.items():
+            check_plain(owner, f"{argument}[{role!r}]", value, plain_kinds(number, {}))
+        if "hidden" in number_of_role:
             raise ValueError(
-                f"{owner}: {name} has a number for 'hidden', the role of Muon's parameters, expected roles of AdamW's: "
-                "remove it, and use the argument for Muon"
+                f"{owner}: {argument} has a number for 'hidden', the role of Muon's parameters, expected roles of "
+                "AdamW's: remove it, and use the argument for Muon"
             )
-        if set(own) != set(roles):
+        if set(number_of_role) != set(roles):
             raise ValueError(
-                f"{owner}: {next(iter(by_role))} has numbers for {format_list(roles)} and {name} for "
-                f"{format_list(list(own))}, expected the same roles: add the missing ones, or give one number for all"
+                f"{owner}: {arguments[0]} has numbers for {format_list(roles)} and {argument} for "
+                f"{format_list(list(number_of_role))}, expected the same roles: add the missing ones, or give one "
+                "number for all"
             )
-    if isinstance(labels, Mapping) and all(own is None or isinstance(own, str) for own in labels.values()):
-        _check_labels(owner, list(by_role or numbers), roles if by_role else None, labels)
-    elif by_role and (labels is default_labels or labels is default_labels_by_name):
+    if labels is default_labels or labels is default_labels_by_name:
         raise ValueError(
-            f"{owner}: {next(iter(by_role))} has numbers by role, found labels 'muon' and 'adamw' of {labels!r}, "
+            f"{owner}: {arguments[0]} has numbers by role, found labels 'muon' and 'adamw' of {labels!r}, "
             "expected roles: give labels=muonfx.default_labels(model, roles=True)"
         )
-    return roles if by_role else None
+    if labels_by_name is not None:
+        _require_known_labels(owner, arguments, roles, labels_by_name)
+        _require_used_roles(owner, arguments[0], roles, labels_by_name)
+    return roles
 
 
-def _check_labels(owner: str, arguments: list[str], roles: list[str] | None, labels: Mapping[str, str | None]) -> None:
-    """Raise ValueError if a label has no number in ``arguments``, or if no parameter has the label of a role."""
+def _labels_by_name(labels: object) -> Mapping[str, str | None] | None:
+    """Return labels if they are a mapping from name to label; None for a function or a tree."""
+    if not isinstance(labels, Mapping):
+        return None
+    if not all(label is None or isinstance(label, str) for label in labels.values()):
+        return None
+    return cast("Mapping[str, str | None]", labels)
+
+
+def _require_known_labels(
+    owner: str, arguments: list[str], roles: list[str] | None, labels: Mapping[str, str | None]
+) -> None:
+    """Raise ValueError if a label has no number in ``arguments``."""
     expected = ["muon", "adamw"] if roles is None else ["hidden", *roles]
     for name, label in labels.items():
-        if label is not None and label not in expected:
-            add = f"give {arguments[0]} as a dict" if roles is None else f"add {label!r} to {' and '.join(arguments)}"
-            if typo := close_names(label, set(roles or ()).difference(labels.values())):
-                add = f"write {label!r} instead of {typo[0]!r}"
-            raise ValueError(
-                f"{owner}: parameter {name!r} has the label {label!r}, expected None or one of "
-                f"{format_list(expected)}: {add}, or change the label"
-            )
-    if unused := [role for role in roles or () if role not in labels.values()]:
+        if label is None or label in expected:
+            continue
+        unused_roles = set(roles or ()).difference(labels.values())
+        misspelt = close_names(label, unused_roles)
+        if misspelt:
+            advice = f"write {label!r} instead of {misspelt[0]!r}"
+        elif roles is None:
+            advice = f"give {arguments[0]} as a dict"
+        else:
+            advice = f"add {label!r} to {' and '.join(arguments)}"
         raise ValueError(
-            f"{owner}: {arguments[0]} has a number for {format_list(unused)}, which is the label of no parameter; the "
-            f"labels are {format_list(sorted({own for own in labels.values() if own}))}: remove or correct it"
+            f"{owner}: parameter {name!r} has the label {label!r}, expected None or one of "
+            f"{format_list(expected)}: {advice}, or change the label"
+        )
+
+
+def _require_used_roles(owner: str, argument: str, roles: list[str], labels: Mapping[str, str | None]) -> None:
+    """Raise ValueError if no parameter has the label of a role."""
+    used_labels = {label for label in labels.values() if label}
+    unused_roles = [role for role in roles if role not in used_labels]
+    if unused_roles:
+        raise ValueError(
+            f"{owner}: {argument} has a number for {format_list(unused_roles)}, which is the label of no parameter; "
+            f"the labels are {format_list(sorted(used_labels))}: remove or correct it"
         )
 
 

@@ -19,10 +19,7 @@ TESTS = [
     *("core", "polar", "optimizer", "placement", "sharding", "transforms", "routing", "trajectories"),
     *("checkpoint/test_round_trip.py", "test_core.py", "test_wrong_arguments.py", "test_chain_algebra.py"),
 ]
-PACKAGES = [
-    "numpy<2.4",  # Triton's interpreter before 3.7 converts arrays of one element to scalars, which numpy 2.4 refuses
-    *("pytest>=9", "pytest-timeout", "pytest-xdist"),
-]
+PACKAGES = ["numpy", "pytest>=9", "pytest-timeout", "pytest-xdist"]
 
 
 def oldest_torch() -> str:

@@ -47,6 +47,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
+def with_plain_bits(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory has its values. A view of a complex tensor may be conjugated when it is read."""
+    return tensor.resolve_conj().resolve_neg()
+
+
 def checksum_of(data: bytes | bytearray | memoryview) -> str:
     """Return the CRC-32 checksum of some bytes as text: eight hex digits."""
     return f"{crc32_of(data):08x}"
@@ -62,49 +67,46 @@ def check_byte_order() -> None:
 
 
 class Entry(NamedTuple):
-    """One entry of a data file: a box (rectangular part) of a tensor, with its dtype and its key."""
+    """One entry of a data file: a box (rectangular part) of a leaf, and its values."""
 
     key: str
-    """Unique name of the box in the data file."""
-    dtype: torch.dtype
+    """Unique name of the entry in the data file: "trace/w" for a whole leaf, "trace/w~[0:4,0:8]" for a part."""
+    name: str
+    """The name of the leaf."""
     box: Box
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the box."""
-        return self.box.numel * self.dtype.itemsize
+    values: Tensor
+    """A tensor with the sizes of the box, on any device."""
 
 
-def write_data(
-    path: Path, entries: Sequence[Entry], values: Callable[[str], Tensor]
-) -> tuple[DataFile, dict[str, Chunk]]:
+def write_data(path: Path, number: int, entries: Sequence[Entry]) -> tuple[DataFile, list[tuple[str, Chunk]]]:
     """Write boxes of tensors to a new safetensors file, and flush the file to the disk.
 
-    ``values(key)`` returns the tensor of the box with this key; it is called immediately before the tensor is written.
-    The result is the name and size of the file, and a dict from key to the position of the box in the file.
+    Each tensor is copied to the CPU immediately before it is written. The result is the name and size of the file, and
+    a list with the name of the leaf and the position of the box for each entry. In these positions, ``number`` is the
+    number of the file in the index.
     """
     check_byte_order()
     # Largest element size first, so that each leaf begins at a multiple of its element size.
-    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.key))
+    ordered = sorted(entries, key=lambda entry: (-entry.values.itemsize, entry.key))
     header = _header_of(ordered)
     if len(header) > LONGEST_HEADER:
         raise CheckpointError(
             f"{path}: the names of {len(entries)} leaves take {len(header)} bytes, more than the header "
             f"of a safetensors file may have ({LONGEST_HEADER}): save with group=, so that each rank writes its own"
         )
-    chunks: dict[str, Chunk] = {}
+    chunks: list[tuple[str, Chunk]] = []
     with fresh_file(path) as file:
         file.write(header)
         begin = len(header)
         for entry in ordered:
-            tensor = values(entry.key).detach().resolve_conj().resolve_neg().cpu().contiguous()
+            tensor = with_plain_bits(entry.values).cpu().contiguous()
             data = bytes_of(tensor)
             checksums: list[str] = []
             for offset in range(0, len(data), BLOCK):
                 block = data[offset : offset + BLOCK]
                 file.write(block)
                 checksums.append(checksum_of(block))
-            chunks[entry.key] = Chunk(0, begin, entry.box, tuple(checksums))
+            chunks.append((entry.name, Chunk(number, begin, entry.box, tuple(checksums))))
             begin += len(data)
             del tensor  # free it before the next tensor is made
     return DataFile(path.name, begin, len(header), checksum_of(header)), chunks
@@ -115,13 +117,14 @@ def _header_of(entries: Sequence[Entry]) -> bytes:
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
+        nbytes = entry.values.nbytes
         begin = end
-        end += entry.nbytes
-        dtype_name = SAFETENSORS_NAMES.get(entry.dtype)
+        end += nbytes
+        dtype_name = SAFETENSORS_NAMES.get(entry.values.dtype)
         shape = entry.box.sizes
         if dtype_name is None:  # safetensors has no name for it, and stores its bytes
             dtype_name = "U8"
-            shape = (entry.nbytes,)
+            shape = (nbytes,)
         described[entry.key] = {"dtype": dtype_name, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -190,17 +193,17 @@ class Transfer(NamedTuple):
 def transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
     """Return the copies that fill the shards of ``leaf`` on this rank from the chunks of a ``stored`` leaf."""
     transfers: list[Transfer] = []
-    for shard in shards_of(leaf):
+    for box, values in shards_of(leaf).items():
         for chunk in stored.chunks:
-            if chunk.box == shard.box:
-                overlap = chunk.box
-                destination = shard.values
+            if chunk.box == box:
+                overlap = box
+                destination = values
             else:
-                overlap = intersection(shard.box, chunk.box)
+                overlap = intersection(box, chunk.box)
                 if overlap is None:
                     continue
-                offsets = map(int.__sub__, overlap.offsets, shard.box.offsets)
-                destination = part(shard.values, Box(tuple(offsets), overlap.sizes))
+                offsets = map(int.__sub__, overlap.offsets, box.offsets)
+                destination = part(values, Box(tuple(offsets), overlap.sizes))
             if overlap.numel:
                 transfers.append(Transfer(name, chunk, overlap, destination))
     return transfers

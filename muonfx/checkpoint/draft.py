@@ -6,12 +6,10 @@ import errno
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-
-from torch import Tensor
 
 from muonfx.checkpoint.data import Entry, write_data
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
@@ -68,12 +66,10 @@ class Draft:
         self._lock.acquire()
         self._index_at_begin = self._identity_of_index()
 
-    def write(
-        self, file: Path, entries: Sequence[Entry], values: Callable[[str], Tensor]
-    ) -> tuple[DataFile, dict[str, Chunk]]:
+    def write(self, file: Path, number: int, entries: Sequence[Entry]) -> tuple[DataFile, list[tuple[str, Chunk]]]:
         """Write a data file of this save; see `write_data`."""
         self._files.append(file)
-        return write_data(file, entries, values)
+        return write_data(file, number, entries)
 
     def commit(self, index: Index) -> None:
         """Write the index under a temporary name and rename it, which replaces the previous checkpoint.

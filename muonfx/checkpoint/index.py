@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
 from muonfx.checkpoint.files import no_collection, read_regular
+from muonfx.checkpoint.shards import problem_of_boxes
 from muonfx.internal.display import Report, Shown, Table, format_bytes, printable
-from muonfx.sharding.boxes import Box, cover
+from muonfx.sharding.boxes import Box
 from muonfx.tree import Spec
 from muonfx.tree.dtypes import DTYPES, NAMES
 
@@ -286,11 +287,9 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
     if len(shape) > _MOST_DIMS or prod(filter(None, shape)) * dtype.itemsize > _BIGGEST:
         raise ValueError(f"{name!r} has the shape {shape!r:.80}, which no tensor can have")
     chunks = tuple(_chunk(name, chunk_entry, dtype.itemsize, files) for chunk_entry in entry["chunks"])
-    boxes = [chunk.box for chunk in chunks]
-    if boxes != [Box((0,) * len(shape), shape)]:
-        problem = cover(shape, boxes)
-        if problem is not None:
-            raise ValueError(f"the chunks of {name!r}, of shape {shape}, {problem}")
+    problem = problem_of_boxes(shape, [chunk.box for chunk in chunks])
+    if problem is not None:
+        raise ValueError(f"the chunks of {name!r}, of shape {shape}, {problem}")
     return Leaf(Spec(shape, dtype), chunks)
 
 

@@ -44,14 +44,10 @@ class SaveLock:
     def acquire(self) -> None:
         """Create the lock file and lock it. The folder is created again if another process has just removed it."""
         try:
-            self._file = FileIO(self.path, "xb")
+            self._file = _locked_file(self.path)
         except FileNotFoundError:
             make_folder(self.path.parent)
-            self._file = FileIO(self.path, "xb")
-        boot = b""
-        if lock(self._file):
-            boot = _this_boot()
-        self._file.write(boot)
+            self._file = _locked_file(self.path)
 
     def release(self) -> None:
         """Remove the lock file, and release the lock."""
@@ -62,6 +58,38 @@ class SaveLock:
         with suppress(OSError):
             self._file.close()
         self._file = None
+
+
+def _locked_file(path: Path) -> FileIO:
+    """Create a file at ``path`` that is locked and contains the boot id; without a boot id if it cannot be locked."""
+    # The file gets its name last. If the process is killed before, the system removes it. Otherwise an empty file could
+    # be left, which does not record its machine.
+    unnamed_file = _unnamed_file(path.parent)
+    if unnamed_file is not None:
+        if lock(unnamed_file):
+            unnamed_file.write(_this_boot())
+        try:
+            link = f"/proc/self/fd/{unnamed_file.fileno()}"
+            os.link(link, path, src_dir_fd=unnamed_file.fileno())  # with src_dir_fd, the link is followed
+            return unnamed_file
+        except OSError:  # some systems forbid it
+            unnamed_file.close()
+    file = FileIO(path, "xb")
+    if lock(file):
+        file.write(_this_boot())
+    return file
+
+
+def _unnamed_file(folder: Path) -> FileIO | None:
+    """Create a file without a name in the file system of a folder; None if the system or file system has no such."""
+    if not hasattr(os, "O_TMPFILE") or not Path("/proc/self/fd").is_dir():
+        return None
+    try:
+        return FileIO(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o666), "r+b")
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return None
 
 
 Verdict = Literal["dead", "alive", "unknown"]

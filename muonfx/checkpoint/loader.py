@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from muonfx.checkpoint.background import wait_for_save
 from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
+from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.target import Target
@@ -49,6 +50,7 @@ class Loader:
         """Return the index, and keep saves from removing its data files until `open` has ended on all ranks."""
         return self._kept.enter_context(inspect_and_keep(folder_named(self.path)))
 
+    @no_collection()
     def open(self, shared_index: Index | None) -> OpenedCheckpoint:
         """Allocate the tensors to fill, and open the data files that this rank needs.
 

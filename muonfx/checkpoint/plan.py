@@ -8,20 +8,39 @@ and `require_consistent` compares them before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from muonfx.checkpoint.data import bytes_of, crc32_of
+from muonfx.checkpoint.data import bytes_of, crc32_of, with_plain_bits
 from muonfx.checkpoint.errors import CheckpointError
-from muonfx.checkpoint.shards import Shard, is_sharded, shards_of, slices_of
+from muonfx.checkpoint.shards import is_sharded, problem_of_boxes, shards_of, slices_of
 from muonfx.checkpoint.spec import described
-from muonfx.sharding.boxes import Box, cover
+from muonfx.sharding.boxes import Box
 from muonfx.sharding.differences import listed
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.replicas import checksum
 from muonfx.tree import Spec
+
+
+class ProposedLeaf(NamedTuple):
+    """A leaf of one rank's tree, without its values."""
+
+    spec: Spec
+    """The global shape and dtype."""
+    is_plain: bool
+    """True for a plain tensor, which must be equal on all ranks; False for shards with positions of their own."""
+    checksums: dict[Box, str | None]
+    """The box of each shard on this rank, and the checksum of its bits, or None if no other rank can hold the shard."""
+
+
+class Proposal(NamedTuple):
+    """The leaves of a rank, and the arguments with which it has called `save`."""
+
+    arguments: dict[str, str]
+    """The ``repr`` of each argument that must be equal on all ranks."""
+    leaves: dict[str, ProposedLeaf]
 
 
 class ShardKey(NamedTuple):
@@ -31,58 +50,32 @@ class ShardKey(NamedTuple):
     box: Box
 
 
-class ProposedShard(NamedTuple):
-    """A shard of a leaf on one rank, without its values."""
-
-    rank: int
-    key: ShardKey
-    is_plain: bool
-    """True for a plain tensor, which must be equal on all ranks; False for a shard with a position of its own."""
-    checksum: str | None
-    """The checksum of the shard's bits; None if no other rank can hold the shard."""
-
-
-class Proposal(NamedTuple):
-    """The shards and leaves of a rank, and the arguments with which it has called `save`."""
-
-    arguments: dict[str, str]
-    """The ``repr`` of each argument that must be equal on all ranks."""
-    specs: dict[str, Spec]
-    """The global shape and dtype of each leaf of this rank's tree, also if this rank holds no element of the leaf."""
-    shards: list[ProposedShard]
-
-
 class SavePlanner:
     """One rank's plan of a save: the shards that it holds, and on rank 0 the assignment of shards to ranks.
 
     Args:
         leaves: a dict from name to tensor or shard.
-        rank: this rank.
         ranks: the number of ranks.
     """
 
-    def __init__(self, leaves: dict[str, Any], rank: int, ranks: int) -> None:
+    def __init__(self, leaves: dict[str, Any], ranks: int) -> None:
         self.leaves = leaves
-        self.rank = rank
         self.ranks = ranks
-        self.values: dict[ShardKey, Tensor] = {}
-        """The values of the shards on this rank."""
+        self.values: dict[str, dict[Box, Tensor]] = {}
+        """The values of the shards on this rank, by the name of the leaf and the box of the shard."""
 
     def propose(self, arguments: dict[str, str]) -> Proposal:
         """Return the shards of this rank, with a checksum of each that other ranks may hold."""
-        specs: dict[str, Spec] = {}
-        proposed: list[ProposedShard] = []
+        proposed: dict[str, ProposedLeaf] = {}
         for name, leaf in self.leaves.items():
-            specs[name] = Spec(tuple(leaf.shape), leaf.dtype)
-            is_compared = not is_held_once(leaf, self.ranks)
-            for shard in shards_of(leaf):
-                key = ShardKey(name, shard.box)
-                self.values[key] = shard.values
-                shard_checksum = None
-                if is_compared:
-                    shard_checksum = checksum_of_shard(shard)
-                proposed.append(ProposedShard(self.rank, key, not is_sharded(leaf), shard_checksum))
-        return Proposal(arguments, specs, proposed)
+            shards = shards_of(leaf)
+            checksums: dict[Box, str | None] = dict.fromkeys(shards)
+            if not is_held_once(leaf, self.ranks):
+                checksums = {box: checksum_of_shard(values) for box, values in shards.items()}
+            spec = Spec(tuple(leaf.shape), leaf.dtype)
+            proposed[name] = ProposedLeaf(spec, not is_sharded(leaf), checksums)
+            self.values[name] = shards
+        return Proposal(arguments, proposed)
 
     def assign(self, proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
         """Return the shards that each rank writes, after a check that the ranks' shards fit together."""
@@ -93,20 +86,28 @@ class SavePlanner:
 def assignment(proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
     """Return the shards that each rank writes: each shard once, and about as many bytes on each rank as possible."""
     if len(proposals) == 1:
-        return [[shard.key for shard in proposals[0].shards]]
+        return [_keys_of(proposals[0])]
     holders: dict[ShardKey, list[int]] = {}
     for rank, proposal in enumerate(proposals):
-        for shard in proposal.shards:
-            holders.setdefault(shard.key, []).append(rank)
+        for key in _keys_of(proposal):
+            holders.setdefault(key, []).append(rank)
     keys_of_rank: list[list[ShardKey]] = [[] for _ in proposals]
     bytes_of_rank = [0] * len(proposals)
     # Shards of one holder first: they leave no choice, and count for the choices that follow.
     for key, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
         writer = min(ranks, key=lambda rank: bytes_of_rank[rank])
         keys_of_rank[writer].append(key)
-        dtype = proposals[writer].specs[key.name].dtype
+        dtype = proposals[writer].leaves[key.name].spec.dtype
         bytes_of_rank[writer] += key.box.numel * dtype.itemsize
     return keys_of_rank
+
+
+def _keys_of(proposal: Proposal) -> list[ShardKey]:
+    """Return the keys of all shards that a rank has proposed."""
+    keys: list[ShardKey] = []
+    for name, leaf in proposal.leaves.items():
+        keys += [ShardKey(name, box) for box in leaf.checksums]
+    return keys
 
 
 def is_held_once(leaf: Any, ranks: int) -> bool:
@@ -124,75 +125,77 @@ def is_held_once(leaf: Any, ranks: int) -> bool:
     return True
 
 
-def checksum_of_shard(shard: Shard) -> str:
+def checksum_of_shard(values: Tensor) -> str:
     """Return a checksum of the bits of a shard: the CRC-32 on the CPU, and `checksum` elsewhere, to copy nothing."""
-    values = shard.values.resolve_conj().resolve_neg()
+    values = with_plain_bits(values)
     if values.device.type != "cpu":
         return f"{values.device.type} {checksum(values).item()}"
     values = values.contiguous()
     return f"cpu {crc32_of(bytes_of(values))}"
 
 
+Holders = Mapping[int, ProposedLeaf]
+"""The ranks whose trees have a leaf, in ascending order, each with its proposal for the leaf."""
+
+
 def require_consistent(proposals: Sequence[Proposal]) -> None:
     """Raise unless every leaf has one shape and dtype, and its shards on all ranks fill it without a contradiction."""
-    shards_by_leaf: dict[str, list[ProposedShard]] = {}
-    for proposal in proposals:
-        for shard in proposal.shards:
-            shards_by_leaf.setdefault(shard.key.name, []).append(shard)
-    specs = _common_specs(proposals)
-    names_by_rank = [proposal.specs.keys() for proposal in proposals]
-    for name, spec in specs.items():
-        shards = shards_by_leaf.get(name, [])
-        _require_on_all_ranks(name, shards, names_by_rank)
-        _require_filled(name, spec, shards)
-    _require_equal_replicas(shards_by_leaf, specs)
-
-
-def _common_specs(proposals: Sequence[Proposal]) -> dict[str, Spec]:
-    """Return the shape and dtype of each leaf; raise if a leaf has others on another rank."""
-    specs: dict[str, Spec] = {}
-    first_rank_of: dict[str, int] = {}
+    holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}
     for rank, proposal in enumerate(proposals):
-        for name, spec in proposal.specs.items():
-            first_spec = specs.setdefault(name, spec)
-            first_rank = first_rank_of.setdefault(name, rank)
-            if spec != first_spec:
-                raise CheckpointError(
-                    f"nothing was written: the leaf {name!r} is {described(first_spec)} on rank {first_rank} and "
-                    f"{described(spec)} on rank {rank}: its global shape and dtype must be the same on all"
-                )
-    return specs
+        for name, leaf in proposal.leaves.items():
+            holders_by_leaf.setdefault(name, {})[rank] = leaf
+    for name, holders in holders_by_leaf.items():
+        if len(proposals) > 1:  # one rank agrees with itself
+            _require_one_spec(name, holders)
+            _require_on_all_ranks(name, holders, len(proposals))
+        _require_filled(name, holders)
+    if len(proposals) > 1:
+        _require_equal_replicas(holders_by_leaf)
 
 
-def _require_on_all_ranks(name: str, shards: Sequence[ProposedShard], names_by_rank: Sequence[Collection[str]]) -> None:
+def _require_one_spec(name: str, holders: Holders) -> None:
+    """Raise if a leaf has another shape or dtype on another rank."""
+    first_rank = min(holders)
+    first_spec = holders[first_rank].spec
+    for rank, leaf in holders.items():
+        if leaf.spec != first_spec:
+            raise CheckpointError(
+                f"nothing was written: the leaf {name!r} is {described(first_spec)} on rank {first_rank} and "
+                f"{described(leaf.spec)} on rank {rank}: its global shape and dtype must be the same on all"
+            )
+
+
+def _require_on_all_ranks(name: str, holders: Holders, ranks: int) -> None:
     """Raise if some ranks hold a leaf as a plain tensor, and the trees of other ranks do not have it at all."""
-    if not any(shard.is_plain for shard in shards):
+    if len(holders) == ranks or not any(leaf.is_plain for leaf in holders.values()):
         return
-    holders = sorted({shard.rank for shard in shards})
-    missing = [rank for rank, names in enumerate(names_by_rank) if name not in names]
-    if missing:
-        raise CheckpointError(
-            f"nothing was written: the leaf {name!r} is a plain tensor on {listed(holders)} and missing on "
-            f"{listed(missing)}, expected equal values on all ranks: save it on all ranks or on none. If each rank has "
-            "its own parameters, as in a pipeline, mark those that it holds by FlatPiece.cut(tensor, 0, tensor.numel())"
-        )
+    with_shards = [rank for rank, leaf in holders.items() if leaf.checksums]
+    missing = [rank for rank in range(ranks) if rank not in holders]
+    raise CheckpointError(
+        f"nothing was written: the leaf {name!r} is a plain tensor on {listed(with_shards)} and missing on "
+        f"{listed(missing)}, expected equal values on all ranks: save it on all ranks or on none. If each rank has "
+        "its own parameters, as in a pipeline, mark those that it holds by FlatPiece.cut(tensor, 0, tensor.numel())"
+    )
 
 
-def _require_filled(name: str, spec: Spec, shards: Sequence[ProposedShard]) -> None:
+def _require_filled(name: str, holders: Holders) -> None:
     """Raise unless the different shards of a leaf fill it and do not overlap. Ranks may hold equal shards."""
-    boxes = dict.fromkeys(shard.key.box for shard in shards if shard.key.box.numel)
-    problem = cover(spec.shape, [*boxes])
+    boxes: dict[Box, object] = {}
+    for leaf in holders.values():
+        boxes |= leaf.checksums
+    spec = holders[min(holders)].spec
+    problem = problem_of_boxes(spec.shape, [*boxes])
     if problem is not None:
         raise CheckpointError(
             f"nothing was written: the shards of {name!r} on all ranks {problem}, expected {described(spec)}"
         )
 
 
-def _require_equal_replicas(shards_by_leaf: Mapping[str, Sequence[ProposedShard]], specs: Mapping[str, Spec]) -> None:
+def _require_equal_replicas(holders_by_leaf: Mapping[str, Holders]) -> None:
     """Raise if ranks hold other bits of one shard. Name the first leaf, and count the others."""
     differences: list[str] = []
-    for name, shards in shards_by_leaf.items():
-        difference = _difference(shards, specs[name].shape)
+    for name, holders in holders_by_leaf.items():
+        difference = _difference(holders)
         if difference is not None:
             differences.append(f"the leaf {name!r} {difference}")
     if not differences:
@@ -208,21 +211,20 @@ def _require_equal_replicas(shards_by_leaf: Mapping[str, Sequence[ProposedShard]
     )
 
 
-def _difference(shards: Sequence[ProposedShard], shape: tuple[int, ...]) -> str | None:
+def _difference(holders: Holders) -> str | None:
     """Return a text with the ranks that hold other bits than the first holder of a shard; None if all are equal."""
-    first_of_box: dict[Box, ProposedShard] = {}
-    different: list[ProposedShard] = []
-    for shard in shards:
-        box = shard.key.box
-        first = first_of_box.setdefault(box, shard)
-        if box.numel and shard.checksum != first.checksum:
-            different.append(shard)
-    if not different:
-        return None
-    box = different[0].key.box
-    first = first_of_box[box]
-    ranks = [shard.rank for shard in different if shard.key.box == box]
-    text = f"has other values on {listed(ranks)} than on rank {first.rank}"
-    if box.sizes != shape:
-        text += f" in [{', '.join(slices_of(box))}]"
-    return f"{text} (checksums: {different[0].checksum} and {first.checksum})"
+    checksums_of_box: dict[Box, dict[int, str | None]] = {}
+    for rank, leaf in holders.items():
+        for box, box_checksum in leaf.checksums.items():
+            checksums_of_box.setdefault(box, {})[rank] = box_checksum
+    for box, checksum_of_rank in checksums_of_box.items():
+        first_rank = min(checksum_of_rank)
+        expected = checksum_of_rank[first_rank]
+        different = [rank for rank, box_checksum in checksum_of_rank.items() if box_checksum != expected]
+        if not different or not box.numel:
+            continue
+        text = f"has other values on {listed(different)} than on rank {first_rank}"
+        if box.sizes != holders[first_rank].spec.shape:
+            text += f" in [{', '.join(slices_of(box))}]"
+        return f"{text} (checksums: {checksum_of_rank[different[0]]} and {expected})"
+    return None

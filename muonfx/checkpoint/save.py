@@ -236,7 +236,7 @@ def _require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
         raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
     if is_alone:
         require_whole(name, leaf, "pass group= on all ranks")
-    if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
+    if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
         raise TypeError(f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}")
     if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
         raise TypeError(

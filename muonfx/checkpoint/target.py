@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.match import Rules, match
 from muonfx.checkpoint.names import named_tensors
@@ -63,7 +62,6 @@ class Target:
                 require_whole(name, leaf, "pass group=")
         return cls(leaves, spec_of_named(named, like, tx), rules, device, section)
 
-    @no_collection()
     def allocate(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Allocate the tensors of the tree, after a check that the checkpoint at the path ``where`` fits.
 

@@ -16,6 +16,7 @@ from muonfx.checkpoint.plan import Proposal, SavePlanner, ShardKey
 from muonfx.checkpoint.shards import slices_of
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core.argument_texts import without_addresses
+from muonfx.sharding.boxes import Box
 from muonfx.sharding.messages import ShardingError
 from muonfx.tree import Spec
 
@@ -49,7 +50,10 @@ class Assignment(NamedTuple):
 
     save_id: str
     file: Path
+    number: int
+    """The number of the file in the index."""
     keys: list[ShardKey]
+    """The shards to write; if there are none, a rank of several writes no file."""
 
 
 class WrittenShards(NamedTuple):
@@ -67,7 +71,7 @@ class Writer:
         self.request = request
         self.rank = rank
         self.ranks = ranks
-        self.planner = SavePlanner(request.leaves, rank, ranks)
+        self.planner = SavePlanner(request.leaves, ranks)
         self.draft: Draft | None = None
         """The files of this save; None until this rank begins to write."""
         self.specs: dict[str, Spec] = {}
@@ -86,14 +90,19 @@ class Writer:
         require_same([proposal.arguments for proposal in proposals], "save", "nothing was written")
         keys_of_rank = self.planner.assign(proposals)
         for proposal in proposals:
-            self.specs |= proposal.specs
+            for name, leaf in proposal.leaves.items():
+                self.specs[name] = leaf.spec
         draft = Draft(self.request.path)
         self.draft = draft
         with draft.write_errors():
             draft.begin()
-        return [
-            Assignment(draft.save_id, draft.data_file(rank, self.ranks), keys) for rank, keys in enumerate(keys_of_rank)
-        ]
+        assignments: list[Assignment] = []
+        number = 0
+        for rank, keys in enumerate(keys_of_rank):
+            assignments.append(Assignment(draft.save_id, draft.data_file(rank, self.ranks), number, keys))
+            if keys:
+                number += 1
+        return assignments
 
     def write(self, assignment: Assignment) -> WrittenShards:
         """Write the shards that were assigned to this rank to its data file."""
@@ -102,18 +111,12 @@ class Writer:
         if not assignment.keys and self.ranks > 1:
             return WrittenShards(None, [])
         entries: list[Entry] = []
-        key_of_entry: dict[str, ShardKey] = {}
         with no_collection():
-            for key in assignment.keys:
-                leaf = self.request.leaves[key.name]
-                entry = Entry(_entry_key(key, tuple(leaf.shape)), leaf.dtype, key.box)
-                entries.append(entry)
-                key_of_entry[entry.key] = key
+            for name, box in assignment.keys:
+                key_in_file = _key_in_file(name, box, self.request.leaves[name].shape)
+                entries.append(Entry(key_in_file, name, box, self.planner.values[name][box]))
         with draft.write_errors():
-            file, chunks = draft.write(
-                assignment.file, entries, lambda entry_key: self.planner.values[key_of_entry[entry_key]]
-            )
-        return WrittenShards(file, [(key_of_entry[entry_key].name, chunk) for entry_key, chunk in chunks.items()])
+            return WrittenShards(*draft.write(assignment.file, assignment.number, entries))
 
     @no_collection()
     def commit(self, written: list[WrittenShards]) -> Sequence[None]:
@@ -124,11 +127,12 @@ class Writer:
             if file is None:
                 continue
             for name, chunk in chunks:
-                chunks_of_leaf[name].append(chunk._replace(file=len(files)))
+                chunks_of_leaf[name].append(chunk)
             files.append(file)
         leaves: dict[str, Leaf] = {}
         for name, chunks in chunks_of_leaf.items():
-            chunks.sort(key=lambda chunk: chunk.box)
+            if len(chunks) > 1:
+                chunks.sort(key=lambda chunk: chunk.box)
             leaves[name] = Leaf(self.specs[name], tuple(chunks))
         draft = self.draft
         assert draft is not None
@@ -161,11 +165,11 @@ class Writer:
         return None
 
 
-def _entry_key(key: ShardKey, shape: tuple[int, ...]) -> str:
+def _key_in_file(name: str, box: Box, shape: tuple[int, ...]) -> str:
     """Return the key of a shard in a data file: "trace/w" for a whole leaf, "trace/w~[0:4,0:8]" for a part."""
-    if key.box.sizes == shape:
-        return key.name
-    return f"{key.name}~[{','.join(slices_of(key.box))}]"
+    if box.sizes == shape:
+        return name
+    return f"{name}~[{','.join(slices_of(box))}]"
 
 
 def write_checkpoint(request: SaveRequest) -> None:

@@ -64,7 +64,9 @@ def _resolve(book: str, block: int, min_size: int, stochastic: bool, seed: int) 
     checks.positive_int("block", block)
     checks.whole_number("min_size", min_size)
     checks.whole_number("seed", seed)
-    signed, unsigned = (Codec(own, block, min_size) for own in _BOOKS[book])
+    signed_book, unsigned_book = _BOOKS[book]
+    signed = Codec(signed_book, block, min_size)
+    unsigned = Codec(unsigned_book, block, min_size)
     return Resolved(signed, unsigned, seed if stochastic else None)
 
 

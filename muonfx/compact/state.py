@@ -47,34 +47,39 @@ class Holder:
 
     def zeros(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
         """Return a tree of zeros in eight bits, in the shapes of the parameters."""
-        at = Present(params)
-        return self._fresh(at, [self.codec.zeros(param) for param in at.pick(params)])
+        present = Present(params)
+        return self._fresh(present, [self.codec.zeros(param) for param in present.pick(params)])
 
     def of(self, values: PyTree) -> QuantizedState | KeyedQuantizedState:
         """Encode a tree of tensors in eight bits, rounded to nearest."""
-        at = Present(values)
-        return self._fresh(at, [self.codec.encode(value) for value in at.pick(values)])
+        present = Present(values)
+        return self._fresh(present, [self.codec.encode(value) for value in present.pick(values)])
 
-    def _fresh(self, at: Present, leaves: list[Encoded]) -> QuantizedState | KeyedQuantizedState:
-        codes, scales = at.fill([leaf.codes for leaf in leaves]), at.fill([leaf.scales for leaf in leaves])
+    def _fresh(self, present: Present, leaves: list[Encoded]) -> QuantizedState | KeyedQuantizedState:
+        codes = present.fill([leaf.codes for leaf in leaves])
+        scales = present.fill([leaf.scales for leaf in leaves])
         if self.seed is None:
             return QuantizedState(codes, scales)
-        keys = keys_of(f"{self.seed}/{self.role}", at.names(), [leaf.codes for leaf in leaves])
-        return KeyedQuantizedState(codes, scales, at.fill(keys))
+        keys = keys_of(f"{self.seed}/{self.role}", present.names(), [leaf.codes for leaf in leaves])
+        return KeyedQuantizedState(codes, scales, present.fill(keys))
 
-    def read(self, at: Present, held: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
-        """Decode the leaves at the positions ``at`` of the 8-bit tree ``held``; return a list of new fp32 tensors."""
-        pairs = zip(at.pick(held.codes), at.pick(held.scales), strict=True)
+    def read(self, present: Present, state: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
+        """Decode the leaves of ``state`` at the positions ``present``; return a list of new fp32 tensors."""
+        pairs = zip(present.pick(state.codes), present.pick(state.scales), strict=True)
         return [self.codec.decode(codes, scales) for codes, scales in pairs]
 
     def write(
-        self, at: Present, values: list[Tensor], held: QuantizedState | KeyedQuantizedState
+        self, present: Present, values: list[Tensor], state: QuantizedState | KeyedQuantizedState
     ) -> QuantizedState | KeyedQuantizedState:
-        """Return the 8-bit tree ``held`` in which ``values``, encoded, replace the leaves at the positions ``at``."""
-        keys = at.pick(held.keys) if isinstance(held, KeyedQuantizedState) else [None] * len(values)
-        leaves = [self.codec.encode(value, key) for value, key in zip(values, keys, strict=True)]
-        codes = at.fill([leaf.codes for leaf in leaves], held.codes)
-        scales = at.fill([leaf.scales for leaf in leaves], held.scales)
-        if not isinstance(held, KeyedQuantizedState):
+        """Return ``state`` with new ``values``, encoded in eight bits, at the positions ``present``."""
+        keys: list[Tensor] = []
+        if isinstance(state, KeyedQuantizedState):
+            keys = present.pick(state.keys)
+            leaves = [self.codec.encode(value, key) for value, key in zip(values, keys, strict=True)]
+        else:
+            leaves = [self.codec.encode(value) for value in values]
+        codes = present.fill([leaf.codes for leaf in leaves], state.codes)
+        scales = present.fill([leaf.scales for leaf in leaves], state.scales)
+        if not isinstance(state, KeyedQuantizedState):
             return QuantizedState(codes, scales)
-        return KeyedQuantizedState(codes, scales, at.fill([key + 1 for key in keys if key is not None], held.keys))
+        return KeyedQuantizedState(codes, scales, present.fill([key + 1 for key in keys], state.keys))

@@ -5,7 +5,7 @@ the structure of the whole tree. Its state, such as ``state["muon"]["momentum"].
 contains no placeholders for other parameters, because ``torch.func.vmap`` would not accept them.
 
 Labels and masks are plain values by name. `muonfx.routing` adds labels that have reasons (`RoutedLabels`) and
-conditions on names and shapes (`Condition`); the two base classes here are all that this file knows of them.
+conditions on names and shapes (`Condition`), both through the base classes in this file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The dtype and the kernels with which the transforms of a chain compute matrix products on a device.
+"""The dtype and the library with which the transforms of a chain compute matrix products on a device.
 
-The dtype "auto" may differ between types of machines, and Triton kernels may fail their self-test on one device only.
-Ranks would then compute different values, so they compare the results of these functions.
+The dtype "auto" may differ between types of machines. quack-kernels may be missing on one machine, or fail its
+self-test on one device. Ranks would then compute different values, so they compare the results of these functions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from muonfx.core.transform import Transform
 from muonfx.core.value import walk
-from muonfx.polar import kernels
+from muonfx.polar import quack
 
 
 def product_dtypes(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
@@ -30,12 +30,18 @@ def product_dtypes(tx: Transform, param_dtypes: Iterable[torch.dtype], device: t
     return dtypes
 
 
-def kernel_products(tx: Transform, device: torch.device) -> dict[str, str]:
-    """Map the name of each transform with ``products="triton"`` to "triton", or to "batched" if Triton kernels fail."""
-    names = [name for name, inner in _named_transforms(tx) if inner.arguments.get("products") == "triton"]
-    if not names:  # no kernel is tested
-        return {}
-    return dict.fromkeys(names, "batched" if kernels.failure(device) else "triton")
+def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
+    """Map the name of each transform with ``products="auto"`` to the library of its large symmetric products.
+
+    The library is "quack-kernels" or "torch"; see `muonfx.polar.quack`.
+    """
+    compute_dtypes = product_dtypes(tx, param_dtypes, device)
+    libraries: dict[str, str] = {}
+    for name, inner in _named_transforms(tx):
+        if name in compute_dtypes and inner.arguments.get("products") == "auto":
+            failure = quack.failure(device, getattr(torch, compute_dtypes[name]))
+            libraries[name] = "quack-kernels" if failure is None else "torch"
+    return libraries
 
 
 def _named_transforms(tx: Transform) -> Iterator[tuple[str, Transform]]:

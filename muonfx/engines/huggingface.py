@@ -63,16 +63,16 @@ class MuonFactory:
             eps: the epsilon of AdamW; None for the default of `muonfx.adamw`.
             options: arguments of `muonfx.Muon`, whose values may come from a JSON file; see `muonfx.engines.parts`.
         """
-        made: torch.optim.Optimizer
+        optimizer: torch.optim.Optimizer
         if deepspeed_config is None:
-            made = Muon(model, **with_parts(options))
+            optimizer = Muon(model, **with_parts(options))
         else:
-            made = deepspeed.Muon(model, **options)
-            require_rates_by_group(deepspeed_config, made.param_groups)
-        for group in made.param_groups:
+            optimizer = deepspeed.Muon(model, **options)
+            require_rates_by_group(deepspeed_config, optimizer.param_groups)
+        for group in optimizer.param_groups:
             if eps is not None and "eps" in group:
                 group["eps"] = eps
-        return made
+        return optimizer
 
 
 def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], dict[str, Any]]:
@@ -141,8 +141,8 @@ class MuonMixin:
     args: TrainingArguments
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
 
-    def create_optimizer(self, *given: Any, **more: Any) -> torch.optim.Optimizer:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Create the Trainer's optimizer: Muon if ``optimizer_cls_and_kwargs`` is None, else the one given there."""
         if self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = muon(self.args, **self.muon_options)
-        return cast("Any", super()).create_optimizer(*given, **more)
+        return cast("Any", super()).create_optimizer(*args, **kwargs)

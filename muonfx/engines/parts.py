@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from muonfx.core import Transform
 from muonfx.transforms import orthogonalize
 from muonfx.transforms.matrices import MatrixView
 
@@ -22,27 +23,47 @@ def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: a mapping has an unknown argument; the message suggests a known one.
 
     >>> view = {"*.qkv": "(q=4 + kv=2) in -> q in, kv in"}
-    >>> made = with_parts({"lr_scaling": "original", "orthogonalize": {"dtype": "float32", "view": view}})
-    >>> made["lr_scaling"], made["orthogonalize"]
+    >>> options = with_parts({"lr_scaling": "original", "orthogonalize": {"dtype": "float32", "view": view}})
+    >>> options["lr_scaling"], options["orthogonalize"]
     ('original', orthogonalize(dtype=torch.float32, view=MatrixView({'*.qkv': '(q=4 + kv=2) in -> q in, kv in'})))
     """
-    return {name: _part(name, value) for name, value in options.items()}
+    converted = dict(options)
+    for name, value in options.items():
+        if name == "orthogonalize" and isinstance(value, Mapping):
+            converted[name] = _orthogonalize(cast("Mapping[str, Any]", value))
+    return converted
 
 
-def _part(name: str, value: object) -> Any:
-    if name == "view" and isinstance(value, str | Mapping):
-        return MatrixView(cast("str | Mapping[str, str]", value))
-    if name != "orthogonalize" or not isinstance(value, Mapping):
-        return value
-    arguments = {key: _part(key, _from_json(key, item)) for key, item in cast("Mapping[str, Any]", value).items()}
+def _orthogonalize(options: Mapping[str, Any]) -> Transform:
+    """Return `muonfx.orthogonalize` with arguments from a JSON or YAML file."""
+    arguments: dict[str, Any] = {}
+    for name, value in options.items():
+        if name == "view":
+            arguments[name] = _view(value)
+        elif name == "dtype":
+            arguments[name] = _dtype(value)
+        else:
+            arguments[name] = _with_tuples(value)
     return orthogonalize(**arguments)
 
 
-def _from_json(name: str, value: Any) -> Any:
+def _view(value: object) -> object:
+    """Return a view from its pattern, or from a mapping of patterns; return other values unchanged."""
+    if isinstance(value, str | Mapping):
+        return MatrixView(cast("str | Mapping[str, str]", value))
+    return value
+
+
+def _dtype(value: object) -> object:
+    """Return a dtype from its name, such as ``"float32"``; return other values unchanged."""
+    dtype = getattr(torch, str(value), None)
+    return dtype if isinstance(dtype, torch.dtype) else value
+
+
+def _with_tuples(value: Any) -> Any:
+    """Convert the lists in a value from a JSON file to tuples."""
     if isinstance(value, list):
-        return tuple(_from_json("", item) for item in value)
+        return tuple([_with_tuples(item) for item in value])
     if isinstance(value, Mapping):
-        return {key: _from_json("", item) for key, item in value.items()}
-    if name == "dtype" and isinstance(getattr(torch, str(value), None), torch.dtype):
-        return getattr(torch, value)
+        return {key: _with_tuples(item) for key, item in value.items()}
     return value

@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from muonfx.engines.parts import with_parts
 from muonfx.optimizer.muon import Muon
@@ -58,25 +58,32 @@ def _container() -> Any:
             options: dict[str, Any] = field(default_factory=dict[str, Any])
 
         def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
-            for one in fields(base.Config):
-                value, default = getattr(config, one.name), getattr(base.Config(), one.name)
-                if value != default:
+            defaults = base.Config()
+            for item in fields(base.Config):
+                value = getattr(config, item.name)
+                if value != getattr(defaults, item.name):
                     raise ValueError(
-                        f"{one.name}: found {value!r}, which is for torchtitan's own optimizers and has no effect on "
+                        f"{item.name}: found {value!r}, which is for torchtitan's own optimizers and has no effect on "
                         "muonfx.Muon: leave it out; labels route parameters"
                     )
             rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
             self.model_parts = model_parts
-            self.optimizers = [Muon(part, **rates, **with_parts(config.options)) for part in model_parts]
-            groups = [group for one in self.optimizers for group in one.param_groups]
-            self._post_init([param for group in groups for param in group["params"]])
+            self.optimizers: list[Muon] = []
+            all_params: list[Tensor] = []
+            for part in model_parts:
+                optimizer = Muon(part, **rates, **with_parts(config.options))
+                self.optimizers.append(optimizer)
+                for group in optimizer.param_groups:
+                    all_params.extend(group["params"])
+            self._post_init(all_params)
 
         # Keys are torchtitan's canonical names, so that a checkpoint loads with and without activation checkpointing.
         def state_dict(self) -> dict[str, Any]:
-            return {canonical_fqn(key): value for key, value in super().state_dict().items()}
+            state = super().state_dict()
+            return {canonical_fqn(key): value for key, value in state.items()}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            own = {canonical_fqn(key): key for key in super().state_dict()}
-            super().load_state_dict({own.get(key, key): value for key, value in state_dict.items()})
+            key_of = {canonical_fqn(key): key for key in super().state_dict()}
+            super().load_state_dict({key_of.get(name, name): value for name, value in state_dict.items()})
 
     return MuonContainer

@@ -6,18 +6,16 @@ other change is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonfx.core.checks import warn_caller
-from muonfx.optimizer.groups import Group
-from muonfx.optimizer.state import Load
-from muonfx.optimizer.stepping import StateEntries
-
-Take = Callable[[int, Any, Any], Tensor | str]
+from muonfx.optimizer.group_numbers import Group
+from muonfx.optimizer.local_values import Load, Take
+from muonfx.optimizer.state_entries import StateEntries
 
 
 class Edits(NamedTuple):
@@ -117,14 +115,15 @@ def _require_like(name: str, key: str, value: object, leaf: object) -> None:
             f"optimizer.state: {key!r} of {name!r} must be a tensor, found {found}: write into the tensor that is "
             "there, as in optimizer.state[param][key].fill_(0)"
         )
-    has = tuple(value.shape), value.dtype, value.device
-    expected = tuple(leaf.shape), leaf.dtype, leaf.device
-    if has != expected:
-        shown_has, shown_expected = (" ".join(map(str, kind)) for kind in (has, expected))
+    if value.shape != leaf.shape or value.dtype != leaf.dtype or value.device != leaf.device:
         raise ValueError(
-            f"optimizer.state: {key!r} of {name!r} is {shown_has}, expected {shown_expected}: convert it, or write "
-            "into the tensor that is there"
+            f"optimizer.state: {key!r} of {name!r} is {_kind_text(value)}, expected {_kind_text(leaf)}: convert it, or "
+            "write into the tensor that is there"
         )
+
+
+def _kind_text(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
 
 
 def _one_value(key: str, values: Mapping[str, Tensor], number: int) -> Tensor:

@@ -1,234 +1,367 @@
-"""The base class of `TransformOptimizer`, which moves the optimizer state if parameters are replaced, and copies it."""
+"""Follow the parameters of an optimizer: find tensors that were replaced in its models or its param groups."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
-from muonfx import tree
-from muonfx.core import Transform
-from muonfx.optimizer.attachment import Attachment, check_usable, own_groups
-from muonfx.optimizer.edits import read_edits, warn_of_shared
-from muonfx.optimizer.groups import Group, complete_entries, distinct_routes
-from muonfx.optimizer.over_ranks import stepping_for
-from muonfx.optimizer.stepping import StateEntries, Stepping
+from muonfx.optimizer import errors
+from muonfx.optimizer.group_numbers import Group
+from muonfx.optimizer.named_parameters import names_in
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.plan.assignment import Settings
 
 
-class FollowingOptimizer(Optimizer):
-    """An optimizer that moves its state to the new tensors if parameters are replaced in its groups or its model."""
+def models_of(params: Any) -> list[nn.Module]:
+    """Return the models in the argument ``params`` of an optimizer: ``params`` itself, or "params" of its groups."""
+    if isinstance(params, nn.Module):
+        return [params]
+    models: list[nn.Module] = []
+    for item in params:
+        if isinstance(item, dict) and isinstance(item.get("params"), nn.Module):
+            models.append(item["params"])
+    return models
 
-    # _live has the state, and the `StateEntries` that show it in `optimizer.state`. It is a dict, because torch.compile
-    # replays writes to a dict but not assignments to an optimizer's attributes.
-    _live: dict[str, Any]
-    _given: tuple[Layout | None, Settings]
-    _stepping: Stepping
-    _attachment: Attachment
-    _groups: list[Group]
-    bucket_bytes: int | None
 
-    @property
-    def param_groups(self) -> list[Group]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The param groups, with the parameters that the model has now.
+def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
+    """Raise ValueError if FSDP1 has flattened parameters, or if only some parameters are on the meta device."""
+    if not all(param.is_meta for param in named.values()):
+        check_real(named)
+    if layout is not None and layout.is_flat:
+        return  # the caller's layout describes these shards
+    views: list[str] = []
+    for name, param in named.items():
+        if getattr(param, "_fsdp_flattened", False):
+            views.append(name)
+        elif getattr(param, "_is_flat_param", False):
+            raise errors.flattened(name, param)
+    # On one rank, and with NO_SHARD, the original parameters keep their shapes.
+    if views and all(named[name].ndim < 2 for name in views):
+        raise errors.flattened(views[0], named[views[0]])
 
-        Functions of torch read the groups before they call a method of the optimizer: for example,
-        ``set_optimizer_state_dict`` looks up each parameter of the groups in a model that may have been sharded since.
-        """
-        if "state" not in self._live or torch.compiler.is_compiling():
-            return self._groups
-        replaced = self._attachment.replaced_in_models()
-        if replaced:
-            for group in self._groups:
-                group["params"] = [replaced.get(param, param) for param in group["params"]]
-        return self._groups
 
-    @param_groups.setter
-    def param_groups(self, groups: list[Group]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._groups = groups
+def check_real(named: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a parameter is on the meta device, because it has no values to update."""
+    names = [name for name, param in named.items() if param.is_meta]
+    if names:
+        raise errors.on_meta(names, len(named))
+
+
+class Slot(NamedTuple):
+    """The module that has a parameter, as a weak reference, and the parameter's attribute name in it."""
+
+    module: weakref.ref[nn.Module]
+    attribute: str
+
+    def current(self) -> Tensor | None:
+        """Return the parameter that the module has under this name now, or None if the module was deleted."""
+        module = self.module()
+        if module is None:
+            return None
+        return module._parameters.get(self.attribute)
+
+
+class BoundParameter(NamedTuple):
+    """A parameter with its shape, device and sharding at the time when its state was created or last moved."""
+
+    param: Tensor
+    shape: torch.Size
+    device: torch.device
+    placement: tuple[object, ...]
+    slot: Slot | None
+    """Its position in a known model, or None, as for a copy that an engine has put into the groups."""
+
+
+class FollowedParameters:
+    """Records for which tensors an optimizer has state, and where its models have these parameters."""
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        model_of_names: nn.Module | None,
+        trained: Mapping[str, Tensor],
+        frozen: Mapping[str, Tensor],
+        left_out: Mapping[str, Tensor],
+    ) -> None:
+        # models: the optimizer has all of their parameters; model_of_names: it may have only some
+        # frozen and left_out (by the label None): what was given to the optimizer, but is in no group
+        self._models: list[tuple[weakref.ref[nn.Module], bool]] = []
+        """Weak references to the models; True for a model of which the optimizer may have only some parameters."""
+        if model_of_names is not None:
+            self._models.append((weakref.ref(model_of_names), True))
+        self.bound: dict[str, BoundParameter] = {}
+        self.version = 0
+        """How often `bound` was changed."""
+        self._frozen: dict[str, Slot | Tensor] = {}
+        self.bind(trained, models)
+        self._left_out = self._slots_or_tensors(left_out)
+        self.leave_out(frozen)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle. Raise TypeError if the optimizer runs over several ranks."""
-        if self._stepping.is_over_ranks:
-            raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
-        self._adopt_state()
-        self._attachment.follow(self._groups, self._stepping)  # a copy finds the tensors by "param_names"
-        ours = ("donate_grads", "bucket_bytes", "_live", "_given", "_attachment", "_labels")
-        kept = {name: self.__dict__[name] for name in ours if name in self.__dict__}
-        return {**super().__getstate__(), **kept, "tx": self._stepping.tx}
+        """Return the attributes to pickle, without models and parameters. A restored optimizer records its own."""
+        # Frozen weights may be large, and the copy of an optimizer is of the trained ones.
+        return {**self.__dict__, "_models": [], "bound": {}, "_frozen": {}, "_left_out": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer. It has no reference to the model of its parameters."""
-        self._live = state["_live"]
-        self._groups = state["param_groups"]
-        super().__setstate__({key: value for key, value in state.items() if key not in ("tx", "param_groups")})
-        named = self._named()
-        self._stepping = self._stepping_for(state["tx"], named)
-        self._attachment.bind(named)
-        self._attachment.follow(self._groups, self._stepping)
-        self._stepping.refresh(named, self._attachment.groups)  # now, because the first step may be traced
-        own_groups(self)
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that contain the optimizer's parameters, without models that have been deleted."""
+        return [model for ref, _ in self._models if (model := ref()) is not None]
 
-    def _named(self) -> dict[str, Tensor]:
-        return {
-            name: param
-            for group in self._groups
-            for name, param in zip(group["param_names"], group["params"], strict=True)
-        }
+    @property
+    def names(self) -> dict[Tensor, str]:
+        """The name of each parameter that has state, belongs to a model, or was left out because it is frozen."""
+        names = {param: name for name, param in _present(self._frozen).items()}
+        names |= names_in(self.models)
+        return names | {bound.param: name for name, bound in self.bound.items()}
 
-    def _stepping_for_trained(
-        self, tx: Transform, named: Mapping[str, Tensor], others: Mapping[str, Tensor]
-    ) -> Stepping:
-        """Return the stepping for the named parameters, without those that have the label None."""
-        stepping = self._stepping_for(tx, named, others)
-        left_out = {name: param for name, param in named.items() if name in stepping.left_out}
-        if left_out:
-            trained = {name: param for name, param in named.items() if name not in left_out}
-            stepping = self._stepping_for(tx, trained, {**others, **left_out})
-        return stepping
+    def bind(self, named: Mapping[str, Tensor], models: Iterable[nn.Module] = ()) -> None:
+        """Record the named tensors for which the optimizer now has state, and further models that contain them."""
+        for model in models:
+            self._models.append((weakref.ref(model), False))
+        slot_of: dict[Tensor, Slot] | None = None  # only made if a parameter is in another position than before
+        for name, param in named.items():
+            bound = self.bound.get(name)
+            slot = None if bound is None else bound.slot
+            if slot is None or slot.current() is not param:
+                if slot_of is None:
+                    slot_of = self._slots()
+                slot = slot_of.get(param)
+            # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
+            self.bound[name] = BoundParameter(param, param.shape, param.device, _placement(param), slot)
+            self._frozen.pop(name, None)
+        self.version += 1
+        self.on_meta = any(bound.param.is_meta for bound in self.bound.values())
 
-    def _transform_for(self, new: dict[str, Tensor]) -> Transform:
-        """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
-        return self._stepping.tx
+    def leave_out(self, frozen: Mapping[str, Tensor]) -> None:
+        """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
+        self._frozen.update(self._slots_or_tensors(frozen))
 
-    def _stepping_for(
-        self, tx: Transform, named: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None
-    ) -> Stepping:
-        if others is None:
-            others = self._attachment.not_trained_params()
-        layout, settings = self._given
-        check_usable(named, layout)
-        others = {name: param for name, param in others.items() if name not in named}
-        return stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
+    def _slots_or_tensors(self, params: Mapping[str, Tensor]) -> dict[str, Slot | Tensor]:
+        """Return the position in a model of each parameter, or the parameter itself if it is in none."""
+        # A frozen model may be large: it must not be kept alive.
+        slot_of = self._slots() if params else {}
+        return {name: slot_of.get(param, param) for name, param in params.items()}
 
-    def _start(self, before: Stepping | None = None) -> None:
-        """Create the optimizer state for the current parameters. With ``before``, copy the former state's values."""
-        self._attachment.note(self._groups, self._stepping)
-        state = self._stepping.init(self._named(), self._attachment.groups)
-        if before is not None:
-            state = self._stepping.taken_from(before, state, self._live["state"])
-        self._live["state"] = state
-        self._show_all()
-        self._stepping.share(state)
+    def _slots(self) -> dict[Tensor, Slot]:
+        """Return a dict from each parameter of the models to its module and attribute name."""
+        slot_of: dict[Tensor, Slot] = {}
+        for module in self._modules():
+            for attribute, param in module._parameters.items():
+                if param is not None:
+                    slot_of.setdefault(param, Slot(weakref.ref(module), attribute))
+        return slot_of
 
-    def _adopt_state(self) -> None:
-        """Copy tensors that were assigned to ``optimizer.state`` into the state; start emptied states again."""
-        bound = self._attachment.named
-        entries: StateEntries = self._live["entries"]
-        if not entries.is_edited(self.state, bound):
+    def _modules(self) -> Iterator[nn.Module]:
+        for model in self.models:
+            yield from model.modules()
+
+    def saved(self) -> tuple[dict[str, BoundParameter], dict[str, Slot | Tensor]]:
+        """Return what `restore` needs to undo `bind` and `leave_out`."""
+        return dict(self.bound), dict(self._frozen)
+
+    def restore(self, saved: tuple[dict[str, BoundParameter], dict[str, Slot | Tensor]]) -> None:
+        """Undo all changes since `saved` was called."""
+        self.bound, self._frozen = saved
+        self.version += 1
+
+    # ------------------------------------------------------------------------------------------ replaced parameters
+
+    def are_current(self) -> bool:
+        """Return True if no parameter was replaced, resized or moved, as far as the models show."""
+        for param, shape, device, _, slot in self.bound.values():
+            if param.shape != shape or param.device != device:
+                return False
+            if slot is not None and (module := slot.module()) is not None:  # `slot.current()` would be one more call
+                current = module._parameters.get(slot.attribute)
+                if current is not None and current is not param:
+                    return False
+        return True
+
+    def replaced(self, named: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
+        """Return, by name, the parameters that were replaced by other tensors or moved since the last `bind`."""
+        current = {**named, **self._replaced_in_models(named)}
+        if at_step:
+            self._require_new_gradients(current)
+        replaced: dict[str, Tensor] = {}
+        for name, param in current.items():
+            bound = self.bound[name]
+            if param.shape != bound.shape:
+                raise errors.other_shape(name, param, bound.shape)
+            if bound.param is not param or param.device != bound.device:
+                replaced[name] = param
+        return replaced
+
+    def _require_new_gradients(self, current: Mapping[str, Tensor]) -> None:
+        """Raise if parameters were replaced after the backward pass, so that only the former tensors have gradients."""
+        if any(param.grad is not None for param in current.values()):
             return
-        current: dict[str, Tensor] = {}
-        for group in self._groups:
-            current.update(zip(group.get("param_names", ()), group["params"], strict=False))
-        params = {name: (param, current.get(name, param)) for name, param in bound.items()}
-        edits = read_edits(entries, self.state, params, self._stepping.take)
-        state = self._live["state"]
-        loads = list(edits.loads)
-        if edits.emptied:
-            initial = tree.leaves(self._stepping.initial(bound))
-            emptied = {id(bound[name]) for name in edits.emptied}
-            starts_all = len(emptied) == len(bound)
-            for place, (owner, key) in enumerate(entries.slots):
-                if starts_all or id(owner) in emptied:
-                    loads.append((key, place, initial[place]))
-        with torch.no_grad():
-            self._stepping.assign(loads, state)
-        self._show_all(bound)
-        warn_of_shared(edits, len(bound))
+        for name, param in current.items():
+            former_param = self.bound[name].param
+            if former_param is not param and former_param.grad is not None:
+                raise errors.replaced_after_backward(name)
 
-    def _show_all(self, named: Mapping[str, Tensor] | None = None) -> None:
-        """Fill ``optimizer.state`` with the current state tensors of every parameter."""
-        named = self._named() if named is None else named
-        self.state.clear()
-        for param in named.values():
-            self.state[param] = {}
-        self._live["entries"] = StateEntries(self._live["state"], named)
-        self._live["entries"].update(self.state, self._live["state"], self._stepping.show)
+    def is_swap(self, replaced: Mapping[str, Tensor]) -> bool:
+        """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
+        return all(self.bound[name].placement == _placement(param) for name, param in replaced.items())
 
-    @contextmanager
-    def _all_or_nothing(self) -> Generator[None]:
-        """Return a context manager that restores the param groups if an error is raised in its block."""
-        stepping, attachment = self._stepping, self._attachment.saved()
-        groups = [(group, group.get("param_names"), group["params"]) for group in self._groups]
-        try:
-            yield
-        except BaseException:
-            self._stepping = stepping
-            self._attachment.restore(attachment)
-            for group, names, params in groups:
-                group["params"] = params
-                if names is not None:
-                    group["param_names"] = names
-            del self._groups[len(groups) :]
-            raise
+    def replaced_in_models(self) -> dict[Tensor, Tensor]:
+        """Return a dict from each parameter that was replaced in the models to the new tensor. It is empty if none."""
+        if self.are_in_models():  # the usual case, in which the models need no walk
+            return {}
+        named = {name: bound.param for name, bound in self.bound.items()}
+        return {named[name]: param for name, param in self._replaced_in_models(named).items()}
 
-    def _rebind(self, moment: Literal["step", "save", "clear", "else"] = "else") -> None:
-        """If parameters were replaced in the groups or the model, use the new tensors and move the state to them."""
-        # All ranks call this together, because it may communicate. Exceptions: "clear" (zero_grad) leaves communication
-        # to the next step, and "save" (state_dict) communicates only if the sharding has changed.
-        self._adopt_state()
-        if self._attachment.is_current(self._groups):
-            return
-        added = self._attachment.added_in(self._groups)
-        if added and moment == "clear" and self._stepping.is_over_ranks:
-            return  # the next step, which all ranks take together, creates the state
-        if added:
-            self._add_listed(added)
-        self._attachment.follow(self._groups, self._stepping, may_repeat=moment == "save")
-        named = self._named()
-        replaced = self._attachment.replaced(named, at_step=moment == "step")
+    def are_in_models(self) -> bool:
+        """Return True if the models still have each parameter that they had."""
+        for param, _, _, _, slot in self.bound.values():
+            if slot is None:
+                continue
+            module = slot.module()  # `slot.current()` would be one more call
+            if module is not None and module._parameters.get(slot.attribute) is not param:
+                return False
+        return True
+
+    def _replaced_in_models(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return, by name, the new tensors of parameters that were replaced in the models."""
+        replaced: dict[str, Tensor] = {}
+        for name, param in named.items():
+            bound = self.bound[name]
+            # A tensor that an engine has put into the groups takes precedence over the model.
+            if bound.slot is None or bound.param is not param:
+                continue
+            current = bound.slot.current()
+            if current is not None and current is not param:
+                replaced[name] = current
         if not replaced:
-            return
-        named |= replaced
-        is_swap = self._attachment.is_swap(replaced)
-        over_ranks = self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
-        if moment == "clear" and over_ranks and not is_swap:
-            self._put(named)  # the next step, which all ranks take together, moves the state
-            return
-        before = self._stepping
-        with self._all_or_nothing():
-            if not is_swap:
-                self._stepping = self._stepping_for(self._stepping.tx, named)
-            if changed := [name for name, route in self._stepping.routes.items() if route != before.routes[name]]:
-                raise ValueError(
-                    f"{changed[0]!r} has other labels now than when the optimizer was created: recreate the optimizer"
-                )
-            self._put(named)
-            if is_swap:
-                self._show_all()
-            else:
-                with warnings.catch_warnings():  # construction has given the warnings
-                    warnings.simplefilter("ignore")
-                    self._start(None if self._attachment.on_meta else before)
-        self._attachment.bind(named)
+            return replaced
+        gathered = self._gathered_by_fsdp2()
+        replaced = {name: param for name, param in replaced.items() if id(param) not in gathered}
+        _remove_tied(replaced, named)
+        return replaced
 
-    def _add_listed(self, added: dict[str, Tensor]) -> None:
-        """Create state for parameters of the model that somebody has put into the param groups."""
-        before = self._stepping
-        bound = self._attachment.named
-        with self._all_or_nothing():
-            stepping = self._stepping_for(self._transform_for(added), {**bound, **added})
-            if stepping.left_out:
-                raise ValueError(
-                    f"param_groups: {min(stepping.left_out)!r} was added, but its label is None, so that it is not "
-                    "trained: remove it from the groups, or recreate the optimizer with other labels"
-                )
-            self._stepping = stepping
-            self._attachment.bind(added)
-            for group, names in zip(self._groups, self._attachment.names_of(self._groups), strict=True):
-                if not added.keys().isdisjoint(names):
-                    complete_entries(stepping.tx, distinct_routes(names, stepping.routes), group)
-            self._attachment.follow(self._groups, stepping)
-            self._start(before)
+    def _gathered_by_fsdp2(self) -> set[int]:
+        """Return the ids of the gathered plain parameters that FSDP2 has in modules during forward and backward."""
+        gathered: set[int] = set()
+        for module in self._modules():
+            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+                gathered.update([id(param) for param in module.parameters() if not is_dtensor(param)])
+        return gathered
 
-    def _put(self, named: Mapping[str, Tensor]) -> None:
-        """Put new tensors into all param groups: ``named`` maps each name in "param_names" to its tensor."""
-        for group in self._groups:
-            group["params"] = [named[name] for name in group["param_names"]]
+    def added_in(self, groups: Iterable[Group]) -> dict[str, Tensor]:
+        """Return, by name, the parameters of the models that somebody has put into the groups, and that have no state.
+
+        Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed.
+        """
+        known_params = {bound.param for bound in self.bound.values()}
+        unknown_params = [param for group in groups for param in group["params"] if param not in known_params]
+        added: dict[str, Tensor] = {}
+        if not unknown_params:
+            return added
+        names = self.names
+        for param in unknown_params:
+            name = names.get(param)
+            if name and name not in self.bound:  # a new tensor under a known name replaces a parameter
+                added[name] = param
+        return added
+
+    def names_of(self, groups: list[Group]) -> list[list[str]]:
+        """Return one list of parameter names per group. A new tensor gets the name of the tensor that it replaces."""
+        name_of = self._names_of_tensors()
+        names_per_group: list[list[str]] = []
+        times: Counter[str] = Counter()
+        for index, group in enumerate(groups):
+            params: list[Tensor] = list(group["params"])
+            former_names = list(group.get("param_names", ()))
+            has_former_names = len(former_names) == len(params) and self.bound.keys() >= set(former_names)
+            names: list[str] = []
+            for position, param in enumerate(params):
+                if param in name_of:
+                    names.append(name_of[param])
+                elif has_former_names:
+                    names.append(former_names[position])
+                else:
+                    raise errors.unknown_tensor(index, param, len(params), len(former_names))
+            names_per_group.append(names)
+            times.update(names)
+        for name, count in times.items():
+            if count > 1:
+                raise errors.listed_twice(name, count)
+        removed = [name for name in self.bound if name not in times]
+        if removed:
+            raise errors.removed(removed, len(self.bound))
+        return names_per_group
+
+    def _names_of_tensors(self) -> dict[Tensor, str]:
+        """Return the name of each parameter with state, and of the tensors that the models have in their places."""
+        name_of: dict[Tensor, str] = {}
+        for name, bound in self.bound.items():
+            current = None if bound.slot is None else bound.slot.current()
+            if current is not None:
+                name_of[current] = name
+        for name, bound in self.bound.items():
+            name_of[bound.param] = name
+        return name_of
+
+    # ---------------------------------------------------------------------------------- parameters that are in no group
+
+    def not_trained_params(self) -> dict[str, Tensor]:
+        """Return the parameters that were given to the optimizer and are in no group, by name."""
+        return {**_present(self._left_out), **_present(self._frozen)}
+
+    def not_trained(self) -> set[str]:
+        """Return the names of parameters that are known, but have no state, as they are frozen or have label None."""
+        return {*self._frozen, *self._left_out, *names_in(self.models).values()} - self.bound.keys()
+
+    def check_frozen(self) -> None:
+        """Raise if a parameter that was frozen at construction is trained now, because it is in no group."""
+        for name, param in _present(self._frozen).items():
+            if param.requires_grad and param.grad is not None:
+                raise errors.frozen_is_trained(name)
+
+    def outside(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the models' parameters, by name, that are not in the optimizer. ``named`` are those that are."""
+        known_ids = {id(param) for param in named.values()}
+        outside: dict[str, Tensor] = {}
+        for ref, gives_names_only in self._models:
+            model = ref()
+            if model is None:
+                continue
+            for name, param in model.named_parameters():
+                if id(param) in known_ids or name in self._left_out:
+                    continue
+                # In a model that only provides names (`model=`), consider only parameters whose names we have.
+                if name in named or not gives_names_only:
+                    outside[name] = param
+        return outside
+
+
+def _remove_tied(replaced: dict[str, Tensor], named: Mapping[str, Tensor]) -> None:
+    """Remove tensors that would be in two positions: a tied parameter keeps the name that it has."""
+    while True:
+        times = Counter(id(replaced.get(name, param)) for name, param in named.items())
+        tied = [name for name, param in replaced.items() if times[id(param)] > 1]
+        if not tied:
+            return
+        for name in tied:
+            del replaced[name]
+
+
+def _present(slots_or_tensors: Mapping[str, Slot | Tensor]) -> dict[str, Tensor]:
+    """Return the parameters that exist, by name: those of a model that was deleted do not."""
+    present: dict[str, Tensor] = {}
+    for name, slot_or_tensor in slots_or_tensors.items():
+        param = slot_or_tensor.current() if isinstance(slot_or_tensor, Slot) else slot_or_tensor
+        if param is not None:
+            present[name] = param
+    return present
+
+
+def _placement(param: Tensor) -> tuple[object, ...]:
+    if is_dtensor(param):
+        return (param.device, param.dtype, param.device_mesh, param.placements)
+    return (param.device, param.dtype)

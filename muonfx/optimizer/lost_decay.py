@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.visit import Visit
-from muonfx.optimizer.groups import BoundGroup
+from muonfx.optimizer.group_numbers import BoundGroup
 from muonfx.optimizer.resuming import schedules_in, schedules_of
 from muonfx.transforms.average import master_params
 
@@ -21,14 +21,21 @@ def warn_of_lost_decay(
     tx: Transform, visits: Sequence[Visit], groups: Sequence[BoundGroup], params: Mapping[str, Tensor]
 ) -> None:
     """Warn if no step of weight decay changes a parameter, because each is below half a unit in its last place."""
-    has_master = {name for visited in visits if visited.tx.factory is master_params for name in visited.names}
+    has_master: set[str] = set()
+    for visited in visits:
+        if visited.tx.factory is master_params:
+            has_master.update(visited.names)
     lost: list[str] = []
     largest = 0.0
     for bound in groups:
-        names = [name for name in bound.names if params[name].requires_grad and name not in has_master]
-        narrow = [name for name in names if params[name].dtype in (torch.bfloat16, torch.float16)]
-        decay = float(bound.group.get("weight_decay", 0.0)) if narrow else 0.0
-        relative_change = decay * _largest_rate(tx, bound) if decay else 0.0
+        trained = [name for name in bound.names if params[name].requires_grad and name not in has_master]
+        narrow = [name for name in trained if params[name].dtype in (torch.bfloat16, torch.float16)]
+        if not narrow:
+            continue
+        decay = float(bound.group.get("weight_decay", 0.0))
+        if decay == 0.0:
+            continue
+        relative_change = decay * _largest_rate(tx, bound)
         for name in narrow:
             # A unit in the last place of x is between eps / 2 and eps times x.
             if 0.0 < relative_change < torch.finfo(params[name].dtype).eps / 4:
@@ -45,8 +52,13 @@ def warn_of_lost_decay(
 
 
 def _largest_rate(tx: Transform, bound: BoundGroup) -> float:
+    """Return the learning rate of a group, or the largest of its schedule."""
     if "lr" in bound.numbers.keys:
         return float(bound.group["lr"])
     names = [name for name in schedules_of(tx, bound) if name.split(".")[-1] == "learning_rate"]
     schedules = schedules_in(tx)
-    return max((float(schedules[name](count)) for name in names for count in _COUNTS), default=0.0)
+    largest = 0.0
+    for name in names:
+        for count in _COUNTS:
+            largest = max(largest, float(schedules[name](count)))
+    return largest

@@ -14,19 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from muonfx.core import Transform
-from muonfx.core.checks import is_frozen, is_usable
+from muonfx.core.checks import is_frozen, is_usable, warn_caller
 from muonfx.internal.arguments import bind, plain_arguments
 from muonfx.internal.display import format_list
-from muonfx.optimizer.adapter import TransformOptimizer
-from muonfx.optimizer.groups import (
-    NamedParameters,
-    named_pairs,
-    names_in,
-    require_parameters,
-    resolve_groups,
-    scalar,
-)
-from muonfx.optimizer.over_ranks import constructed_together
+from muonfx.optimizer.constructing import constructed_together
+from muonfx.optimizer.group_numbers import scalar
+from muonfx.optimizer.named_parameters import NamedParameters, named_pairs, names_in, require_parameters, resolve_groups
+from muonfx.optimizer.transform_optimizer import TransformOptimizer
 from muonfx.recipes import check_roles, muon_with_adamw, with_views
 from muonfx.routing import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout
@@ -110,12 +104,14 @@ class Muon(TransformOptimizer):
         if not isinstance(params, nn.Module | Mapping):
             params = cast("list[tuple[str, torch.Tensor]]", list(params))
         self._labels = labels
-        groups = (
-            [] if isinstance(params, nn.Module) else resolve_groups(params, {} if model is None else names_in([model]))
-        )
-        named = params if isinstance(params, nn.Module) else dict(pair for group in groups for pair in group["params"])
+        model_or_named: nn.Module | dict[str, Tensor] = {}
+        if isinstance(params, nn.Module):
+            model_or_named = params
+        else:
+            for group in resolve_groups(params, {} if model is None else names_in([model])):
+                model_or_named.update(group["params"])
         tx = Muon.transform_for(
-            named,
+            model_or_named,
             lr,
             weight_decay=weight_decay,
             momentum=momentum,
@@ -128,7 +124,7 @@ class Muon(TransformOptimizer):
             model=model,
         )
         if model is None:  # with a known model, the caller may pass only some parameters
-            _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(named)))
+            _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(model_or_named)))
         with _either_part_may_be_empty():
             super().__init__(
                 params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout, model=model
@@ -149,29 +145,34 @@ class Muon(TransformOptimizer):
         'partition'
         """
         signature = inspect.signature(Muon)
-        own = [x for name, x in signature.parameters.items() if name not in ("layout", "donate_grads", "bucket_bytes")]
-        bound = bind("Muon", signature.replace(parameters=own), (params, lr), options)
+        of_optimizer = ("layout", "donate_grads", "bucket_bytes")
+        parameters = [parameter for name, parameter in signature.parameters.items() if name not in of_optimizer]
+        bound = bind("Muon", signature.replace(parameters=parameters), (params, lr), options)
         bound.apply_defaults()
-        given = SimpleNamespace(**bound.arguments)
-        betas = given.betas
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            kind = ValueError if isinstance(betas, tuple | list) else TypeError
-            raise kind(f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
-        numbers = {"adamw_lr": given.adamw_lr, "adamw_weight_decay": given.adamw_weight_decay}
-        by_role = any(isinstance(number, Mapping) for number in numbers.values())
-        labels = _route(given.labels, params, given.model, roles=by_role)
-        check_roles("Muon", numbers, labels, float)
+        arguments = SimpleNamespace(**bound.arguments)
+        adamw_numbers = {"adamw_lr": arguments.adamw_lr, "adamw_weight_decay": arguments.adamw_weight_decay}
+        by_role = any(isinstance(number, Mapping) for number in adamw_numbers.values())
+        adam = _adam(arguments.betas)
+        labels = _labels_for(arguments.labels, params, arguments.model, roles=by_role)
+        check_roles("Muon", adamw_numbers, labels, float)
+        adamw_weight_decay = arguments.adamw_weight_decay
+        if adamw_weight_decay is None:
+            adamw_weight_decay = arguments.weight_decay
         return muon_with_adamw(
-            given.lr,
-            given.adamw_lr,
-            decay=given.momentum,
-            orthogonalize=given.orthogonalize,
-            lr_scaling=given.lr_scaling,
-            weight_decay=given.weight_decay,
-            adam=scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1])),
-            adamw_weight_decay=given.weight_decay if given.adamw_weight_decay is None else given.adamw_weight_decay,
+            arguments.lr,
+            arguments.adamw_lr,
+            decay=arguments.momentum,
+            orthogonalize=arguments.orthogonalize,
+            lr_scaling=arguments.lr_scaling,
+            weight_decay=arguments.weight_decay,
+            adam=adam,
+            adamw_weight_decay=adamw_weight_decay,
             labels=labels,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes to copy or pickle, as `TransformOptimizer` does."""
+        return {**super().__getstate__(), "_labels": self._labels}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to train, and label them as at construction. See `TransformOptimizer.add_param_group`."""
@@ -179,20 +180,42 @@ class Muon(TransformOptimizer):
             super().add_param_group(param_group)
 
     def _transform_for(self, new: dict[str, Tensor]) -> Transform:
-        models = [(model, dict(model.named_parameters())) for model in self._attachment.models]
-        model = next((m for m, own in models if all(own.get(name) is param for name, param in new.items())), None)
+        model = self._model_with(new)
+        roles = "hidden" in self.tx.arguments["transforms"]
         # A parameter that is added is trained: Lightning puts one into the groups before it is unfrozen again.
         with warnings.catch_warnings(), _as_trained(new.values()):  # a rule may match only earlier parameters
             warnings.filterwarnings("ignore", message="user rule")
-            found = _route(self._labels, new, model, roles="hidden" in self.tx.arguments["transforms"])
-        old = self.tx.arguments["labels"]
-        # Views of the new parameters only: construction has warned of the others.
-        warned = {name: Route(own.label, own.reason, shape=own.shape) for name, own in old.routes.items()}
-        labels = Labels({**warned, **found.routes})
-        return with_views(self.tx.replace(labels=labels), found)
+            new_labels = _labels_for(self._labels, new, model, roles=roles)
+        routes: dict[str, Route] = {}
+        for name, route in self.tx.arguments["labels"].routes.items():
+            # Without its view, of which construction has warned.
+            routes[name] = Route(route.label, route.reason, shape=route.shape)
+        routes.update(new_labels.routes)
+        return with_views(self.tx.replace(labels=Labels(routes)), new_labels)
+
+    def _model_with(self, new: Mapping[str, Tensor]) -> nn.Module | None:
+        """Return the first known model that has all of these parameters under their names, or None."""
+        for model in self._parameters.models:
+            params = dict(model.named_parameters())
+            if all(params.get(name) is param for name, param in new.items()):
+                return model
+        return None
 
 
-def _route(
+def _adam(betas: Any) -> Transform:
+    """Return the transform of AdamW's moments for its two decays."""
+    if not isinstance(betas, tuple | list):
+        raise TypeError(_wrong_betas(betas))
+    if len(betas) != 2:
+        raise ValueError(_wrong_betas(betas))
+    return scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1]))
+
+
+def _wrong_betas(betas: object) -> str:
+    return f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}"
+
+
+def _labels_for(
     labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: nn.Module | None, *, roles: bool
 ) -> Labels:
     """Return the label of each parameter, from a dict or a function of the model. ``roles``: by default its role."""
@@ -204,10 +227,14 @@ def _route(
             "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
             f"labels=lambda model: muonfx.default_labels(model, rules); found {labels!r}"
         )
-    found = labels if isinstance(labels, Mapping) else labels(params if model is None else model)
-    if missing := [name for name in names if name not in found]:
+    if not isinstance(labels, Mapping):
+        labels = labels(params if model is None else model)
+    missing = [name for name in names if name not in labels]
+    if missing:
         raise ValueError(f"labels: found none for {format_list(missing)}, expected a label for every parameter")
-    return (found if isinstance(found, Labels) else Labels(found)).restrict(names)
+    if not isinstance(labels, Labels):
+        labels = Labels(labels)
+    return labels.restrict(names)
 
 
 @contextmanager
@@ -232,15 +259,18 @@ def _either_part_may_be_empty() -> Generator[None]:
 
 
 def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
+    """Warn if AdamW trains all parameters."""
     if not named or not {"muon", "hidden"}.isdisjoint(labels.values()):
         return
-    trained_first = sorted(labels.items(), key=lambda pair: pair[1] is None)
-    why = "; ".join(f"{name!r} is {label!r}: {labels.reason(name)}" for name, label in trained_first[:5])
     if all(param.ndim < 2 for param in named.values()):
-        why = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
-    warnings.warn(
-        f"Muon: found no parameter with the label 'muon' or 'hidden' ({why}), expected at least one; AdamW trains "
-        f"{sum(label is not None for label in labels.values())} of {len(named)} parameters, and none is "
-        "orthogonalized. Give labels=, or use TransformOptimizer(params, muonfx.adamw())",
-        stacklevel=4,
+        reason = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
+    else:
+        trained_first = sorted(labels.items(), key=lambda pair: pair[1] is None)
+        reasons = [f"{name!r} is {label!r}: {labels.reason(name)}" for name, label in trained_first[:5]]
+        reason = "; ".join(reasons)
+    trained = [name for name, label in labels.items() if label is not None]
+    warn_caller(
+        f"Muon: found no parameter with the label 'muon' or 'hidden' ({reason}), expected at least one; AdamW trains "
+        f"{len(trained)} of {len(named)} parameters, and none is orthogonalized. Give labels=, or use "
+        "TransformOptimizer(params, muonfx.adamw())"
     )

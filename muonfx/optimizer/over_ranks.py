@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.visit import Visit, visit
-from muonfx.optimizer.groups import BoundGroup
-from muonfx.optimizer.state import Load, on_this_rank, shard_error
+from muonfx.optimizer.gathering import Gathering
+from muonfx.optimizer.group_numbers import BoundGroup
+from muonfx.optimizer.local_values import Load, on_this_rank, shard_error
 from muonfx.optimizer.stepping import Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.offload import inner_of, store_of
@@ -24,7 +21,6 @@ from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
-from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.shards import FlatPiece, IntervalTensor
 from muonfx.sharding.state import (
@@ -36,17 +32,15 @@ from muonfx.sharding.state import (
     own_what_they_hold,
     state_to_dtensors,
 )
-from muonfx.sharding.transform import Sharded, bind, init_sharded, sharded_with, step_sharded
-from muonfx.sharding.waiting import construction, wait_for_all
+from muonfx.sharding.transform import bind, init_sharded, sharded_with, step_sharded
+from muonfx.sharding.waiting import wait_for_all
 from muonfx.tree import PyTree
 
-ALIGNED = 16
-"""The leaves of a gather are padded to a multiple of this many bytes, so that each can be viewed in its dtype."""
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh
 
 SMALL_BUCKET = 1 << 22
 """The smallest default of ``bucket_bytes``: for small parameters, larger buckets save kernel launches."""
-
-GATHERING = "gathering the optimizer's state from its owners"
 
 
 def stepping_for(
@@ -62,15 +56,15 @@ def stepping_for(
     ``others`` are parameters that are not trained. The layout has them too, so that they can be saved with the others.
     """
     all_params = {**params, **others}
-    any_dtensor = next((name for name, param in all_params.items() if is_dtensor(param)), None)
-    if layout is None and any_dtensor is None:
+    dtensor_names = [name for name, param in all_params.items() if is_dtensor(param)]
+    if layout is None and not dtensor_names:
         bucket_bytes = bucket_bytes or max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
         return Stepping(tx, tuple(visit(inner_of(tx), meta_like(dict(params)))), bucket_bytes)
     if layout is None:
         layout = from_dtensors(all_params)
-    elif any_dtensor is not None and not layout.dtensors:
+    elif dtensor_names and not layout.dtensors:
         raise TypeError(
-            f"layout: found {layout!r}, expected none, because {any_dtensor!r} is a DTensor: leave layout out"
+            f"layout: found {layout!r}, expected none, because {dtensor_names[0]!r} is a DTensor: leave layout out"
         )
     elif not layout.is_flat and not layout.dtensors and not all(name in layout.specs for name in params):
         # Every rank holds every parameter in full, so parameters that are added later are replicated too.
@@ -80,69 +74,6 @@ def stepping_for(
     return SteppingOverRanks(tx, tuple(visit(inner_of(tx), layout.meta(list(params)))), layout, settings)
 
 
-Constructor = TypeVar("Constructor", bound=Callable[..., None])
-
-
-def constructed_together(constructor: Constructor) -> Constructor:
-    """Decorate the constructor of an optimizer: an error on one rank is raised on all ranks that construct it."""
-
-    @functools.wraps(constructor)
-    def construct(self: Any, *args: Any, **options: Any) -> None:
-        if args and isinstance(args[0], Iterator):
-            args = [*args[0]], *args[1:]  # an iterator can be read only once
-        with construction(lambda: _group_of(args, options)):
-            constructor(self, *args, **options)
-
-    return cast("Constructor", construct)
-
-
-def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that construct an optimizer with these arguments; None if it is alone."""
-    if not dist.is_initialized():
-        return None
-    layout = options.get("layout")
-    for argument in (*args, *options.values()):
-        if isinstance(argument, Sharded):
-            layout = argument.layout
-    if isinstance(layout, Layout):
-        return layout.group
-    if layout is not None:
-        group = getattr(layout, "keywords", {}).get("group")  # of a functools.partial
-        return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-    params = args[0] if args else options.get("params")
-    leaves = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
-    meshes = [leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]
-    is_of_all = bool(meshes) and all(mesh.size() == dist.get_world_size() for mesh in meshes)
-    return dist.group.WORLD if is_of_all else None
-
-
-class Gathering:
-    """An asynchronous broadcast of state that only one rank has, because it alone orthogonalizes the matrix."""
-
-    def __init__(
-        self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
-    ) -> None:
-        # leaves: a dict from the index of a leaf in the state to its placement and this rank's part of it
-        sizes = [prod(what.shape) * what.dtype.itemsize for what, _ in leaves.values()]
-        padded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-        # Each byte is written by one rank, and is zero on the others, so the sum has the exact bits of the owners.
-        buffer = torch.zeros(sum(padded), dtype=torch.uint8, device=device)
-        self._wholes: dict[int, Tensor] = {}
-        for (place, (what, leaf)), size, room in zip(leaves.items(), sizes, buffer.split(padded), strict=True):
-            whole = room[:size].view(what.dtype)
-            self._wholes[place] = whole.view(what.shape)
-            if leaf is not None and what.share is not None and (what.share.owner is not None or layout.rank == 0):
-                whole[slice(*interval_of(what, what.share))] = leaf.reshape(-1)
-        with collective(GATHERING):
-            self._work: Any = dist.all_reduce(buffer, group=layout.group, async_op=True)
-
-    def wait(self) -> dict[int, Tensor]:
-        """Wait for the copy. Return a dict from the index of a tensor in the state to the full tensor."""
-        with collective(GATHERING):
-            self._work.wait()
-        return self._wholes
-
-
 class SteppingOverRanks(Stepping):
     """Creates the optimizer state and runs the steps for sharded or replicated parameters, on all ranks together."""
 
@@ -150,12 +81,13 @@ class SteppingOverRanks(Stepping):
 
     def __init__(self, tx: Transform, visits: Sequence[Visit], layout: Layout, settings: Settings) -> None:
         super().__init__(tx, visits, None)
-        self.layout, self._settings = layout, settings
+        self.layout = layout
+        self._settings = settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
         self._progress = Progress()
         self._now = self._inner
         self._like: dict[str, Tensor | None] = {}
-        self._many = layout.group is not None and layout.size > 1
+        self._is_distributed = layout.group is not None and layout.size > 1
         self._is_replicated = layout.is_replicated and not layout.dtensors
         self._gathering: Gathering | None = None
 
@@ -169,62 +101,62 @@ class SteppingOverRanks(Stepping):
         state = init_sharded(self.binding, self._progress, self._inner, local)
         self._device = tree.device_of(local)
         self._like = self.binding.global_like(local)
-        self._about = describe_state(self.binding, self._inner, self._like)
-        self._owned = {
-            place: what
-            for place, what in enumerate(self._about)
-            if self._many and what is not None and what.owned and self._is_hidden(what)
-        }
+        self._placements = describe_state(self.binding, self._inner, self._like)
+        self._owned = {}
+        for place, placement in enumerate(self._placements):
+            if self._is_distributed and placement is not None and placement.owned and self._is_hidden(placement):
+                self._owned[place] = placement
         self.refresh(params, groups)
         return state
 
-    def _is_hidden(self, what: LeafPlacement) -> bool:
+    def _is_hidden(self, placement: LeafPlacement) -> bool:
         """Return True if only one rank has a state tensor and no DTensor on the parameter's mesh can express that."""
-        if all(share.owner is None for share in what.shares):
+        if all(share.owner is None for share in placement.shares):
             return False
-        if what.name is None or what.name not in self.layout.dtensors or len(what.shares) == 1:
+        if placement.name is None or placement.name not in self.layout.dtensors or len(placement.shares) == 1:
             return True
-        return not own_what_they_hold(self.layout, what.name, what.shares, what.shape)
+        return not own_what_they_hold(self.layout, placement.name, placement.shares, placement.shape)
 
-    def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
-        what = self._about[place]
-        if what is None:
-            return leaf
-        whole = other.whole(at, had)
-        if whole is None or tuple(whole.shape) != what.shape:
+    def _part_like(self, place: int, leaf: Any, whole: Tensor) -> Any:
+        placement = self._placements[place]
+        if placement is None or tuple(whole.shape) != placement.shape:
             return leaf
         whole = whole.to(self._device)
-        if what.name is None:
+        if placement.name is None:
             return whole
-        if not what.owned:
-            return self.layout.piece(what.name).cut(whole)
-        return None if what.local is None or what.share is None else _part(what, whole).view(what.local)
+        if not placement.owned:
+            return self.layout.piece(placement.name).cut(whole)
+        if placement.local is None or placement.share is None:
+            return None
+        return _interval(placement, whole).view(placement.local)
 
     def whole(self, place: int, leaf: Any) -> Any:
         """Gather the state tensor with index ``place`` and return it in full. All ranks must call this together."""
-        what = self._about[place]
-        if what is None or what.name is None:
+        placement = self._placements[place]
+        if placement is None or placement.name is None:
             return leaf
-        if not what.owned:
-            return self.layout.gather({what.name: leaf})[what.name]
-        if not self._many:
-            return leaf.view(what.shape)
-        return Gathering(self.layout, self._device, {place: (what, leaf)}).wait()[place]
+        if not placement.owned:
+            return self.layout.gather({placement.name: leaf})[placement.name]
+        if not self._is_distributed:
+            return leaf.view(placement.shape)
+        return Gathering(self.layout, self._device, {place: (placement, leaf)}).wait()[place]
 
     def show(self, place: int, leaf: Tensor | None) -> Tensor | None:
         """Convert the state tensor with index ``place`` to its form in ``optimizer.state``, such as a DTensor."""
-        what = self._about[place]
-        if what is None or what.name is None:
+        placement = self._placements[place]
+        if placement is None or placement.name is None:
             return leaf
-        found = leaf_to_dtensor(self.binding, what, leaf)
-        if is_dtensor(found):
-            return found
-        piece = global_leaf(self.binding, self._device, what, leaf)
+        dtensor = leaf_to_dtensor(self.binding, placement, leaf)
+        if is_dtensor(dtensor):
+            return dtensor
+        piece = global_leaf(self.binding, self._device, placement, leaf)
         return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
 
     def shown(self, state: PyTree) -> PyTree:
         """Return the state in the form that the sharded ``update`` takes: DTensors if the parameters are DTensors."""
-        return state_to_dtensors(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
+        if not self.layout.dtensors:
+            return state
+        return state_to_dtensors(self.binding, self._inner, self._like, state)
 
     # ------------------------------------------------------------------------------------------------- persistence
 
@@ -235,8 +167,8 @@ class SteppingOverRanks(Stepping):
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
         if self._owned and self._is_replicated:
             leaves = tree.leaves(state)
-            found = {place: (what, leaves[place]) for place, what in self._owned.items()}
-            self._gathering = Gathering(self.layout, self._device, found)
+            owned_leaves = {place: (placement, leaves[place]) for place, placement in self._owned.items()}
+            self._gathering = Gathering(self.layout, self._device, owned_leaves)
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
         """Return the state tensors that only one rank has, by index, as full tensors or DTensors to save."""
@@ -244,42 +176,37 @@ class SteppingOverRanks(Stepping):
             return self._gathering.wait()
         if not self._owned or not self.layout.dtensors:
             return {}
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
         assert self.layout.group is not None
         wait_for_all(self.layout.group, "state_dict()")
         leaves = tree.leaves(state)
-        found: dict[int, Any] = {}
-        for place, what in self._owned.items():
-            found[place] = whole = self.whole(place, leaves[place])
-            assert what.name is not None
-            if what.name in self.layout.dtensors:
-                mesh = self.layout.dtensors[what.name].mesh
-                placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0) if whole.ndim else Replicate()]
-                # Cloned, because a shard is a view that would keep the full tensor in memory.
-                found[place] = distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()
-        return found
+        exported: dict[int, Any] = {}
+        for place, placement in self._owned.items():
+            assert placement.name is not None
+            exported[place] = self.whole(place, leaves[place])
+            if placement.name in self.layout.dtensors:
+                exported[place] = _evenly_sharded(exported[place], self.layout.dtensors[placement.name].mesh)
+        return exported
 
     def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
         """Return the values to load into the state tensor with index ``place``, or an error message."""
-        what = self._about[place]
-        if what is None or what.name is None or not what.owned or isinstance(value, IntervalTensor):
+        placement = self._placements[place]
+        if placement is None or placement.name is None or not placement.owned or isinstance(value, IntervalTensor):
             return on_this_rank(leaf, value)
         if not is_dtensor(value):
             return value
-        spec = self.layout.dtensors.get(what.name)
+        spec = self.layout.dtensors.get(placement.name)
         is_of_one_owner = is_dtensor(leaf) and value.device_mesh == leaf.device_mesh
         if spec is None or value.device_mesh != spec.mesh or is_of_one_owner:
             return on_this_rank(leaf, value)
         # Use our own mesh: a loaded mesh may have the coordinates of the rank that saved it.
-        own = dtensor_of(local_of(value), spec.mesh, value.placements, value.shape, value.stride())
-        return shard_error(value, spec.mesh) or own
+        shard = dtensor_of(local_of(value), spec.mesh, value.placements, value.shape, value.stride())
+        return shard_error(value, spec.mesh) or shard
 
     def load(
         self, loads: Sequence[Load], state: PyTree, problem: Exception | None, without_state: Sequence[str]
     ) -> None:
         """Copy saved values into the state. If parameters are sharded, an error on one rank is raised on all ranks."""
-        if self._many and not self._is_replicated:
+        if self._is_distributed and not self._is_replicated:
             assert self.layout.group is not None
             wait_for_all(self.layout.group, "load_state_dict()")
             missing = dict.fromkeys(without_state, "without saved state")
@@ -288,7 +215,7 @@ class SteppingOverRanks(Stepping):
         elif problem is not None:
             raise problem
         self.assign(loads, state)
-        if self._many:
+        if self._is_distributed:
             self._progress.load()
 
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
@@ -296,13 +223,15 @@ class SteppingOverRanks(Stepping):
         leaves = tree.leaves(state)
         # The gathered copies are loaded too, not gathered again, because this rank may load alone.
         gathered = {} if self._gathering is None else self._gathering.wait()
-        for _, place, given in loads:
-            what, leaf = self._about[place], leaves[place]
-            value = given.full_tensor() if is_dtensor(given) else given
-            if what is not None and what.owned and tuple(value.shape) == what.shape:
+        for _, place, value in loads:
+            placement = self._placements[place]
+            leaf = leaves[place]
+            if is_dtensor(value):
+                value = value.full_tensor()
+            if placement is not None and placement.owned and tuple(value.shape) == placement.shape:
                 if place in gathered:
                     gathered[place].copy_(value)
-                value = _part(what, value)
+                value = _interval(placement, value)
             if leaf is not None:
                 leaf.copy_(value.view(leaf.shape))
 
@@ -331,6 +260,20 @@ class SteppingOverRanks(Stepping):
         return after
 
 
-def _part(what: LeafPlacement, whole: Tensor) -> Tensor:
+def _interval(placement: LeafPlacement, whole: Tensor) -> Tensor:
     """Return the interval of a flattened full state tensor that this rank holds."""
-    return whole.reshape(-1)[slice(*((0, 0) if what.share is None else interval_of(what, what.share)))]
+    flat = whole.reshape(-1)
+    if placement.share is None:
+        return flat[:0]
+    start, stop = interval_of(placement, placement.share)
+    return flat[start:stop]
+
+
+def _evenly_sharded(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a full tensor as a DTensor that is sharded over the last dim of a mesh."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    last = Shard(0) if whole.ndim else Replicate()
+    placements = [*[Replicate()] * (mesh.ndim - 1), last]
+    # Cloned, because a shard is a view that would keep the full tensor in memory.
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()

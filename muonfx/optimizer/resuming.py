@@ -16,7 +16,7 @@ from muonfx.core import Transform
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.schedules import Schedule
 from muonfx.core.value import Recorded, dotted, part_names
-from muonfx.optimizer.groups import BoundGroup, Group, Hyperparam, fitted
+from muonfx.optimizer.group_numbers import BoundGroup, Group, Hyperparam, fitted
 
 SCHEDULES = "schedules"
 """The key in a saved group with a dict from the name of each schedule to the code that creates it."""
@@ -104,16 +104,17 @@ def _comparable(hyperparam: Hyperparam, group: Group, saved: Group) -> tuple[obj
     if key == "lr":  # torch's schedulers keep the base rate here
         file_value = saved.get("initial_lr", file_value)
         code_value = group.get("initial_lr", code_value)
-    is_cycled = any(name in entries for name in ("base_momentum", "max_momentum") for entries in (group, saved))
+    all_keys = group.keys() | saved.keys()
+    is_cycled = "base_momentum" in all_keys or "max_momentum" in all_keys
     if is_cycled and key in ("momentum", "betas"):
         return None
     return file_value, code_value
 
 
 def _are_close(first: object, second: object) -> bool:
+    """Return True if two values of a group are equal, or are numbers that differ by rounding only."""
     if isinstance(first, tuple | list) and isinstance(second, tuple | list):
         return len(first) == len(second) and all(map(_are_close, first, second))
-    numbers = [float(value) for value in (first, second) if isinstance(value, int | float | Tensor)]
-    if len(numbers) < 2:
-        return first == second
-    return math.isclose(*numbers, rel_tol=1e-6)
+    if isinstance(first, int | float | Tensor) and isinstance(second, int | float | Tensor):
+        return math.isclose(float(first), float(second), rel_tol=1e-6)
+    return first == second

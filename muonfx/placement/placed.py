@@ -28,10 +28,9 @@ from muonfx.core.value import make_factory, with_numbers
 from muonfx.core.visit import (
     Visit,
     as_chain,
-    calls_of,
     delegates,
+    fixed,
     is_wrapper,
-    resolve_within,
     root_visit,
     stand_in,
     sums_over_leaves,
@@ -115,13 +114,14 @@ def needs_matrices(tx: Transform) -> bool:
 # ------------------------------------------------------------------------------------------------------------ rewriting
 
 
-def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS) -> Transform:
+def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS, *, visited: Visit | None = None) -> Transform:
     """Return a transform that does the work of ``tx`` where its tensors are.
 
     Args:
         tx: a transform.
         params: the parameters in full, not sharded. Values are not read, so meta tensors suffice.
         where: where the transform runs; by default in one process, with its state in memory.
+        visited: the first `Visit` of the transform for the parameters, if the caller has it. None: they are visited.
 
     Returns:
         A transform with the numbers and the state of ``tx``. It prints as a table of how each transform in it runs on
@@ -143,8 +143,9 @@ def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS) -> Tran
       elementwise: momentum                           ELEMENT   2       momentum             momentum
       matrix stage: orthogonalize, normalize_neurons  LEAF      2       orthogonalize        orthogonalize
     """
-    meta_params = meta_like(params)
-    rewritten = _place(tx, meta_params, where, applies=True)
+    if visited is None:
+        visited = root_visit(tx, meta_like(params))
+    rewritten = _place(visited, where, applies=True)
     if list(map(id, tree.leaves(rewritten))) != list(map(id, tree.leaves(tx))):
         raise TypeError(
             f"{tx.name}: found other numbers after `resolve`, expected the numbers of the transform in their order: "
@@ -153,7 +154,7 @@ def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS) -> Tran
     extras: dict[str, Any] = {"workspace": Workspace()}
     if where.ranks is not None:
         extras |= where.ranks.extras
-    return _with_extras(rewritten, extras, lambda: report(tx, meta_params))
+    return _with_extras(rewritten, extras, lambda: report(visited))
 
 
 class Placed(Transform):
@@ -178,40 +179,37 @@ def _with_extras(tx: Transform, extras: Mapping[str, Any], report: Callable[[], 
     return tx.functions.init, update
 
 
-def _place(tx: Transform, meta_params: PyTree, where: Where, *, applies: bool = False) -> Transform:
+def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
     """Rewrite a transform. With ``applies``, it also adds its updates to the parameters, if it is given a function."""
-    # Resolved first: a function that chooses labels or a mask runs once, and gives its warnings once.
-    tx = tx.resolve(meta_params)
-    unit = _unit_of(tx, where)
+    unit = _unit_of(visited.tx, where)
     if unit != "other":
-        return _place_unit(tx, unit, meta_params, where, applies=applies)
-    entries = chain_entries(tx)
-    if entries is not None:
-        return _place_chain(entries, meta_params, where, applies=applies)
-    result = _place_other(tx, meta_params, where)
+        return _place_unit(fixed(visited), unit, visited.params, where, applies=applies)
+    if chain_entries(visited.tx) is not None:
+        return _place_chain(visited, where, applies=applies)
+    result = _place_other(visited, where)
     return applying(result, is_last=True) if applies else result
 
 
 def _place_unit(tx: Transform, unit: Unit, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
     """Rewrite a transform, or a chain, that runs on some leaves at a time, on shards, or on whole matrices."""
-    fixed = resolve_within(tx, meta_params)
     if unit == "matrices":
         assert where.ranks is not None
-        result = where.ranks.on_owners(fixed)
+        result = where.ranks.on_owners(tx)
         return applying(result, is_last=True) if applies else result
     if applies:  # within a bucket, so that its updates are freed before the next bucket
-        fixed = applying(fixed, is_last=True)
+        tx = applying(tx, is_last=True)
     if where.store != IN_MEMORY:
-        return in_store(fixed, where.store)
+        return in_store(tx, where.store)
     if where.bucket_bytes is not None:
-        return in_buckets(fixed, where.bucket_bytes, buckets_by_shape(meta_params, where.bucket_bytes))
-    return fixed
+        return in_buckets(tx, where.bucket_bytes, buckets_by_shape(meta_params, where.bucket_bytes))
+    return tx
 
 
-def _place_other(tx: Transform, meta_params: PyTree, where: Where) -> Transform:
+def _place_other(visited: Visit, where: Where) -> Transform:
     """Rewrite a wrapper, or a transform that needs all leaves or sums over them."""
+    tx = visited.tx
     if is_wrapper(tx):
-        return _place_wrapper(tx, meta_params, where)
+        return _place_wrapper(visited, where)
     runs_on_shards = works_on_pieces(tx) and not tx.children
     if where.is_sharded and not runs_on_shards:
         assert where.ranks is not None
@@ -219,50 +217,52 @@ def _place_other(tx: Transform, meta_params: PyTree, where: Where) -> Transform:
     return tx if where.store == IN_MEMORY else at_once(tx, where.store)
 
 
-def _place_wrapper(tx: Transform, meta_params: PyTree, where: Where) -> Transform:
+def _place_wrapper(visited: Visit, where: Where) -> Transform:
     """Rewrite the inner transforms of a wrapper, each for the parameters that it receives."""
-    calls = iter(calls_of(tx, meta_params))
+    calls = iter(visited.calls)
 
-    def place_next(inner: Transform) -> Transform:
-        result = _place(inner, next(calls).params, where)
+    def place_next(_: Transform) -> Transform:
+        result = _place(next(calls), where)
         return result if where.store == IN_MEMORY else skippable(result)
 
-    rewritten = tx.with_children(place_next)
+    rewritten = visited.tx.with_children(place_next)
     if where.store == IN_MEMORY:
         return rewritten
-    return with_own_state_in_store(rewritten, StateDivision.of(tx, meta_params), where.store)
+    return with_own_state_in_store(rewritten, StateDivision.of(visited.tx, visited.params), where.store)
 
 
-def _place_chain(members: Mapping[str, Transform], meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
+def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     """Rewrite a chain as a chain of groups of members that run together."""
-    resolved = {name: tx.resolve(meta_params) for name, tx in members.items()}
-    groups = _groups(resolved, where)
+    entries = chain_entries(visited.tx)
+    assert entries is not None
+    members = dict(zip(entries, visited.calls, strict=True))
+    groups = _groups(members, where)
     rewritten: dict[str, Transform] = {}
     for index, (unit, names) in enumerate(groups):
-        tx = _group_of(resolved, names)
         is_last = index == len(groups) - 1
         if unit == "other":
-            result = _place(tx, meta_params, where, applies=applies and is_last)
+            result = _place(members[names[0]], where, applies=applies and is_last)
         else:
-            result = _place_unit(tx, unit, meta_params, where, applies=applies and is_last)
+            group = _group_of(members, names)
+            result = _place_unit(group, unit, visited.params, where, applies=applies and is_last)
         if applies and not is_last and result.extras.takes_all:
             result = applying(result, is_last=False)
         rewritten[str(index)] = result
     return in_groups(as_chain(rewritten), tuple([names for _, names in groups]))
 
 
-def _group_of(members: Mapping[str, Transform], names: list[str]) -> Transform:
-    """Return the only member of a group, or a chain of its members."""
+def _group_of(members: Mapping[str, Visit], names: list[str]) -> Transform:
+    """Return the resolved transform of the only member of a group, or a chain of its members."""
     if len(names) == 1:
-        return members[names[0]]
-    return as_chain({name: members[name] for name in names})
+        return fixed(members[names[0]])
+    return as_chain({name: fixed(members[name]) for name in names})
 
 
-def _groups(members: Mapping[str, Transform], where: Where) -> list[tuple[Unit, list[str]]]:
+def _groups(members: Mapping[str, Visit], where: Where) -> list[tuple[Unit, list[str]]]:
     """Divide the names of a chain's members into neighbours that run on the same unit, and so together."""
     groups: list[tuple[Unit, list[str]]] = []
-    for name, tx in members.items():
-        unit = _unit_of(tx, where)
+    for name, visited in members.items():
+        unit = _unit_of(visited.tx, where)
         previous_unit = groups[-1][0] if groups else None
         if unit == previous_unit and unit != "other":
             groups[-1][1].append(name)
@@ -351,10 +351,10 @@ class PlacedTransforms:
         self._global_like = global_like
         self._entries: dict[Any, list[_Entry]] = {}
 
-    def __call__(self, tx: Transform, params: PyTree) -> Transform:
+    def __call__(self, tx: Transform, params: PyTree, visited: Visit | None = None) -> Transform:
         """Return `placed` of a transform with its current numbers, for local parameters."""
         key = tx.treedef, tree.flatten(params)[1]
-        entry = self._fitting(key, params) or self._add(key, tx, params)
+        entry = self._fitting(key, params) or self._add(key, tx, params, visited)
         if entry.original is not tx:
             entry.placed = with_numbers(entry.placed, iter(tree.leaves(tx)))
             entry.original = tx
@@ -367,11 +367,11 @@ class PlacedTransforms:
                 return entry
         return None
 
-    def _add(self, key: Any, tx: Transform, params: PyTree) -> _Entry:
+    def _add(self, key: Any, tx: Transform, params: PyTree, visited: Visit | None) -> _Entry:
         if sum(map(len, self._entries.values())) >= self.LIMIT:
             self._entries.clear()
         meta_params = meta_like(params) if self._global_like is None else self._global_like(params)
-        entry = _Entry(meta_params, tx, placed(tx, meta_params, self.where))
+        entry = _Entry(meta_params, tx, placed(tx, meta_params, self.where, visited=visited))
         self._entries.setdefault(key, []).append(entry)
         return entry
 
@@ -394,10 +394,10 @@ class _Entry:
 # ------------------------------------------------------------------------------------------------------------- reports
 
 
-def report(tx: Transform, meta_params: PyTree) -> Report:
+def report(visited: Visit) -> Report:
     """Return a table of how each transform runs: one row for each, or for several that run together."""
     titles = ("node", "locality", "leaves", "state", "numbers")
-    return Report((Table(titles, [_row([root_visit(tx, meta_params)])]),))
+    return Report((Table(titles, [_row([visited])]),))
 
 
 def _row(visits: list[Visit]) -> Row:

@@ -16,9 +16,6 @@ from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike, block_side
 
-_TILE = 128
-"""The assumed side of the tiles of the Triton kernel. Tiles on the diagonal are computed in full."""
-
 
 class Cost(NamedTuple):
     """The cost of orthogonalizing one matrix by Newton-Schulz; a multiply-add counts as two operations."""
@@ -68,30 +65,36 @@ def _cost(
     method: policy.MethodLike,
     products: ProductsLike,
 ) -> Cost:
-    chosen = policy.plan(
+    plan = policy.plan(
         short, long, dtype, device, resolved, method=method, dtype=dtype, products=products, portable=True
     )
     # Not the operation count: halved products save less time than operations, and memory passes take time too.
-    return Cost(_flops(chosen), 2 * policy.work(chosen, device, portable=True), chosen.scratch_bytes)
+    return Cost(_flops(plan), 2 * policy.work(plan, device, portable=True), plan.scratch_bytes)
 
 
-def _flops(chosen: policy.Plan) -> float:
+def _flops(plan: policy.Plan) -> float:
     """Return the number of floating-point operations to orthogonalize one matrix as the plan describes."""
-    # Two long products for each stage, and at most 4 k - 3 small products for k steps.
-    n, m = chosen.shape
-    gram, small = _computed(chosen.products, n), _computed(chosen.small_products, n)
-    long = len(chosen.stages) * (1 + gram) * n * n * m
-    squares = sum(1 for stage in chosen.stages for step in stage.steps if step[2] != 0)
-    extra = sum(len(stage.steps) - 1 for stage in chosen.stages)
-    return 2 * (long + small * n**3 * (squares + 3 * extra))
+    n, m = plan.shape
+    gram_share = _computed_share(plan.products, n)
+    small_share = _computed_share(plan.small_products, n)
+    squares = 0
+    further_steps = 0
+    for stage in plan.stages:
+        squares += sum(1 for _, _, c in stage.steps if c != 0)
+        further_steps += len(stage.steps) - 1
+    # Each stage takes two products with the long side. Each of its k steps takes a square unless c is zero, and each
+    # but the first three more products: at most 4 k - 3 small products.
+    long_products = len(plan.stages) * (1 + gram_share) * n * n * m
+    small_products = small_share * n**3 * (squares + 3 * further_steps)
+    return 2 * (long_products + small_products)
 
 
-def _computed(how: str, n: int) -> float:
-    """Return the fraction of a symmetric `n x n` product that is computed; the rest is mirrored.
-
-    `how` is "batched" (computed in full), or "blocks" or "triton" (only blocks on and below the diagonal).
-    """
+def _computed_share(how: str, n: int) -> float:
+    """Return the part of a symmetric `n x n` product that is computed, not mirrored, by "batched" or "blocks"."""
     if how == "batched" or n == 0:
         return 1.0
-    side = min(n, block_side(n) if how == "blocks" else _TILE)
-    return sum(min(side, n - start) * (n - start) for start in range(0, n, side)) / n**2
+    computed = 0
+    side = min(n, block_side(n))
+    for start in range(0, n, side):
+        computed += min(side, n - start) * (n - start)
+    return computed / n**2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import compress
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -51,8 +53,8 @@ def orthogonalize(
         dtype: the dtype of the matrix products. "auto": the choice of `compute_dtype`, but at least fp32 if derivatives
             are taken (by autograd, or by `torch.func.grad`, `vjp` or `jvp`), because bf16 derivatives are useless.
         products: how symmetric products such as `X X^T` are computed. "batched": in full, by one batched product.
-            "blocks": only one half, by blocks, on a CPU; the other half is a mirrored copy. "triton": the same by GPU
-            kernels. "auto": the choice that `explain` shows. Small matrices, and all matrices under autograd,
+            "blocks": only one half, by blocks; the other half is a mirrored copy. "auto": the choice that `explain`
+            shows, which may also be quack-kernels on a GPU. Small matrices, and all matrices under autograd,
             `torch.func` and the compiler, use "batched".
         max_scratch_bytes: the approximate limit of memory for temporary tensors; see `orthogonalize_many`.
 
@@ -62,7 +64,7 @@ def orthogonalize(
     Raises:
         TypeError: `x` is not a floating tensor of a supported dtype, or an argument has the wrong type.
         ValueError: `x` has fewer than two dims, or another argument is malformed.
-        RuntimeError: `products="triton"` on a device that cannot run the kernels.
+        RuntimeError: quack-kernels, which is tested at first use, is first used inside the capture of a CUDA graph.
 
     Follows Keller Jordan's Muon, with the scaling of this package (see `muonfx.polar.iteration`), and Gram
     Newton-Schulz of Dao-AILab with changes (see `muonfx.polar.stages`).
@@ -181,48 +183,63 @@ class Orthogonalizer:
         inputs = xs if table is None else [*xs, table]
         watched = is_watched(*inputs)
         differentiated = watched and is_differentiated(*inputs)
-        donated = _donated(xs) if donate and not watched else [False] * len(xs)
-        in_place = not watched and table is None and not self._polynomials.row_scaling
         # Sides may be symbols. A tracer records operators, and then one batch is best.
         traced = is_traced(*[side for x in xs for side in x.shape])
+        donated = [False] * len(xs)
+        if donate and not watched:
+            donated = _donated(xs)
+        in_place = not watched and table is None and not self._polynomials.row_scaling
         groups = _grouped(xs, in_place, traced)
         # All plans are made before any result, so invalid settings raise before anything is written.
         plans = [self.plan_for(kind, differentiated=differentiated, traced=traced) for kind, _ in groups]
         results: list[torch.Tensor] = list(xs)
-        for (kind, members), own in zip(groups, plans, strict=True):
-            scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
-            job = _Job(kind, own, self._polynomials, scratch, watched, watched or traced, workspace)
-            filled = [i for i in members if xs[i].numel() > 0]
-            for i in set(members).difference(filled) if len(filled) < len(members) else ():
-                results[i] = xs[i] if donated[i] else torch.empty_like(xs[i])
-            done = _run([xs[i] for i in filled], [donated[i] for i in filled], job)
-            for i, y in zip(filled, done, strict=True):
+        for (kind, indices), plan_of_group in zip(groups, plans, strict=True):
+            default_scratch = _CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH
+            scratch = max_scratch_bytes or default_scratch
+            job = _Job(kind, plan_of_group, self._polynomials, scratch, watched, watched or traced, workspace)
+            nonempty: list[int] = []
+            for i in indices:
+                if xs[i].numel() > 0:
+                    nonempty.append(i)
+                elif not donated[i]:
+                    results[i] = torch.empty_like(xs[i])
+            ys = _run([xs[i] for i in nonempty], [donated[i] for i in nonempty], job)
+            for i, y in zip(nonempty, ys, strict=True):
                 results[i] = y
         return results
 
 
 def _grouped(xs: Sequence[torch.Tensor], in_place: bool, traced: bool) -> list[tuple[_Kind, list[int]]]:
     """Group matrices that can be in one batch; return pairs of their common properties and their indices in `xs`."""
-    kinds: list[_Kind] = []
-    for x in xs:
-        rows, columns = x.shape[-2:]
-        short, long = (rows, columns) if rows <= columns else (columns, rows)
-        tall = rows > columns if in_place and short * long >= _LARGE else None
-        kinds.append(_Kind(short, long, x.dtype, x.device, tall))
-    if not traced:
-        groups: defaultdict[_Kind, list[int]] = defaultdict(list)
-        for i, kind in enumerate(kinds):
-            groups[kind].append(i)
-        return list(groups.items())
-    found: list[tuple[_Kind, list[int]]] = []
-    for i, kind in enumerate(kinds):  # symbols have no hash; comparing them guards the graph
-        for other, members in found:
-            if kind == other:
-                members.append(i)
+    kinds = [_kind_of(x, in_place) for x in xs]
+    if traced:
+        return _grouped_without_hash(kinds)
+    indices_of: defaultdict[_Kind, list[int]] = defaultdict(list)
+    for i, kind in enumerate(kinds):
+        indices_of[kind].append(i)
+    return list(indices_of.items())
+
+
+def _kind_of(x: torch.Tensor, in_place: bool) -> _Kind:
+    rows, columns = x.shape[-2:]
+    short, long = (rows, columns) if rows <= columns else (columns, rows)
+    tall = None
+    if in_place and short * long >= _LARGE:
+        tall = rows > columns
+    return _Kind(short, long, x.dtype, x.device, tall)
+
+
+def _grouped_without_hash(kinds: Sequence[_Kind]) -> list[tuple[_Kind, list[int]]]:
+    """Group equal kinds whose sides are symbols. They have no hash, and comparing them guards the graph."""
+    groups: list[tuple[_Kind, list[int]]] = []
+    for i, kind in enumerate(kinds):
+        for group_kind, indices in groups:
+            if kind == group_kind:
+                indices.append(i)
                 break
         else:
-            found.append((kind, [i]))
-    return found
+            groups.append((kind, [i]))
+    return groups
 
 
 class _Job(NamedTuple):
@@ -245,90 +262,113 @@ def _donated(xs: Sequence[torch.Tensor]) -> list[bool]:
     return [x.is_contiguous() and i not in shared for i, x in enumerate(xs)]
 
 
+class _Piece(NamedTuple):
+    """Matrices of one input that are in one batch: the whole input, or a part of a stack that exceeds the batch."""
+
+    index: int
+    """The index of the input."""
+    matrices: torch.Tensor
+    """The matrices `(b, short, long)`, or `(b, long, short)` in a tall batch."""
+    destination: torch.Tensor | None
+    """Memory for the results, of the same shape; None if the results become a new tensor, for a whole input."""
+
+
 def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.Tensor]:
     """Orthogonalize nonempty matrices of one shape and dtype; `donated` is True for matrices to overwrite."""
     if not xs:
         return []
-    (short, _, held, _, tall), plan = job.kind, job.plan
-    if tall is None and not job.at_once and {x.ndim for x in xs} == {2}:
+    if job.kind.tall is None and not job.at_once and {x.ndim for x in xs} == {2}:
         return _run_stacked(xs, donated, job)
-    if tall is None:  # another memory order rounds differently, and ranks may hold different orders
-        flats = [_wide(x.contiguous(), short) for x in xs]
-        limit = _most_in_a_batch(job)
-        # As a view, a new wide result would keep its batch alive next to the copies of tall results.
-        mixed = not job.watched and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
-    else:
-        flats = [x.reshape(-1, *x.shape[-2:]) for x in xs]
-        limit = 1
-        if _may_batch(job):
-            limit = max(1, min(job.scratch // plan.scratch_bytes, plan.at_once or sum(map(len, flats))))
-        mixed = False
-    counts = [flat.shape[0] for flat in flats]  # read once: reading a shape takes a microsecond
-    # The destination of the results of each input, or None if one batch gives the whole new result.
-    places: list[torch.Tensor | None] = []
-    for x, own, count in zip(xs, donated, counts, strict=True):
-        is_whole = job.at_once or count <= limit
-        new = None if own or is_whole else torch.empty_like(x, memory_format=torch.contiguous_format)
-        places.append(x if own else new)
-    # The input is a placeholder for a new result here, and is not written to.
-    homes = [
-        flat if place is None or place is x else _wide(place, short) if tall is None else place.view(flat.shape)
-        for x, flat, place in zip(xs, flats, places, strict=True)
-    ]
-    batches = [(flats, homes)] if job.at_once else zip(packed(flats, limit), packed(homes, limit), strict=True)
-    owners = iter([i for i, count in enumerate(counts) for _ in range(1 if job.at_once else -(-count // limit))])
-    results = [x if place is None else place for x, place in zip(xs, places, strict=True)]
-    for given, taken in batches:
-        own = [next(owners) for _ in given]
-        y = _batch(given, taken if all(places[i] is not None for i in own) else None, job)
-        sources: list[torch.Tensor] = []
-        destinations: list[torch.Tensor] = []
-        for i, home, part in zip(own, taken, y.split([piece.shape[0] for piece in given]), strict=True):
-            if places[i] is None:
-                part = (part if part.shape[-2] == xs[i].shape[-2] else part.mT).to(held).reshape(xs[i].shape)
-                results[i] = part.clone(memory_format=torch.contiguous_format) if mixed else part.contiguous()
-            elif part.data_ptr() != home.data_ptr():
-                sources.append(part)
-                destinations.append(home)
-        if sources:
-            torch._foreach_copy_(destinations, sources)
-        del y, part, sources  # free before the next batch  # pyright: ignore[reportPossiblyUnboundVariable]
+    limit = _most_in_a_batch(job)
+    results = list(xs)
+    pieces: list[_Piece] = []
+    for i, x in enumerate(xs):
+        matrices = _as_batch(x, job.kind)
+        must_be_split = not job.at_once and matrices.shape[0] > limit
+        destination = None
+        if donated[i]:
+            destination = matrices
+        elif must_be_split:
+            results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
+            destination = _as_batch(results[i], job.kind)
+        pieces.append(_Piece(i, matrices, destination))
+
+    # As a view, a new wide result would keep its batch in memory, next to the copies of tall results.
+    copies = job.kind.tall is None and not job.watched and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
+    batches = [pieces] if job.at_once else _packed(pieces, limit)
+    for batch in batches:
+        _run_batch(batch, results, job, copies)
     return results
+
+
+def _run_batch(batch: list[_Piece], results: list[torch.Tensor], job: _Job, copies: bool) -> None:
+    """Orthogonalize pieces in one batch. Write into destinations; put new tensors, or `copies`, into `results`."""
+    destinations = [piece.destination for piece in batch if piece.destination is not None]
+    all_have_destinations = len(destinations) == len(batch)
+    y = _batch([piece.matrices for piece in batch], destinations if all_have_destinations else None, job)
+    sources: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    for piece, part in zip(batch, y.split([piece.matrices.shape[0] for piece in batch]), strict=True):
+        if piece.destination is None:
+            x = results[piece.index]
+            oriented = part if part.shape[-2] == x.shape[-2] else part.mT
+            result = oriented.to(job.kind.dtype).reshape(x.shape)
+            results[piece.index] = _new_contiguous(result, copies)
+        elif part.data_ptr() != piece.destination.data_ptr():  # else the iteration ran in the destination
+            sources.append(part)
+            targets.append(piece.destination)
+    if sources:
+        torch._foreach_copy_(targets, sources)
+
+
+def _new_contiguous(result: torch.Tensor, copies: bool) -> torch.Tensor:
+    """Return a contiguous result: a copy if `copies`, else the result itself where it is contiguous."""
+    if copies:
+        return result.clone(memory_format=torch.contiguous_format)
+    return result.contiguous()
 
 
 def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.Tensor]:
     """Do the work of `_run` for small matrices `(m, n)`, with few calls for each of them."""
-    kind = job.kind
+    short = job.kind.short
     limit = _most_in_a_batch(job)
-    wide = [x if x.shape[0] == kind.short else x.mT for x in xs]
-    tall = [own is not x for own, x in zip(wide, xs, strict=True)]
-    mixed = len(set(tall)) > 1  # as in `_run`
-    results = list(xs)
-
-    def result(i: int, part: torch.Tensor) -> torch.Tensor:
-        whole = part.mT if tall[i] else part
-        return whole.clone(memory_format=torch.contiguous_format) if mixed else whole.contiguous()
-
+    wide = [x if x.shape[0] == short else x.mT for x in xs]
+    number_wide = sum(map(is_, wide, xs))
+    copies = 0 < number_wide < len(xs)  # as in `_run`
+    results: list[torch.Tensor] = []
     for start in range(0, len(xs), limit):
-        given = wide[start : start + limit]
-        # Contiguous also if there is one tall matrix: sums of transposed memory round in another order.
-        joined = torch.stack(given) if len(given) > 1 else aligned(given[0])[None]
-        parts = outside_autocast(as_function, joined, job.plan, job.resolved).to(kind.dtype).unbind()
-        taken = [i for i, own in enumerate(donated[start : start + limit]) if own]
-        if taken:
-            torch._foreach_copy_([given[i] for i in taken], [parts[i] for i in taken])
-        end = start + len(given)
-        # A comprehension, unlike a loop, keeps no reference to the last part.
-        results[start:end] = [xs[i] if donated[i] else result(i, parts[i - start]) for i in range(start, end)]
-        del joined, parts  # free before the next batch
+        batch = slice(start, start + limit)
+        results += _run_stack(xs[batch], wide[batch], donated[batch], job, copies)
+    return results
+
+
+def _run_stack(
+    xs: list[torch.Tensor], wide: list[torch.Tensor], donated: list[bool], job: _Job, copies: bool
+) -> list[torch.Tensor]:
+    """Orthogonalize `xs`, whose wide views are `wide`, as one stack; all temporary tensors are freed at the end."""
+    # Contiguous also if there is one tall matrix: sums of transposed memory round in another order.
+    stack = torch.stack(wide) if len(wide) > 1 else aligned(wide[0])[None]
+    ys = outside_autocast(as_function, stack, job.plan, job.resolved).to(job.kind.dtype).unbind()
+    targets = list(compress(wide, donated))
+    if targets:
+        torch._foreach_copy_(targets, list(compress(ys, donated)))
+    results: list[torch.Tensor] = []
+    for x, wide_x, y, is_donated in zip(xs, wide, ys, donated, strict=True):
+        if is_donated:
+            results.append(x)
+        else:
+            results.append(_new_contiguous(y if wide_x is x else y.mT, copies))
     return results
 
 
 def _most_in_a_batch(job: _Job) -> int:
-    """Return the number of small matrices that are computed at a time."""
+    """Return the number of matrices that are computed at a time, if they are not computed at once."""
     if not _may_batch(job):
         return 1
-    return max(1, job.scratch // scratch_bytes(job.kind.short, job.kind.long, job.plan.dtype))
+    if job.kind.tall is None:
+        return max(1, job.scratch // scratch_bytes(job.kind.short, job.kind.long, job.plan.dtype))
+    limit = max(1, job.scratch // job.plan.scratch_bytes)
+    return limit if job.plan.at_once is None else min(limit, job.plan.at_once)
 
 
 def _may_batch(job: _Job) -> bool:
@@ -337,57 +377,67 @@ def _may_batch(job: _Job) -> bool:
     return job.at_once or can_be_stacked(job.kind.short, job.kind.long, job.kind.device)
 
 
-def _wide(x: torch.Tensor, short: int) -> torch.Tensor:
-    """View contiguous matrices `(..., m, n)` as a batch `(b, short, long)`, transposed if m is the long side."""
-    wide = x if x.shape[-2] == short else x.mT
+def _as_batch(x: torch.Tensor, kind: _Kind) -> torch.Tensor:
+    """View matrices `(..., m, n)` as a batch `(b, short, long)`, or as `(b, m, n)` if the kind has a memory order."""
+    if kind.tall is not None:
+        return x.reshape(-1, *x.shape[-2:])
+    x = x.contiguous()  # another memory order rounds differently, and ranks may hold different orders
+    wide = x if x.shape[-2] == kind.short else x.mT
     return wide[None] if x.ndim == 2 else wide.reshape(-1, *wide.shape[-2:])
 
 
-def _batch(given: list[torch.Tensor], taken: list[torch.Tensor] | None, job: _Job) -> torch.Tensor:
-    """Orthogonalize the matrices `given` as one batch; `taken` are tensors for its results, None for new tensors."""
-    kind, plan = job.kind, job.plan
+def _batch(matrices: list[torch.Tensor], destinations: list[torch.Tensor] | None, job: _Job) -> torch.Tensor:
+    """Orthogonalize tensors as one batch; `destinations` are memory for its results, None for new memory."""
+    kind = job.kind
+    plan = job.plan
     if kind.tall is None:
         # Contiguous also if there is one tall stack: sums of transposed memory round in another order.
-        if len(given) > 1:
-            joined = torch.cat(given)
+        if len(matrices) > 1:
+            joined = torch.cat(matrices)
         elif job.at_once:
-            joined = given[0].contiguous()
+            joined = matrices[0].contiguous()
         else:
-            joined = aligned(given[0])
+            joined = aligned(matrices[0])
         return outside_autocast(as_function, joined, plan, job.resolved).to(kind.dtype)
     workspace = job.workspace or Workspace()
     workspace.clear()
     # A new result that has the dtype of the batch stays in the buffer that the iteration leaves it in.
-    results = Workspace() if taken is None and plan.dtype == kind.dtype else workspace
-    buffer = _buffer(given, taken, plan.dtype, results)
+    results = Workspace() if destinations is None and plan.dtype == kind.dtype else workspace
+    buffer = _buffer(matrices, destinations, plan.dtype, results)
     return outside_autocast(in_place, buffer, plan, job.resolved, tall=kind.tall, workspace=workspace, results=results)
 
 
 def _buffer(
-    given: list[torch.Tensor], taken: list[torch.Tensor] | None, compute: torch.dtype, workspace: Workspace
+    matrices: list[torch.Tensor],
+    destinations: list[torch.Tensor] | None,
+    compute: torch.dtype,
+    workspace: Workspace,
 ) -> torch.Tensor:
-    """Return the matrices ``given`` as one batch of dtype ``compute``, copied unless results overwrite them."""
-    first = given[0]
-    if taken is not None and first.dtype == compute and _are_adjacent(given, taken):
-        return first.as_strided((sum(map(len, given)), *first.shape[1:]), first.stride())
-    batch = workspace.empty((sum(map(len, given)), *first.shape[1:]), compute, first.device)
+    """Return tensors as one batch of dtype ``compute``: their own memory if results overwrite it, else a copy."""
+    first = matrices[0]
+    counts = [len(x) for x in matrices]
+    shape = (sum(counts), *first.shape[1:])
+    if destinations is not None and first.dtype == compute and _are_adjacent(matrices, destinations):
+        return first.as_strided(shape, first.stride())
+    batch = workspace.empty(shape, compute, first.device)
     if not same_range(first.dtype, compute):  # scale by a power of two before rounding
-        given = [rounded_and_scaled(piece, compute) for piece in given]
-    torch._foreach_copy_(list(batch.split([len(piece) for piece in given])), given)
+        matrices = [rounded_and_scaled(x, compute) for x in matrices]
+    torch._foreach_copy_(list(batch.split(counts)), matrices)
     return batch
 
 
-def _are_adjacent(given: list[torch.Tensor], taken: list[torch.Tensor]) -> bool:
-    """Return True if the tensors ``given`` are consecutive in aligned memory, and are the results ``taken``."""
-    if not is_aligned(given[0]):
+def _are_adjacent(matrices: list[torch.Tensor], destinations: list[torch.Tensor]) -> bool:
+    """Return True if tensors are consecutive in aligned memory, and are themselves the destinations of the results."""
+    if not is_aligned(matrices[0]):
         return False
-    storage, at = given[0].untyped_storage()._cdata, given[0].storage_offset()
-    for x, y in zip(given, taken, strict=True):
-        if x.untyped_storage()._cdata != storage or x.storage_offset() != at or not x.is_contiguous():
+    storage = matrices[0].untyped_storage()._cdata
+    offset = matrices[0].storage_offset()
+    for x, destination in zip(matrices, destinations, strict=True):
+        if x.untyped_storage()._cdata != storage or x.storage_offset() != offset or not x.is_contiguous():
             return False
-        if x.data_ptr() != y.data_ptr():
+        if x.data_ptr() != destination.data_ptr():
             return False
-        at += x.numel()
+        offset += x.numel()
     return True
 
 
@@ -397,15 +447,26 @@ def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
     return max(1, (3 * rows * columns + 4 * rows * rows) * wide)
 
 
-def packed(flats: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Distribute tensors `(k, ...)` of k matrices over lists of at most `limit` matrices; split longer tensors."""
-    batches: list[list[torch.Tensor]] = []
+def _packed(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
+    """Distribute pieces over batches of at most `limit` matrices; longer pieces are split."""
+    batches: list[list[_Piece]] = []
     room = 0
-    for flat in flats:
-        for piece in flat.split(limit) if flat.shape[0] > limit else (flat,):
-            if piece.shape[0] > room:
+    for piece in pieces:
+        for short_piece in _split(piece, limit):
+            count = short_piece.matrices.shape[0]
+            if count > room:
                 batches.append([])
                 room = limit
-            batches[-1].append(piece)
-            room -= piece.shape[0]
+            batches[-1].append(short_piece)
+            room -= count
     return batches
+
+
+def _split(piece: _Piece, limit: int) -> list[_Piece]:
+    """Split a piece into pieces of at most `limit` matrices."""
+    if piece.matrices.shape[0] <= limit:
+        return [piece]
+    assert piece.destination is not None  # a new result of a split input needs memory beforehand
+    matrices = piece.matrices.split(limit)
+    destinations = piece.destination.split(limit)
+    return [_Piece(piece.index, *tensors) for tensors in zip(matrices, destinations, strict=True)]

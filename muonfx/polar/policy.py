@@ -11,8 +11,8 @@ as multiply-adds of the same time. The number of steps in a stage depends on the
 any finite matrix, rounding keeps singular values near their band (the interval of exact arithmetic).
 
 *Products.* On a CPU, only half of each large symmetric product is computed, by blocks, and the other half is mirrored.
-The Triton kernels do the same on CUDA. They have not been measured on a GPU, so they run only with
-``products="triton"``, and only if they pass a self-test on the device at first use.
+On GPUs of compute capability 9 and 10, quack-kernels does the same where it is installed and passes a self-test at
+first use (`muonfx.polar.quack`).
 
 The choice depends on the shape of one matrix, the dtypes, the device and whether derivatives are taken. It depends on
 neither batch size, values nor time, so the same matrix always gets the same result.
@@ -29,11 +29,11 @@ import torch
 
 from muonfx.internal.display import Report, Shown, Table, format_shape
 from muonfx.internal.tracing import called_once, fixed
-from muonfx.polar import kernels
+from muonfx.polar import quack
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.hardware import cpu_has_amx, cpu_has_bf16, cuda_capability
 from muonfx.polar.polynomials import Polynomials, polynomials
-from muonfx.polar.products import ProductsLike
+from muonfx.polar.products import Products, ProductsLike
 from muonfx.polar.rates import BUILT_IN, UNKNOWN, Rates
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 from muonfx.polar.stages import GramStage, staged, standard
@@ -74,9 +74,9 @@ class Plan(Shown):
     """The form of the iteration: one step on each Gram matrix `X X^T` ("standard"), or several ("gram")."""
     stages: tuple[GramStage, ...]
     """The steps of the iteration, grouped by the Gram matrix that they use; empty for coefficients in a tensor."""
-    products: Literal["batched", "blocks", "triton"]
-    """How `X X^T` is computed: in full ("batched"), or half of it by blocks or Triton and the other half mirrored."""
-    small_products: Literal["batched", "blocks", "triton"]
+    products: Products
+    """How `X X^T` is computed: in full ("batched"), or half of it by blocks or quack and the other half mirrored."""
+    small_products: Products
     """How products of Gram matrices are computed, with the same choices as for `products`."""
     reasons: tuple[str, str, str]
     """The reasons for the dtype, the method and the products, as text."""
@@ -87,20 +87,23 @@ class Plan(Shown):
 
         There is a limit only if `products` is "blocks", so that the Gram matrices of a batch fit the CPU's cache.
         """
-        return max(1, _BLOCKS_AT_ONCE // self.shape[0] ** 2) if self.products == "blocks" else None
+        if self.products != "blocks":
+            return None
+        return max(1, _BLOCKS_AT_ONCE // self.shape[0] ** 2)
 
     @property
     def scratch_bytes(self) -> int:
         """The bytes of the temporary tensors for one matrix: two tensors of its size, and 3 to 8 Gram matrices."""
         n, m = self.shape
         longest = max((len(stage.steps) for stage in self.stages), default=1)
-        small = 3 if longest == 1 else 6 if longest == 2 else 8  # buffers of `products.Buffered`, and an identity
-        return (2 * n * m + small * n * n) * self.dtype.itemsize
+        gram_matrices = {1: 3, 2: 6}.get(longest, 8)  # buffers of `products.Buffered`, and an identity
+        return (2 * n * m + gram_matrices * n * n) * self.dtype.itemsize
 
     def report(self) -> Report:
         """Return a table with a row for each of dtype, method and products: the choice and the reason."""
-        taken = (str(self.dtype).removeprefix("torch."), self.method, self.products)
-        rows = list(zip(("dtype", "method", "products"), taken, self.reasons, strict=True))
+        choices = ("dtype", "method", "products")
+        values = (str(self.dtype).removeprefix("torch."), self.method, self.products)
+        rows = list(zip(choices, values, self.reasons, strict=True))
         return Report((Table(("choice", "taken", "reason"), rows, title=format_shape(self.shape)),))
 
 
@@ -269,9 +272,6 @@ def _why_dtype(
     return f"fp32 on devices of type {device.type}"
 
 
-_Products = Literal["batched", "blocks", "triton"]
-
-
 def _choose_products(
     short: int,
     long: int,
@@ -280,26 +280,21 @@ def _choose_products(
     requested: ProductsLike,
     rates: Rates,
     portable: bool,
-) -> tuple[_Products, _Products, str]:
+) -> tuple[Products, Products, str]:
     """Return two choices, such as "blocks", for `X X^T` and for products of Gram matrices, and the reason as text."""
-    if requested not in ("auto", "batched", "blocks", "triton"):
-        raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched', 'blocks' or 'triton'")
-    if requested == "triton" and compute == torch.float64:
-        raise ValueError("products: found 'triton' for float64, expected 'batched' or 'blocks': the kernels have none")
-    if requested == "triton" and not portable and not kernels.available(device):
-        raise RuntimeError(
-            f"products: found 'triton' on {device}, where the kernels do not run (CUDA with capability 8.0 or more "
-            "and an installed Triton); use 'auto' or 'batched'"
-        )
-    if requested == "triton" and not portable:
-        if failed := kernels.failure(device):
-            return "batched", "batched", f"the kernels failed their self-test on {device}: {failed}"
-        return requested, requested, f"as given; the kernels passed their self-test on {device}"
+    if requested not in ("auto", "batched", "blocks"):
+        raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched' or 'blocks'")
     if requested != "auto":
         return requested, requested, "as given"
+    if not portable and quack.is_capable(device):
+        refusal = quack.refusal(short, long, compute, device)
+        if refusal is None:
+            return "quack", "quack", f"quack-kernels passed its self-test on {device}"
+        return "batched", "batched", refusal
+    gram: Products = "blocks" if short * short * long >= rates.halved_from else "batched"
+    small: Products = "blocks" if short**3 >= rates.halved_from else "batched"
     why = f"skipping half of a symmetric product pays from {rates.halved_from:.1e} multiply-adds on ({rates.source})"
-    whole = "blocks" if short * short * long >= rates.halved_from else "batched"
-    return whole, "blocks" if short**3 >= rates.halved_from else "batched", why
+    return gram, small, why
 
 
 def _choose_method(
@@ -330,10 +325,13 @@ def _choose_method(
     stages = staged(resolved.steps, restarts, mean, max(long, 1) / max(short, 1))
     if requested == "gram":
         return "gram", stages, "as given"
-    gram, full = (_cost(own, short, long, rates, products) for own in (stages, plain))
-    cut = " + ".join(str(len(stage.steps)) for stage in stages)
-    why = f"{gram:.2e} multiply-adds in stages of {cut} steps, {full:.2e} in the standard form"
-    return ("gram", stages, why) if gram < full else ("standard", plain, why)
+    gram_cost = _cost(stages, short, long, rates, products)
+    standard_cost = _cost(plain, short, long, rates, products)
+    lengths = " + ".join([str(len(stage.steps)) for stage in stages])
+    why = f"{gram_cost:.2e} multiply-adds in stages of {lengths} steps, {standard_cost:.2e} in the standard form"
+    if gram_cost < standard_cost:
+        return "gram", stages, why
+    return "standard", plain, why
 
 
 def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
@@ -344,12 +342,16 @@ def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
 
 def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
     """Return the estimated time of stages (steps with one Gram matrix each) for an `n x m` matrix, in multiply-adds."""
-    gram, small = (1.0 if how == "batched" else rates.share for how in products)
+    gram_share = 1.0 if products[0] == "batched" else rates.share
+    small_share = 1.0 if products[1] == "batched" else rates.share
     total = 0.0
     for stage in stages:
-        extra = len(stage.steps) - 1
-        squares = sum(1 for step in stage.steps if step[2] != 0)
-        total += (1 + gram) * n * n * m + n**3 * (small * squares + 3 * extra) + 3 * extra * rates.pass_cost * n * n
+        further_steps = len(stage.steps) - 1
+        squares = sum(1 for _, _, c in stage.steps if c != 0)
+        long_products = (1 + gram_share) * n * n * m
+        small_products = n**3 * (small_share * squares + 3 * further_steps)
+        passes = 3 * further_steps * rates.pass_cost * n * n
+        total += long_products + small_products + passes
     return total
 
 
@@ -357,5 +359,8 @@ def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: t
 def _rates(device: torch.device, compute: torch.dtype, portable: bool) -> Rates:
     kind = device.type
     if kind == "cpu" and compute == torch.bfloat16 and not portable:
-        kind = "amx" if cpu_has_amx() else "cpu" if cpu_has_bf16() else "avx2"
+        if cpu_has_amx():
+            kind = "amx"
+        elif not cpu_has_bf16():
+            kind = "avx2"
     return BUILT_IN.get((kind, compute), UNKNOWN)

@@ -2,7 +2,8 @@
 
 `Functional` allocates every result and works under autograd, `torch.func` and the compiler. Its subclass `Buffered`
 overwrites buffers, because fresh memory is slow on a CPU and because its scratch memory is small and known. It also
-computes only half of each symmetric product and mirrors it, by blocks (`"blocks"`) or by a kernel (`"triton"`).
+computes only half of each large symmetric product and mirrors it, by blocks (`"blocks"`) or by quack-kernels
+(`"quack"`).
 
 A batch is `(b, n, m)` with n <= m. A `tall` batch is the transpose `(b, m, n)`: large matrices are never transposed in
 memory. The small matrices, such as Gram matrices, are `(b, n, n)`, symmetric, and commute with each other.
@@ -14,11 +15,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from muonfx.polar import kernels
+from muonfx.polar import quack
 from muonfx.polar.workspace import Workspace
 
-ProductsLike = Literal["auto", "batched", "blocks", "triton"]
-"""How symmetric products such as `X X^T` are computed: in full ("batched"), or one half, which is then mirrored."""
+ProductsLike = Literal["auto", "batched", "blocks"]
+"""How to compute symmetric products such as `X X^T`: in full ("batched"), or one half, which is mirrored ("blocks")."""
+
+Products = Literal["batched", "blocks", "quack"]
+"""How the products of one shape are computed; "quack" only by "auto", and if `muonfx.polar.quack.refusal` is None."""
 
 
 class Shifted(NamedTuple):
@@ -87,8 +91,13 @@ class Buffered(Functional):
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
         """Return `x x^T + shift * I` for each matrix, or `x^T x + shift * I` if the batch is tall."""
         wide, out = (x.mT if self._tall else x), self._take()
-        if self._how == "triton":
-            return kernels.symmetric_matmul(wide, identity=shift, out=out)
+        if self._how == "quack":
+            if shift == 0:
+                return quack.symmetric_matmul(wide, out=out)
+            # Contiguous, because quack refuses a batch stride of zero. In the same product, so that the diagonal is
+            # rounded after the shift, when it is small.
+            identities = self._eye().expand_as(out).contiguous()
+            return quack.symmetric_matmul(wide, addend=identities, beta=shift, out=out)
         if self._how == "blocks":
             if shift:
                 out.copy_(self._eye())
@@ -107,8 +116,8 @@ class Buffered(Functional):
             # Only rounding makes this product asymmetric. The antisymmetric half of that error is harmless; mirroring
             # one triangle would make all of it symmetric.
             return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
-        if self._small == "triton":
-            return kernels.symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=out)
+        if self._small == "quack":
+            return quack.symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=out)
         if self._small == "blocks":
             out.copy_(addend)  # once here, since each product would copy its own strided block
             _add_by_blocks(out, p, q, beta=beta, alpha=alpha)

@@ -16,7 +16,7 @@ class Rates(NamedTuple):
     """The speed of a device at symmetric products. A "halved" product computes one half and mirrors it."""
 
     halved_from: float
-    """The size of a product, `n^2 k` multiply-adds, from which halving is faster; infinity if it never is."""
+    """The size of a product, `n^2 k` multiply-adds, from which halving by blocks is faster; infinity if it never is."""
     share: float
     """The time of a halved product divided by the time of the full product."""
     pass_cost: float
@@ -32,7 +32,7 @@ _AMX = (
     "halving measured to lose up to 1024 x 4096, on 2 threads of a CPU with AMX, torch 2.13; "
     "a pass scaled from AVX512-BF16, not measured"
 )
-_H200 = "the kernels were not measured on a GPU; a halved product and a pass are from an H200's data sheet"
+_H200 = "not measured on a GPU; a halved product, by quack-kernels, and a pass are from an H200's data sheet"
 _NEVER = math.inf
 
 BUILT_IN: dict[tuple[str, torch.dtype], Rates] = {

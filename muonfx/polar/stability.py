@@ -60,9 +60,12 @@ def stable_restarts(
 
     These are the restarts `wanted` if rounding does not make singular values diverge, else nearly all steps.
     """
-    single = tuple(range(1, len(steps)))
-    # `single[:-1]` has two steps in the last stage, whose overshoot no later step amplifies.
-    return next((cut for cut in (wanted, single[:-1]) if largest(steps, cut, safety, dtype) <= TOLERANCE), single)
+    every_step = tuple(range(1, len(steps)))
+    two_at_the_end = every_step[:-1]  # no later step amplifies the overshoot of a last stage of two steps
+    for restarts in (wanted, two_at_the_end):
+        if largest(steps, restarts, safety, dtype) <= TOLERANCE:
+            return restarts
+    return every_step
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,24 +81,47 @@ def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, 
 
 def _after(steps: Sequence[Step], top: float, error: float) -> float:
     """Bound singular values that begin in `[0, top]`, after steps on a Gram matrix with this relative `error`."""
-    # Follows `muonfx.polar.iteration.composed` to first order on a grid of singular values: the eigenvalues of `R` and
-    # `Q`, and bounds of their errors. An error of a polynomial `G` counts once, in `Q`, since `R` is updated with the
-    # same `G`.
-    grid = [top * i / _POINTS for i in range(_POINTS + 1)] + [top * 10 ** (-3 * i / _POINTS) for i in range(_POINTS)]
-    r, r_error = [s * s for s in grid], [error * top * top] * len(grid)
-    q, q_error = [1.0] * len(grid), [0.0] * len(grid)
-    for i, (a, b, c) in enumerate(steps):
-        g = [a + x * (b + c * x) for x in r]
-        own = error * max(abs(x - a) for x in g)
-        g_error = [abs(b + 2 * c * x) * e + own for x, e in zip(r, r_error, strict=True)]
-        if i + 1 < len(steps):
-            between = error * max(abs(x * y) for x, y in zip(g, r, strict=True))
-            r = [x * x * y for x, y in zip(g, r, strict=True)]
-            rounded = error * max(r)
-            r_error = [x * x * e + abs(x) * between + rounded for x, e in zip(g, r_error, strict=True)]
-        q_error = [abs(x) * e + abs(y) * f for x, e, y, f in zip(g, q_error, q, g_error, strict=True)]
-        q = [x * y for x, y in zip(g, q, strict=True)]
-        if i > 0:
-            rounded = error * max(abs(x - q[0]) for x in q)
-            q_error = [e + rounded for e in q_error]
-    return (1 + error) * max((abs(x) + e) * s for x, e, s in zip(q, q_error, grid, strict=True))
+    # Follows `muonfx.polar.iteration.composed` to first order on a grid of singular values s: the eigenvalues r and q
+    # of `R` and `Q`, and bounds of their errors. An error of a polynomial `G` counts once, in `Q`, since `R` is updated
+    # with the same `G`.
+    grid = _grid(top)
+    r = [s * s for s in grid]
+    r_error = [error * top * top] * len(grid)
+    q = [1.0] * len(grid)
+    q_error = [0.0] * len(grid)
+    for index, step in enumerate(steps):
+        g, g_error = _polynomial(step, r, r_error, error)
+        if index + 1 < len(steps):
+            r, r_error = _next_gram(g, r, r_error, error)
+        q_error = [abs(gs) * qe + abs(qs) * ge for gs, qe, qs, ge in zip(g, q_error, q, g_error, strict=True)]
+        q = [gs * qs for gs, qs in zip(g, q, strict=True)]
+        if index > 0:  # the first `Q` is `G` itself, without a product that rounds
+            rounding = error * max([abs(qs - q[0]) for qs in q])
+            q_error = [qe + rounding for qe in q_error]
+    bounds = [(abs(qs) + qe) * s for qs, qe, s in zip(q, q_error, grid, strict=True)]
+    return (1 + error) * max(bounds)
+
+
+def _grid(top: float) -> list[float]:
+    """Return singular values in `[0, top]`: equidistant ones, and ones down to `top / 1000` with equal ratios."""
+    linear = [top * i / _POINTS for i in range(_POINTS + 1)]
+    geometric = [top * 10 ** (-3 * i / _POINTS) for i in range(_POINTS)]
+    return linear + geometric
+
+
+def _polynomial(step: Step, r: list[float], r_error: list[float], error: float) -> tuple[list[float], list[float]]:
+    """Return the eigenvalues of `G = a I + b R + c R^2`, and bounds of their errors."""
+    a, b, c = step
+    g = [a + rs * (b + c * rs) for rs in r]
+    rounding = error * max([abs(gs - a) for gs in g])
+    g_error = [abs(b + 2 * c * rs) * re + rounding for rs, re in zip(r, r_error, strict=True)]
+    return g, g_error
+
+
+def _next_gram(g: list[float], r: list[float], r_error: list[float], error: float) -> tuple[list[float], list[float]]:
+    """Return the eigenvalues of `G (G R)`, and bounds of their errors: both products are rounded."""
+    inner_rounding = error * max([abs(gs * rs) for gs, rs in zip(g, r, strict=True)])
+    new_r = [gs * gs * rs for gs, rs in zip(g, r, strict=True)]
+    outer_rounding = error * max(new_r)
+    new_error = [gs * gs * re + abs(gs) * inner_rounding + outer_rounding for gs, re in zip(g, r_error, strict=True)]
+    return new_r, new_error

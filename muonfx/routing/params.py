@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -62,8 +61,9 @@ class ParamInfo:
     @property
     def names(self) -> tuple[str, ...]:
         """All names of the tensor: `name` and `tied`, each with and without wrapper components like "_orig_mod"."""
-        own = (self.name, *self.tied)
-        return tuple(dict.fromkeys((*own, *map(plain_name, own))))
+        full_names = (self.name, *self.tied)
+        plain_names = map(plain_name, full_names)
+        return tuple(dict.fromkeys((*full_names, *plain_names)))
 
     @property
     def modules(self) -> tuple[type, ...]:
@@ -73,11 +73,12 @@ class ParamInfo:
 
 def plain_name(name: str) -> str:
     """Return a parameter name without the components that parametrizations and wrappers ("_orig_mod") add."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    if "parametrizations" in parts[:-2]:
-        index = parts.index("parametrizations")  # followed by the name of the parametrized tensor, and then its parts
-        parts = [*parts[:index], parts[index + 1]]
-    return ".".join(parts) or name
+    components = [component for component in name.split(".") if component not in WRAPPERS]
+    if "parametrizations" in components[:-2]:
+        # It is followed by the name of the parametrized tensor, and then by that of a tensor of the parametrization.
+        index = components.index("parametrizations")
+        components = [*components[:index], components[index + 1]]
+    return ".".join(components) or name
 
 
 def module_path(name: str) -> str:
@@ -99,36 +100,49 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
     """
     if isinstance(params, nn.Module):
         return _read_model(params), ()
-    named = list(_named_values(params))
-    if repeated := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
-        raise ValueError(
-            f"parameter {repeated[0]!r} is given more than once; expected distinct names: rename one, or pass the model"
-        )
-    names_of: dict[int, list[str]] = {}
-    for name, value in named:
-        names_of.setdefault(id(value), []).append(name)
-    infos = tuple(
-        _info(name, value, tied=tuple(other for other in names_of[id(value)] if other != name))
-        for name, value in named
-        if value is not None
-    )
-    return infos, tuple(name for name, value in named if value is None)
+    values: dict[str, object] = {}
+    names_of_tensor: dict[int, list[str]] = {}
+    for name, value in _named_values(params):
+        if name in values:
+            raise ValueError(
+                f"parameter {name!r} is given more than once; expected distinct names: rename one, or pass the model"
+            )
+        values[name] = value
+        names_of_tensor.setdefault(id(value), []).append(name)
+    infos: list[ParamInfo] = []
+    absent_names: list[str] = []
+    for name, value in values.items():
+        if value is None:
+            absent_names.append(name)
+            continue
+        tied = tuple(tied_name for tied_name in names_of_tensor[id(value)] if tied_name != name)
+        infos.append(_info(name, value, tied=tied))
+    return tuple(infos), tuple(absent_names)
+
+
+class _ModelTensor(NamedTuple):
+    """A tensor of a model, with all names that it has there and the types of the modules that own it."""
+
+    tensor: nn.Parameter
+    names: list[str]
+    types: list[type]
 
 
 def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
-    found: dict[int, tuple[nn.Parameter, list[str], list[type]]] = {}
+    tensors: dict[int, _ModelTensor] = {}  # by identity, since tied tensors are found several times
     for path, module in model.named_modules(remove_duplicate=False):
-        # The tensors of a parametrized weight are in a list below the module that owns the weight.
-        above, found_list, _ = f".{path}.".partition(".parametrizations.")
-        owner = model.get_submodule(above.strip(".")) if found_list else module
+        owner = module
+        owner_path, separator, _ = f".{path}.".partition(".parametrizations.")
+        if separator:  # the tensors of a parametrized weight are in a list below the module that owns the weight
+            owner = model.get_submodule(owner_path.strip("."))
         for leaf, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
-            _, names, types = found.setdefault(id(tensor), (tensor, [], []))
-            names.append(f"{path}.{leaf}" if path else leaf)
-            types.append(written_type(owner))
-    return tuple(
-        _info(names[0], tensor, module=types[0], tied=tuple(names[1:]), tied_modules=tuple(types[1:]))
-        for tensor, names, types in found.values()
-    )
+            model_tensor = tensors.setdefault(id(tensor), _ModelTensor(tensor, [], []))
+            model_tensor.names.append(f"{path}.{leaf}" if path else leaf)
+            model_tensor.types.append(written_type(owner))
+    infos: list[ParamInfo] = []
+    for tensor, names, types in tensors.values():
+        infos.append(_info(names[0], tensor, module=types[0], tied=tuple(names[1:]), tied_modules=tuple(types[1:])))
+    return tuple(infos)
 
 
 def written_type(module: nn.Module) -> type:

@@ -44,21 +44,19 @@ class Predicate(Condition):
 
     def code_in(self, scope: str) -> str:
         """Return Python code that builds this predicate, such as ``routing.ndim(2)`` for the scope "routing."."""
-        inner = [part.code_in(scope) for part in self.parts]
-        if inner:
-            return f"~{inner[0]}" if self.name == "~" else f"({inner[0]} {self.name} {inner[1]})"
+        operands = [part.code_in(scope) for part in self.parts]
+        if self.name == "~":
+            return f"~{operands[0]}"
+        if operands:
+            return f"({operands[0]} {self.name} {operands[1]})"
         if self.name == "ndim":
-            low, high = self.arguments
-            given = [f"{key}={value}" for key, value in (("min", low), ("max", high)) if value is not None]
-            given = [str(low)] if low == high else given
-        else:
-            given = map(_code_of, self.arguments)
-        return f"{scope}{self.name}({', '.join(given)})"
+            return f"{scope}ndim({_code_of_bounds(*self.arguments)})"
+        return f"{scope}{self.name}({', '.join(map(_code_of, self.arguments))})"
 
     @property
     def parts(self) -> tuple[Predicate, ...]:
         """The conditions that ``&``, ``|`` or ``~`` combine, as a tuple of predicates; empty for a single condition."""
-        return tuple(own for own in self.arguments if isinstance(own, Predicate))
+        return tuple(operand for operand in self.arguments if isinstance(operand, Predicate))
 
     def select(self, params: PyTree) -> dict[str, bool]:
         """Return a dict from the name of each parameter in a pytree to True if the predicate matches it.
@@ -201,6 +199,14 @@ def _is_a(module: type, wanted: type | str) -> bool:
     if isinstance(wanted, str):
         return any(matches(base.__name__, wanted) for base in module.__mro__)
     return issubclass(module, wanted)
+
+
+def _code_of_bounds(low: int | None, high: int | None) -> str:
+    """Return the code of the arguments of `ndim`: "2", "min=2", "max=4" or "min=2, max=4"."""
+    if low == high:
+        return str(low)
+    bounds = {"min": low, "max": high}
+    return ", ".join(f"{name}={bound}" for name, bound in bounds.items() if bound is not None)
 
 
 def _code_of(argument: object) -> str:

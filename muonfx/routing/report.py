@@ -197,8 +197,8 @@ def _views_by_label(transforms: Sequence[Transform]) -> dict[str, MatrixView]:
         if part.factory is not partition:
             continue
         for label, inner in part.arguments["transforms"].items():
-            given = [view for view in map(view_of, within(inner)) if view]
-            views[label] = given[0] if given else MatrixView()
+            views_within = [view for view in map(view_of, within(inner)) if view is not None]
+            views[label] = views_within[0] if views_within else MatrixView()
     return views
 
 

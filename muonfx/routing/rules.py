@@ -46,8 +46,10 @@ class Labels(RoutedLabels):
     __slots__ = ("_routes",)
 
     def __init__(self, routes: Mapping[str, Label | Route]) -> None:
-        self._routes = {name: own if isinstance(own, Route) else Route(own) for name, own in routes.items()}
-        for name, route in self._routes.items():
+        self._routes: dict[str, Route] = {}
+        for name, label in routes.items():
+            route = label if isinstance(label, Route) else Route(label)
+            self._routes[name] = route
             if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"found {name!r} as a parameter name, expected a string")
             _check_label(route.label, f"parameter {name!r}")
@@ -234,9 +236,11 @@ def make_labels(
     routes: dict[str, Route] = {info.name: Route(*decided[info.name], shape=info.shape) for info in infos}
     if torch.compiler.is_compiling():  # a traced graph needs only the labels
         return Labels({name: route.label for name, route in routes.items()} | dict.fromkeys(absent, None))
-    routed = [info for info in infos if routes[info.name].label not in (None, *whole)]
-    for name, (view, note, suspected) in find_matrices(model_or_params, routed).items():
-        reason = f"{routes[name].reason}; {note}" if note else routes[name].reason
+    divisible = [info for info in infos if routes[info.name].label not in (None, *whole)]
+    for name, (view, note, suspected) in find_matrices(model_or_params, divisible).items():
+        reason = routes[name].reason
+        if note:
+            reason = f"{reason}; {note}"
         routes[name] = routes[name]._replace(reason=reason, view=view, suspected=suspected)
     return Labels(routes | dict.fromkeys(absent, Route(None, "absent")))
 

@@ -55,7 +55,7 @@ class _Fused:
     rows: int | tuple[str, ...] | str
     """For concatenated matrices, their number or the rows of each; else a pattern of the rows. Sizes are names of
     attributes of the holder, or formulas such as "a*b" and "a//b", in braces if they are in a pattern."""
-    given: tuple[tuple[str, bool], ...] = ()
+    conditions: tuple[tuple[str, bool], ...] = ()
     """Pairs of an attribute of the holder and the truth value that it must have for this entry to apply."""
     package: str = "transformers.models."
     """The package in which the class of the holder must be defined."""
@@ -368,7 +368,8 @@ def divided(stored: str, parts: int | Mapping[str, int]) -> str:
     """
     if isinstance(parts, int):
         return _with_rows(stored, f"(part={parts} out)", ["part out"])
-    return _with_rows(stored, "(" + " + ".join(f"{name}={size}" for name, size in parts.items()) + ")", list(parts))
+    rows = " + ".join(f"{name}={size}" for name, size in parts.items())
+    return _with_rows(stored, f"({rows})", list(parts))
 
 
 def undivided(pattern: str) -> str:
@@ -408,11 +409,12 @@ def _stored(
 ) -> tuple[str, int | None, str]:
     """Return the storage order of a parameter (a pattern with ``{out}`` for its rows), a number of matrices, a note."""
     kind = written_type(owner) if owner is not None else None
-    for known in _STORED:
-        if class_name_fits(kind, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
-            # A missing attribute, of another package's class, splits nothing.
-            count = (known.count and _number(owner, known.count)) or None
-            return known.pattern, count, known.note or _stack_note(info, known.pattern)
+    for entry in _STORED:
+        if class_name_fits(kind, f"^{entry.module}$") and re.fullmatch(entry.leaf, leaf):
+            count = None
+            if entry.count is not None:
+                count = _number(owner, entry.count) or None  # 0 if the class of another package has no such attribute
+            return entry.pattern, count, entry.note or _stack_note(info, entry.pattern)
     if info.ndim < 3 or not (_is_expert(info) or class_name_fits(kind, "Experts?$")):
         return _PLAIN, None, ""
     transposed = getattr(owner, "is_transposed", None)  # declared by transformers
@@ -428,45 +430,50 @@ def _stack_note(info: ParamInfo, pattern: str) -> str:
     return f"stack of {prod(info.shape[:-2])} matrices" if pattern in (_STACK, _TRANSPOSED_STACK) else ""
 
 
-def _fused(stored: str, own: str, holder: nn.Module | None, rows: int) -> tuple[str | None, str]:
-    """Look up the layer ``own`` of the module ``holder``; return its pattern and a note, or (None, "") if unknown."""
+def _fused(stored: str, layer: str, holder: nn.Module | None, rows: int) -> tuple[str | None, str]:
+    """Look up a layer of the module ``holder``; return its pattern and a note, or (None, "") if it is unknown."""
     if holder is None:
         return None, ""
     kind = written_type(holder)
-    for known in _FUSED:
-        if not kind.__module__.startswith(known.package):
+    for entry in _FUSED:
+        if not kind.__module__.startswith(entry.package):
             continue
-        if known.layer != own or not re.fullmatch(known.holder, kind.__name__):
+        if entry.layer != layer or not re.fullmatch(entry.holder, kind.__name__):
             continue
-        if any(bool(getattr(holder, name, None)) is not wanted for name, wanted in known.given):
+        if not all(bool(getattr(holder, name, None)) is truth for name, truth in entry.conditions):
             continue
-        pattern = _pattern_of(known, stored, holder, rows)
-        return pattern, known.parts if pattern else f"{known.parts}, of sizes that do not fit {rows} rows: not split"
+        pattern = _pattern_of(entry, stored, holder, rows)
+        if pattern is None:
+            return None, f"{entry.parts}, of sizes that do not fit {rows} rows: not split"
+        return pattern, entry.parts
     return None, ""
 
 
-def _pattern_of(known: _Fused, stored: str, holder: nn.Module, rows: int) -> str | None:
+def _pattern_of(entry: _Fused, stored: str, holder: nn.Module, rows: int) -> str | None:
     """Fill the sizes of the module ``holder`` into the pattern of a known layer; None if they do not fit ``rows``."""
-    if isinstance(known.rows, str):
-        left, _, right = known.rows.partition(" -> ")
-        left = re.sub(r"{(.*?)}", lambda field: str(_number(holder, field[1])), left)
-        pattern = _with_rows(stored, left, right.split(", "))
-        alone = _with_rows(_PLAIN, left, right.split(", "))
-        return pattern if "=0" not in left and parse(alone).fits((rows, 1)) else None
-    if isinstance(known.rows, int):
-        return divided(stored, known.rows) if rows % known.rows == 0 else None
-    sizes = [_number(holder, size) for size in known.rows]
+    if isinstance(entry.rows, int):
+        return divided(stored, entry.rows) if rows % entry.rows == 0 else None
+    if isinstance(entry.rows, str):
+        template, _, results_text = entry.rows.partition(" -> ")
+        row_axes = re.sub(r"{(.*?)}", lambda field: str(_number(holder, field[1])), template)
+        results = results_text.split(", ")
+        fits = "=0" not in row_axes and parse(_with_rows(_PLAIN, row_axes, results)).fits((rows, 1))
+        return _with_rows(stored, row_axes, results) if fits else None
+    sizes = [_number(holder, size) for size in entry.rows]
     if sum(sizes) != rows or 0 in sizes:
         return None
-    equal = len(set(sizes)) == 1
-    return divided(stored, len(sizes) if equal else dict(zip(known.parts.split(", "), sizes, strict=True)))
+    if len(set(sizes)) == 1:
+        return divided(stored, len(sizes))
+    return divided(stored, dict(zip(entry.parts.split(", "), sizes, strict=True)))
 
 
 def _number(module: nn.Module | None, formula: str) -> int:
     """Return the value of a formula of module attributes, such as "config.num_heads*head_dim"; 0 if one is missing."""
     if "//" in formula:
-        dividend, divisor = (_number(module, operand) for operand in formula.split("//"))
-        return dividend // divisor if divisor and dividend % divisor == 0 else 0
+        dividend, divisor = [_number(module, operand) for operand in formula.split("//")]
+        if divisor == 0 or dividend % divisor != 0:
+            return 0
+        return dividend // divisor
     product = 1
     for factor in formula.split("*"):
         value: object = module
@@ -478,7 +485,8 @@ def _number(module: nn.Module | None, formula: str) -> int:
 
 def _is_expert(info: ParamInfo) -> bool:
     """Return True if a parameter's name has the word expert, experts or moe."""
-    return any(re.search(r"(^|_)(experts?|moe)(_|$)", part) for name in info.names for part in name.split("."))
+    components = ".".join(info.names)
+    return re.search(r"(^|_|\.)(experts?|moe)(_|\.|$)", components) is not None
 
 
 def is_convolution(info: ParamInfo) -> bool:
@@ -502,14 +510,14 @@ def class_name_fits(module: type | None, pattern: str) -> bool:
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
     """Return a dict with globs instead of names. A glob matches only names with its value, and none of ``others``."""
-    value_of: dict[str, T] = {}
-    without_value = [name for name in others if name not in values]
+    value_of_glob: dict[str, T] = {}
+    names_without_value = [name for name in others if name not in values]
     for name, value in values.items():
-        if any(matches(name, glob) for glob in value_of):
+        if any(matches(name, glob) for glob in value_of_glob):
             continue
-        excluded = without_value + [other for other, other_value in values.items() if other_value != value]
-        value_of[_shortest_glob(name, excluded)] = value
-    return value_of
+        names_with_another = [other_name for other_name in values if values[other_name] != value]
+        value_of_glob[_shortest_glob(name, names_without_value + names_with_another)] = value
+    return value_of_glob
 
 
 def _shortest_glob(name: str, excluded: Sequence[str]) -> str:
@@ -526,15 +534,15 @@ def _globs(name: str) -> Iterator[str]:
     For ``blocks.0.fc.weight``, these are ``*.fc.weight``, ``*blocks.*.fc.weight`` and ``*blocks.0.fc.weight``, and
     again with the number of the block. They begin with ``*``, since wrappers add components in front of names.
     """
-    parts = [escape(part) for part in name.split(".")]
-    number_positions = [index for index, part in enumerate(parts) if part.isdigit()]
-    word_positions = [index for index in range(len(parts)) if index not in number_positions]
+    components = [escape(component) for component in name.split(".")]
+    number_positions = [index for index, component in enumerate(components) if component.isdigit()]
+    word_positions = [index for index in range(len(components)) if index not in number_positions]
     starts = word_positions[:-1] or word_positions or [0]
     for literal_count in range(len(number_positions) + 1):
         for literal_positions in combinations(number_positions, literal_count):
-            shown = list(parts)
+            glob_components = list(components)
             for index in set(number_positions) - set(literal_positions):
-                shown[index] = "*"
+                glob_components[index] = "*"
             for start in reversed(starts):
                 prefix = "*." if start else "*"
-                yield prefix + ".".join(shown[start:])
+                yield prefix + ".".join(glob_components[start:])

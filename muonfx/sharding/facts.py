@@ -18,7 +18,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.argument_texts import text_of
-from muonfx.core.precision import kernel_products, product_dtypes
+from muonfx.core.precision import product_dtypes, product_libraries
 from muonfx.core.schedules import Schedule
 from muonfx.core.transform import within
 from muonfx.core.value import Recorded, parts_of
@@ -136,8 +136,8 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)': product_dtypes(
             tx, dtypes, device
         ),
-        'products where "triton" is given (a warning has the reason; give products="batched")': kernel_products(
-            tx, device
+        'libraries of symmetric products (polar.explain has the reason; give products="batched")': (
+            product_libraries(tx, dtypes, device)
         ),
         "states": _texts_of_state(binding, tx, local),
     }

@@ -46,10 +46,15 @@ class LawReport:
     left_out: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{self.tx}: {len(self.held)} {'law holds' if len(self.held) == 1 else 'laws hold'}"]
-        lines += [f"  {name} ({count} example{'s' * (count != 1)})" for name, count in self.held.items()]
-        lines += ["left out"] * bool(self.left_out)
-        lines += [f"  {name}: {why}" for name, why in self.left_out.items()]
+        laws_hold = "law holds" if len(self.held) == 1 else "laws hold"
+        lines = [f"{self.tx}: {len(self.held)} {laws_hold}"]
+        for name, count in self.held.items():
+            examples = "example" if count == 1 else "examples"
+            lines.append(f"  {name} ({count} {examples})")
+        if self.left_out:
+            lines.append("left out")
+        for name, reason in self.left_out.items():
+            lines.append(f"  {name}: {reason}")
         return "\n".join(lines)
 
 
@@ -61,17 +66,24 @@ def laws_for(tx: Transform) -> dict[str, str | None]:
     >>> found["update_remembers_nothing"] is None, found["element_transforms_see_one_element"]
     (True, 'its locality is TREE')
     """
-    return {law.name: law.why_not(tx) for law in LAWS.values()}
+    reasons: dict[str, str | None] = {}
+    for name, law in LAWS.items():
+        reasons[name] = law.why_not(tx)
+    return reasons
 
 
-def _chosen(laws: Iterable[str | LawFunction] | None) -> list[Law]:
-    if laws is None:
-        return list(LAWS.values())
-    names = [given if isinstance(given, str) else given.__name__ for given in laws]
-    unknown = [name for name in names if name not in LAWS]
+def _selected(laws: Iterable[str | LawFunction]) -> list[Law]:
+    """Return the laws with these names, in the order of `LAWS`."""
+    names: set[str] = set()
+    unknown: list[str] = []
+    for law in laws:
+        name = law if isinstance(law, str) else law.__name__
+        names.add(name)
+        if name not in LAWS:
+            unknown.append(repr(name))
     if unknown:
-        raise ValueError(f"found {', '.join(map(repr, unknown))}, expected names of laws: {', '.join(LAWS)}")
-    return [LAWS[name] for name in LAWS if name in names]
+        raise ValueError(f"found {', '.join(unknown)}, expected names of laws: {', '.join(LAWS)}")
+    return [law for name, law in LAWS.items() if name in names]
 
 
 # Leaves of 0 to 3 dims, and of 2 and 3 dims only.
@@ -235,22 +247,25 @@ def check_transform(
     ['update_remembers_nothing', 'identity_is_neutral']
     """
     _require_transform(tx)
-    chosen = _chosen(laws)
-    skipped = {law.name for law in _chosen(skip)}
+    skipped = _selected(skip)
+    checked: list[Law] = []
     left_out: dict[str, str] = {}
-    for law in chosen:
-        why_not = "skipped" if law.name in skipped else law.why_not(tx)
-        if why_not is not None:
+    for law in _selected(LAWS if laws is None else laws):
+        why_not = law.why_not(tx)
+        if law in skipped:
+            why_not = "skipped"
+        if why_not is None:
+            checked.append(law)
+        else:
             left_out[law.name] = why_not
-    checked = [law for law in chosen if law.name not in left_out]
     if not checked:
         return LawReport(repr(tx), {}, left_out)
 
     examples = _Examples.of(tx, params, max_examples or hypothesis.settings().max_examples, seed)
     held: dict[str, int] = {}
     with reporting(progress) as report:
-        for place, law in enumerate(checked, start=1):
-            report(f"{tx.name}: law {place} of {len(checked)}, {law.name}")
+        for number, law in enumerate(checked, start=1):
+            report(f"{tx.name}: law {number} of {len(checked)}, {law.name}")
             options: dict[str, Any] = {}
             if updates_dtype is not None and "updates_dtype" in inspect.signature(law.check).parameters:
                 options["updates_dtype"] = updates_dtype
@@ -325,9 +340,10 @@ def _smallest_part(check: Check, example: object) -> LawViolation | None:
     """Return the `LawViolation` of one leaf of an example, if its parameters are a dict and one leaf breaks the law."""
     if not isinstance(example, Example) or not isinstance(example.params, dict):
         return None
-    parts = [
-        Example({name: leaf}, [{name: grads[name]} for grads in example.steps]) for name, leaf in example.params.items()
-    ]
+    parts: list[Example] = []
+    for name, leaf in example.params.items():
+        steps_of_leaf = [{name: grads[name]} for grads in example.steps]
+        parts.append(Example({name: leaf}, steps_of_leaf))
     return _first_violation(check, sorted(parts, key=_size))
 
 

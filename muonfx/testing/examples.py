@@ -7,7 +7,7 @@ fast, and shrink to few and small leaves.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,21 +51,26 @@ class Example(NamedTuple):
         def normal(shape: Sequence[int]) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-        params, *grads = [{name: normal(shape) for name, shape in shapes.items()} for _ in range(1 + steps)]
-        return cls(params, grads)
+        def normal_tree() -> dict[str, Tensor]:
+            return {name: normal(shape) for name, shape in shapes.items()}
+
+        params = normal_tree()
+        return cls(params, [normal_tree() for _ in range(steps)])
 
     def __repr__(self) -> str:
         """Return a line for each leaf: its name, dtype and shape, and its values if they are few."""
-        lines: list[str] = []
-        for title, values in (("params", self.params), *((f"step {i}", grads) for i, grads in enumerate(self.steps))):
-            found = [f"{name!r}: {shown(leaf)}" for name, leaf in tree.named_leaves(values)]
-            found = found or [f"no leaves: {values!r}"]
-            lines += [f"{'' if place else title:9}{line}" for place, line in enumerate(found)]
+        lines = _lines_of_tree("params", self.params)
+        for step, grads in enumerate(self.steps):
+            lines += _lines_of_tree(f"step {step}", grads)
         return "\n".join(lines)
 
     def map(self, function: Any) -> Example:
         """Return the example with a function applied to every parameter and gradient."""
         return Example(tree.map(function, self.params), [tree.map(function, grads) for grads in self.steps])
+
+    def map_numbered(self, function: Callable[[int, Any], Any]) -> Example:
+        """Return the example with ``function(number, leaf)`` in place of every leaf, as `map_numbered` of its trees."""
+        return Example(map_numbered(function, self.params), [map_numbered(function, grads) for grads in self.steps])
 
     def clone(self) -> Example:
         """Return a copy of the example, whose tensors have the same strides."""
@@ -73,14 +78,21 @@ class Example(NamedTuple):
 
     def dense(self) -> Example:
         """Return the example with a tensor in place of each parameter or gradient that is None."""
-        leaves, treedef = tree.flatten(self.params)
-        full = [torch.full((2, 2), 0.25) if leaf is None else leaf for leaf in leaves]
 
-        def filled(grads: PyTree) -> PyTree:
-            pairs = zip(full, tree.leaves(grads), strict=True)
-            return tree.unflatten(treedef, [0.5 * own + 0.5 if grad is None else grad for own, grad in pairs])
+        def filled_param(_: int, param: Tensor | None) -> Tensor:
+            if param is None:
+                return torch.full((2, 2), 0.25)
+            return param
 
-        return Example(tree.unflatten(treedef, full), [filled(grads) for grads in self.steps])
+        params = map_numbered(filled_param, self.params)
+        param_leaves = tree.leaves(params)
+
+        def filled_grad(number: int, grad: Tensor | None) -> Tensor:
+            if grad is None:
+                return 0.5 * param_leaves[number] + 0.5
+            return grad
+
+        return Example(params, [map_numbered(filled_grad, grads) for grads in self.steps])
 
     def precise(self) -> Example:
         """Return the example in float64, for comparisons with a small tolerance.
@@ -102,14 +114,18 @@ class Example(NamedTuple):
 
     def in_every_dtype(self) -> list[Example]:
         """Return four copies with mixed dtypes. Each leaf has another of the four `DTYPES` in each copy."""
-        leaves, treedef = tree.flatten(self.params)
-        places = tree.unflatten(treedef, list(range(len(leaves))))
+        if not any(True for _ in tree.tensors(self.params)):
+            return []
 
-        def turned(values: PyTree, shift: int) -> PyTree:
-            return tree.map(lambda leaf, place: leaf.to(DTYPES[(place + shift) % len(DTYPES)]), values, places)
+        def converted(shift: int) -> Example:
+            def convert(number: int, leaf: Tensor | None) -> Tensor | None:
+                if leaf is None:
+                    return None
+                return leaf.to(DTYPES[(number + shift) % len(DTYPES)])
 
-        shifts = range(len(DTYPES)) if any(leaf is not None for leaf in leaves) else ()
-        return [Example(turned(self.params, n), [turned(grads, n) for grads in self.steps]) for n in shifts]
+            return self.map_numbered(convert)
+
+        return [converted(shift) for shift in range(len(DTYPES))]
 
     def shortened(self, steps: int = 2) -> Example:
         """Return the example with at most ``steps`` optimizer steps."""
@@ -118,6 +134,30 @@ class Example(NamedTuple):
     def prolonged(self, steps: int) -> Example:
         """Return the example with at least ``steps`` optimizer steps: its gradients are repeated in order."""
         return Example(self.params, [self.steps[i % len(self.steps)] for i in range(max(steps, len(self.steps)))])
+
+
+def _lines_of_tree(title: str, values: PyTree) -> list[str]:
+    """Return one line for each leaf of a tree. The first line begins with the title, the others with spaces."""
+    leaf_lines = [f"{name!r}: {shown(leaf)}" for name, leaf in tree.named_leaves(values)]
+    if not leaf_lines:
+        leaf_lines = [f"no leaves: {values!r}"]
+    first_line, *further_lines = leaf_lines
+    return [f"{title:9}{first_line}", *[f"{'':9}{line}" for line in further_lines]]
+
+
+def map_numbered(function: Callable[[int, Any], Any], values: PyTree) -> PyTree:
+    """Return a tree of ``function(number, leaf)`` for each leaf, also of None, with its number in the tree.
+
+    >>> map_numbered(lambda number, leaf: leaf * number, {"a": 5, "b": 5})
+    {'a': 0, 'b': 5}
+    """
+    leaves, treedef = tree.flatten(values)
+    return tree.unflatten(treedef, [function(number, leaf) for number, leaf in enumerate(leaves)])
+
+
+def only_leaf(number: int, values: PyTree) -> PyTree:
+    """Return a tree in which all leaves but leaf ``number`` are None."""
+    return map_numbered(lambda index, leaf: leaf if index == number else None, values)
 
 
 def copied(leaf: Tensor) -> Tensor:
@@ -191,41 +231,61 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
     (torch.Size([5, 3]), torch.float32, 3)
     """
     shapes = {name: shape for name, shape in _SHAPES.items() if ranks[0] <= len(shape) <= ranks[1]}
-    whole = {dtype: Example.of(shapes, steps=3, dtype=dtype, seed=1) for dtype in DTYPES}
-    single = whole[torch.float32]
-    names = list(shapes)
-
-    def absent(grads: PyTree, step: int) -> PyTree:
-        """Return the gradients with None for every third leaf, another third at each step."""
-        return {name: None if (names.index(name) + step) % 3 == 0 else leaf for name, leaf in grads.items()}
-
-    def in_layouts(values: PyTree, shift: int) -> PyTree:
-        return {name: laid_out(leaf, LAYOUTS[(place + shift) % 4]) for place, (name, leaf) in enumerate(values.items())}
-
-    def narrow(values: PyTree) -> PyTree:
-        return {name: leaf.to(DTYPES[names.index(name) % len(DTYPES)]) for name, leaf in values.items()}
-
-    def nested(values: PyTree) -> PyTree:
-        leaves = list(values.values())
-        return {"layers": [{"b": leaves[0], "a": leaves[1]}, tuple(leaves[2:4])], "head": Pair(leaves[4], leaves[5:])}
-
-    def degenerate(leaf: Tensor) -> Tensor:
-        """Return zeros for vectors, and for matrices a matrix of half the rank."""
-        if leaf.ndim < 2 or not leaf.numel():
-            return torch.zeros_like(leaf)
-        return _of_half_rank(leaf.double()).to(leaf.dtype)
-
+    in_dtype = {dtype: Example.of(shapes, steps=3, dtype=dtype, seed=1) for dtype in DTYPES}
+    params, steps = in_dtype[torch.float32]
+    steps_with_layouts = [_in_layouts(grads, step) for step, grads in enumerate(steps)]
+    steps_with_nones = [_without_a_third(grads, step) for step, grads in enumerate(steps)]
     return [
-        single,
-        whole[torch.bfloat16],
-        Example(in_layouts(single.params, 0), [in_layouts(grads, step) for step, grads in enumerate(single.steps)]),
-        Example(single.params, [absent(grads, step) for step, grads in enumerate(single.steps)]),
-        whole[torch.float16],
-        Example(narrow(single.params), single.steps),
-        Example(nested(single.params), [nested(grads) for grads in single.steps]),
-        single.map(degenerate),
-        whole[torch.float64],
+        in_dtype[torch.float32],
+        in_dtype[torch.bfloat16],
+        Example(_in_layouts(params, 0), steps_with_layouts),
+        Example(params, steps_with_nones),
+        in_dtype[torch.float16],
+        Example(_in_mixed_dtypes(params), steps),
+        Example(_nested(params), [_nested(grads) for grads in steps]),
+        in_dtype[torch.float32].map(_degenerate),
+        in_dtype[torch.float64],
     ]
+
+
+def _in_layouts(values: dict[str, Tensor], shift: int) -> dict[str, Tensor]:
+    """Return a dict of tensors in different layouts; another ``shift`` gives each of them another layout."""
+    tensors: dict[str, Tensor] = {}
+    for number, (name, leaf) in enumerate(values.items()):
+        layout = LAYOUTS[(number + shift) % len(LAYOUTS)]
+        tensors[name] = laid_out(leaf, layout)
+    return tensors
+
+
+def _without_a_third(grads: dict[str, Tensor], step: int) -> dict[str, Tensor | None]:
+    """Return gradients with None for every third leaf, another third at each step."""
+    remaining: dict[str, Tensor | None] = {}
+    for number, (name, leaf) in enumerate(grads.items()):
+        is_absent = (number + step) % 3 == 0
+        remaining[name] = None if is_absent else leaf
+    return remaining
+
+
+def _in_mixed_dtypes(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a dict of tensors with the `DTYPES` in turn."""
+    tensors: dict[str, Tensor] = {}
+    for number, (name, leaf) in enumerate(values.items()):
+        tensors[name] = leaf.to(DTYPES[number % len(DTYPES)])
+    return tensors
+
+
+def _nested(values: dict[str, Tensor]) -> PyTree:
+    """Return the tensors of a dict in dicts, lists, a tuple and a NamedTuple."""
+    leaves = list(values.values())
+    layers = [{"b": leaves[0], "a": leaves[1]}, tuple(leaves[2:4])]
+    return {"layers": layers, "head": Pair(leaves[4], leaves[5:])}
+
+
+def _degenerate(leaf: Tensor) -> Tensor:
+    """Return zeros for vectors, and for matrices a matrix of half the rank."""
+    if leaf.ndim < 2 or not leaf.numel():
+        return torch.zeros_like(leaf)
+    return _of_half_rank(leaf.double()).to(leaf.dtype)
 
 
 class Pair(NamedTuple):

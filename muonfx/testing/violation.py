@@ -26,8 +26,13 @@ class LawViolation(AssertionError):
     """
 
     def __init__(self, law: str, tx: object, leaf: str | None, found: str, example: object = None) -> None:
-        self.law, self.tx, self.leaf, self.found, self.example = law, tx, leaf, found, example
-        lines = [f"{law} does not hold for {tx!r}", f"  {f'at {leaf}: ' if leaf else ''}{found}"]
+        self.law = law
+        self.tx = tx
+        self.leaf = leaf
+        self.found = found
+        self.example = example
+        where = f"at {leaf}: " if leaf else ""
+        lines = [f"{law} does not hold for {tx!r}", f"  {where}{found}"]
         if example is not None:
             lines.append("  on the example")
             lines.extend(f"    {line}" for line in repr(example).splitlines())
@@ -99,16 +104,31 @@ def _compare(
 
     ``what`` names the found tree and ``expected_is`` the expected tree in the message.
     """
-    have, have_def = tree.flatten(found)
-    want_def = tree.flatten(expected)[1]
-    if have_def != want_def:
-        raise Breach(what, f"the tree is {have_def}, expected the structure of {expected_is}, {want_def}")
-    for a, (name, b) in zip(have, tree.named_leaves(expected), strict=True):
-        tensors = isinstance(a, Tensor), isinstance(b, Tensor)
-        if same(a, b) if all(tensors) else not any(tensors) and (a is b or a == b):
+    found_leaves, found_structure = tree.flatten(found)
+    structure = tree.flatten(expected)[1]
+    if found_structure != structure:
+        raise Breach(what, f"the tree is {found_structure}, expected the structure of {expected_is}, {structure}")
+    for found_leaf, (name, leaf) in zip(found_leaves, tree.named_leaves(expected), strict=True):
+        if _equal_leaves(found_leaf, leaf, same):
             continue
-        narrowed = ": it was narrowed" if all(tensors) and a.dtype.itemsize < b.dtype.itemsize else ""
-        raise Breach(f"{what} {name!r}", f"found {describe(a)}, expected as {expected_is} {describe(b)}{narrowed}")
+        text = f"found {describe(found_leaf)}, expected as {expected_is} {describe(leaf)}"
+        if _is_narrower(found_leaf, leaf):
+            text += ": it was narrowed"
+        raise Breach(f"{what} {name!r}", text)
+
+
+def _is_narrower(a: object, b: object) -> bool:
+    """Return whether two leaves are tensors, the first in a dtype of fewer bytes."""
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype.itemsize < b.dtype.itemsize
+
+
+def _equal_leaves(a: object, b: object, same: Callable[[Tensor, Tensor], bool]) -> bool:
+    """Return whether two leaves are tensors that satisfy ``same``, or equal objects of other types."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return same(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return False
+    return a is b or a == b
 
 
 def require_same(what: str, found: PyTree, expected: PyTree, expected_is: str) -> None:
@@ -138,14 +158,18 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, tor
 
 def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
     """Return the tolerance for comparing results of a transform, by the narrowest dtype in it and in the trees."""
-    held = {leaf.dtype for given in trees for leaf in tree.tensors(given) if leaf.is_floating_point() and leaf.ndim}
+    dtypes: set[torch.dtype] = set()
+    for leaf in tree.tensors(trees):
+        if leaf.is_floating_point() and leaf.ndim:
+            dtypes.add(leaf.dtype)
     for value in values_within(tx):
         if isinstance(value, QuantizedDtype):
-            held |= {codec.book.dtype for codec in value.resolved[:2]}
+            dtypes |= {codec.book.dtype for codec in value.resolved[:2]}
         elif isinstance(value, torch.dtype):
-            held.add(value)
+            dtypes.add(value)
     # 0.25 for eight-bit codes, because the last bit of an fp32 value can decide between two neighbouring codes.
-    return max((TOLERANCES.get(dtype, 0.25) for dtype in held), default=TOLERANCES[torch.float64])
+    tolerances = [TOLERANCES.get(dtype, 0.25) for dtype in dtypes]
+    return max(tolerances, default=TOLERANCES[torch.float64])
 
 
 def values_within(value: Any) -> Iterator[Any]:

@@ -209,28 +209,36 @@ def collect_max_logits(
         raise ValueError(f"collect_max_logits: tensor_parallel must be (rank, size), found {tensor_parallel!r}")
     collector = _Collector(rank, size)
     with ExitStack() as stack:
-        for name, own in _modules_of(model, module).items():
-            stack.enter_context(own.register_forward_pre_hook(functools.partial(collector.enter_module, name)))
-            stack.enter_context(own.register_forward_hook(collector.leave_module, always_call=True))
+        for name, observed in _modules_of(model, module).items():
+            stack.enter_context(observed.register_forward_pre_hook(functools.partial(collector.enter_module, name)))
+            stack.enter_context(observed.register_forward_hook(collector.leave_module, always_call=True))
         stack.callback(_COLLECTOR.reset, _COLLECTOR.set(collector))
         stack.enter_context(collector)
         yield collector.found
 
 
 def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
-    every = dict(model.named_modules())
-    compiled = [n for n, own in every.items() if own._compiled_call_impl is not None or hasattr(own, "_orig_mod")]
-    if compiled:
-        raise ValueError(
-            f"collect_max_logits: {compiled[0] or 'the model'!r} is compiled, and the logits of a compiled forward "
-            "pass cannot be observed: collect before torch.compile, or return the largest logits from the model"
-        )
-    plain = unwrapped(f"{name}.parameter" for name in every if name)  # names without wrappers, as optimizers use
-    found = {plain.get(f"{name}.parameter", "").rpartition(".")[0]: own for name, own in every.items()}
-    chosen = {name: own for name, own in found.items() if pattern is None or matches(name, pattern)}
-    if not chosen:
-        raise ValueError(f"collect_max_logits: {pattern!r} matches none of the modules {', '.join(map(repr, found))}")
-    return chosen
+    """Return the modules whose names match a glob, by their names without the components that wrappers add."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            raise ValueError(
+                f"collect_max_logits: {name or 'the model'!r} is compiled, and the logits of a compiled forward "
+                "pass cannot be observed: collect before torch.compile, or return the largest logits from the model"
+            )
+    # `unwrapped` takes names of parameters.
+    plain_name_of = unwrapped(f"{name}.parameter" for name in modules if name)
+    plain_modules: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        plain_name = plain_name_of.get(f"{name}.parameter", "").removesuffix("parameter").removesuffix(".")
+        plain_modules[plain_name] = module
+    if pattern is None:
+        return plain_modules
+    matching = {name: module for name, module in plain_modules.items() if matches(name, pattern)}
+    if not matching:
+        known = ", ".join(map(repr, plain_modules))
+        raise ValueError(f"collect_max_logits: {pattern!r} matches none of the modules {known}")
+    return matching
 
 
 def record_max_logits(most: Tensor) -> None:

@@ -476,11 +476,13 @@ def params_for(name: str, params: PyTree) -> PyTree:
 
 def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.dtype]:
     """Return for each leaf the widest dtype of its operands, at least fp32; one dtype if all leaves have the same."""
-    dtypes = {x.dtype for xs in lists for x in xs}
-    each_list_has_one_dtype = all(len({x.dtype for x in xs}) <= 1 for xs in lists)
-    if len(dtypes) <= 1 or each_list_has_one_dtype:
-        return ew.wide_dtype(*dtypes)
-    return [ew.wide_dtype(*[x.dtype for x in operands_of_leaf]) for operands_of_leaf in zip(*lists, strict=True)]
+    dtypes_of_operands = [{tensor.dtype for tensor in tensors} for tensors in lists]
+    if all(len(dtypes) <= 1 for dtypes in dtypes_of_operands):
+        return ew.wide_dtype(*set().union(*dtypes_of_operands))
+    dtypes: list[torch.dtype] = []
+    for operands_of_leaf in zip(*lists, strict=True):
+        dtypes.append(ew.wide_dtype(*[operand.dtype for operand in operands_of_leaf]))
+    return dtypes
 
 
 class Values:

@@ -286,7 +286,7 @@ def _unique_results_without(names: set[str], results: list[list[Group]]) -> list
 
 
 def _with_dots(result: Sequence[Group], dots: list[str]) -> list[Group]:
-    """Return the dims of a result with ``...`` replaced by the names of the dims for which it stands."""
+    """Return the dims of a result with ``...`` replaced by the names of the dims that it includes."""
     groups: list[Group] = []
     for index, group in enumerate(result):
         if group == (_DOTS,) and index < len(result) - 2:  # each of them is a batch dim of its own

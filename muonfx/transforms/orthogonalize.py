@@ -18,25 +18,25 @@ from muonfx.tree import PyTree
 
 def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype to which `orthogonalize` rounds updates of ``dtype`` before it computes."""
-    given = tx.arguments
+    arguments = tx.arguments
     compute = polar.compute_dtype(
-        dtype, device, given["dtype"], coefficients=given["coefficients"], steps=given["steps"]
+        dtype, device, arguments["dtype"], coefficients=arguments["coefficients"], steps=arguments["steps"]
     )
     return compute if polar.same_range(dtype, compute) else dtype
 
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
     """Return a function from a leaf's name, shape and dtype to the estimated work of orthogonalizing its matrices."""
-    given = tx.arguments
-    settings = {key: given[key] for key in ("coefficients", "steps", "method", "products")}
+    arguments = tx.arguments
+    settings = {key: arguments[key] for key in ("coefficients", "steps", "method", "products")}
 
     def of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
-        chosen = given["dtype"]
-        if chosen == "auto":
-            chosen = torch.float64 if dtype == torch.float64 else compute
-        return newton_schulz_cost((rows, columns), device, dtype=chosen, **settings).load
+        product_dtype = arguments["dtype"]
+        if product_dtype == "auto":
+            product_dtype = torch.float64 if dtype == torch.float64 else compute
+        return newton_schulz_cost((rows, columns), device, dtype=product_dtype, **settings).load
 
-    return cost_of_matrices(given["view"], of_matrix)
+    return cost_of_matrices(arguments["view"], of_matrix)
 
 
 @transform(
@@ -65,8 +65,8 @@ def orthogonalize(
             the two for each shape; `muonfx.polar.explain` prints the choice and the reason.
         dtype: the compute dtype. "auto" depends on the device, and is at least fp32 if derivatives are taken through
             the transform. Updates are returned in their own dtype.
-        products: how symmetric matrix products are computed: "batched", "blocks" or "triton". "auto" depends on the
-            shape and the device.
+        products: how symmetric matrix products are computed: "batched" or "blocks". "auto" depends on the shape and
+            the device, and uses quack-kernels on a GPU where it is installed.
         view: a `MatrixView`, which divides each parameter into matrices. For fused query, key and value weights:
             ``MatrixView({"*.qkv.weight": "(qkv=3 out) in -> qkv out in"})``.
 
@@ -84,9 +84,8 @@ def orthogonalize(
         >>> bool((u.diagonal() - 1).abs().max() < 0.2)
         True
     """
-    # Raises if an option is malformed. Triton kernels are not checked here: they depend on the device of the updates.
-    checked = "auto" if products == "triton" else products
-    polar.explain((0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=checked)
+    # Raises if an option is malformed.
+    polar.explain((0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=products)
     iterated = Orthogonalizer(coefficients, steps, method, dtype, products)
 
     def init(params: PyTree) -> EmptyState:

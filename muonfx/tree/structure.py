@@ -261,8 +261,21 @@ def paths(tree: PyTree) -> list[tuple[object, ...]]:
     """
     if torch.compiler.is_compiling():
         return _traced_flatten(tree, []).paths(())
-    accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
-    return [tuple([getattr(entry, "field", entry.entry) for entry in accessor]) for accessor in accessors]
+    return _paths_below(optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE), ())
+
+
+def _paths_below(structure: Structure, above: tuple[object, ...]) -> list[tuple[object, ...]]:
+    """Return the path to each leaf of a subtree. It begins with ``above``, the path to the subtree."""
+    level = structure.one_level()
+    if level is None:  # a leaf
+        return [above]
+    entries: list[object] = level.entries()
+    if structure.type not in _DICTS:  # accessors have the names of fields, but take much longer than entries
+        entries = [getattr(accessor[0], "field", accessor[0].entry) for accessor in level.accessors()]
+    paths_of_leaves: list[tuple[object, ...]] = []
+    for entry, child in zip(entries, structure.children(), strict=True):
+        paths_of_leaves += _paths_below(child, (*above, entry))
+    return paths_of_leaves
 
 
 class Key(NamedTuple):

@@ -172,3 +172,14 @@ def test_a_link_to_nowhere_is_named(tmp_path: Path, capsys):
         assert ck.latest(tmp_path) == path
     assert main(["inspect", str(tmp_path)]) == 0
     assert "step-000000002" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="a system without unnamed files")
+def test_a_save_that_ends_while_it_makes_its_lock_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def is_killed() -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(leftovers, "_this_boot", is_killed)
+    with pytest.raises(KeyboardInterrupt):
+        leftovers.SaveLock(tmp_path, "0123456789abcdef").acquire()
+    assert not list(tmp_path.iterdir())

@@ -326,7 +326,7 @@ def test_the_state_follows_a_model_that_has_moved():
     optimizer = mfx.Muon(dict(model.named_parameters()))
     backward(model)
     optimizer.step()
-    bound, param = optimizer._attachment._bound, model[2].weight
+    bound, param = optimizer._parameters.bound, model[2].weight
     trace = optimizer.state[param]["muon.momentum.trace"].clone()
     bound["2.weight"] = bound["2.weight"]._replace(device=torch.device("meta"))  # there is one device here
     assert torch.equal(trace, optimizer.state_dict()["state"][1]["muon.momentum.trace"])
@@ -391,11 +391,11 @@ def test_an_optimizer_keeps_no_model_alive_and_a_copy_knows_none():
     twin_model, twin = copy.deepcopy((model, optimizer))
     backward(twin_model)
     twin.step()
-    assert optimizer._attachment.models == [model]
-    assert twin._attachment.models == []
+    assert optimizer._parameters.models == [model]
+    assert twin._parameters.models == []
     del model
     gc.collect()
-    assert optimizer._attachment.models == []
+    assert optimizer._parameters.models == []
 
 
 # ------------------------------------------------------------------------------------------------------ real processes

@@ -239,7 +239,7 @@ def test_what_is_not_a_floating_matrix_is_refused(x, error: type[Exception], wor
         ({"method": None}, ValueError, "method: found None"),
         ({"method": "gram", "coefficients": torch.ones(2, 3)}, ValueError, "method: found 'gram' with a tensor"),
         ({"products": "cublas"}, ValueError, "products: found 'cublas'"),
-        ({"products": "triton", "dtype": torch.float64}, ValueError, "products: found 'triton' for float64"),
+        ({"products": "quack"}, ValueError, "products: found 'quack', expected 'auto', 'batched' or 'blocks'"),
         ({"max_scratch_bytes": 0}, ValueError, "max_scratch_bytes: found 0"),
     ],
 )

@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from benchmarks.measure import PeakBytes
-from muonfx.polar import PRESETS, Workspace, band, explain, kernels, orthogonalize, orthogonalize_many
-from muonfx.polar.iteration import newton_schulz
+from muonfx.polar import PRESETS, Workspace, band, explain, orthogonalize, orthogonalize_many
 from muonfx.polar.policy import SMALLEST_GRAM
-from muonfx.polar.products import Buffered, Functional
-from muonfx.polar.stages import staged
 
 from .strategies import DTYPES, SPECTRA, Problem, gap, problem, problems, relative, tolerance
 
@@ -79,20 +76,6 @@ def test_policy_stays_with_standard_where_gram_would_round_more_or_cost_more() -
     )
     assert max(len(stage.steps) for stage in unsafe.stages[:-1]) == 1  # the set's restarts are not safe in bf16
     assert taken((512, 2048), coefficients=torch.ones(3, 3)) == "standard"
-
-
-@pytest.mark.skipif(not kernels.available(torch.device("cpu")), reason="needs Triton's interpreter")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("n", "tall"), [(5, True), (33, False)])
-def test_kernels_run_the_whole_iteration(n: int, tall: bool, dtype: torch.dtype) -> None:
-    x = torch.randn(2, n, 2 * n, generator=torch.Generator().manual_seed(n))
-    x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(dtype)
-    stages = staged(PRESETS["quintic"].steps, (2, 3), 1 / n, 2.0)
-    given = (x.mT if tall else x).contiguous().clone()
-    found = newton_schulz(given, stages, Buffered(given, tall=tall, how="triton", small="triton"))
-    expected = newton_schulz(x, stages, Functional())
-    assert gap(found.mT if tall else found, expected) < {torch.float32: 1e-4}.get(dtype, 0.1)
-    assert explain((n, 2 * n), products="triton", dtype=dtype).products == "triton"
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES])

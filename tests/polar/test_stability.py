@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import muonfx as mfx
 from muonfx.polar import (
     PRESETS,
     Coefficients,
@@ -106,13 +105,6 @@ def test_halving_never_pays_on_tiles_and_the_gram_form_does(machine: dict[str, A
 def test_an_unknown_device_takes_what_loses_least() -> None:
     found = explain((512, 512), "xpu", coefficients="keller", dtype=torch.float16)
     assert (found.products, found.method) == ("batched", "standard")
-
-
-def test_a_transform_with_kernels_is_made_anywhere_and_runs_where_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy.kernels, "available", lambda device: False)
-    tx = mfx.orthogonalize(products="triton")
-    with pytest.raises(RuntimeError, match="products: found 'triton' on cpu"):
-        tx.update({"w": torch.ones(2, 2)}, mfx.core.EmptyState())
 
 
 LOW = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

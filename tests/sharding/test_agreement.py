@@ -119,25 +119,27 @@ def test_machines_on_which_auto_differs_are_an_error_unless_a_dtype_is_given(her
 
 
 @on_ranks(2)
-def test_kernels_that_fail_on_one_rank_are_an_error_on_all_before_anything_changes(here: Here):
-    """Where they fail on both ranks, the products of torch are used."""
+def test_a_library_that_fails_on_one_rank_is_an_error_on_all_before_anything_changes(here: Here):
+    """If quack-kernels fails on both ranks, the products of torch are used."""
     params = {"a": some(300, 300)}
     layout = sharding.replicated(params, here.group)
 
-    def orthogonalized(failing: tuple[int, ...]) -> torch.Tensor:
+    def orthogonalized(failing: tuple[int, ...], products: Any = "auto") -> torch.Tensor:
         failed = "a wrong product" if here.rank in failing else None
-        with mock.patch.object(policy.kernels, "failure", return_value=failed):
-            over = sharding.sharded(mfx.orthogonalize(products="triton", dtype=torch.float32), layout)
+        with mock.patch.object(policy.quack, "failure", return_value=failed):
+            tx = mfx.orthogonalize(products=products, dtype=torch.bfloat16)
+            over = sharding.sharded(tx, layout)
             return over.update(params, over.init(params), params)[0]["a"]
 
     with (
-        mock.patch.object(policy.kernels, "available", return_value=True),
-        mock.patch.object(policy.kernels, "symmetric_matmul", side_effect=AssertionError("a kernel")),
+        mock.patch.object(policy.quack, "is_capable", return_value=True),
+        mock.patch.object(policy.quack, "symmetric_matmul", side_effect=AssertionError("a kernel")),
     ):
-        with raises("'orthogonalize' is triton on rank 0 and batched on rank 1", 'give products="batched"'):
+        with raises("'orthogonalize' is quack-kernels on rank 0 and torch on rank 1", 'give products="batched"'):
             orthogonalized((1,))
-        found = orthogonalized((0, 1))
-    assert torch.equal(found, polar.orthogonalize(params["a"], products="batched", dtype=torch.float32))
+        expected = polar.orthogonalize(params["a"], products="batched", dtype=torch.bfloat16)
+        assert torch.equal(orthogonalized((0, 1)), expected)
+        assert torch.equal(orthogonalized((1,), products="batched"), expected)
 
 
 @on_ranks(4)

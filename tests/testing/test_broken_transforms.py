@@ -143,7 +143,7 @@ SEEN_EARLIER = [
 
 
 SEEN_BY_CHANCE = {"reads_memory_that_it_never_wrote"}
-"""What such memory holds is chance, so any law that compares two runs may be the first to find it."""
+"""Such memory holds anything, so any law that compares two runs may be the first to find it."""
 
 
 @pytest.mark.slow

@@ -57,8 +57,8 @@ def save(
     Traceback (most recent call last):
     TypeError: engine: its optimizer is None, expected one of muonfx.engines.deepspeed
     """
-    own = _optimizer_of(engine)
-    values = _Values.of(own, to_load=False)
+    optimizer = _optimizer_of(engine)
+    values = _Values.of(optimizer, to_load=False)
     return checkpoint.save(
         path, values.state, tx=values.tx, params=values.params, step=step, extra=extra, keep=keep, group=_all_ranks()
     )
@@ -88,35 +88,39 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     >>> torch.equal(model.weight, other.weight)
     True
     """
-    own = _optimizer_of(engine)
-    units = own.all_units()
+    optimizer = _optimizer_of(engine)
+    units = optimizer.all_units()
     group = _all_ranks()
-    values = _Values.of(own, to_load=True)
+    values = _Values.of(optimizer, to_load=True)
     loaded_params = checkpoint.load_params(path, like=values.params, group=group)
     loaded_state = checkpoint.load(path, like=values.state, tx=values.tx, group=group)
-    new_name_of = global_names(own.model)
-    params = {name: loaded_params[new_name_of.get(name, name)] for unit in units for name in unit.pieces.names}
+    new_name_of = global_names(optimizer.model)
+    params: dict[str, Any] = {}
+    for unit in units:
+        for name in unit.pieces.names:
+            params[name] = loaded_params[new_name_of.get(name, name)]
     leaf_of_path = dict(zip(tree.paths(loaded_state), tree.leaves(loaded_state), strict=True))
     leaves = [leaf_of_path.get(path) for path in values.paths]
-    zero, is_cut = engine.optimizer, any(unit.pieces.layout and unit.pieces.layout.stage == 3 for unit in units)
-    if is_cut:
+    zero = engine.optimizer
+    is_stage_3 = any(unit.pieces.layout and unit.pieces.layout.stage == 3 for unit in units)
+    if is_stage_3:
         zero.checkpoint_event_prologue()  # partitions the persistent parameters, which stage 3 keeps whole
     for unit in units:
-        unit.take(params, leaves, own.state)
+        unit.take(params, leaves, optimizer.state)
     if hasattr(zero, "update_lp_params"):  # stages 1 and 2
         zero.update_lp_params()
     else:
-        own.update_working_copy()
-    if is_cut:
+        optimizer.update_working_copy()
+    if is_stage_3:
         zero.checkpoint_event_epilogue()
 
 
 def _optimizer_of(engine: Any) -> ZeroOptimizer:
-    found = engine.optimizer
-    inner = getattr(found, "optimizer", found)
-    if not isinstance(inner, ZeroOptimizer):
-        raise TypeError(f"engine: its optimizer is {inner!r}, expected one of muonfx.engines.deepspeed")
-    return inner
+    # At ZeRO stages 1 to 3, `engine.optimizer` is a wrapper of the optimizer.
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    if not isinstance(optimizer, ZeroOptimizer):
+        raise TypeError(f"engine: its optimizer is {optimizer!r}, expected one of muonfx.engines.deepspeed")
+    return optimizer
 
 
 def _all_ranks() -> dist.ProcessGroup | None:
@@ -136,14 +140,14 @@ class _Values(NamedTuple):
     """The transform; None if it differs between ranks, because labels name the parameters of a rank."""
 
     @classmethod
-    def of(cls, own: ZeroOptimizer, *, to_load: bool) -> _Values:
+    def of(cls, optimizer: ZeroOptimizer, *, to_load: bool) -> _Values:
         """Collect the values of this rank, and add the leaves of others. All ranks must call this together."""
-        new_name_of = global_names(own.model)
+        new_name_of = global_names(optimizer.model)
         local_params: dict[str, Any] = {}
         leaves_of_units: list[list[Any]] = []
-        units = own.all_units()
+        units = optimizer.all_units()
         for unit in units:
-            unit_params, unit_leaves = unit.to_global(own.state, to_load=to_load)
+            unit_params, unit_leaves = unit.to_global(optimizer.state, to_load=to_load)
             for name, param in unit_params.items():
                 local_params[new_name_of.get(name, name)] = param
             leaves_of_units.append(unit_leaves)
@@ -153,9 +157,9 @@ class _Values(NamedTuple):
             local_paths = tree.paths(units[0].unflatten(leaves))
             paths = [tuple(new_name_of.get(str(entry), entry) for entry in path) for path in local_paths]
         local_state: dict[Any, Any] = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if leaf is not None}
-        identities = _of_all_ranks((own.tx.fingerprint, bool(new_name_of)))
-        is_same_transform = set(identities) == {(own.tx.fingerprint, False)}
-        tx = own.tx if is_same_transform else None
+        identities = _of_all_ranks((optimizer.tx.fingerprint, bool(new_name_of)))
+        is_same_transform = set(identities) == {(optimizer.tx.fingerprint, False)}
+        tx = optimizer.tx if is_same_transform else None
         return cls(_with_leaves_of_others(local_params), _nested(_with_leaves_of_others(local_state)), paths, tx)
 
 

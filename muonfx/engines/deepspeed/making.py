@@ -76,7 +76,8 @@ def require_own_step(config: Mapping[str, Any]) -> None:
             f'DeepSpeed\'s config: found an "optimizer" of the type {config["optimizer"].get("type")!r}, which would '
             'step in place of Muon: leave "optimizer" out of the config'
         )
-    device = (config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none")
+    offload_config = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    device = offload_config.get("device", "none")
     is_forced = config.get("zero_force_ds_cpu_optimizer", True)
     if device not in (None, "none") and is_forced:
         raise ValueError(
@@ -86,7 +87,7 @@ def require_own_step(config: Mapping[str, Any]) -> None:
         )
 
 
-def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest: Any) -> tuple[Any, ...]:
+def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **more: Any) -> tuple[Any, ...]:
     """Call ``deepspeed.initialize`` with a configuration whose optimizer is Muon.
 
     DeepSpeed accepts by name only its own optimizers and those of torch. This function removes the entry
@@ -97,7 +98,7 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest:
     Args:
         model: as for `optimizer`.
         config: a configuration, which is not modified, or the path of a JSON file.
-        rest: further arguments of ``deepspeed.initialize``.
+        more: further arguments of ``deepspeed.initialize``.
 
     Returns:
         The result of ``deepspeed.initialize``: engine, optimizer, data loader, scheduler.
@@ -112,17 +113,20 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest:
     Traceback (most recent call last):
     ValueError: config: its optimizer has the type 'Adam', expected 'muonfx.Muon'; for others call deepspeed.initialize
     """
-    given: dict[str, Any] = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
-    entry = given.pop("optimizer", {})
+    if not isinstance(config, Mapping):
+        return initialize(model, json.loads(Path(config).read_text()), **more)
+    options: dict[str, Any] = dict(config)
+    entry: dict[str, Any] = options.pop("optimizer", {})
     if entry.get("type") != CONFIG_TYPE:
         raise ValueError(
             f"config: its optimizer has the type {entry.get('type')!r}, expected {CONFIG_TYPE!r}; for others "
             "call deepspeed.initialize"
         )
-    given = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **given}
-    require_own_step(given)
-    made = Muon(model, **entry.get("params", {}))
-    require_rates_by_group(given, made.param_groups)
+    options.setdefault("zero_allow_untested_optimizer", True)
+    options.setdefault("zero_force_ds_cpu_optimizer", False)
+    require_own_step(options)
+    muon_optimizer = Muon(model, **entry.get("params", {}))
+    require_rates_by_group(options, muon_optimizer.param_groups)
     import deepspeed
 
-    return deepspeed.initialize(model=model, optimizer=made, config=given, **rest)
+    return deepspeed.initialize(model=model, optimizer=muon_optimizer, config=options, **more)

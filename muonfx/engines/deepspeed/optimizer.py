@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from muonfx.core import Locality, Transform
 from muonfx.core.hyperparams import hyperparams
@@ -27,11 +27,13 @@ from muonfx.engines.deepspeed.pieces import (
 from muonfx.engines.deepspeed.rates import GroupRates
 from muonfx.engines.deepspeed.tensor_parallel import tensor_group_of, whole_shape_of
 from muonfx.engines.deepspeed.unit import Unit
-from muonfx.optimizer.attachment import GroupOwner
-from muonfx.optimizer.groups import GroupNumbers, defaults_for_schedulers, routes_of, split_by_route
+from muonfx.optimizer.group_numbers import GroupNumbers
+from muonfx.optimizer.groups import defaults_for_schedulers
+from muonfx.optimizer.owned_groups import OwnedGroup, own_groups
+from muonfx.optimizer.routes import Route, routes_of, split_by_route
 
 
-class ZeroOptimizer(GroupOwner):
+class ZeroOptimizer(Optimizer):
     """The optimizer that `optimizer` returns for DeepSpeed; it applies a transform to DeepSpeed's flat tensors.
 
     Raises:
@@ -60,35 +62,60 @@ class ZeroOptimizer(GroupOwner):
         self.tx = tx
         self.model = model
         self._params = trained_parameters(model)
-        self._like = {n: torch.empty(whole_shape_of(x), dtype=x.dtype, device="meta") for n, x in self._params.items()}
+        self._like: dict[str, Tensor] = {}
+        """The parameters in full, as meta tensors."""
+        for name, param in self._params.items():
+            self._like[name] = torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta")
         tx.init(self._like)  # raises if the transform cannot handle the parameters
         routes = routes_of(tuple(visit(tx, self._like)))
-        if left_out := [name for name in self._like if name not in routes or routes[name].is_left_out]:
-            raise ValueError(
-                f"{left_out[0]!r} requires grad but has no label: give it a label, or freeze it before this call"
-            )
-        defaults = hyperparams(tx)
+        for name in self._like:
+            if name not in routes or routes[name].is_left_out:
+                raise ValueError(
+                    f"{name!r} requires grad but has no label: give it a label, or freeze it before this call"
+                )
         self._numbers: dict[tuple[str, ...], GroupNumbers] = {}
+        """The object that reads the hyperparameters of each group, by the parameter names of the group."""
         self._units: dict[Tensor, Unit] = {}
+        """A unit for each flat tensor; at stage 0 for each group, by its first tensor."""
         groups: list[dict[str, Any]] = []
-        for part in split_by_route(list(self._params.items()), routes):
-            route = routes[part[0][0]]
-            for expert_group, pairs in _by_expert_group(part).items():
-                numbers = GroupNumbers(route.hyperparams)
-                self._numbers[tuple(name for name, _ in pairs)] = numbers
-                values = numbers.entries({name: defaults[name] for name in numbers.names})
-                group = {"label": route.label, "lr": 0.0, **values, "params": pairs}
-                if expert_group is not None:
-                    # With these entries ZeRO partitions the group among the ranks that have the same experts.
-                    group |= {"moe": True, "name": expert_group}
-                groups.append(group)
+        for route_pairs in split_by_route(list(self._params.items()), routes):
+            route = routes[route_pairs[0][0]]
+            for expert_group, pairs in _by_expert_group(route_pairs).items():
+                groups.append(self._new_group(route, expert_group, pairs))
         super().__init__(groups, {})
+        own_groups(self)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         _warn_of_unequal_stages(model, self.param_groups)
         self._rates = GroupRates(self.param_groups)
         for group in self.param_groups:
             # If two keys of a group set one number, later reads compare both with this one to find the changed key.
-            self._numbers[tuple(group["param_names"])].read(group)
+            self._numbers_of(group).read(group)
+
+    def _new_group(self, route: Route, expert_group: str | None, pairs: list[tuple[str, Tensor]]) -> dict[str, Any]:
+        """Return a param group for named parameters with the hyperparameters of the transforms that update them."""
+        defaults = hyperparams(self.tx)
+        numbers = GroupNumbers(route.hyperparams)
+        self._numbers[tuple([name for name, _ in pairs])] = numbers
+        entries = numbers.entries({name: defaults[name] for name in numbers.names})
+        group = {"label": route.label, "lr": 0.0, **entries, "params": pairs}
+        if expert_group is not None:
+            # With these entries ZeRO partitions the group among the ranks that have the same experts.
+            group["moe"] = True
+            group["name"] = expert_group
+        return group
+
+    def _numbers_of(self, group: Mapping[str, Any]) -> GroupNumbers:
+        return self._numbers[tuple(group["param_names"])]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, marked so that another optimizer that steps on it raises."""
+        super().add_param_group(OwnedGroup(param_group))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or unpickled optimizer, and mark its param groups as its own."""
+        super().__setstate__(state)
+        self.param_groups = [OwnedGroup(group) for group in self.param_groups]
+        own_groups(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -100,33 +127,41 @@ class ZeroOptimizer(GroupOwner):
         self._require_same_trained()
         self._rates.check(self.param_groups)
         is_first = not self._units
-        units = [(group, self._units_of(group["param_names"], group["params"])) for group in self.param_groups]
+        units_per_group = [self._units_of(group["param_names"], group["params"]) for group in self.param_groups]
         # A real step on zeros would advance the count of AdamW and decay the weights.
         if is_first and self._is_initialization():
             return loss
-        for group, own in units:
-            numbers = self._numbers[tuple(group["param_names"])]
-            for unit in own:
-                unit.step(numbers.read(group), self.state)
+        for group, units in zip(self.param_groups, units_per_group, strict=True):
+            for unit in units:
+                unit.step(self._numbers_of(group).read(group), self.state)
         return loss
 
     def _is_initialization(self) -> bool:
         """Return whether this is the step with zero gradients that DeepSpeed takes only to allocate the state."""
-        own = set(self._params.values())
-        given = [param for group in self.param_groups for param in group["params"]]
-        are_copies = not any(unit.pieces.is_flat for unit in self._units.values()) and own.isdisjoint(given)
-        return are_copies and not any(param.grad is None or bool(param.grad.any()) for param in given)
+        for unit in self._units.values():
+            if unit.pieces.is_flat:
+                return False
+        model_params = set(self._params.values())
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in model_params:  # not a copy in fp32, into which DeepSpeed would have put zeros
+                    return False
+                if param.grad is None or param.grad.any():
+                    return False
+        return True
 
     def _require_same_trained(self) -> None:
         """Raise if a parameter was frozen, unfrozen, added or removed since the optimizer was constructed."""
         # DeepSpeed's flat tensors contain the parameters from construction only.
-        now, own = ({param: name for name, param in x.items()} for x in (trained_parameters(self.model), self._params))
-        for these, others, when in ((now, own, "requires grad now, but did not"), (own, now, "required grad")):
-            if changed := [name for param, name in these.items() if param not in others]:
-                raise ValueError(
-                    f"{changed[0]!r} {when} when the optimizer was made; DeepSpeed steps on the parameters from then: "
-                    "freeze, unfreeze, add or remove it first, then make the optimizer and DeepSpeed's engine"
-                )
+        trained = trained_parameters(self.model)
+        trained_params = set(trained.values())
+        former_params = set(self._params.values())
+        for name, param in trained.items():
+            if param not in former_params:
+                raise _trained_has_changed(name, "requires grad now, but did not")
+        for name, param in self._params.items():
+            if param not in trained_params:
+                raise _trained_has_changed(name, "required grad")
 
     def all_units(self) -> list[Unit]:
         """Return a list with a `Unit` (parameters and their state) for each flat tensor that DeepSpeed steps on.
@@ -139,8 +174,8 @@ class ZeroOptimizer(GroupOwner):
             names: list[str] = group["param_names"]
             params = [self._params[name] for name in names]
             engine = stage_3_of(params)
-            given = group["params"] if engine is None else flats_of(engine, params)
-            units += self._units_of(names, given, without_grads=True)
+            tensors = group["params"] if engine is None else flats_of(engine, params)
+            units += self._units_of(names, tensors, without_grads=True)
         return units
 
     @torch.no_grad()
@@ -148,26 +183,34 @@ class ZeroOptimizer(GroupOwner):
         """Copy the full-precision parameters into the model's parameters, and round them to the dtype of the model."""
         for unit in self.all_units():
             for name, piece in unit.pieces.views(unit.pieces.flat).items():
-                held = getattr(self._params[name], "ds_tensor", None)
-                if held is None:
+                partition = getattr(self._params[name], "ds_tensor", None)  # this rank's part at stage 3
+                if partition is None:
                     self._params[name].copy_(piece)
                 else:
-                    held.data.view(-1)[: piece.numel()].copy_(piece.reshape(-1))
+                    partition.data.view(-1)[: piece.numel()].copy_(piece.reshape(-1))
 
-    def _units_of(self, names: Sequence[str], given: list[Tensor], *, without_grads: bool = False) -> list[Unit]:
+    def _units_of(self, names: Sequence[str], tensors: list[Tensor], *, without_grads: bool = False) -> list[Unit]:
+        """Return the units of the tensors in one param group, those without a gradient only if ``without_grads``."""
         params = {name: self._params[name] for name in names}
         tensor_group = tensor_group_of(self.model.modules())
-        if [tuple(x.shape) for x in given] == [local_shape_of(param) for param in params.values()]:  # stage 0
-            if given and given[0] not in self._units:
-                pieces = whole_pieces(dict(zip(names, given, strict=True)), params, self._like, tensor_group)
-                self._units[given[0]] = Unit(self.tx, self._like, pieces, self.state)
-            return [self._units[x] for x in given[:1]]
-        flats = [flat for flat in given if without_grads or flat.grad is not None]
-        for flat in flats:
+        is_stage_0 = [tuple(tensor.shape) for tensor in tensors] == [local_shape_of(x) for x in params.values()]
+        if is_stage_0:
+            if not tensors:
+                return []
+            first = tensors[0]
+            if first not in self._units:
+                pieces = whole_pieces(dict(zip(names, tensors, strict=True)), params, self._like, tensor_group)
+                self._units[first] = Unit(self.tx, self._like, pieces, self.state)
+            return [self._units[first]]
+        units: list[Unit] = []
+        for flat in tensors:
+            if flat.grad is None and not without_grads:
+                continue
             if flat not in self._units:
                 pieces = locate(flat, params, self._like, tensor_group)
                 self._units[flat] = Unit(self.tx, self._like, pieces, self.state)
-        return [self._units[flat] for flat in flats]
+            units.append(self._units[flat])
+        return units
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, and keep the dtypes in it. DeepSpeed calls this with the state of this rank.
@@ -176,19 +219,31 @@ class ZeroOptimizer(GroupOwner):
             ValueError: the groups have other parameters, or a group lacks a hyperparameter; nothing was loaded. If the
                 state belongs to another transform, the next step raises an error.
         """
-        saved: list[dict[str, Any]] = state_dict["param_groups"]
-        own = [group["param_names"] for group in self.param_groups]
-        if (theirs := [group.get("param_names") for group in saved]) != own:
-            raise ValueError(f"the state has groups with the parameters {theirs}, expected {own}")
-        for names, old in zip(own, saved, strict=True):
-            if missing := [one.key for one in self._numbers[tuple(names)].hyperparams if one.key not in old]:
-                raise ValueError(f"the state has no hyperparameter {missing[0]!r} for the group of {names[0]!r}")
+        saved_groups: list[dict[str, Any]] = state_dict["param_groups"]
+        names_per_group = [group["param_names"] for group in self.param_groups]
+        saved_names_per_group = [group.get("param_names") for group in saved_groups]
+        if saved_names_per_group != names_per_group:
+            raise ValueError(
+                f"the state has groups with the parameters {saved_names_per_group}, expected {names_per_group}"
+            )
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            for hyperparam in self._numbers_of(group).hyperparams:
+                if hyperparam.key not in saved_group:
+                    name = group["param_names"][0]
+                    raise ValueError(f"the state has no hyperparameter {hyperparam.key!r} for the group of {name!r}")
         super().load_state_dict(state_dict)
-        places = chain.from_iterable(group["params"] for group in saved)
-        for place, param in zip(places, chain.from_iterable(g["params"] for g in self.param_groups), strict=True):
-            for key, value in state_dict["state"].get(place, {}).items():
-                if isinstance(value, Tensor):  # undo the cast to the parameter's dtype by torch
-                    self.state[param][key] = value.to(param.device, copy=True)
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            for param, index in zip(group["params"], saved_group["params"], strict=True):
+                for key, value in state_dict["state"].get(index, {}).items():
+                    if isinstance(value, Tensor):  # undo the cast to the parameter's dtype by torch
+                        self.state[param][key] = value.to(param.device, copy=True)
+
+
+def _trained_has_changed(name: str, when: str) -> ValueError:
+    return ValueError(
+        f"{name!r} {when} when the optimizer was made; DeepSpeed steps on the parameters from then: "
+        "freeze, unfreeze, add or remove it first, then make the optimizer and DeepSpeed's engine"
+    )
 
 
 def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:

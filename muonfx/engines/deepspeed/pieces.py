@@ -32,7 +32,11 @@ def local_shape_of(param: Tensor) -> tuple[int, ...]:
 
 def stage_3_of(params: Iterable[Tensor]) -> Any:
     """Return DeepSpeed's own optimizer that holds these parameters at ZeRO stage 3; None at other stages."""
-    return next(filter(None, (getattr(param, "_z3_optimizer", None) for param in params)), None)
+    for param in params:
+        engine: Any = getattr(param, "_z3_optimizer", None)
+        if engine:
+            return engine
+    return None
 
 
 class Located(NamedTuple):
@@ -90,7 +94,10 @@ class Pieces(NamedTuple):
         """Return a dict from parameter name to its shard in a flat tensor, such as a gradient; memory is shared."""
         if not self.is_flat:
             return dict(zip(self.names, flat, strict=True))
-        return {n: flat[0].narrow(0, at.start, at.length).view(self.shapes[n]) for n, at in self.at.items()}
+        views: dict[str, Any] = {}
+        for name, located in self.at.items():
+            views[name] = flat[0].narrow(0, located.start, located.length).view(self.shapes[name])
+        return views
 
 
 def locate(
@@ -174,54 +181,78 @@ class _Cut(NamedTuple):
 
 def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
     """Find where each rank holds each parameter at stages 1 and 2, which partition the concatenated parameters."""
-    own = dict.fromkeys(params, Located(0, 0, 0))
-    for name, param in params.items():
-        mapping: Any = getattr(param, "_hp_mapping", None)
-        if mapping is not None:
-            there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
-            own[name] = Located(here.start, here.numel, there.start)
-    group: Any = next(filter(None, (getattr(param, "_dp_group", None) for param in params.values())), None)
-    if group is None:
-        raise ValueError(
-            f"{next(iter(params))!r}: found a flat tensor of {flat.numel()} elements in its group, and no mapping of "
-            "DeepSpeed to the parameter; expected ZeRO stage 1, 2 or 3, or whole parameters"
-        )
-    size, length = dist.get_world_size(group), flat.numel()
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, own, group=group)
-    borders = tuple(rank * length for rank in range(size + 1))
+    located_here = _mappings(params)
+    group = _data_group(flat, params)
+    size = dist.get_world_size(group)
+    located_on_ranks: list[Any] = [None] * size
+    dist.all_gather_object(located_on_ranks, located_here, group=group)
+    length = flat.numel()
+    borders = tuple([rank * length for rank in range(size + 1)])
     cuts: dict[str, Cut] = {}
-    misplaced_names: list[str] = []
+    misplaced_name: str | None = None
     for name, param in params.items():
         shape = local_shape_of(param)
         cuts[name] = Intervals(shape, 0, borders)
         if not prod(shape):  # AutoTP gives a rank no rows if there are fewer heads than ranks
             continue
-        parts = [(rank, pieces[name]) for rank, pieces in enumerate(found) if pieces[name].length]
-        starts = {rank * length + part.start - part.begin for rank, part in parts}
-        if len(starts) != 1 or sum(part.length for _, part in parts) != prod(shape):
-            misplaced_names.append(name)
-            continue
-        cuts[name] = Intervals(shape, starts.pop(), borders)
-    return _Cut(cuts, own, group, misplaced_names[0] if misplaced_names else None)
+        starts: set[int] = set()  # of the parameter in the concatenation of the ranks' flat tensors, for each rank
+        located_elements = 0
+        for rank, located_on_rank in enumerate(located_on_ranks):
+            located: Located = located_on_rank[name]
+            if located.length:
+                starts.add(rank * length + located.start - located.begin)
+                located_elements += located.length
+        if len(starts) == 1 and located_elements == prod(shape):
+            cuts[name] = Intervals(shape, starts.pop(), borders)
+        elif misplaced_name is None:
+            misplaced_name = name
+    return _Cut(cuts, located_here, group, misplaced_name)
+
+
+def _mappings(params: Mapping[str, Tensor]) -> dict[str, Located]:
+    """Return where this rank holds each parameter at stages 1 and 2; a length of 0 if it holds nothing of it."""
+    located: dict[str, Located] = {}
+    for name, param in params.items():
+        mapping: Any = getattr(param, "_hp_mapping", None)
+        if mapping is None:
+            located[name] = Located(0, 0, 0)
+        else:
+            in_flat = mapping.hp_fragment_address
+            located[name] = Located(in_flat.start, in_flat.numel, mapping.lp_fragment_address.start)
+    return located
+
+
+def _data_group(flat: Tensor, params: Mapping[str, Tensor]) -> Any:
+    """Return the process group over which DeepSpeed has partitioned the parameters at stages 1 and 2."""
+    for param in params.values():
+        group: Any = getattr(param, "_dp_group", None)
+        if group is not None:
+            return group
+    raise ValueError(
+        f"{next(iter(params))!r}: found a flat tensor of {flat.numel()} elements in its group, and no mapping of "
+        "DeepSpeed to the parameter; expected ZeRO stage 1, 2 or 3, or whole parameters"
+    )
 
 
 def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> _Cut:
     """Find where each rank holds each parameter at stage 3, where ``flat`` concatenates the shards of this rank."""
-    place = next(i for i, mine in enumerate(engine.fp32_partitioned_groups_flat) if mine is flat)
+    flat_ids = [id(flat_of_subgroup) for flat_of_subgroup in engine.fp32_partitioned_groups_flat]
+    members: list[Any] = engine.fp16_groups[flat_ids.index(id(flat))]
     name_of = {id(param): name for name, param in params.items()}
-    members: list[Any] = engine.fp16_groups[place]
     group = members[0].ds_process_group
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    found = _Cut({}, {}, group)
+    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    cut = _Cut({}, {}, group)
     offset = 0
     for param in members:
-        name, part, numel = name_of[id(param)], int(param.ds_tensor.ds_numel), prod(local_shape_of(param))
-        found.cuts[name] = Intervals(local_shape_of(param), 0, tuple(part * one for one in range(size + 1)))
-        begin = min(rank * part, numel)
-        found.at[name] = Located(offset, min(part, numel - begin), begin)
-        offset += part
-    return found
+        name = name_of[id(param)]
+        shape = local_shape_of(param)
+        length = int(param.ds_tensor.ds_numel)  # of every rank's shard: the last ones are padded
+        cut.cuts[name] = Intervals(shape, 0, tuple([length * other_rank for other_rank in range(size + 1)]))
+        begin = min(rank * length, prod(shape))
+        cut.at[name] = Located(offset, min(length, prod(shape) - begin), begin)
+        offset += length
+    return cut
 
 
 def _cut_shards(
@@ -257,35 +288,43 @@ def _cut_shards(
 
 def _do_overlap(pieces: Iterable[Piece]) -> bool:
     """Return whether different intervals of one tensor overlap."""
+    intervals = {(piece.start or 0, piece.numel) for piece in pieces if piece.numel}
     end = 0
-    for piece in sorted({piece for piece in pieces if piece.numel}, key=lambda piece: piece.start or 0):
-        start = piece.start or 0
+    for start, length in sorted(intervals):
         if start < end:
             return True
-        end = start + piece.numel
+        end = start + length
     return False
 
 
 def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
     """Return the flat tensors in which DeepSpeed holds these parameters at stage 3, one for each sub-group."""
-    wanted = {id(param) for param in params}
-    pairs = zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True)
-    return [flat for flat, members in pairs if id(members[0]) in wanted]
+    param_ids = {id(param) for param in params}
+    flats: list[Tensor] = []
+    for flat, members in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
+        if id(members[0]) in param_ids:
+            flats.append(flat)
+    return flats
 
 
 def _differing(pieces: Pieces, params: Mapping[str, Tensor]) -> str | None:
     """Return the name of the first parameter whose shard was not located correctly; None if all were."""
     for name, piece in pieces.views(pieces.flat).items():
-        held = getattr(params[name], "ds_tensor", None)
-        begin = 0 if held is not None else pieces.at[name].begin
-        known = (params[name] if held is None else held).detach().reshape(-1)[begin : begin + piece.numel()]
-        if known.numel() < piece.numel():
+        partition = getattr(params[name], "ds_tensor", None)  # this rank's shard at stage 3
+        if partition is not None:
+            shard = partition.detach().reshape(-1)[: piece.numel()]
+        else:
+            begin = pieces.at[name].begin
+            shard = params[name].detach().reshape(-1)[begin : begin + piece.numel()]
+        if shard.numel() < piece.numel():
             warnings.warn(
                 f"{name!r}: its values cannot be compared with DeepSpeed's flat tensor, because DeepSpeed stores them "
                 "elsewhere; DeepSpeed's mapping is assumed to be right",
                 stacklevel=2,
             )
-        elif not torch.equal(piece.reshape(-1).to(known.dtype).nan_to_num(), known.to(piece.device).nan_to_num()):
+            continue
+        flat_piece = piece.reshape(-1).to(shard.dtype)
+        if not torch.equal(flat_piece.nan_to_num(), shard.to(piece.device).nan_to_num()):
             return name
     return None
 

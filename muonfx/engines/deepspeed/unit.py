@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from muonfx.core import Donation, Transform
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.value import prepared
 from muonfx.engines.deepspeed.pieces import Pieces
-from muonfx.optimizer.groups import fitted
-from muonfx.optimizer.stepping import path_of
+from muonfx.optimizer.group_numbers import fitted
+from muonfx.optimizer.state_entries import path_of
+from muonfx.optimizer.stepping import add_in_place
 from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.transform import from_global, sharded, to_global
 from muonfx.tree import PyTree
@@ -29,7 +31,8 @@ class Unit:
     """One flat tensor that DeepSpeed steps on (at stage 0, all parameters of a group), with its optimizer state."""
 
     def __init__(self, tx: Transform, like: Mapping[str, Tensor], pieces: Pieces, states: States) -> None:
-        self.pieces, self._tx = pieces, tx
+        self.pieces = pieces
+        self._tx = tx
         self._names = list(like)
         self._values: dict[str, Any] | None = None
         self._now = tx
@@ -37,19 +40,24 @@ class Unit:
         """A dict from key to a flat state tensor and the torch views of its shards by parameter name."""
         self._leaves: list[tuple[str, str | None] | None] = []
         """For each leaf of the state: its key in ``optimizer.state``, and the parameter whose shape it has, if any."""
-        loaded: list[dict[str, Any]] = [dict(states.get(x, {})) for x in pieces.flat]
-        self._lay_out(self._transform().init(self._among_all(pieces.views(pieces.flat))), states)
-        self._specs = {x: tree.spec(states[x]) for x in pieces.flat}
+        loaded_entries: list[dict[str, Any]] = [dict(states.get(tensor, {})) for tensor in pieces.flat]
+        params = self._among_all(pieces.views(pieces.flat))
+        self._lay_out(self._transform().init(params), states)
+        self._specs = {tensor: tree.spec(states[tensor]) for tensor in pieces.flat}
         """A dict from tensor to the expected shapes and dtypes of its dict in ``optimizer.state``."""
-        self._checked: list[object] = [states[x] for x in pieces.flat]
+        self._checked: list[object] = [states[tensor] for tensor in pieces.flat]
         """The dicts of ``optimizer.state`` that passed `_check`; a load puts others in their place."""
-        for x, values in zip(pieces.flat, loaded, strict=True):
-            if values:
-                states[x] = values
+        for tensor, entries in zip(pieces.flat, loaded_entries, strict=True):
+            if entries:
+                states[tensor] = entries
 
     def _transform(self) -> Transform:
         layout = self.pieces.layout
         return self._now if layout is None else sharded(self._now, layout)
+
+    def _params(self) -> dict[str, Tensor]:
+        """Return the parameters, or their shards, by name; they share memory with the tensors of DeepSpeed."""
+        return self.pieces.views([tensor.detach() for tensor in self.pieces.flat])
 
     def _among_all(self, some: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Return ``some`` with an entry for every parameter of the model: None for those that it lacks."""
@@ -59,75 +67,93 @@ class Unit:
         """Copy a new state into ``optimizer.state``; tensors like shards become parts of flat tensors."""
         local = self.pieces.views(self.pieces.flat)
         leaves, self._treedef = tree.flatten(state)
-        for x in self.pieces.flat:
-            states[x] = {}
+        for tensor in self.pieces.flat:
+            states[tensor] = {}
         shards: dict[str, dict[str, Tensor]] = {}
         owners = ownership_of(state, dict.fromkeys(self._names))
         for path, (name, path_without_name), leaf in zip(tree.paths(state), owners, leaves, strict=True):
             if leaf is None:
                 self._leaves.append(None)
                 continue
+            if name is None or name not in local or leaf.shape != local[name].shape:
+                key = path_of(path)
+                self._leaves.append((key, None))
+                for tensor in self.pieces.flat:
+                    states[tensor][key] = leaf
+                continue
             key = path_of(path_without_name)
-            if name not in local or leaf.shape != local[name].shape:
-                name, key = None, path_of(path)
             self._leaves.append((key, name))
-            if name is not None and self.pieces.is_flat:
+            if self.pieces.is_flat:
                 shards.setdefault(key, {})[name] = leaf
             else:
-                for x in self.pieces.flat if name is None else [local[name]]:
-                    states[x][key] = leaf
-        for key, mine in shards.items():
-            dtypes = {leaf.dtype for leaf in mine.values()}
-            if len(dtypes) > 1:
-                raise ValueError(f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one")
-            (flat,) = self.pieces.flat
-            states[flat][key] = torch.zeros_like(flat, dtype=dtypes.pop(), requires_grad=False)
-            for name, view in self.pieces.views([states[flat][key]]).items():
-                if name in mine:
-                    view.copy_(mine[name])
+                states[local[name]][key] = leaf
+        for key, shard_of in shards.items():
+            self._lay_out_flat(key, shard_of, states)
+
+    def _lay_out_flat(self, key: str, shard_of: Mapping[str, Tensor], states: States) -> None:
+        """Copy the shards of a state, by parameter name, into a new tensor of the length of the flat tensor."""
+        dtypes = {shard.dtype for shard in shard_of.values()}
+        if len(dtypes) > 1:
+            raise ValueError(f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one")
+        (flat,) = self.pieces.flat
+        flat_state = torch.zeros_like(flat, dtype=dtypes.pop(), requires_grad=False)
+        states[flat][key] = flat_state
+        for name, view in self.pieces.views([flat_state]).items():
+            if name in shard_of:
+                view.copy_(shard_of[name])
 
     def _check(self, states: States) -> None:
         """Raise unless a loaded ``optimizer.state`` fits the transform in keys and shapes; cast it to its dtypes."""
-        found: list[object] = [states.get(x) for x in self.pieces.flat]
-        if all(now is before for now, before in zip(found, self._checked, strict=True)):
+        current = [states.get(tensor) for tensor in self.pieces.flat]
+        if all(map(is_, current, self._checked)):
             return
-        whose = f"of {self.pieces.names[0]!r} and {len(self.pieces.names) - 1} more"
-        for x, specs in self._specs.items():
-            entries: dict[str, Any] = states.get(x, {})
-            if different := sorted(specs.keys() ^ entries.keys()):
-                which = "is missing" if different[0] in specs else "belongs to another transform"
-                raise ValueError(
-                    f"optimizer.state: {different[0]!r} {which}, in the state {whose}; it has {sorted(entries)}, "
-                    f"expected {sorted(specs)}: load a state of {self._tx!r}, or start without one"
-                )
+        for tensor, specs in self._specs.items():
+            entries: dict[str, Any] = states.get(tensor, {})
+            differing_keys = sorted(specs.keys() ^ entries.keys())
+            if differing_keys:
+                raise self._other_keys(differing_keys[0], entries, specs)
             for key, spec in specs.items():
-                own = entries[key]
-                if tuple(own.shape) != spec.shape or not widens(own.dtype, spec.dtype):
+                leaf = entries[key]
+                if tuple(leaf.shape) != spec.shape or not widens(leaf.dtype, spec.dtype):
                     raise ValueError(
-                        f"optimizer.state: {key!r} {whose} has shape {tuple(own.shape)} and dtype {own.dtype}, "
-                        f"expected {spec.shape} and {spec.dtype} or a dtype that widens to it"
+                        f"optimizer.state: {key!r} {self._owners_text()} has shape {tuple(leaf.shape)} and dtype "
+                        f"{leaf.dtype}, expected {spec.shape} and {spec.dtype} or a dtype that widens to it"
                     )
-                entries[key] = own.to(spec.dtype)
-        self._checked = [states[x] for x in self.pieces.flat]
+                entries[key] = leaf.to(spec.dtype)
+        self._checked = [states[tensor] for tensor in self.pieces.flat]
+
+    def _other_keys(self, key: str, entries: Mapping[str, Any], specs: Mapping[str, Any]) -> ValueError:
+        problem = "is missing" if key in specs else "belongs to another transform"
+        return ValueError(
+            f"optimizer.state: {key!r} {problem}, in the state {self._owners_text()}; it has {sorted(entries)}, "
+            f"expected {sorted(specs)}: load a state of {self._tx!r}, or start without one"
+        )
+
+    def _owners_text(self) -> str:
+        return f"of {self.pieces.names[0]!r} and {len(self.pieces.names) - 1} more"
 
     def _read(self, states: States) -> PyTree:
         """Return the state tree of the transform, built from the tensors in ``optimizer.state``."""
-        whole: dict[str, Tensor] = {}
-        if not self.pieces.is_flat:
-            whole = dict(zip(self.pieces.names, self.pieces.flat, strict=True))
-        found: list[Tensor | None] = []
+        first = self.pieces.flat[0]
+        param_of = {} if self.pieces.is_flat else self.pieces.views(self.pieces.flat)
+        leaves: list[Tensor | None] = []
         for entry in self._leaves:
             if entry is None:
-                found.append(None)
+                leaves.append(None)
                 continue
             key, name = entry
-            kept: Tensor = states[whole[name] if whole and name else self.pieces.flat[0]][key]
-            found.append(kept if whole or name is None else self._views_of(key, kept)[name])
-        return tree.unflatten(self._treedef, found)
+            if name is None:
+                leaves.append(states[first][key])
+            elif self.pieces.is_flat:
+                leaves.append(self._views_of(key, states[first][key])[name])
+            else:
+                leaves.append(states[param_of[name]][key])
+        return tree.unflatten(self._treedef, leaves)
 
-    def _views_of(self, key: str, kept: Tensor) -> dict[str, Tensor]:
-        if key not in self._views or self._views[key][0] is not kept:
-            self._views[key] = kept, self.pieces.views([kept])
+    def _views_of(self, key: str, flat_state: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a flat state tensor by parameter name."""
+        if key not in self._views or self._views[key][0] is not flat_state:
+            self._views[key] = (flat_state, self.pieces.views([flat_state]))
         return self._views[key][1]
 
     def _write(self, before: PyTree, after: PyTree, states: States) -> None:
@@ -137,8 +163,8 @@ class Unit:
                 continue
             key, name = entry
             if name is None:
-                for x in self.pieces.flat:
-                    states[x][key] = new
+                for tensor in self.pieces.flat:
+                    states[tensor][key] = new
             elif new.data_ptr() != old.data_ptr():
                 old.copy_(new)
 
@@ -146,10 +172,11 @@ class Unit:
         """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, by name."""
         self._check(states)
         if numbers is not self._values:
-            self._now = prepared(with_hyperparams(self._tx, fitted(hyperparams(self._tx), [numbers])[0]))
+            (fitted_numbers,) = fitted(hyperparams(self._tx), [numbers])
+            self._now = prepared(with_hyperparams(self._tx, fitted_numbers))
             self._values = numbers
-        params = self.pieces.views([x.detach() for x in self.pieces.flat])
-        grads = self.pieces.views([x.grad for x in self.pieces.flat])
+        params = self._params()
+        grads = self.pieces.views([tensor.grad for tensor in self.pieces.flat])
         state = self._read(states)
         updates, after = self._transform().update(
             self._among_all(grads),
@@ -157,9 +184,7 @@ class Unit:
             self._among_all(params),
             donate=Donation(updates=self.pieces.is_flat, state=True),
         )
-        pairs = [(params[name], updates[name]) for name in params if updates[name] is not None]
-        if pairs:
-            torch._foreach_add_([param for param, _ in pairs], [update for _, update in pairs])
+        add_in_place(params, {name: updates[name] for name in params})
         self._write(state, after, states)
 
     def to_global(self, states: States, *, to_load: bool) -> tuple[dict[str, Any], list[Any]]:
@@ -168,17 +193,18 @@ class Unit:
         Each is a whole tensor or a shard with its position (`FlatPiece`); None for parameters of other flat tensors.
         """
         self._check(states)
-        params = self.pieces.views([x.detach() for x in self.pieces.flat])
+        params = self._params()
         state = self._read(states)
         if self.pieces.layout is not None:
             state = to_global(self._transform(), state, self._among_all(params))
         leaves = tree.leaves(state)
         for place, (entry, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
-            if entry is not None and entry[1] is not None and isinstance(leaf, Tensor):
-                leaves[place] = self.pieces.as_leaf(entry[1], leaf, to_load=to_load)
-        params_with_positions = {
-            name: self.pieces.as_leaf(name, param, to_load=to_load) for name, param in params.items()
-        }
+            name = None if entry is None else entry[1]
+            if name is not None and isinstance(leaf, Tensor):
+                leaves[place] = self.pieces.as_leaf(name, leaf, to_load=to_load)
+        params_with_positions: dict[str, Any] = {}
+        for name, param in params.items():
+            params_with_positions[name] = self.pieces.as_leaf(name, param, to_load=to_load)
         return params_with_positions, leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> PyTree:
@@ -188,10 +214,11 @@ class Unit:
     @torch.no_grad()
     def take(self, params: Mapping[str, Any], leaves: Sequence[Any], states: States) -> None:
         """Copy loaded parameters and state leaves, in the form that `to_global` returns, into the flat tensors."""
-        views = self.pieces.views([x.detach() for x in self.pieces.flat])
+        views = self._params()
         for name, view in views.items():
-            loaded_param = params[name]
-            values = loaded_param.data if isinstance(loaded_param, FlatPiece) else loaded_param
+            values = params[name]
+            if isinstance(values, FlatPiece):
+                values = values.data
             view.copy_(values.view(view.shape))
         current_leaves = self.to_global(states, to_load=True)[1]
         new_leaves: list[Any] = []

@@ -24,14 +24,14 @@ __all__ = ["muon", "register"]
 NAME = "muonfx"
 
 
-def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muon:
+def muon(model: nn.Module, optim_config: Mapping[str, Any], **more: Any) -> Muon:
     """Return `muonfx.Muon` for a model; LLaMA-Factory calls this function if ``optim_config`` names ``muonfx``.
 
     Args:
         model: the model, sharded by LLaMA-Factory.
         optim_config: ``name``, ``lr``, and further arguments of `muonfx.Muon` as values of a YAML file, such as
             ``orthogonalize: {coefficients: keller}``; see `muonfx.engines.parts`.
-        given: further arguments of LLaMA-Factory; ``learning_rate`` is used if ``optim_config`` has no ``lr``.
+        more: further arguments of LLaMA-Factory; ``learning_rate`` is used if ``optim_config`` has no ``lr``.
 
     Raises:
         ValueError: the learning rate is missing.
@@ -41,8 +41,9 @@ def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muo
     >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
     [('muon', 8e-05), ('adamw', 4e-05)]
     """
-    options = {key: value for key, value in optim_config.items() if key != "name"}
-    if (lr := options.pop("lr", given.get("learning_rate"))) is None:
+    options = {key: value for key, value in optim_config.items() if key not in ("name", "lr")}
+    lr = optim_config.get("lr", more.get("learning_rate"))
+    if lr is None:
         raise ValueError("optim_config: found no lr; set it there: LLaMA-Factory does not pass its learning_rate")
     return Muon(model, lr, **with_parts(options))
 

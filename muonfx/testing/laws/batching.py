@@ -5,6 +5,8 @@ This holds for ``torch.func.vmap`` over gradients and states, or over the transf
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
@@ -13,7 +15,7 @@ from muonfx import tree
 from muonfx.compact import QuantizedDtype
 from muonfx.core import Locality, Transform
 from muonfx.core.hyperparams import stack
-from muonfx.testing.examples import history, updates_of
+from muonfx.testing.examples import history, only_leaf, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import wider_than
 from muonfx.testing.violation import require_close, require_same, tolerance_of, values_within
@@ -29,21 +31,34 @@ def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list
     >>> import muonfx as mfx
     >>> vmap_over_gradients_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    runs = [[tree.map(lambda g, f=factor: g * f, grads) for grads in steps] for factor in FACTORS]
-    expected = [history(tx, params, run) for run in runs]
+    runs = [_multiplied(steps, factor) for factor in FACTORS]
+    histories = [history(tx, params, run) for run in runs]
     state = _stacked([tx.init(params)] * len(FACTORS))
-    step_once = torch.func.vmap(lambda grads, state: tx.update(grads, state, params))
+    update_batch = torch.func.vmap(lambda grads, state: tx.update(grads, state, params))
     for step in range(len(steps)):
-        grads = _stacked([run[step] for run in runs])
-        has_tensors = any(True for _ in tree.tensors((grads, state)))  # vmap requires a tensor to batch
-        updates, state = step_once(grads, state) if has_tensors else (grads, state)
-        wanted = _stacked([one[step] for one in expected])
-        tolerance = tolerance_of(tx, *expected[0][step])
-        require_close(f"step {step}, vmapped (updates, state)", (updates, state), wanted, "in a loop", tolerance)
+        updates = _stacked([run[step] for run in runs])
+        has_tensors = any(True for _ in tree.tensors((updates, state)))
+        if has_tensors:  # vmap requires a tensor to batch
+            updates, state = update_batch(updates, state)
+        expected = _stacked([results[step] for results in histories])
+        tolerance = tolerance_of(tx, *histories[0][step])
+        require_close(f"step {step}, vmapped (updates, state)", (updates, state), expected, "in a loop", tolerance)
+
+
+def _multiplied(steps: list[PyTree], factor: float) -> list[PyTree]:
+    """Return the gradients of all steps, multiplied by a factor."""
+    return [tree.map(lambda grad: grad * factor, grads) for grads in steps]
 
 
 def _stacked(trees: list[PyTree]) -> PyTree:
-    return tree.map(lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *trees)
+    """Return a tree with the corresponding tensors of several trees stacked along a new first dim."""
+
+    def stacked(*leaves: Any) -> Any:
+        if isinstance(leaves[0], Tensor):
+            return torch.stack(leaves)
+        return leaves[0]
+
+    return tree.map(stacked, *trees)
 
 
 def _has_no_numbers(tx: Transform) -> str | None:
@@ -57,8 +72,7 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
     >>> import muonfx as mfx
     >>> vmap_over_the_transform_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    leaves, treedef = tree.flatten(tx)
-    variants = [tree.unflatten(treedef, [leaf * factor for leaf in leaves]) for factor in (1.0, 0.9, 0.5)]
+    variants = [tree.map(lambda number, factor=factor: number * factor, tx) for factor in (1.0, 0.9, 0.5)]
 
     def final(tx: Transform) -> PyTree:
         updates, state = history(tx, params, steps)[-1]
@@ -68,17 +82,15 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
     expected = [final(variant) for variant in variants]
     if not expected[0]:
         return
-    found = torch.func.vmap(final)(stack(variants))
+    results = torch.func.vmap(final)(stack(variants))
     what = "last step, vmapped [updates, state]"
-    require_close(what, found, _stacked(expected), "in a loop", tolerance_of(tx, expected))
+    require_close(what, results, _stacked(expected), "in a loop", tolerance_of(tx, expected))
 
 
 def _rounds_at_random_or_reads_more(tx: Transform) -> str | None:
-    stochastic = [
-        value for value in values_within(tx) if isinstance(value, QuantizedDtype) and value.resolved.seed is not None
-    ]
-    if stochastic:
-        return "its state is rounded at random, by the place of the leaf"
+    for value in values_within(tx):
+        if isinstance(value, QuantizedDtype) and value.resolved.seed is not None:
+            return "its state is rounded at random, by the place of the leaf"
     return wider_than(Locality.LEAF)(tx)
 
 
@@ -92,9 +104,9 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
     >>> a_leaf_has_the_same_bits_in_any_company(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     together = updates_of(tx, params, steps)
-    for place, name in enumerate(tree.names(params)):
-        results = updates_of(tx, _alone(params, place), [_alone(grads, place) for grads in steps])
-        expected = [_alone(updates, place) for updates in together]
+    for number, name in enumerate(tree.names(params)):
+        results = updates_of(tx, only_leaf(number, params), [only_leaf(number, grads) for grads in steps])
+        expected = [only_leaf(number, updates) for updates in together]
         require_same(f"updates of {name!r}, without the other leaves,", results, expected, "among them")
 
     try:
@@ -105,12 +117,6 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
         results = updates_of(tx, _with_others(params, copies), [_with_others(grads, copies) for grads in steps])
         first = [updates["copy0"] for updates in results]
         require_same(f"updates beside {copies - 1} others of each shape", first, together, "without them")
-
-
-def _alone(values: PyTree, place: int) -> PyTree:
-    """Return a tree in which all leaves but leaf number ``place`` are None."""
-    leaves, treedef = tree.flatten(values)
-    return tree.unflatten(treedef, [leaf if index == place else None for index, leaf in enumerate(leaves)])
 
 
 def _with_others(values: PyTree, copies: int) -> PyTree:

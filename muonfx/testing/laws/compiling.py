@@ -80,20 +80,15 @@ def _steady(example: Example) -> Example:
 
 def _one_leaf_for_each_rank(example: Example) -> Example:
     """Return the example in float64 with one leaf of each number of dims, because compiling more takes longer."""
-    params, steps = example.precise()
-    leaves, treedef = tree.flatten(params)
+    example = example.precise()
+    leaves = tree.leaves(example.params)
     largest_of_rank: dict[int, int] = {}
-    for place, leaf in enumerate(leaves):
-        largest = leaves[largest_of_rank.setdefault(leaf.ndim, place)]
+    for number, leaf in enumerate(leaves):
+        largest = leaves[largest_of_rank.setdefault(leaf.ndim, number)]
         if leaf.numel() > largest.numel():
-            largest_of_rank[leaf.ndim] = place
-    chosen = set(largest_of_rank.values())
-
-    def reduced(values: PyTree) -> PyTree:
-        pairs = enumerate(tree.leaves(values))
-        return tree.unflatten(treedef, [leaf if place in chosen else None for place, leaf in pairs])
-
-    return Example(reduced(params), [reduced(grads) for grads in steps])
+            largest_of_rank[leaf.ndim] = number
+    numbers = set(largest_of_rank.values())
+    return example.map_numbered(lambda number, leaf: leaf if number in numbers else None)
 
 
 @law(on=_steady, unless=is_in_no_module, share=0.02)

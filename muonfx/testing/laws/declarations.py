@@ -108,7 +108,9 @@ def _reversed(values: PyTree) -> PyTree:
         return {key: _reversed(item) for key, item in reversed(values.items())}
     if isinstance(values, tuple | list):
         items = [_reversed(item) for item in values]
-        return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
+        if hasattr(values, "_fields"):
+            return type(values)(*items)
+        return type(values)(items)
     return values
 
 
@@ -181,15 +183,21 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
 
     def rounded(leaf: Tensor) -> Tensor:
         narrow = rounds_to(tx, leaf.dtype, leaf.device)
-        return leaf.to(narrow).to(leaf.dtype) if narrow.itemsize < leaf.dtype.itemsize else leaf
+        if narrow.itemsize >= leaf.dtype.itemsize:
+            return leaf
+        return leaf.to(narrow).to(leaf.dtype)
 
-    before = after = tx.init(params)
+    state = tx.init(params)
+    state_of_rounded = state
     for step, grads in enumerate(steps):
-        expected, before = tx.run(grads, before, params)
-        found, after = tx.run(tree.map(rounded, grads), after, params)
-        require_same(f"step {step}, updates of gradients rounded first", found, expected, "of the gradients")
-        again = tree.map(rounded, expected)
-        require_same(f"step {step}, updates, rounded", again, expected, "as they are: they have no more digits")
+        updates, state = tx.run(grads, state, params)
+        updates_of_rounded, state_of_rounded = tx.run(tree.map(rounded, grads), state_of_rounded, params)
+        what = f"step {step}, updates of gradients rounded first"
+        require_same(what, updates_of_rounded, updates, "of the gradients")
+        rounded_updates = tree.map(rounded, updates)
+        require_same(
+            f"step {step}, updates, rounded", rounded_updates, updates, "as they are: they have no more digits"
+        )
 
 
 @law(on=lambda example: _stacked(precise(example)), share=0.2)
@@ -211,9 +219,12 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     for name, (rows, columns) in matrices.items():
         if prod(shapes[name]) % (rows * columns):
             raise Breach(f"{name!r}", f"of shape {shapes[name]} is not a stack of matrices of ({rows}, {columns})")
-    params, *steps = (
-        {name: leaf for name, leaf in tree.named_leaves(values) if name in matrices} for values in (params, *steps)
-    )
+
+    def as_dict(values: PyTree) -> dict[str, Tensor]:
+        return {name: leaf for name, leaf in tree.named_leaves(values) if name in matrices}
+
+    params = as_dict(params)
+    steps = [as_dict(grads) for grads in steps]
     whole = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
 
@@ -223,8 +234,9 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     def compare(what: str, size: int | None, expected_is: str, tolerance: float) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
-            found = updates_of(tx_of_stacks, as_stack(params, size), [as_stack(grads, size) for grads in steps])
-        require_close(what, found, [as_stack(updates, size) for updates in whole], expected_is, tolerance)
+            results = updates_of(tx_of_stacks, as_stack(params, size), [as_stack(grads, size) for grads in steps])
+        expected = [as_stack(updates, size) for updates in whole]
+        require_close(what, results, expected, expected_is, tolerance)
 
     compare("updates of leaves as stacks", None, "of the leaves", tolerance)
     compare("updates of the first matrix of each stack alone", 1, "in the stack", tolerance * 1e2)

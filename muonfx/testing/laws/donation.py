@@ -60,12 +60,14 @@ def _check_kept(what: str, tx: Transform, params: PyTree, steps: list[PyTree], d
     for donate in donations:
         state = copied_tree(tx.init(params))
         for step, grads in enumerate(steps):
-            given = copied_tree(grads)
-            kept = {"params": params}
-            kept |= {} if donate.updates else {"gradients": given}
-            kept |= {} if donate.state else {"state": state}
-            witness = Witness(**kept)
-            updates, state = tx.update(given, state, params, donate=donate)
+            grads_copy = copied_tree(grads)
+            trees_to_keep = {"params": params}
+            if not donate.updates:
+                trees_to_keep["gradients"] = grads_copy
+            if not donate.state:
+                trees_to_keep["state"] = state
+            witness = Witness(**trees_to_keep)
+            updates, state = tx.update(grads_copy, state, params, donate=donate)
             witness.require_unchanged(f"{what} with {donate}, at step {step},")
             same(f"step {step}, {donate}: (updates, state)", (updates, state), expected[step], "without donation")
 

@@ -17,7 +17,7 @@ from muonfx import tree
 from muonfx.core import Locality, Transform
 from muonfx.core.transform import within
 from muonfx.core.visit import resolve_within, works_on_pieces
-from muonfx.testing.examples import Example, history, on_meta, updates_of
+from muonfx.testing.examples import Example, history, map_numbered, on_meta, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_close, tolerance_of
 from muonfx.tree import PyTree
@@ -50,18 +50,19 @@ def also_in_its_dtypes(example: Example) -> list[Example]:
 
 def enlarged(example: Example) -> Example:
     """Return an example with leaves of several thousand elements, which repeat leaves of at most three shapes."""
-    leaves = [leaf for leaf in tree.leaves(example.params) if leaf is not None]
-    chosen = {tuple(leaf.shape) for leaf in leaves if leaf.numel()}
-    kept = sorted(chosen, key=lambda shape: -len(shape))[:3]
+    shapes = {tuple(leaf.shape) for leaf in tree.tensors(example.params) if leaf.numel()}
+    shapes_to_enlarge = sorted(shapes, key=lambda shape: -len(shape))[:3]
 
     def large(leaf: Tensor) -> Tensor:
-        if tuple(leaf.shape) not in kept or not leaf.ndim:
+        if tuple(leaf.shape) not in shapes_to_enlarge or not leaf.ndim:
             return leaf
         # The leaf has more than 4,096 elements and its halves have fewer: an algorithm may change at this size.
         times = -(-6000 // leaf.numel())
-        rows = -(-70 // leaf.shape[0]) if leaf.ndim >= 2 else times
-        columns = -(-times // rows)
-        repeats = [rows, *[1] * (leaf.ndim - 2), columns] if leaf.ndim >= 2 else [rows]
+        repeats = [times]
+        if leaf.ndim >= 2:
+            rows = -(-70 // leaf.shape[0])
+            columns = -(-times // rows)
+            repeats = [rows, *[1] * (leaf.ndim - 2), columns]
         grown = leaf.repeat(repeats)
         # All elements differ, because otherwise a mean over some would equal the mean over all.
         steps = torch.arange(grown.numel(), dtype=grown.dtype).reshape(grown.shape)
@@ -102,11 +103,13 @@ _ROUNDING = 0.02
 def _check_halves(of: str, tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) unless halves of the leaves, as on two ranks, have the updates of whole leaves."""
     whole = history(tx, params, steps)
+    tolerance = _for_halves(tolerance_of(tx, whole))
     for which, half in (("first", _first_half), ("second", _second_half)):
-        found = updates_of(tx, *Example(params, steps).map(half))
+        results = updates_of(tx, *Example(params, steps).map(half))
         expected = [tree.map(half, updates) for updates, _ in whole]
-        what = f"updates of the {which} half of each {of}"
-        require_close(what, found, expected, "the same half of the whole's", _for_halves(tolerance_of(tx, whole)))
+        require_close(
+            f"updates of the {which} half of each {of}", results, expected, "the same half of the whole's", tolerance
+        )
 
 
 def _for_halves(tolerance: float) -> float:
@@ -180,32 +183,41 @@ OTHERS_ABSENT: Others = {"other leaves are None": (_absent, _absent)}
 def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree], others: Others) -> None:
     """Raise `Breach` (a failed law) if other leaves affect a leaf's update. Functions in ``others`` change these."""
     whole = history(tx, params, steps)
-    treedef = tree.flatten(params)[1]
-    for place, name in enumerate(tree.names(params)):
-
-        def changed(values: PyTree, change: Callable[[Tensor], Any], place: int = place) -> PyTree:
-            kept = [leaf if at == place else change(leaf) for at, leaf in enumerate(tree.leaves(values))]
-            return tree.unflatten(treedef, kept)
-
-        for how, (of_params, of_grads) in others.items():
-            other = updates_of(tx, changed(params, of_params), [changed(grads, of_grads) for grads in steps])
-            for step, (updates, (expected, _)) in enumerate(zip(other, whole, strict=True)):
-                found, wanted = ({name: tree.leaves(values)[place]} for values in (updates, expected))
+    tolerance = tolerance_of(tx, whole)
+    for number, name in enumerate(tree.names(params)):
+        for how, (change_param, change_grad) in others.items():
+            other_params = _with_others_changed(params, number, change_param)
+            other_steps = [_with_others_changed(grads, number, change_grad) for grads in steps]
+            results = updates_of(tx, other_params, other_steps)
+            for step, updates in enumerate(results):
+                update = {name: tree.leaves(updates)[number]}
+                expected = {name: tree.leaves(whole[step][0])[number]}
                 what = f"step {step}, when {how}, the update of"
-                require_close(what, found, wanted, "before", tolerance_of(tx, whole))
+                require_close(what, update, expected, "before", tolerance)
+
+
+def _with_others_changed(values: PyTree, number: int, change: Callable[[Tensor], Any]) -> PyTree:
+    """Return a tree in which a function is applied to all leaves but leaf ``number``."""
+    return map_numbered(lambda index, leaf: leaf if index == number else change(leaf), values)
 
 
 def _needs_more_than_sums(tx: Transform) -> str | None:
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
-    wide = [part for part in within(tx) if part.locality == Locality.TREE]
-    alone = [part for part in wide if works_on_pieces(part) and "sum_over_leaves" not in part.extras.named]
-    if alone:
-        return f"{alone[0].name} combines its shards by other means than sums over leaves"
-    unnamed = [part for part in wide if "sum_over_leaves" not in part.extras.named and not part.extras[1]]
-    if unnamed or not any("sum_over_leaves" in part.extras.named for part in wide):
-        name = (unnamed or wide)[0].name
-        return f"{name} has the locality TREE and no argument sum_over_leaves, so it receives the gathered tree"
+    readers = [part for part in within(tx) if part.locality == Locality.TREE]
+    without_sums = [part for part in readers if "sum_over_leaves" not in part.extras.named]
+    for part in without_sums:
+        if works_on_pieces(part):
+            return f"{part.name} combines its shards by other means than sums over leaves"
+    # A part that takes all extra arguments forwards sum_over_leaves to the parts inside it.
+    receivers = [part for part in without_sums if not part.extras.takes_all]
+    if not receivers and len(without_sums) == len(readers):
+        receivers = readers
+    if receivers:
+        return (
+            f"{receivers[0].name} has the locality TREE and no argument sum_over_leaves, so it receives the gathered "
+            "tree"
+        )
     return None
 
 
@@ -226,33 +238,48 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) unless two ranks, with different leaves or halves, compute the updates of one."""
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
-    halves = (_first_half, _second_half)
+    updates_of_one_rank = [updates for updates, _ in whole]
 
     def counted_on(rank: int, scalars: PyTree) -> list[Tensor]:
         """Return a rank's terms of a sum over leaves. Both ranks hold each 0-d leaf, so only the first counts it."""
-        own = zip(tree.leaves(scalars), tree.leaves(params), strict=True)
-        return [x for x, p in own if x is not None and (p.ndim or rank == 0)]
-
-    def half_on(rank: int, values: PyTree) -> PyTree:
-        return tree.map(halves[rank], values)
+        terms: list[Tensor] = []
+        for scalar, param in zip(tree.leaves(scalars), tree.leaves(params), strict=True):
+            if scalar is not None and (param.ndim or rank == 0):
+                terms.append(scalar)
+        return terms
 
     resolved = resolve_within(tx, on_meta(params))
-    by_halves = _on_two_ranks(resolved, params, steps, half_on, half_on, counted_on)
-    for rank, found in enumerate(by_halves):
-        wanted = [half_on(rank, expected) for expected, _ in whole]
+    results = _on_two_ranks(resolved, params, steps, _half_on, _half_on, counted_on)
+    for rank, updates in enumerate(results):
+        expected = [_half_on(rank, whole_updates) for whole_updates in updates_of_one_rank]
         what = f"on two ranks that hold a half of each leaf, updates of rank {rank}"
-        require_close(what, found, wanted, "the same half of one rank's", _for_halves(tolerance))
+        require_close(what, updates, expected, "the same half of one rank's", _for_halves(tolerance))
 
-    for held, holder in (("every other leaf", lambda place: place % 2), ("all leaves or none", lambda place: 0)):
+    for held, leaves_on in (("every other leaf", _every_other_leaf_on), ("all leaves or none", _all_leaves_on_first)):
+        results = _on_two_ranks(tx, params, steps, _all_on, leaves_on, _all_on)
+        for rank, updates in enumerate(results):
+            expected = [leaves_on(rank, whole_updates) for whole_updates in updates_of_one_rank]
+            require_close(f"on two ranks that hold {held}, updates", updates, expected, "on one rank", tolerance)
 
-        def own_on(rank: int, values: PyTree, holder: Callable[[int], int] = holder) -> PyTree:
-            leaves, treedef = tree.flatten(values)
-            return tree.unflatten(treedef, [x if holder(place) == rank else None for place, x in enumerate(leaves)])
 
-        ranks = _on_two_ranks(tx, params, steps, lambda rank, values: values, own_on, lambda rank, scalars: scalars)
-        for rank, found in enumerate(ranks):
-            wanted = [own_on(rank, expected) for expected, _ in whole]
-            require_close(f"on two ranks that hold {held}, updates", found, wanted, "on one rank", tolerance)
+def _all_on(rank: int, values: PyTree) -> PyTree:
+    return values
+
+
+def _half_on(rank: int, values: PyTree) -> PyTree:
+    """Return the first half of each leaf on rank 0, and the second half on rank 1."""
+    half = _second_half if rank else _first_half
+    return tree.map(half, values)
+
+
+def _every_other_leaf_on(rank: int, values: PyTree) -> PyTree:
+    """Return leaves 0, 2, 4, ... on rank 0, leaves 1, 3, 5, ... on rank 1, and None in place of the others."""
+    return map_numbered(lambda number, leaf: leaf if number % 2 == rank else None, values)
+
+
+def _all_leaves_on_first(rank: int, values: PyTree) -> PyTree:
+    """Return all leaves on rank 0, and None in place of all leaves on rank 1."""
+    return map_numbered(lambda _, leaf: leaf if rank == 0 else None, values)
 
 
 OnRank = Callable[[int, PyTree], PyTree]
@@ -274,11 +301,11 @@ def _on_two_ranks(
 
         local = params_on(rank, params)
         state = tx.init(local)
-        found: list[PyTree] = []
+        updates_of_steps: list[PyTree] = []
         for grads in steps:
             updates, state = tx.update(grads_on(rank, grads), state, local, sum_over_leaves=total)
-            found.append(updates)
-        return found
+            updates_of_steps.append(updates)
+        return updates_of_steps
 
     return ranks.run(run)
 
@@ -288,23 +315,29 @@ class _TwoRanks:
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=60)
-        self.given: list[list[Tensor | None]] = [[], []]
+        self.sent: list[list[Tensor | None]] = [[], []]
+        """The values that each rank has sent in all calls."""
 
-    def _exchange(self, rank: int, own: Tensor | None) -> list[Tensor]:
-        """Exchange values with the other thread, and return both. A thread that has finished gives None."""
-        self.given[rank].append(own)
+    def _exchange(self, rank: int, value: Tensor | None) -> list[Tensor]:
+        """Exchange values with the other thread, and return both. A thread that has finished sends None."""
+        self.sent[rank].append(value)
         self.barrier.wait()
-        call = len(self.given[rank])
-        both = [given[call - 1] for given in self.given]
-        present = [value for value in both if value is not None]
-        if len(present) == 1:
+        call = len(self.sent[rank])
+        received: list[Tensor] = []
+        for values_of_rank in self.sent:
+            value_of_rank = values_of_rank[call - 1]
+            if value_of_rank is not None:
+                received.append(value_of_rank)
+        if len(received) == 1:
             raise Breach(None, f"only one rank computes sum {call}, expected the same sums on both ranks")
-        return present
+        return received
 
     def sum(self, rank: int, scalars: PyTree) -> Tensor:
         """Return the sum of the scalars of both threads."""
-        own = [leaf.double() for leaf in tree.tensors(scalars)]
-        total = torch.stack(own, dim=-1).sum(-1) if own else torch.zeros((), dtype=torch.float64)
+        terms = [leaf.double() for leaf in tree.tensors(scalars)]
+        total = torch.zeros((), dtype=torch.float64)
+        if terms:
+            total = torch.stack(terms, dim=-1).sum(-1)
         return torch.stack(torch.broadcast_tensors(*self._exchange(rank, total))).sum(0)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from muonfx import tree
 from muonfx.compact import QuantizedDtype
 from muonfx.core import Locality, Transform
 from muonfx.core.transform import within
-from muonfx.testing.examples import Example, copied_tree, history, updates_of
+from muonfx.testing.examples import Example, copied_tree, history, map_numbered, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import wider_than
 from muonfx.testing.violation import (
@@ -35,10 +35,15 @@ def _filled(example: Example) -> Example:
 
 def _with_element(values: PyTree, place: int, element: float) -> PyTree:
     """Return a tree of gradients in which one element of leaf number ``place`` is replaced: one of its first matrix."""
-    leaves, treedef = tree.flatten(values)
-    replaced = leaves[place].clone()
-    replaced.view(-1)[_index(replaced)] = element
-    return tree.unflatten(treedef, [*leaves[:place], replaced, *leaves[place + 1 :]])
+
+    def replaced(number: int, leaf: Tensor) -> Tensor:
+        if number != place:
+            return leaf
+        changed = leaf.clone()
+        changed.view(-1)[_index(changed)] = element
+        return changed
+
+    return map_numbered(replaced, values)
 
 
 def _index(leaf: Tensor) -> int:
@@ -70,16 +75,14 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
     expected = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, expected, params)
     for place, (name, leaf) in enumerate(tree.named_leaves(params)):
-        for element in (math.nan, math.inf) if leaf.numel() else ():
+        if not leaf.numel():
+            continue
+        expected_elsewhere = [_apart_from(place, updates, tx.locality) for updates in expected]
+        for element in (math.nan, math.inf):
             results = updates_of(tx, params, [_with_element(steps[0], place, element), *steps[1:]])
+            results_elsewhere = [_apart_from(place, updates, tx.locality) for updates in results]
             what = f"after {element} in the gradient of {name!r}, updates"
-            require_close(
-                what,
-                [_apart_from(place, updates, tx.locality) for updates in results],
-                [_apart_from(place, updates, tx.locality) for updates in expected],
-                "without it",
-                tolerance,
-            )
+            require_close(what, results_elsewhere, expected_elsewhere, "without it", tolerance)
 
 
 def _apart_from(place: int, updates: PyTree, locality: Locality) -> dict[str, Tensor]:
@@ -163,9 +166,7 @@ def zero_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: lis
 
 
 def _every_other_zero(grads: PyTree) -> PyTree:
-    leaves, treedef = tree.flatten(grads)
-    halved = [torch.zeros_like(leaf) if place % 2 else leaf for place, leaf in enumerate(leaves)]
-    return tree.unflatten(treedef, halved)
+    return map_numbered(lambda number, leaf: torch.zeros_like(leaf) if number % 2 else leaf, grads)
 
 
 def _require_finite(when: str, results: list[tuple[PyTree, PyTree]]) -> None:
@@ -270,11 +271,15 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     counters = [name for name in leaves_of_states[0] if _counts([leaves[name] for leaves in leaves_of_states])]
     if not counters:
         return
-    late_leaves, treedef = tree.flatten(copied_tree(states[-1]))
-    for place, name in enumerate(tree.names(states[-1])):
-        if name in counters:
-            late_leaves[place] = _counter_at(name, late_leaves[place], A_LONG_RUN)
-    _, state = tx.run(steps[-1], tree.unflatten(treedef, late_leaves), params)
+    names = tree.names(states[-1])
+
+    def late(number: int, leaf: object) -> object:
+        if isinstance(leaf, Tensor) and names[number] in counters:
+            return _counter_at(names[number], leaf, A_LONG_RUN)
+        return leaf
+
+    late_state = map_numbered(late, copied_tree(states[-1]))
+    _, state = tx.run(steps[-1], late_state, params)
     for name, leaf in tree.named_leaves(state):
         if name in counters and not bool((leaf == A_LONG_RUN + 1).all()):
             raise Breach(f"state {name!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(leaf)}")

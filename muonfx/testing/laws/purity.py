@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,31 +13,40 @@ from muonfx.testing.violation import Breach, bits_equal, require_same, shown
 from muonfx.tree import PyTree
 
 
+class _Snapshot:
+    """The structure and leaves of a tree at one time, and copies of its tensors."""
+
+    def __init__(self, values: PyTree) -> None:
+        self.leaves, self.structure = tree.flatten(values)
+        self.copies = [copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        self.versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self.leaves]
+
+    def has_leaves_of(self, values: PyTree) -> bool:
+        """Return whether a tree has this structure, and as leaves the same objects."""
+        leaves, structure = tree.flatten(values)
+        return structure == self.structure and [*map(id, leaves)] == [*map(id, self.leaves)]
+
+
 class Witness:
     """Copies of named trees, to detect later whether a leaf or a container was changed."""
 
     def __init__(self, **trees: PyTree) -> None:
         self.trees = trees
-        self.before = {name: self._look(value) for name, value in trees.items()}
-
-    @staticmethod
-    def _look(value: PyTree) -> tuple[Any, list[Any], list[tuple[Any, int]]]:
-        leaves, treedef = tree.flatten(value)
-        return treedef, leaves, [(copied(x), x._version) if isinstance(x, Tensor) else (x, 0) for x in leaves]
+        self.before = {title: _Snapshot(values) for title, values in trees.items()}
 
     def require_unchanged(self, when: str) -> None:
         """Raise `Breach` (a failed law) if a tree has changed. ``when`` starts its message: "update, at step 0,"."""
-        for title, value in self.trees.items():
-            treedef, leaves, kept = self.before[title]
-            now, now_def = tree.flatten(value)
-            if now_def != treedef or any(a is not b for a, b in zip(now, leaves, strict=True)):
+        for title, values in self.trees.items():
+            before = self.before[title]
+            if not before.has_leaves_of(values):
                 raise Breach(title, f"{when} has put other leaves into its container")
-            for (name, leaf), (old, version) in zip(tree.named_leaves(value), kept, strict=True):
+            for number, (name, leaf) in enumerate(tree.named_leaves(values)):
                 if not isinstance(leaf, Tensor):
                     continue
+                old = before.copies[number]
                 if not bits_equal(leaf, old):
                     raise Breach(f"{title} {name!r}", f"{when} has changed it from {shown(old)} to {shown(leaf)}")
-                if leaf._version != version and leaf.numel():
+                if leaf._version != before.versions[number] and leaf.numel():
                     raise Breach(f"{title} {name!r}", f"{when} has written its own values to it (its _version rose)")
 
 
@@ -70,13 +77,15 @@ def require_apart(what: str, found: PyTree, other_is: str, other: PyTree, *, unl
 
     With ``unless_same``, both may contain the same tensor object.
     """
-    theirs = {leaf.untyped_storage().data_ptr(): name for name, leaf in _filled(other)}
-    same = {id(leaf) for leaf in tree.tensors(other)} if unless_same else set()
+    name_of_storage = {leaf.untyped_storage().data_ptr(): name for name, leaf in _filled(other)}
+    other_ids = tree.ids(other)
     for name, leaf in _filled(found):
-        shared = None if id(leaf) in same else theirs.get(leaf.untyped_storage().data_ptr())
-        if shared is not None:
-            found_is = f"shares its storage with {other_is} {shared!r}; writing to one changes both"
-            raise Breach(f"{what} {name!r}", found_is)
+        if unless_same and id(leaf) in other_ids:
+            continue
+        other_name = name_of_storage.get(leaf.untyped_storage().data_ptr())
+        if other_name is not None:
+            text = f"shares its storage with {other_is} {other_name!r}; writing to one changes both"
+            raise Breach(f"{what} {name!r}", text)
 
 
 @law(share=0.4)
@@ -110,17 +119,18 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
     >>> updates_do_not_overlap(mfx.orthogonalize(), *mfx.testing.Example.of({"q": (2, 3), "k": (3, 2)}))
     """
     for grads, (updates, _) in zip(steps, history(tx, params, steps), strict=True):
-        given = {id(leaf) for leaf in tree.leaves(grads)}
-        made = [(name, leaf) for name, leaf in _filled(updates) if id(leaf) not in given]
-        before = [leaf.clone() for _, leaf in made]
-        for place, (name, leaf) in enumerate(made):
+        grad_ids = tree.ids(grads)
+        new_updates = [(name, leaf) for name, leaf in _filled(updates) if id(leaf) not in grad_ids]
+        copies = [leaf.clone() for _, leaf in new_updates]
+        for number, (name, leaf) in enumerate(new_updates):
             try:
                 leaf.add_(1.0)
             except RuntimeError as error:
                 raise Breach(f"updates {name!r}", f"cannot be written to, strides {leaf.stride()}: {error}") from None
-            for (other, later), old in list(zip(made, before, strict=True))[place + 1 :]:
-                if not bits_equal(later, old):
-                    raise Breach(f"updates {name!r}", f"overlaps the update {other!r}")
+            for later in range(number + 1, len(new_updates)):  # those that nothing was written to yet
+                other_name, other_leaf = new_updates[later]
+                if not bits_equal(other_leaf, copies[later]):
+                    raise Breach(f"updates {name!r}", f"overlaps the update {other_name!r}")
 
 
 @law(share=0.3)

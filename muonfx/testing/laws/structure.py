@@ -32,36 +32,47 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> absent_leaves_are_left_alone(mfx.momentum(), {"w": torch.ones(2), "b": None}, [{"w": None, "b": None}])
     """
-    gathers = any(part.factory.__name__ == "accumulate" for part in within(tx))
+    accumulates = any(part.factory.__name__ == "accumulate" for part in within(tx))
     names = tree.names(params)
     state = tx.init(params)
-    seen: set[str] = set()
+    accumulated: set[str] = set()
     for step, grads in enumerate(steps):
         before = copied_tree(state)
         updates, state = tx.run(grads, state, params)
-        leaves = dict(tree.named_leaves(grads))
-        seen |= {name for name, grad in leaves.items() if grad is not None and gathers}
-        absent = {name for name, grad in leaves.items() if grad is None and name not in seen}
-        if tree.flatten(updates)[1] != tree.flatten(grads)[1]:
-            raise Breach(f"step {step}", f"updates {updates!r} do not have the structure of the gradients {grads!r}")
-        for name, update in tree.named_leaves(updates):
-            if name in absent and update is not None:
-                raise Breach(f"step {step}, updates {name!r}", f"found {shown(update)}, but the gradient is None")
-            if name not in absent and leaves[name] is not None and update is None:
-                raise Breach(f"step {step}, updates {name!r}", f"found None for the gradient {shown(leaves[name])}")
+        absent: set[str] = set()
+        for name, grad in tree.named_leaves(grads):
+            if grad is not None and accumulates:
+                accumulated.add(name)
+            if grad is None and name not in accumulated:
+                absent.add(name)
+        _require_absent_updates(f"step {step}", updates, grads, absent)
         if tree.flatten(state)[1] != tree.flatten(before)[1]:
             raise Breach(f"step {step}, state", "the structure has changed")
-        kept, now = (
-            {place: x for place, x in tree.named_leaves(held) if _owner(place, names) in absent}
-            for held in (before, state)
-        )
-        require_same(f"step {step}, state of None gradients,", now, kept, "before")
+        state_of_absent = _state_of(absent, state, names)
+        state_before = _state_of(absent, before, names)
+        require_same(f"step {step}, state of None gradients,", state_of_absent, state_before, "before")
 
 
-def _owner(place: str, names: list[str]) -> str | None:
-    """Return the parameter of a state leaf: the longest of ``names`` that the leaf's name ``place`` ends with."""
-    found = [name for name in names if name and (place == name or place.endswith(f".{name}"))]
-    return max(found, key=len, default=None)
+def _require_absent_updates(step: str, updates: PyTree, grads: PyTree, absent: set[str]) -> None:
+    """Raise `Breach` (a failed law) unless updates are None for ``absent`` parameters, and tensors for gradients."""
+    if tree.flatten(updates)[1] != tree.flatten(grads)[1]:
+        raise Breach(step, f"updates {updates!r} do not have the structure of the gradients {grads!r}")
+    for (name, update), grad in zip(tree.named_leaves(updates), tree.leaves(grads), strict=True):
+        if name in absent and update is not None:
+            raise Breach(f"{step}, updates {name!r}", f"found {shown(update)}, but the gradient is None")
+        if grad is not None and update is None:
+            raise Breach(f"{step}, updates {name!r}", f"found None for the gradient {shown(grad)}")
+
+
+def _state_of(params: set[str], state: PyTree, names: list[str]) -> dict[str, object]:
+    """Return the state leaves that belong to some of the parameters in ``names``."""
+    return {state_name: leaf for state_name, leaf in tree.named_leaves(state) if _owner(state_name, names) in params}
+
+
+def _owner(state_name: str, names: list[str]) -> str | None:
+    """Return the parameter of a state leaf: the longest of ``names`` that the leaf's name ends with."""
+    candidates = [name for name in names if name and f".{state_name}".endswith(f".{name}")]
+    return max(candidates, key=len, default=None)
 
 
 @law(share=0.2)
@@ -76,10 +87,11 @@ def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: l
     """
     drawn = Example(params, steps)
     for params, steps in (drawn, *drawn.dense().in_every_dtype()):
-        wanted = state = tx.init(params)
+        initial_state = tx.init(params)
+        state = initial_state
         for step, grads in enumerate(steps):
             _, state = tx.run(grads, state, params)
-            require_spec(f"step {step}, state", state, wanted, "init's")
+            require_spec(f"step {step}, state", state, initial_state, "init's")
 
 
 @law(share=0.2)

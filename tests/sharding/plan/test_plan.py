@@ -343,7 +343,7 @@ def test_the_cost_asks_no_machine(monkeypatch: pytest.MonkeyPatch):
 
     for name in ("_fastest", "cpu_has_amx", "cpu_has_bf16", "cuda_capability"):
         monkeypatch.setattr(policy, name, asked)
-    monkeypatch.setattr(policy.kernels, "available", asked)
+    monkeypatch.setattr(policy.quack, "is_capable", asked)
     for device in ("cpu", "cuda", "meta"):
         for dtype in (torch.float32, torch.bfloat16):
             assert newton_schulz_cost((1111, 1300), device, dtype=dtype).flops > 0

@@ -3,54 +3,67 @@
 Terms of this file: the *route* of a parameter is the list of transforms that update it, for example those under its
 label. Parameters of one route form a *group*, unless the caller passes groups. A *hyperparameter* is a numeric argument
 of the transform. Each group holds the hyperparameters of its route, and every step reads them. A `Stepping` creates
-the state and runs the steps, in one process or over ranks.
+the state and runs the steps, in one process or over ranks. `FollowedParameters` finds tensors that were replaced, and
+`BoundGroups` finds groups that were edited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from muonfx import tree
 from muonfx.core import Donation, Transform
 from muonfx.core.checks import is_frozen, warn_caller
 from muonfx.core.donation import check_writable
-from muonfx.core.hyperparams import hyperparams, with_hyperparams
+from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import require_transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.renaming import Rename
-from muonfx.optimizer.attachment import Attachment, check_real, models_of, own_groups
-from muonfx.optimizer.following import FollowingOptimizer
-from muonfx.optimizer.groups import (
-    Group,
+from muonfx.optimizer import errors
+from muonfx.optimizer.bound_groups import BoundGroups
+from muonfx.optimizer.constructing import constructed_together
+from muonfx.optimizer.edits import read_edits, warn_of_shared
+from muonfx.optimizer.following import FollowedParameters, check_real, check_usable, models_of
+from muonfx.optimizer.gradients import GradientCheck
+from muonfx.optimizer.group_numbers import CallersTensors, Group, Number, equal, fitted, read_numbers
+from muonfx.optimizer.groups import complete_entries, defaults_for_schedulers, new_groups
+from muonfx.optimizer.local_values import Load
+from muonfx.optimizer.lost_decay import warn_of_lost_decay
+from muonfx.optimizer.named_parameters import (
     NamedParameters,
-    Number,
     check_once,
-    defaults_for_schedulers,
-    equal,
-    fitted,
     named_pairs,
     names_in,
-    new_groups,
     require_parameters,
     resolve_groups,
-    warn_of_ascent,
-    warn_of_unread_rates,
 )
-from muonfx.optimizer.lost_decay import warn_of_lost_decay
-from muonfx.optimizer.over_ranks import constructed_together
+from muonfx.optimizer.over_ranks import stepping_for
+from muonfx.optimizer.owned_groups import own_groups
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
-from muonfx.optimizer.state import StateToLoad, read_state_dict
+from muonfx.optimizer.routes import distinct_routes, warn_of_ascent
+from muonfx.optimizer.state_dict import StateToLoad, read_state_dict
+from muonfx.optimizer.state_entries import StateEntries
+from muonfx.optimizer.stepping import Stepping
+from muonfx.optimizer.unread_keys import warn_of_unread_rates
 from muonfx.placement.arguments import Arguments
+from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
 
+Moment = Literal["step", "save", "clear", "else"]
+"""The method that looks for replaced parameters: ``step``, ``state_dict``, ``zero_grad``, or another one."""
 
-class TransformOptimizer(FollowingOptimizer):
+
+class TransformOptimizer(Optimizer):
     """A ``torch.optim.Optimizer`` that applies a transform. It works with PyTorch's schedulers and gradient scalers.
 
     Groups: parameters are grouped by their labels in `partition`, such as "muon" and "adamw". If you pass a group
@@ -124,6 +137,17 @@ class TransformOptimizer(FollowingOptimizer):
         ['adamw.scale_by_adam.count', 'muon.momentum.trace']
     """
 
+    # _live has the state, and the `StateEntries` that show it in `optimizer.state`. It is a dict, because torch.compile
+    # replays writes to a dict but not assignments to an optimizer's attributes.
+    _live: dict[str, Any]
+    _settings: tuple[Layout | None, Settings]
+    _stepping: Stepping
+    _parameters: FollowedParameters
+    _bound_groups: BoundGroups
+    _gradient_check: GradientCheck
+    _callers_tensors: CallersTensors
+    _groups: list[Group]
+
     @constructed_together
     @plain_arguments
     def __init__(
@@ -140,7 +164,9 @@ class TransformOptimizer(FollowingOptimizer):
         if isinstance(tx, Sharded):
             if layout is not None:
                 raise TypeError(f"layout: tx is sharded already, over {tx.arguments['layout']!r}; leave layout out")
-            tx, layout, settings = tx.arguments["tx"], tx.arguments["layout"], settings_of(tx)
+            settings = settings_of(tx)
+            layout = tx.arguments["layout"]
+            tx = tx.arguments["tx"]
         require_transform("tx", tx)
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, found {bucket_bytes}")
@@ -148,35 +174,61 @@ class TransformOptimizer(FollowingOptimizer):
         self.bucket_bytes = bucket_bytes
         self._live = {}
         require_parameters(params)
-        given: Any = params if isinstance(params, nn.Module | Mapping) else list(params)
+        if not isinstance(params, nn.Module | Mapping):
+            params = cast("Any", list(params))
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-        groups = resolve_groups(given, {} if model is None else names_in([model]))
+        groups = resolve_groups(params, {} if model is None else names_in([model]))
         named = {name: param for group in groups for name, param in group["params"]}
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
+        self._settings = _layout_for(named, layout), settings
         frozen = {name: param for name, param in named.items() if is_frozen(param)}
         trained = {name: param for name, param in named.items() if name not in frozen}
-        if callable(layout):
-            layout = layout(named)
-        if layout is not None and not isinstance(layout, Layout):
-            raise TypeError(
-                "layout must be a muonfx.sharding layout, or a function that returns one, found a "
-                f"{type(layout).__name__}: create one, as in muonfx.sharding.zero(params)"
-            )
-        self._given = layout, settings
         self._stepping = self._stepping_for_trained(tx, trained, frozen)
         left_out = {name: param for name, param in trained.items() if name not in self._stepping.routes}
         trained = {name: param for name, param in trained.items() if name not in left_out}
-        is_alone = not self._stepping.is_over_ranks
-        self._attachment = Attachment(models_of(given), model, trained, frozen, left_out, alone=is_alone)
-        self._attachment.note_callers_tensors(hyperparams(tx))
+        self._parameters = FollowedParameters(models_of(params), model, trained, frozen, left_out)
+        self._bound_groups = BoundGroups(self._parameters)
+        self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
+        self._callers_tensors = CallersTensors()
+        self._callers_tensors.note(self._stepping.defaults)
         warn_of_ascent(self._stepping.visits[0], self._stepping.routes, trained)
         super().__init__(groups, {})
         self._start()
-        if not self._attachment.on_meta:
-            warn_of_lost_decay(tx, self._stepping.visits, self._attachment.groups, named)
+        if not self._parameters.on_meta:
+            warn_of_lost_decay(tx, self._stepping.visits, self._bound_groups.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
+        own_groups(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes to copy or pickle. Raise TypeError if the optimizer runs over several ranks."""
+        if self._stepping.is_over_ranks:
+            raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
+        self._adopt_state()
+        self._bound_groups.follow(self._groups, self._stepping.routes)  # a copy finds the tensors by "param_names"
+        attributes = {
+            "donate_grads": self.donate_grads,
+            "bucket_bytes": self.bucket_bytes,
+            "_live": self._live,
+            "_settings": self._settings,
+            "_parameters": self._parameters,
+            "_bound_groups": self._bound_groups,
+        }
+        return {**super().__getstate__(), **attributes, "tx": self._stepping.tx}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or unpickled optimizer. It has no reference to the model of its parameters."""
+        self._live = state["_live"]
+        self._groups = state["param_groups"]
+        super().__setstate__({key: value for key, value in state.items() if key not in ("tx", "param_groups")})
+        named = self._named()
+        self._stepping = self._stepping_for(state["tx"], named)
+        self._parameters.bind(named)
+        self._gradient_check = GradientCheck(self._parameters, is_alone=True)
+        self._callers_tensors = CallersTensors()
+        self._bound_groups.follow(self._groups, self._stepping.routes)
+        self._stepping.refresh(named, self._bound_groups.groups)  # now, because the first step may be traced
         own_groups(self)
 
     # ------------------------------------------------------------------------------------------------------- groups
@@ -204,7 +256,7 @@ class TransformOptimizer(FollowingOptimizer):
             return
         self._rebind()
         named = self._named()
-        pairs = named_pairs(param_group["params"], self._attachment.names)
+        pairs = named_pairs(param_group["params"], self._parameters.names)
         check_once([*named.items(), *pairs])
         frozen = {name: param for name, param in pairs if is_frozen(param)}
         new = {name: param for name, param in pairs if name not in frozen}
@@ -212,8 +264,8 @@ class TransformOptimizer(FollowingOptimizer):
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
         before = self._stepping
         with self._all_or_nothing():
-            others = self._attachment.not_trained_params()
-            self._stepping = self._stepping_for_trained(self._transform_for(new), {**named, **new}, others)
+            not_trained = self._parameters.not_trained_params()
+            self._stepping = self._stepping_for_trained(self._transform_for(new), {**named, **new}, not_trained)
             labelled = [(name, param) for name, param in new.items() if name in self._stepping.routes]
             if pairs and not labelled:
                 raise ValueError(
@@ -222,8 +274,8 @@ class TransformOptimizer(FollowingOptimizer):
                 )
             self._add_groups(param_group, labelled, as_one=True)
             self._start(before)
-            self._attachment.bind(dict(labelled), models_of([param_group]))
-            self._attachment.leave_out(frozen)
+            self._parameters.bind(dict(labelled), models_of([param_group]))
+            self._parameters.leave_out(frozen)
 
     def _add_groups(self, group: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> None:
         """Add a group with all hyperparameters of its transforms. If not ``as_one``, split it by its transforms."""
@@ -231,10 +283,10 @@ class TransformOptimizer(FollowingOptimizer):
         if not pairs:
             super().add_param_group({"label": None, "lr": 0.0, **entries, "params": [], "param_names": []})
             return
-        self._attachment.note_callers_tensors(entries)
-        for part in new_groups(self.tx, self._stepping.routes, entries, pairs, as_one=as_one):
-            foreign_keys = self.defaults.keys() - part.keys()
-            super().add_param_group(part)  # adds all defaults to every group
+        self._callers_tensors.note(entries)
+        for new_group in new_groups(self._stepping, entries, pairs, as_one=as_one):
+            foreign_keys = self.defaults.keys() - new_group.keys()
+            super().add_param_group(new_group)  # adds all defaults to every group
             for key in foreign_keys:
                 del self._groups[-1][key]
 
@@ -244,8 +296,70 @@ class TransformOptimizer(FollowingOptimizer):
 
         Their transforms use a schedule or no learning rate. PyTorch's schedulers require an ``lr``, so it is 0 there.
         """
-        groups = enumerate(self._attachment.groups)
-        return tuple([place for place, one in groups if "lr" not in one.numbers.keys])
+        without_rate: list[int] = []
+        for index, bound in enumerate(self._bound_groups.groups):
+            if "lr" not in bound.numbers.keys:
+                without_rate.append(index)
+        return tuple(without_rate)
+
+    @property
+    def param_groups(self) -> list[Group]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The param groups, with the parameters that the model has now.
+
+        Functions of torch read the groups before they call a method of the optimizer: for example,
+        ``set_optimizer_state_dict`` looks up each parameter of the groups in a model that may have been sharded since.
+        """
+        if "state" not in self._live or torch.compiler.is_compiling():
+            return self._groups
+        replaced = self._parameters.replaced_in_models()
+        if replaced:
+            for group in self._groups:
+                group["params"] = [replaced.get(param, param) for param in group["params"]]
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._groups = groups
+
+    def _named(self) -> dict[str, Tensor]:
+        """Return a dict from name to parameter, from the param groups."""
+        named: dict[str, Tensor] = {}
+        for group in self._groups:
+            named.update(zip(group["param_names"], group["params"], strict=True))
+        return named
+
+    def _put(self, named: Mapping[str, Tensor]) -> None:
+        """Put new tensors into all param groups: ``named`` maps each name in "param_names" to its tensor."""
+        for group in self._groups:
+            group["params"] = [named[name] for name in group["param_names"]]
+
+    # ----------------------------------------------------------------------------------------------------- transform
+
+    def _transform_for(self, new: dict[str, Tensor]) -> Transform:
+        """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
+        return self._stepping.tx
+
+    def _stepping_for_trained(
+        self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor]
+    ) -> Stepping:
+        """Return the stepping for the named parameters, without those that have the label None."""
+        stepping = self._stepping_for(tx, named, not_trained)
+        left_out = {name: param for name, param in named.items() if name in stepping.left_out}
+        if not left_out:
+            return stepping
+        trained = {name: param for name, param in named.items() if name not in left_out}
+        return self._stepping_for(tx, trained, {**not_trained, **left_out})
+
+    def _stepping_for(
+        self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor] | None = None
+    ) -> Stepping:
+        """Return the object that creates the state of the named parameters and steps on them."""
+        if not_trained is None:
+            not_trained = self._parameters.not_trained_params()
+        layout, settings = self._settings
+        check_usable(named, layout)
+        others = {name: param for name, param in not_trained.items() if name not in named}
+        return stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -265,8 +379,7 @@ class TransformOptimizer(FollowingOptimizer):
         """
         numbers: dict[str, Number] = {}
         differing = set[str]()
-        groups = self._attachment.groups
-        for group_numbers in fitted(hyperparams(self.tx), [bound.numbers.read(bound.group) for bound in groups]):
+        for group_numbers in fitted(self._stepping.defaults, read_numbers(self._bound_groups.groups)):
             for name, number in group_numbers.items():
                 if name in numbers and not equal(numbers[name], number):
                     differing.add(name)
@@ -299,8 +412,142 @@ class TransformOptimizer(FollowingOptimizer):
         self._rebind()
         named = self._named()
         params = {name: param.detach() for name, param in named.items()}
-        grads = {name: param.grad for name, param in named.items()}
-        return self._stepping.snapshot(self._live["state"], params, grads, self._attachment.groups)
+        grads = _gradients_of(named)
+        return self._stepping.snapshot(self._live["state"], params, grads, self._bound_groups.groups)
+
+    def _start(self, before: Stepping | None = None) -> None:
+        """Create the optimizer state for the current parameters. With ``before``, copy the former state's values."""
+        self._bound_groups.note(self._groups, self._stepping.routes)
+        state = self._stepping.init(self._named(), self._bound_groups.groups)
+        if before is not None:
+            state = self._stepping.taken_from(before, state, self._live["state"])
+        self._live["state"] = state
+        self._show_all(self._named())
+        self._stepping.share(state)
+
+    def _show_all(self, named: Mapping[str, Tensor]) -> None:
+        """Fill ``optimizer.state`` with the current state tensors of the named parameters."""
+        self.state.clear()
+        for param in named.values():
+            self.state[param] = {}
+        entries = StateEntries(self._live["state"], named)
+        entries.update(self.state, self._live["state"], self._stepping.show)
+        self._live["entries"] = entries
+
+    def _adopt_state(self) -> None:
+        """Copy tensors that were assigned to ``optimizer.state`` into the state; start emptied states again."""
+        bound = self._bound_groups.named
+        entries: StateEntries = self._live["entries"]
+        if not entries.is_edited(self.state, bound):
+            return
+        current: dict[str, Tensor] = {}
+        for group in self._groups:
+            current.update(zip(group.get("param_names", ()), group["params"], strict=False))
+        params = {name: (param, current.get(name, param)) for name, param in bound.items()}
+        edits = read_edits(entries, self.state, params, self._stepping.take)
+        loads = edits.loads + self._loads_of_emptied(edits.emptied)
+        with torch.no_grad():
+            self._stepping.assign(loads, self._live["state"])
+        self._show_all(bound)
+        warn_of_shared(edits, len(bound))
+
+    def _loads_of_emptied(self, emptied: list[str]) -> list[Load]:
+        """Return the initial values of the state of parameters whose entries were removed."""
+        loads: list[Load] = []
+        if not emptied:
+            return loads
+        bound = self._bound_groups.named
+        emptied_ids = {id(bound[name]) for name in emptied}
+        starts_all = len(emptied_ids) == len(bound)
+        initial_leaves = tree.leaves(self._stepping.initial(bound))
+        for place, (owner, key) in enumerate(self._live["entries"].slots):
+            if starts_all or id(owner) in emptied_ids:
+                loads.append((key, place, initial_leaves[place]))
+        return loads
+
+    # ------------------------------------------------------------------------------------------- replaced parameters
+
+    def _rebind(self, moment: Moment = "else") -> None:
+        """If parameters were replaced in the groups or the model, use the new tensors and move the state to them."""
+        # All ranks call this together, because it may communicate. Exceptions: "clear" (zero_grad) leaves communication
+        # to the next step, and "save" (state_dict) communicates only if the sharding has changed.
+        self._adopt_state()
+        if self._bound_groups.are_current(self._groups):
+            return
+        added = self._parameters.added_in(self._groups)
+        if added:
+            if moment == "clear" and self._stepping.is_over_ranks:
+                return  # the next step, which all ranks take together, creates the state
+            self._add_listed(added)
+        self._bound_groups.follow(self._groups, self._stepping.routes, may_repeat=moment == "save")
+        named = self._named()
+        replaced = self._parameters.replaced(named, at_step=moment == "step")
+        if not replaced:
+            return
+        named |= replaced
+        if self._parameters.is_swap(replaced):
+            self._put(named)
+            self._show_all(named)
+            self._parameters.bind(named)
+            return
+        is_over_ranks = self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
+        if moment == "clear" and is_over_ranks:
+            self._put(named)  # the next step, which all ranks take together, moves the state
+            return
+        self._move_state(named)
+
+    def _move_state(self, named: Mapping[str, Tensor]) -> None:
+        """Move and reshard the state to new tensors of the parameters."""
+        before = self._stepping
+        with self._all_or_nothing():
+            self._stepping = self._stepping_for(before.tx, named)
+            for name, route in self._stepping.routes.items():
+                if route != before.routes[name]:
+                    raise errors.other_labels(name)
+            self._put(named)
+            with warnings.catch_warnings():  # construction has given the warnings
+                warnings.simplefilter("ignore")
+                self._start(None if self._parameters.on_meta else before)
+        self._parameters.bind(named)
+
+    def _add_listed(self, added: dict[str, Tensor]) -> None:
+        """Create state for parameters of the model that somebody has put into the param groups."""
+        before = self._stepping
+        with self._all_or_nothing():
+            stepping = self._stepping_for(self._transform_for(added), {**self._bound_groups.named, **added})
+            if stepping.left_out:
+                raise ValueError(
+                    f"param_groups: {min(stepping.left_out)!r} was added, but its label is None, so that it is not "
+                    "trained: remove it from the groups, or recreate the optimizer with other labels"
+                )
+            self._stepping = stepping
+            self._parameters.bind(added)
+            names_per_group = self._parameters.names_of(self._groups)
+            for group, names in zip(self._groups, names_per_group, strict=True):
+                if not added.keys().isdisjoint(names):
+                    complete_entries(stepping, distinct_routes(names, stepping.routes), group)
+            self._bound_groups.follow(self._groups, stepping.routes)
+            self._start(before)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Generator[None]:
+        """Return a context manager that restores the param groups if an error is raised in its block."""
+        stepping = self._stepping
+        parameters = self._parameters.saved()
+        bound_groups = self._bound_groups.groups
+        groups = [(group, group.get("param_names"), group["params"]) for group in self._groups]
+        try:
+            yield
+        except BaseException:
+            self._stepping = stepping
+            self._parameters.restore(parameters)
+            self._bound_groups.groups = bound_groups
+            for group, names, params in groups:
+                group["params"] = params
+                if names is not None:
+                    group["param_names"] = names
+            del self._groups[len(groups) :]
+            raise
 
     # ----------------------------------------------------------------------------------------------------- stepping
 
@@ -338,33 +585,41 @@ class TransformOptimizer(FollowingOptimizer):
                 )
             with torch.enable_grad():
                 loss = closure()
-        is_compiling = torch.compiler.is_compiling()  # a traced graph is valid for the current parameters only
         problem: Exception | None = None
         try:
-            if not is_compiling:
-                self._adopt_state()
-                if not self._attachment.is_current(self._groups):
-                    self._rebind("step")
-                self._attachment.read_new_keys(self._stepping)
-                if not self._live.get("checked_rates"):
-                    is_read = len(self.groups_without_rate) < len(self._groups)
-                    self._live["checked_rates"] = is_read or warn_of_unread_rates(self._groups)
-            params = self._named() if is_compiling else self._attachment.named
-            updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
-            self._stepping.check_gradients(updates)
-            if not is_compiling:
-                check_writable("step: params", params)
-                self._attachment.check(params, updates)
-                self._attachment.warn_of_written_tensors()
-            self._stepping.refresh(params, self._attachment.groups)
+            params, gradients = self._read_step()
         except Exception as error:  # raised by the stepping, on all ranks together
             problem = error
-            params = self._attachment.named
-            updates = {name: param.grad for name, param in params.items()}
-        call = Arguments(updates, self._live["state"], params, Donation(self.donate_grads, True), extras)
-        state = self._live["state"] = self._stepping.step(call, problem)
+            params = self._bound_groups.named
+            gradients = _gradients_of(params)
+        call = Arguments(gradients, self._live["state"], params, Donation(self.donate_grads, True), extras)
+        state = self._stepping.step(call, problem)
+        self._live["state"] = state
         self._live["entries"].update(self.state, state, self._stepping.show)
         return loss
+
+    def _read_step(self) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+        """Read the groups, the parameters and their gradients, check them, and return the last two by name."""
+        if torch.compiler.is_compiling():  # a traced graph is valid for the current parameters only
+            params = self._named()
+            gradients = _gradients_of(params)
+            self._stepping.check_gradients(gradients)
+        else:
+            self._adopt_state()
+            if not self._bound_groups.are_current(self._groups):
+                self._rebind("step")
+            self._bound_groups.read_new_keys(self._stepping.routes)
+            if not self._live.get("checked_rates"):
+                is_read = len(self.groups_without_rate) < len(self._groups)
+                self._live["checked_rates"] = is_read or warn_of_unread_rates(self._groups)
+            params = self._bound_groups.named
+            gradients = _gradients_of(params)
+            self._stepping.check_gradients(gradients)
+            check_writable("step: params", params)
+            self._gradient_check.check(params, gradients)
+            self._callers_tensors.warn_of_written()
+        self._stepping.refresh(params, self._bound_groups.groups)
+        return params, gradients
 
     # -------------------------------------------------------------------------------------------------- persistence
 
@@ -380,14 +635,14 @@ class TransformOptimizer(FollowingOptimizer):
             ShardingError: all ranks must call this together, and a rank did not.
         """
         self._rebind("save")
-        for one in self._attachment.groups:
-            one.numbers.read(one.group)  # so that all keys of a number agree
+        read_numbers(self._bound_groups.groups)  # so that all keys of a number agree
         saved = super().state_dict()
         # By identity: torch's own tests list the groups twice.
-        texts_of = {id(bound.group): schedule_texts(self.tx, bound) for bound in self._attachment.groups}
+        schedules_of = {id(bound.group): schedule_texts(self.tx, bound) for bound in self._bound_groups.groups}
         for group, saved_group in zip(self._groups, saved["param_groups"], strict=True):
-            if texts_of[id(group)]:
-                saved_group[SCHEDULES] = texts_of[id(group)]
+            schedules = schedules_of[id(group)]
+            if schedules:
+                saved_group[SCHEDULES] = schedules
         index_of = {id(param): index for index, param in enumerate(self._named().values())}
         saved["state"] = _unshared(saved["state"])
         for place, leaf in self._stepping.exported(self._live["state"]).items():
@@ -426,42 +681,56 @@ class TransformOptimizer(FollowingOptimizer):
         """
         self._rebind()
         check_real(self._named())
-        given: dict[str, Any] = dict(state_dict)
+        state_dict = dict(state_dict)
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, given)
-            given = given if changed is None else changed
+            changed = hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        groups = self._bound_groups.groups
         places = self._live["entries"].places(self.state)
+        not_trained = self._parameters.not_trained()
         to_load = StateToLoad([], [], [], [])
         problem: Exception | None = None
         try:
             to_load = read_state_dict(
-                given,
-                self.tx,
-                self._attachment.groups,
-                self.state,
-                places,
-                self._stepping.take,
-                rename,
-                self._attachment.not_trained(),
+                state_dict, self.tx, groups, self.state, places, self._stepping.take, rename, not_trained
             )
         except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
             problem = error
         with torch.no_grad():
             self._stepping.load(to_load.loads, self._live["state"], problem, to_load.without_state)
         lines: list[str] = []
-        for bound, saved in zip(self._attachment.groups, to_load.groups, strict=True):
-            if saved is not None:
-                lines += differences(self.tx, bound, saved)
-                bound.group.update(entries_to_load(self.tx, bound, saved))
+        for bound, saved_group in zip(groups, to_load.groups, strict=True):
+            if saved_group is not None:
+                lines += differences(self.tx, bound, saved_group)
+                bound.group.update(entries_to_load(self.tx, bound, saved_group))
         for message in to_load.warnings:
             warn_caller(message)
-        self._attachment.warn_once(
+        self._bound_groups.warn_once(
             "load_state_dict: the state dict was saved with other numbers: ",
             lines,
             ". To use the code's numbers, write them into param_groups after loading",
         )
         for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+
+def _layout_for(
+    named: Mapping[str, Tensor], layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None
+) -> Layout | None:
+    """Return the argument ``layout``, or its result if it is a function of the named parameters."""
+    if callable(layout):
+        layout = layout(named)
+    if layout is not None and not isinstance(layout, Layout):
+        raise TypeError(
+            "layout must be a muonfx.sharding layout, or a function that returns one, found a "
+            f"{type(layout).__name__}: create one, as in muonfx.sharding.zero(params)"
+        )
+    return layout
+
+
+def _gradients_of(params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    return {name: param.grad for name, param in params.items()}
 
 
 def _unshared(state: Mapping[Any, Group]) -> dict[Any, Group]:

@@ -1,0 +1,61 @@
+"""`Gathering`: a broadcast of state that only one rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.messages import collective
+from muonfx.sharding.state import LeafPlacement, interval_of
+
+ALIGNED = 16
+"""The leaves of a gather are padded to a multiple of this many bytes, so that each can be viewed in its dtype."""
+
+GATHERING = "gathering the optimizer's state from its owners"
+
+
+class Gathering:
+    """An asynchronous broadcast of state that only one rank has, because it alone orthogonalizes the matrix."""
+
+    def __init__(
+        self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
+    ) -> None:
+        # leaves: a dict from the index of a leaf in the state to its placement and this rank's part of it
+        sizes = {place: _bytes_of(placement) for place, (placement, _) in leaves.items()}
+        padded_sizes = [_padded(size) for size in sizes.values()]
+        # Each byte is written by one rank, and is zero on the others, so the sum has the exact bits of the owners.
+        buffer = torch.zeros(sum(padded_sizes), dtype=torch.uint8, device=device)
+        rooms = dict(zip(leaves, buffer.split(padded_sizes), strict=True))
+        self._wholes: dict[int, Tensor] = {}
+        for place, (placement, leaf) in leaves.items():
+            flat = rooms[place][: sizes[place]].view(placement.dtype)
+            self._wholes[place] = flat.view(placement.shape)
+            share = placement.share
+            if leaf is None or share is None:
+                continue
+            is_written_here = share.owner is not None or layout.rank == 0
+            if is_written_here:
+                start, stop = interval_of(placement, share)
+                flat[start:stop] = leaf.reshape(-1)
+        with collective(GATHERING):
+            self._work: Any = dist.all_reduce(buffer, group=layout.group, async_op=True)
+
+    def wait(self) -> dict[int, Tensor]:
+        """Wait for the copy. Return a dict from the index of a tensor in the state to the full tensor."""
+        with collective(GATHERING):
+            self._work.wait()
+        return self._wholes
+
+
+def _bytes_of(placement: LeafPlacement) -> int:
+    return prod(placement.shape) * placement.dtype.itemsize
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED

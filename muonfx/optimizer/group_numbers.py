@@ -1,0 +1,253 @@
+"""Read and write the hyperparameters in a param group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx.core.checks import warn_caller
+
+Number = float | Tensor
+
+
+Group = dict[str, Any]
+
+
+"""A param group of a torch optimizer: a dict with "params", hyperparameters, and entries that schedulers add."""
+
+
+class Hyperparam(NamedTuple):
+    """An entry of a param group, such as "lr" or "betas", and the transform's numbers that the entry sets."""
+
+    key: str
+    """The key in the group, such as "betas"."""
+    names: tuple[str, ...]
+    """The dotted names of the numbers in the transform, as in `muonfx.hyperparams`."""
+    is_tuple: bool = False
+    """True if the value in the group is a tuple."""
+    is_mirror: bool = False
+    """True if other keys have the same numbers, as "momentum" repeats the first of "betas" for schedulers."""
+    copies: int = 1
+    """How many transforms the value sets: with 2, ``names`` are the numbers of one transform, then of the other."""
+
+    @property
+    def length(self) -> int:
+        """The count of numbers in the group's value: 2 for "betas", else 1."""
+        return len(self.names) // self.copies
+
+    def numbers_in(self, value: Number | Sequence[Number]) -> Sequence[Number]:
+        """Return one number for each of ``names``, from a param group's value. Raise if its count or type is wrong."""
+        values = value if isinstance(value, Sequence) else (value,)
+        if self.is_tuple != isinstance(value, Sequence) or len(values) != self.length:
+            expected = f"{self.length} numbers" if self.is_tuple else "a number"
+            raise ValueError(f"{self.key!r} in a group must be {expected}, found {value!r}")
+        for number in values:
+            if not isinstance(number, int | float | Tensor | Real) or isinstance(number, bool):
+                raise TypeError(
+                    f"{self.key!r} in a group must be a number or a tensor of one element, found {number!r}"
+                )
+        return [*values] * self.copies
+
+    def value_of(self, numbers: Mapping[str, Number]) -> Any:
+        """Return the value for a param group, such as ``(0.9, 0.95)``, from numbers by dotted name."""
+        values = tuple([numbers[name] for name in self.names[: self.length]])
+        return values if self.is_tuple else values[0]
+
+
+class GroupNumbers:
+    """Reads and writes the hyperparameters of one param group, in which two keys may hold the same number."""
+
+    def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
+        self.hyperparams = tuple(hyperparams)
+        self.keys = frozenset({hyperparam.key for hyperparam in hyperparams})
+        self._last: dict[str, Number] = {}
+        self._entries: Group = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The dotted names of the hyperparameters in the transform, such as "momentum.decay"."""
+        return [name for hyperparam in self.hyperparams if not hyperparam.is_mirror for name in hyperparam.names]
+
+    def parse(self, values: Group, *, mirrors: bool = True) -> dict[str, Number]:
+        """Return a group's hyperparameters by dotted name. If two keys set the same one, the changed value counts."""
+        numbers: dict[str, Number] = {}
+        key_of: dict[str, str] = {}
+        for hyperparam in self.hyperparams:
+            key = hyperparam.key
+            if key not in values or (hyperparam.is_mirror and not mirrors):
+                continue
+            for name, number in zip(hyperparam.names, hyperparam.numbers_in(values[key]), strict=True):
+                if name in numbers and not equal(numbers[name], number):
+                    if self._was_read(name, number):
+                        continue  # the other key has the new value
+                    if not self._was_read(name, numbers[name]):
+                        raise _set_twice(name, {key_of[name]: numbers[name], key: number})
+                numbers[name] = number
+                key_of[name] = key
+        return numbers
+
+    def _was_read(self, name: str, number: Number) -> bool:
+        """Return True if a hyperparameter had this value when the group was last read."""
+        return name in self._last and equal(self._last[name], number)
+
+    def complete(self, entries: Group, defaults: Mapping[str, Number]) -> dict[str, Number]:
+        """Return a new group's hyperparameters by dotted name, from ``defaults`` if ``entries`` lacks them."""
+        numbers = {name: defaults[name] for name in self.names}
+        return numbers | self.parse(entries, mirrors=False)
+
+    def entries(self, numbers: Mapping[str, Number]) -> Group:
+        """Return the entries of a param group, such as ``lr`` and ``betas``, for numbers given by dotted name."""
+        return {hyperparam.key: hyperparam.value_of(numbers) for hyperparam in self.hyperparams}
+
+    def read(self, group: Group) -> dict[str, Number]:
+        """Return a group's current hyperparameters by dotted name, and synchronize keys that hold the same number.
+
+        If no number has changed, return the same dict object as in the last call.
+        """
+        # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
+        may_skip = self._entries and not torch.compiler.is_compiling()
+        if may_skip and all(map(is_, map(group.get, self._entries), self._entries.values())):
+            return self._last
+        numbers = self.parse(group)
+        for hyperparam in self.hyperparams:
+            # torch.compile with dynamic=True cannot trace a comparison of sets.
+            if any(name not in numbers for name in hyperparam.names):
+                raise _missing(hyperparam.key, group, self._entries.get(hyperparam.key))
+        for hyperparam in self.hyperparams:
+            key = hyperparam.key
+            current = [numbers[name] for name in hyperparam.names]
+            if key not in group or not all(map(equal, hyperparam.numbers_in(group[key]), current)):
+                group[key] = hyperparam.value_of(numbers)
+        last = self._last
+        if last.keys() != numbers.keys() or not all(equal(last[name], number) for name, number in numbers.items()):
+            self._last = numbers
+        self._entries = {hyperparam.key: group[hyperparam.key] for hyperparam in self.hyperparams}
+        return self._last
+
+
+def _set_twice(name: str, number_of: Mapping[str, Number]) -> ValueError:
+    """Return an error for two keys of a group that set one hyperparameter to different numbers."""
+    (first_key, first), (second_key, second) = number_of.items()
+    return ValueError(
+        f"{first_key!r} and {second_key!r} in a group both set {name}, to {first!r} and {second!r}: set one of them"
+    )
+
+
+def _missing(key: str, group: Group, last: object) -> ValueError:
+    name = next(iter(group.get("param_names", ())), "no parameter")
+    last_value = "" if last is None else f" (it was {last!r})"
+    return ValueError(
+        f"param_groups: the group of {name!r} (label {group.get('label')!r}) has no {key!r}, which its transforms "
+        f"read: set it{last_value}"
+    )
+
+
+class BoundGroup(NamedTuple):
+    """A param group, its parameter names at the last step, and the object that reads its hyperparameters."""
+
+    group: Group
+    names: list[str]
+    numbers: GroupNumbers
+
+
+def read_numbers(groups: Iterable[BoundGroup]) -> list[dict[str, Number]]:
+    """Return the current hyperparameters of each param group by dotted name, as `GroupNumbers.read` returns them."""
+    return [bound.numbers.read(bound.group) for bound in groups]
+
+
+def own_copy(value: Any) -> Any:
+    """Return a copy of a tensor, so that a scheduler that writes into it changes one group; return others unchanged."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def separate_tensors(groups: Iterable[BoundGroup]) -> None:
+    """Replace a tensor that several groups or several hyperparameters have in common by a copy for each of them."""
+    owned = set[int]()
+    for bound in groups:
+        numbers = dict(bound.numbers.read(bound.group))
+        has_changed = False
+        for name, value in numbers.items():
+            if not isinstance(value, Tensor):
+                continue
+            if id(value) in owned:
+                numbers[name] = own_copy(value)
+                has_changed = True
+            owned.add(id(numbers[name]))
+        if has_changed:
+            bound.group.update(bound.numbers.entries(numbers))
+
+
+def scalar(name: str, value: Any) -> Any:
+    """Return a hyperparameter. A tensor of one element becomes a 0-d view, and a larger one raises ValueError."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be a number or a tensor of one element, found shape {tuple(value.shape)}")
+    return value.reshape(()) if value.ndim else value
+
+
+def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
+    """Convert the numbers of each group to the types and shapes of the transform's own numbers, ``defaults``."""
+    # One 0-d view of each tensor, because a scheduler may write into it.
+    views: dict[int, Number] = {}
+
+    def fit(name: str, value: Number) -> Number:
+        if isinstance(value, int | float):
+            return value
+        if not isinstance(value, Tensor):
+            return float(value)
+        default = defaults[name]
+        if not isinstance(default, Tensor) or not default.ndim:
+            return views.setdefault(id(value), scalar(name, value))
+        if value.shape != default.shape:
+            shapes = f"{tuple(default.shape)}, found {tuple(value.shape)}"
+            raise ValueError(f"{name} must be a number or a tensor of shape {shapes}")
+        return value
+
+    fitted_values: list[dict[str, Number]] = []
+    for group_values in values:
+        fitted_values.append({name: fit(name, value) for name, value in group_values.items()})
+    return fitted_values
+
+
+def equal(a: object, b: object) -> bool:
+    """Return True if two numbers are equal, or if both are one tensor object. Tensor values are not compared."""
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+
+
+class _CallersTensor(NamedTuple):
+    name: str
+    tensor: Tensor
+    version: int
+    """The version of the tensor when the groups copied it: writing into it increases the version."""
+
+
+class CallersTensors:
+    """Warns if the caller writes into a tensor that was given as a hyperparameter, which has no effect."""
+
+    def __init__(self) -> None:
+        self._tensors: list[_CallersTensor] = []
+
+    def note(self, numbers: Mapping[str, Any]) -> None:
+        """Record the tensors among hyperparameters, which are numbers or tuples of numbers."""
+        for name, number in numbers.items():
+            values = number if isinstance(number, tuple | list) else (number,)
+            for value in values:
+                if isinstance(value, Tensor) and not value.is_inference():  # inference tensors have no version
+                    self._tensors.append(_CallersTensor(name, value, value._version))
+
+    def warn_of_written(self) -> None:
+        """Warn once if the caller has written into one of the tensors."""
+        for name, tensor, version in self._tensors:
+            if tensor._version != version:
+                self._tensors = []
+                warn_caller(
+                    f"the tensor that was given for {name!r} was changed in place, which has no effect: each param "
+                    "group has a copy of it; write into the tensors in param_groups"
+                )
+                return

@@ -1,0 +1,112 @@
+"""Choose this rank's part of a saved tensor, or explain why it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from muonfx.sharding.dtensors import is_dtensor, local_of
+from muonfx.sharding.shards import IntervalTensor
+from muonfx.tree.dtypes import widens
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh, DTensor
+
+Load = tuple[str, int, Tensor]
+"""One tensor to load: a text for messages, the index of the leaf in the state, and the values (this rank's or all)."""
+
+Take = Callable[[int, Any, Any], Tensor | str]
+"""A function ``(index of a leaf, the leaf in optimizer.state, saved value) -> values of the Load, or an error``."""
+
+
+def misfit(leaf: object, value: object) -> str | None:
+    """Return an error message if a saved value has the wrong shape or dtype for a state tensor, else None."""
+    if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
+        return f"is {_shape_text(value)}, expected {_shape_text(leaf)}"
+    # Eight-bit values are codes of quantized state, which are not numbers and have no meaning in another dtype.
+    is_codes = value.dtype.itemsize == 1 or leaf.dtype.itemsize == 1
+    if is_codes and value.dtype != leaf.dtype:
+        return f"holds codes of {value.dtype}, expected {leaf.dtype}"
+    if not widens(value.dtype, leaf.dtype):
+        return f"would narrow from {value.dtype} to {leaf.dtype}"
+    return None
+
+
+def _shape_text(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value)
+
+
+def on_this_rank(leaf: Any, value: Any) -> Tensor | str:
+    """Return this rank's part of a saved tensor, sharded like the state tensor ``leaf``, or an error message."""
+    if isinstance(leaf, IntervalTensor):
+        return _interval_of(leaf, value)
+    if is_dtensor(leaf):
+        return _shard_of(leaf, value)
+    if is_dtensor(value) or isinstance(value, IntervalTensor):
+        return _other_placement(leaf, value)
+    return value
+
+
+def _interval_of(leaf: IntervalTensor, value: Any) -> Tensor | str:
+    """Return the elements of a saved tensor in the interval of the flattened tensor that ``leaf`` holds."""
+    if is_dtensor(value):
+        return _other_placement(leaf, value)
+    piece = leaf.piece
+    if not isinstance(value, IntervalTensor):
+        return value.reshape(-1)[piece.start : piece.stop]
+    if (value.piece.start, value.piece.stop) != (piece.start, piece.stop):
+        return _other_placement(leaf, value)
+    return value.piece.data
+
+
+def _shard_of(leaf: DTensor, value: Any) -> Tensor | str:
+    """Return this rank's shard of a saved tensor, which is a DTensor like ``leaf``, or whole."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if isinstance(value, IntervalTensor):
+        return _other_placement(leaf, value)
+    if not is_dtensor(value):
+        value = distribute_tensor(value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None)
+    if value.device_mesh != leaf.device_mesh or value.placements != leaf.placements:
+        return _other_placement(leaf, value)
+    return shard_error(value, leaf.device_mesh) or local_of(value)
+
+
+def _other_placement(leaf: Any, value: Any) -> str:
+    return (
+        f"is placed as {_placement_text(value)}, here as {_placement_text(leaf)}: load through "
+        "torch.distributed.checkpoint or muonfx.checkpoint, which move values between layouts"
+    )
+
+
+def _placement_text(value: Any) -> str:
+    if is_dtensor(value):
+        return f"{value.placements} on {value.device_mesh}"
+    if isinstance(value, IntervalTensor):
+        return repr(value)
+    return "a plain tensor"
+
+
+def shard_error(value: DTensor, mesh: DeviceMesh) -> str | None:
+    """Return an error message if a loaded DTensor is the shard of a rank at another mesh position, else None."""
+    # A mesh is saved with the coordinates of the rank that saves it, and keeps them when it is loaded.
+    saved_position = value.device_mesh.get_coordinate()
+    position = mesh.get_coordinate()
+    if saved_position == position:
+        return None
+    if saved_position and position:
+        sharded_dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
+        if all(saved_position[dim] == position[dim] for dim in sharded_dims):
+            return None
+    return (
+        f"is the shard of the rank at {_position_text(saved_position)} of the mesh, expected "
+        f"{_position_text(position)}: load the state that this rank saved"
+    )
+
+
+def _position_text(position: Sequence[int] | None) -> str:
+    return "no position" if position is None else f"position {tuple(position)}"

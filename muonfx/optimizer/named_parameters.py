@@ -1,0 +1,94 @@
+"""Convert the argument ``params`` of an optimizer to groups of named parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any
+
+from torch import Tensor, nn
+
+from muonfx.core import Transform
+from muonfx.optimizer.group_numbers import Group
+
+NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
+
+
+"""The parameters of an optimizer: a model, named parameters, tensors of a known model, or groups of these."""
+
+
+def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
+    """Return a dict from each parameter of the models to its name."""
+    return {param: name for model in models for name, param in model.named_parameters()}
+
+
+def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> list[Group]:
+    """Convert the argument `params` of an optimizer to a list of groups whose "params" are (name, tensor) pairs."""
+    groups: list[Group]
+    if isinstance(params, nn.Module | Mapping):
+        groups = [{"params": params}]
+    else:
+        items: list[Any] = list(params)
+        are_groups = bool(items) and all(isinstance(item, dict) for item in items)
+        groups = items if are_groups else [{"params": items}]
+    named_groups: list[Group] = []
+    all_pairs: list[tuple[str, Tensor]] = []
+    for group in groups:
+        pairs = named_pairs(group["params"], known)
+        named_groups.append({**group, "params": pairs})
+        all_pairs += pairs
+    check_once(all_pairs)
+    return named_groups
+
+
+def require_parameters(params: object) -> None:
+    """Raise TypeError unless an argument can be the parameters of an optimizer."""
+    if isinstance(params, nn.Module | Mapping | Iterable) and not isinstance(params, str):
+        return
+    advice = ""
+    if isinstance(params, Transform):
+        advice = "; the model comes first, then the transform"
+    elif isinstance(params, Real):
+        advice = f"; the model comes first: Muon(model, lr={params})"
+    raise TypeError(
+        "params must be a model, model.named_parameters(), or a dict from names to tensors, found "
+        f"{type(params).__name__}{advice}"
+    )
+
+
+def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if two parameters have the same name, or if one tensor is given under two names."""
+    names = set[str]()
+    name_of: dict[Tensor, str] = {}
+    for name, param in pairs:
+        if name in names:
+            raise ValueError(f"two parameters are named {name!r}: give each parameter of all groups another name")
+        if param in name_of:
+            first = name_of[param]
+            raise ValueError(f"{first!r} and {name!r} are one tensor, which would be stepped on twice: give it once")
+        names.add(name)
+        name_of[param] = name
+
+
+def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[tuple[str, Tensor]]:
+    """Convert a model, named parameters or tensors to (name, tensor) pairs. ``known`` maps unnamed tensors to names."""
+    if isinstance(params, nn.Module):
+        return list(params.named_parameters())
+    if isinstance(params, Mapping):
+        return list(params.items())
+    items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    return [_named_pair(item, known) for item in items]
+
+
+def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, Tensor]:
+    if isinstance(item, Tensor) and known:
+        if item not in known:
+            shape = tuple(item.shape)
+            raise ValueError(f"params: a tensor of shape {shape} is not a parameter of the model: give (name, tensor)")
+        return known[item], item
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor):
+        return item
+    raise TypeError(
+        f"expected named parameters, found {type(item).__name__}: pass the model, model.named_parameters(), or model= "
+        "with the tensors, because labels, masks and checkpoints use names"
+    )

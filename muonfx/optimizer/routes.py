@@ -1,0 +1,218 @@
+"""Routes: the list of transforms that update a parameter, and the hyperparameters of these transforms."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
+
+from torch import Tensor
+
+from muonfx.core.checks import warn_caller
+from muonfx.core.order import combine_signs
+from muonfx.core.visit import Visit
+from muonfx.optimizer.group_numbers import Group, Hyperparam, Number, equal
+from muonfx.placement.placed import needs_matrices
+
+
+class Route(NamedTuple):
+    """The list of transforms that update a parameter. All parameters of one param group have the same list."""
+
+    places: tuple[int, ...]
+    """The indices of these transforms among all visits of the optimizer's transform."""
+    label: str | None
+    """The labels by which partitions select the parameter, joined by "/", or None without labels."""
+    is_left_out: bool
+    """True if a partition gives the parameter the label None, so that it is not trained."""
+    hyperparams: tuple[Hyperparam, ...]
+    """The hyperparameters of these transforms."""
+    order: tuple[int, bool, tuple[int, ...]]
+    """The sort key of the group: first Muon's, then Adam's, others, and groups that are not trained."""
+
+
+def routes_of(visits: Sequence[Visit]) -> dict[str, Route]:
+    """Return a dict from parameter name to `Route` (the list of transforms that update the parameter)."""
+    indices_of: dict[str, list[int]] = {}
+    for index, visited in enumerate(visits):
+        for name in visited.names:
+            indices_of.setdefault(name, []).append(index)
+    known: dict[tuple[int, ...], Route] = {}
+    routes: dict[str, Route] = {}
+    for name, indices in indices_of.items():
+        places = tuple(indices)
+        if places not in known:
+            known[places] = _route(name, places, [visits[index] for index in places])
+        routes[name] = known[places]
+    return routes
+
+
+def _route(name: str, places: tuple[int, ...], visits: Sequence[Visit]) -> Route:
+    """Return the route of a parameter from the visits of the transforms that update it."""
+    labels: list[str] = []
+    is_left_out = False
+    has_matrices = False
+    for visited in visits:
+        if visited.label is not None:
+            labels.append(visited.label)
+        is_left_out = is_left_out or _leaves_out(visited, name)
+        has_matrices = has_matrices or needs_matrices(visited.tx)
+    hyperparams = tuple(hyperparams_of(visits))
+    rank = _rank_of_group(is_left_out, {hyperparam.key for hyperparam in hyperparams})
+    order = (rank, not has_matrices, places)
+    return Route(places, "/".join(labels) or None, is_left_out, hyperparams, order)
+
+
+def _leaves_out(visited: Visit, name: str) -> bool:
+    """Return True if a transform is a partition that gives a parameter the label None."""
+    is_partition = False
+    for call in visited.calls:
+        if name in call.names:
+            return False
+        is_partition = is_partition or call.label is not None
+    return is_partition
+
+
+def _rank_of_group(is_left_out: bool, keys: Set[str]) -> int:
+    """Return the place of a group in the order of groups: Muon's, Adam's, others, and those that are not trained."""
+    if is_left_out or not keys:
+        return 3
+    if "betas" in keys:
+        return 1
+    return 0 if "momentum" in keys else 2
+
+
+def warn_of_ascent(root: Visit, routes: Mapping[str, Route], params: Mapping[str, Tensor]) -> None:
+    """Warn of trained parameters whose updates keep the sign of the gradient, so that a step increases the loss."""
+    keeps_sign: dict[Route, bool] = {}  # checked for one parameter of each route, as the same transforms update others
+    ascending: list[str] = []
+    for name, param in params.items():
+        route = routes[name]
+        if route.is_left_out or not param.requires_grad:
+            continue
+        if route not in keeps_sign:
+            keeps_sign[route] = 1 in _signs(root, name)
+        if keeps_sign[route]:
+            ascending.append(name)
+    if ascending:
+        warn_caller(
+            f"each step would increase the loss: the updates of {len(ascending)} of {len(params)} parameters, such as "
+            f"{ascending[0]!r}, have the sign of the gradient. Put scale_by_learning_rate(...) at the end of their "
+            'chain. If a transform of your own reverses the sign, declare position="learning_rate" for it'
+        )
+
+
+def _signs(visited: Visit, name: str) -> frozenset[int]:
+    """Return the possible signs (1 same, -1 reversed, 0 unknown) of a parameter's update after a transform."""
+    inner_signs = [_signs(call, name) for call in visited.calls if name in call.names]
+    return combine_signs(visited.tx, inner_signs)
+
+
+def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
+    """Return the hyperparameters of several transforms, each with its own key for a param group.
+
+    The key is the short name, such as "lr", if only one of the transforms declares it; else the name without labels,
+    such as "momentum.decay", or the full name if two transforms have the same name without labels.
+    """
+    times_short = Counter(key for visited in visits for key in visited.numbers.short_names)
+    times = Counter(key for visited in visits for key in visited.numbers.keys)
+    hyperparams: list[Hyperparam] = []
+    for visited in visits:
+        numbers = visited.numbers
+        with_short_key = set[str]()
+        for key, target in numbers.short_names.items():
+            if times_short[key] > 1:
+                continue
+            is_tuple = isinstance(target, tuple)
+            names = target if isinstance(target, tuple) else (target,)
+            is_mirror = with_short_key.issuperset(names)
+            with_short_key.update(names)
+            hyperparams.append(Hyperparam(key, names, is_tuple, is_mirror))
+        for name, key in zip(numbers.names, numbers.keys, strict=True):
+            if name not in with_short_key:
+                hyperparams.append(Hyperparam(key if times[key] == 1 else name, (name,)))
+    return hyperparams
+
+
+def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route]) -> list[list[tuple[str, Tensor]]]:
+    """Split (name, tensor) pairs into one list per route (the list of transforms that update a parameter)."""
+    parts: dict[Route, list[tuple[str, Tensor]]] = {}
+    for name, param in pairs:
+        parts.setdefault(routes[name], []).append((name, param))
+    return [parts[route] for route in sorted(parts, key=lambda route: route.order)]
+
+
+def distinct_routes(names: Iterable[str], routes: Mapping[str, Route]) -> list[Route]:
+    """Return each route of the named parameters once, in the order of groups: Muon's, Adam's, then others."""
+    return sorted({routes[name] for name in names}, key=lambda route: route.order)
+
+
+def group_hyperparams(routes: Sequence[Route], group: Group) -> tuple[Hyperparam, ...]:
+    """Return the hyperparameters of a param group whose parameters have these routes.
+
+    A key that several routes have, such as "lr", sets the numbers of all of them. If the group lacks the key, each
+    route has its own, with its label in front: "muon.weight_decay" and "adamw.weight_decay".
+    """
+    if len(routes) == 1:
+        return routes[0].hyperparams
+    merged: list[Hyperparam] = []
+    for key, holders in holders_of(routes).items():
+        alike = _merged(key, holders)
+        if alike is not None and (key in group or alike.copies == 1):
+            merged.append(alike)
+        else:
+            merged += [hyperparam._replace(key=f"{label}.{key}") for label, hyperparam in holders.items()]
+    return tuple(merged)
+
+
+def keys_by_label(routes: Sequence[Route]) -> set[str]:
+    """Return all keys such as "adamw.weight_decay" that a group of several labels may have."""
+    if len(routes) < 2:
+        return set()
+    return {f"{label}.{key}" for key, holders in holders_of(routes).items() for label in holders}
+
+
+def holders_of(routes: Iterable[Route]) -> dict[str, dict[str, Hyperparam]]:
+    """Return, for each key such as "lr", a dict from label to the `Hyperparam` that the route of the label has."""
+    holders: dict[str, dict[str, Hyperparam]] = {}
+    for route in routes:
+        for hyperparam in route.hyperparams:
+            # "momentum" would set Muon's momentum and repeat Adam's first beta: only the former.
+            if hyperparam.is_mirror:
+                continue
+            holders_of_key = holders.setdefault(hyperparam.key, {})
+            label = str(route.label)
+            if label in holders_of_key:  # two routes have one label if a mask selects some of its parameters
+                label = hyperparam.names[0]
+            holders_of_key[label] = hyperparam
+    return holders
+
+
+def _merged(key: str, holders: Mapping[str, Hyperparam]) -> Hyperparam | None:
+    """Return one `Hyperparam` that sets the numbers of several; None if their values have different forms."""
+    first, *others = holders.values()
+    for other in others:
+        if other.is_tuple != first.is_tuple or other.length != first.length:
+            return None
+    distinct_names = list(dict.fromkeys([hyperparam.names for hyperparam in holders.values()]))
+    names = tuple(itertools.chain(*distinct_names))
+    return Hyperparam(key, names, first.is_tuple, copies=len(distinct_names))
+
+
+def with_agreed(routes: Sequence[Route], group: Group, defaults: Mapping[str, Number]) -> Group:
+    """Return a group with an entry for each key of several routes in whose numbers the routes agree."""
+    if len(routes) < 2:
+        return group
+    agreed: Group = {}
+    for key, holders in holders_of(routes).items():
+        values = [hyperparam.value_of(defaults) for hyperparam in holders.values()]
+        if len(values) > 1 and all(equal(values[0], value) for value in values):
+            agreed[key] = values[0]
+    return {**agreed, **group}
+
+
+def label_of(routes: Sequence[Route]) -> str | None:
+    """Return the label of a group: that of its parameters, or all of their labels, as in "muon+adamw"."""
+    if len(routes) < 2:
+        return routes[0].label if routes else None
+    return "+".join(dict.fromkeys([str(route.label) for route in routes])) or None
