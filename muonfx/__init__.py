@@ -49,7 +49,7 @@ from muonfx.transforms import (
     subtract_decayed_weights,
 )
 from muonfx.tree import PyTree
-from muonfx.internal.arguments import NAMES_HERE
+from muonfx._other_libraries import NAMES_HERE
 # isort: on
 # fmt: on
 

@@ -28,7 +28,7 @@ from nbformat import v4
 
 import muonfx
 from muonfx import testing as kit
-from muonfx.internal.arguments import NAMES_HERE
+from muonfx._other_libraries import NAMES_HERE
 from muonfx.testing.transforms import with_value
 from tests.processes import Failed, Here, World
 

@@ -274,12 +274,11 @@ class Reader:
             transfers += transfers_of(name, self.index.leaves[name], leaf)
         return transfers
 
-    def read_into(self, destinations: Mapping[str, Any]) -> None:
-        """Read leaves into tensors or shards, a dict by leaf name; convert dtypes, and copy to their devices."""
-        self.read(self.transfers_to(destinations))
-
     def read(self, transfers: Iterable[Transfer]) -> None:
-        """Copy boxes of leaves to memory. A whole chunk is read in place if the tensor has its dtype and order."""
+        """Copy boxes of leaves to memory; convert dtypes, and copy to other devices.
+
+        A whole chunk is read in place if the tensor has its dtype and order.
+        """
         blocks: list[_Block] = []
         for transfer in transfers:
             name, chunk, box, destination = transfer

@@ -82,7 +82,10 @@ class Writer:
         """Return this rank's shards and arguments."""
         if self.request.problem is not None:
             raise self.request.problem
-        return self.planner.propose(self.request.arguments())
+        arguments: dict[str, str] = {}
+        if self.ranks > 1:  # a single rank has nothing to compare them with
+            arguments = self.request.arguments()
+        return self.planner.propose(arguments)
 
     @no_collection()
     def assign(self, proposals: list[Proposal]) -> list[Assignment]:
@@ -124,11 +127,10 @@ class Writer:
         files: list[DataFile] = []
         chunks_of_leaf: dict[str, list[Chunk]] = {name: [] for name in self.specs}
         for file, chunks in written:
-            if file is None:
-                continue
+            if file is not None:
+                files.append(file)
             for name, chunk in chunks:
                 chunks_of_leaf[name].append(chunk)
-            files.append(file)
         leaves: dict[str, Leaf] = {}
         for name, chunks in chunks_of_leaf.items():
             if len(chunks) > 1:

@@ -86,22 +86,32 @@ class Diagnosis(Shown):
 
     def metrics(self) -> dict[str, float]:
         """Return a flat dict for a logger, with keys such as "diagnose/blocks.0.up.weight/update_rms"."""
-        found: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
         for row in self.rows:
-            own = {key: getattr(row, key) for key in ("update_rms", "update_per_weight", "update_per_rate")}
-            for key, value in {**own, **(row.spectrum._asdict() if row.spectrum else {})}.items():
-                found[f"diagnose/{row.name}/{key}"] = value
-        return {key: float(value) for key, value in found.items() if value is not None}
+            values: dict[str, float | None] = {
+                "update_rms": row.update_rms,
+                "update_per_weight": row.update_per_weight,
+                "update_per_rate": row.update_per_rate,
+            }
+            if row.spectrum is not None:
+                values |= row.spectrum._asdict()
+            for key, value in values.items():
+                if value is not None:
+                    metrics[f"diagnose/{row.name}/{key}"] = float(value)
+        return metrics
 
     def report(self) -> Report:
         """Return the table of the parameters' next updates, with lines that explain its columns."""
-        roles: dict[str, list[ParameterDiagnosis]] = {}
+        rows_of_role: dict[str, list[ParameterDiagnosis]] = {}
         for row in self.rows:
-            roles.setdefault(row.role, []).append(row)
-        shown: list[Row] = []
-        for role, rows in roles.items():
-            own = tuple(Row(_cells(row.name, [row])) for row in rows)
-            shown.append(Row(_cells(f"{role} ({len(rows)})", rows), own) if len(rows) > 1 else own[0])
+            rows_of_role.setdefault(row.role, []).append(row)
+        table_rows: list[Row] = []
+        for role, rows in rows_of_role.items():
+            children = tuple([Row(_cells(row.name, [row])) for row in rows])
+            if len(rows) == 1:
+                table_rows.append(children[0])
+            else:
+                table_rows.append(Row(_cells(f"{role} ({len(rows)})", rows), children))
         titles = ("parameter", "per rate", "per weight", "min", "max", "rms", "tail", "needed")
         legend = (
             "per rate, per weight: the update before the learning rate, and relative to the weight\n"
@@ -109,20 +119,32 @@ class Diagnosis(Shown):
             f"tail: {self.share:.0%} of the singular values of the momentum, divided by its norm, are at least this\n"
             f"needed: steps that lift this share to {_GOAL}, and the steps that are taken"
         )
-        return Report((Table(titles, shown, right=range(1, len(titles))), legend))
+        return Report((Table(titles, table_rows, right=range(1, len(titles))), legend))
 
 
 def _cells(title: str, rows: Sequence[ParameterDiagnosis]) -> tuple[str, ...]:
     """Return the cells of a table row for one or more parameters."""
-    rates = [row.update_per_rate for row in rows if row.update_per_rate is not None]
-    values: list[float] = [fmean(rates) if rates else math.nan, fmean(row.update_per_weight for row in rows)]
-    known = [row.spectrum for row in rows if row.spectrum is not None]
-    most = ["-"] * 5
-    if known:
-        low, high, rms, tail, steps, needed = zip(*known, strict=True)
-        values += [min(low), max(high), fmean(rms), min(tail)]
-        most = [f"{f'>{_MOST_STEPS}' if None in needed else max(needed)} of {max(steps)}"]
-    return (title, *("-" if math.isnan(value) else f"{value:.3g}" for value in values), *most)
+    per_rate = [row.update_per_rate for row in rows if row.update_per_rate is not None]
+    per_weight = [row.update_per_weight for row in rows]
+    cells = [title, _number(fmean(per_rate) if per_rate else math.nan), _number(fmean(per_weight))]
+    spectra = [row.spectrum for row in rows if row.spectrum is not None]
+    if not spectra:
+        return (*cells, "-", "-", "-", "-", "-")
+    cells.append(_number(min([spectrum.minimum for spectrum in spectra])))
+    cells.append(_number(max([spectrum.maximum for spectrum in spectra])))
+    cells.append(_number(fmean([spectrum.rms for spectrum in spectra])))
+    cells.append(_number(min([spectrum.tail for spectrum in spectra])))
+    steps = max([spectrum.steps for spectrum in spectra])
+    steps_needed = [spectrum.steps_needed for spectrum in spectra if spectrum.steps_needed is not None]
+    if len(steps_needed) == len(spectra):
+        cells.append(f"{max(steps_needed)} of {steps}")
+    else:
+        cells.append(f">{_MOST_STEPS} of {steps}")
+    return tuple(cells)
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}"
 
 
 def diagnose(
@@ -157,47 +179,55 @@ def diagnose(
     """
     if checks.positive("share", share) > 1:
         raise ValueError(f"share must be in (0, 1], found {share!r}")
-    tx, state, params, grads = what.snapshot() if isinstance(what, TransformOptimizer) else _checked(what)
+    if isinstance(what, TransformOptimizer):
+        tx, state, params, grads = what.snapshot()
+    else:
+        tx, state, params, grads = _checked(what)
     if all(grad is None for grad in tree.leaves(grads)):
         raise ValueError("diagnose: found no gradient, expected at least one: call it after backward(), before step()")
     spectra: dict[str, Spectrum] = {}
     per_rate: dict[str, float] = {}
-    ran: list[object] = []
+    has_orthogonalized = False
 
-    def measure(one: Transform, updates: PyTree, out: PyTree) -> None:
-        after = dict(tree.named_leaves(out))
-        ran.append(one.factory)
-        for name, before in tree.named_leaves(updates):
-            if before is not None and before.numel() and one.factory is orthogonalize:
-                spectra[name] = _spectrum(one, name, before, after[name], share)
-            elif before is not None and before.numel():
-                per_rate[name] = _rms(before)
+    def record(part: Transform, updates: PyTree, new_updates: PyTree) -> None:
+        nonlocal has_orthogonalized
+        is_orthogonalize = part.factory is orthogonalize
+        has_orthogonalized = has_orthogonalized or is_orthogonalize
+        result_of = dict(tree.named_leaves(new_updates))
+        for name, update in tree.named_leaves(updates):
+            if update is None or update.numel() == 0:
+                continue
+            if is_orthogonalize:
+                spectra[name] = _spectrum(part, name, update, result_of[name], share)
+            else:
+                per_rate[name] = _rms(update)
 
     params = tree.map(lambda leaf: leaf.detach(), params)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # creating the transform has given these warnings
-        updates, _ = _watched(tx, measure).update(grads, state, params, **extras)
-    if orthogonalize not in ran and any(one.factory is orthogonalize for one in within(tx)):
+        updates, _ = _watched(tx, record).update(grads, state, params, **extras)
+    if not has_orthogonalized and any(part.factory is orthogonalize for part in within(tx)):
         why = "accumulate runs it only at the last micro-batch: call diagnose there, or pass boundary=True"
         raise ValueError(f"diagnose: orthogonalize did not run, expected it to run: {why}")
-    weights = dict(tree.named_leaves(params))
-    rows = [
-        ParameterDiagnosis(name, _rms(u), _rms(weights[name]), per_rate.get(name), spectra.get(name))
-        for name, u in tree.named_leaves(updates)
-        if u is not None and u.numel()
-    ]
+    weight_of = dict(tree.named_leaves(params))
+    rows: list[ParameterDiagnosis] = []
+    for name, update in tree.named_leaves(updates):
+        if update is not None and update.numel():
+            weight_rms = _rms(weight_of[name])
+            rows.append(ParameterDiagnosis(name, _rms(update), weight_rms, per_rate.get(name), spectra.get(name)))
     return Diagnosis(tuple(rows), share)
 
 
 def _checked(what: Any) -> tuple[Transform, PyTree, PyTree, PyTree]:
     """Return the tuple that was passed to `diagnose`, or raise TypeError."""
-    fits = isinstance(what, tuple) and len(what) == 4 and isinstance(what[0], Transform)
-    if fits and not isinstance(what[0], Sharded):
-        return what
-    found = "a sharded transform" if fits else type(what).__name__
+    problem = type(what).__name__
+    if isinstance(what, tuple) and len(what) == 4 and isinstance(what[0], Transform):
+        if not isinstance(what[0], Sharded):
+            return what
+        problem = "a sharded transform"
     raise TypeError(
-        f"diagnose: found {found}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple (transform, "
-        "state, params, grads) of whole trees"
+        f"diagnose: found {problem}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple "
+        "(transform, state, params, grads) of whole trees"
     )
 
 
@@ -220,29 +250,63 @@ def _watched(tx: Transform, record: Callable[[Transform, PyTree, PyTree], None])
 
 def _spectrum(tx: Transform, name: str, before: Tensor, after: Tensor, share: float) -> Spectrum:
     """Measure the matrices of one parameter before and after a transform ``tx``, an `orthogonalize`."""
-    given, (pattern,) = tx.arguments["coefficients"], tx.arguments["view"].of([name])
-    coefficients = polar.coefficients(given.tolist() if isinstance(given, Tensor) else given)
-    spectra = [_singular_values(matrices, coefficients).cpu() for matrices in split(pattern, before, name)]
-    tail = min(values[:, -math.ceil(share * values.shape[-1])].min().item() for values in spectra)
+    coefficients = tx.arguments["coefficients"]
+    if isinstance(coefficients, Tensor):
+        coefficients = coefficients.tolist()
+    coefficients = polar.coefficients(coefficients)
+    (pattern,) = tx.arguments["view"].of([name])
+    before_values: list[Tensor] = []
+    for matrices in split(pattern, before, name):
+        normalized = _normalized(_as_wide_batch(matrices), coefficients)
+        before_values.append(_singular_values(normalized))
+    after_values = [_singular_values(_as_wide_batch(matrices)).flatten() for matrices in split(pattern, after, name)]
+    all_after = torch.cat(after_values)
+    return Spectrum(
+        minimum=all_after.min().item(),
+        maximum=all_after.max().item(),
+        rms=_rms(all_after),
+        tail=min([_tail(values, share) for values in before_values]),
+        steps=tx.arguments["steps"] or len(coefficients.steps),
+        steps_needed=_steps_needed(before_values, coefficients, share),
+    )
 
-    def suffice(steps: int) -> bool:
-        after = (polar.scalar_polynomial(coefficients, values, steps) for values in spectra)
-        return all(bool(((values >= _GOAL).double().mean(-1) >= share).all()) for values in after)
 
-    needed = next((steps for steps in range(1, _MOST_STEPS + 1) if suffice(steps)), None)
-    found = torch.cat([_singular_values(matrices).flatten() for matrices in split(pattern, after, name)]).cpu()
-    steps = tx.arguments["steps"] or len(coefficients.steps)
-    return Spectrum(found.min().item(), found.max().item(), _rms(found), tail, steps, needed)
+def _tail(values: Tensor, share: float) -> float:
+    """Return the value that a ``share`` of each row of ascending values reaches; the least of all rows."""
+    count = math.ceil(share * values.shape[-1])
+    return values[:, -count].min().item()
 
 
-def _singular_values(matrices: Tensor, normalized_for: polar.Coefficients | None = None) -> Tensor:
-    """Return singular values (matrices, min(rows, columns)), ascending, in float64; accurate to 1e-8 of the largest."""
+def _steps_needed(spectra: Sequence[Tensor], coefficients: polar.Coefficients, share: float) -> int | None:
+    """Return the fewest steps that lift a ``share`` of each row of singular values to the goal; None: too many."""
+    for steps in range(1, _MOST_STEPS + 1):
+        if all(_reach_goal(polar.scalar_polynomial(coefficients, values, steps), share) for values in spectra):
+            return steps
+    return None
+
+
+def _reach_goal(values: Tensor, share: float) -> bool:
+    lifted_share = (values >= _GOAL).double().mean(-1)
+    return bool((lifted_share >= share).all())
+
+
+def _as_wide_batch(matrices: Tensor) -> Tensor:
+    """Return matrices in float64 as one batch ``(b, n, m)`` with n <= m."""
     x = matrices.double().reshape(-1, *matrices.shape[-2:])
-    x = x.mT if x.shape[-2] > x.shape[-1] else x
-    if normalized_for is not None:  # as before an iteration with these coefficients
-        norms = torch.linalg.matrix_norm(x, keepdim=True)
-        x = row_normalized(x)[0] if normalized_for.row_scaling else x / torch.where(norms == 0, 1.0, norms)
-    return torch.linalg.eigvalsh(x @ x.mT).clamp(min=0).sqrt()  # cheaper than an SVD of long matrices
+    return x.mT if x.shape[-2] > x.shape[-1] else x
+
+
+def _normalized(x: Tensor, coefficients: polar.Coefficients) -> Tensor:
+    """Scale matrices as before an iteration with these coefficients, but without their safety factor."""
+    if coefficients.row_scaling:
+        return row_normalized(x)[0]
+    norms = torch.linalg.matrix_norm(x, keepdim=True)
+    return x / torch.where(norms == 0, 1.0, norms)
+
+
+def _singular_values(x: Tensor) -> Tensor:
+    """Return singular values (b, n) of float64 matrices (b, n, m), ascending; accurate to 1e-8 of the largest."""
+    return torch.linalg.eigvalsh(x @ x.mT).clamp(min=0).sqrt().cpu()  # cheaper than an SVD of long matrices
 
 
 def _rms(values: Tensor) -> float:

@@ -60,8 +60,8 @@ class Summary(Shown):
 
     >>> import torch
     >>> import muonfx as mfx
-    >>> found = mfx.summary(mfx.momentum().init({"w": torch.zeros(4, 4)}))
-    >>> found.nbytes, found.by_dtype()
+    >>> table = mfx.summary(mfx.momentum().init({"w": torch.zeros(4, 4)}))
+    >>> table.nbytes, table.by_dtype()
     (64, {'float32': 64})
     """
 
@@ -81,53 +81,40 @@ class Summary(Shown):
 
     def by_dtype(self) -> dict[str, int]:
         """Return a dict from dtype to the number of bytes on this rank, in descending order of bytes."""
-        found: Counter[str] = Counter()
+        bytes_of: Counter[str] = Counter()
         for leaf in self.leaves:
-            found[leaf.dtype] += leaf.nbytes
-        return {dtype: nbytes for dtype, nbytes in found.most_common() if nbytes}
+            bytes_of[leaf.dtype] += leaf.nbytes
+        return {dtype: nbytes for dtype, nbytes in bytes_of.most_common() if nbytes}
 
     def report(self) -> Report:
         """Return the printed table: a row for each tensor, subtotals for each branch of the tree, and the total."""
-        shown: dict[str, Callable[[LeafSummary], str]] = {
+        texts, sizes = self._columns()
+        no_texts = [""] * len(texts)
+        tensors = [leaf for leaf in self.leaves if leaf.shape is not None]
+        footers = [_sum_row(f"total of {_counted(len(tensors), 'tensor')}", no_texts, tensors, sizes)]
+        dtypes = list(dict.fromkeys([leaf.dtype for leaf in tensors]))
+        if len(dtypes) > 1:
+            for dtype in dtypes:
+                of_dtype = [leaf for leaf in tensors if leaf.dtype == dtype]
+                only_dtype = [dtype if column == "dtype" else "" for column in texts]
+                footers.append(_sum_row(_counted(len(of_dtype), "tensor"), only_dtype, of_dtype, sizes))
+        titles = ("leaf", *texts, *sizes)
+        right = range(1 + len(texts), len(titles))
+        return Report((Table(titles, _rows(self.leaves, 0, texts, sizes), right, footers), *self._compared()))
+
+    def _columns(self) -> tuple[_Texts, _Sizes]:
+        """Return functions from a leaf to its cells, by the titles of the columns: first texts, then bytes."""
+        texts: _Texts = {
             "shape": lambda leaf: "-" if leaf.shape is None else format_shape(leaf.shape),
             "dtype": lambda leaf: leaf.dtype,
         }
-        sizes: dict[str, Callable[[LeafSummary], int]] = {"bytes": lambda leaf: leaf.nbytes}
+        sizes: _Sizes = {"bytes": lambda leaf: leaf.nbytes}
         if not {leaf.device for leaf in self.leaves} <= {"", "meta", "cpu"}:
-            shown["device"] = lambda leaf: leaf.device or "-"
+            texts["device"] = lambda leaf: leaf.device or "-"
         if self.ranks is not None:
-            shown["owner"] = lambda leaf: leaf.owner or "-"
+            texts["owner"] = lambda leaf: leaf.owner or "-"
             sizes = {"this rank": lambda leaf: leaf.nbytes, "all ranks": lambda leaf: leaf.total_nbytes}
-
-        def row(name: str, leaves: Sequence[LeafSummary], texts: Sequence[str] = (), *children: Row) -> Row:
-            padding = [""] * (len(shown) - len(texts))
-            sums = (format_bytes(sum(map(size, leaves))) for size in sizes.values())
-            return Row((name, *texts, *padding, *sums), children)
-
-        def rows(leaves: Sequence[LeafSummary], depth: int) -> list[Row]:
-            groups: dict[tuple[str, ...], list[LeafSummary]] = {}
-            for leaf in leaves:
-                groups.setdefault(leaf.path[depth : depth + 1], []).append(leaf)
-            return [node(group, depth) for group in groups.values()]
-
-        def node(leaves: list[LeafSummary], depth: int) -> Row:
-            first, end = leaves[0], depth + 1
-            if len(leaves) == 1:
-                return row(".".join(first.path[depth:]) or "-", leaves, [show(first) for show in shown.values()])
-            # A node with one child shares a row with it: "momentum.trace".
-            while all(leaf.path[end] == first.path[end] for leaf in leaves):
-                end += 1
-            return row(".".join(first.path[depth:end]), leaves, (), *rows(leaves, end))
-
-        tensors = [leaf for leaf in self.leaves if leaf.shape is not None]
-        footers = [row(f"total of {_counted(len(tensors), 'tensor')}", tensors)]
-        kinds = list(dict.fromkeys(leaf.dtype for leaf in tensors))
-        for dtype in kinds if len(kinds) > 1 else ():
-            of_dtype = [leaf for leaf in tensors if leaf.dtype == dtype]
-            footers.append(row(_counted(len(of_dtype), "tensor"), of_dtype, ("", dtype)))
-        titles = ("leaf", *shown, *sizes)
-        right = range(1 + len(shown), len(titles))
-        return Report((Table(titles, rows(self.leaves, 0), right, footers), *self._compared()))
+        return texts, sizes
 
     def _compared(self) -> tuple[str, ...]:
         """Return a tuple with a sentence like "2 times the 768 B of the parameters"; empty if these are not known."""
@@ -141,8 +128,41 @@ class Summary(Shown):
         return (f"{one:.2f} times the {size} of the whole parameters on this rank, {every:.2f} times over {ranks}",)
 
 
+_Texts = dict[str, Callable[[LeafSummary], str]]
+_Sizes = dict[str, Callable[[LeafSummary], int]]
+
+
+def _rows(leaves: Sequence[LeafSummary], depth: int, texts: _Texts, sizes: _Sizes) -> list[Row]:
+    """Return a table row for each entry of the paths at a depth."""
+    leaves_of: dict[tuple[str, ...], list[LeafSummary]] = {}
+    for leaf in leaves:
+        leaves_of.setdefault(leaf.path[depth : depth + 1], []).append(leaf)
+    return [_row(group, depth, texts, sizes) for group in leaves_of.values()]
+
+
+def _row(leaves: list[LeafSummary], depth: int, texts: _Texts, sizes: _Sizes) -> Row:
+    """Return the table row of leaves whose paths are equal up to a depth, with child rows for several leaves."""
+    path = leaves[0].path
+    if len(leaves) == 1:
+        cells = [text_of(leaves[0]) for text_of in texts.values()]
+        return _sum_row(".".join(path[depth:]) or "-", cells, leaves, sizes)
+    # A node with one child shares a row with it: "momentum.trace".
+    end = depth + 1
+    while all(leaf.path[end] == path[end] for leaf in leaves):
+        end += 1
+    return _sum_row(".".join(path[depth:end]), [""] * len(texts), leaves, sizes, _rows(leaves, end, texts, sizes))
+
+
+def _sum_row(
+    title: str, texts: Sequence[str], leaves: Sequence[LeafSummary], sizes: _Sizes, children: Sequence[Row] = ()
+) -> Row:
+    """Return a row with the texts and the bytes of all leaves together."""
+    sums = [format_bytes(sum(map(size_of, leaves))) for size_of in sizes.values()]
+    return Row((title, *texts, *sums), tuple(children))
+
+
 def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def summary(what: PyTree, params: PyTree = None) -> Summary:
@@ -183,10 +203,12 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
     1.68 times the 768 B of the parameters
     """
     if isinstance(what, TransformOptimizer):
-        groups = what.param_groups
-        params = {n: p for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)}
+        params = {}
+        for group in what.param_groups:
+            params.update(zip(group["param_names"], group["params"], strict=True))
         return _summarize(what.transform, what.transform_state, None, params)
-    what, params = (dict(x.named_parameters()) if isinstance(x, nn.Module) else x for x in (what, params))
+    what = _without_module(what)
+    params = _without_module(params)
     if isinstance(what, Transform):
         if params is None:
             raise TypeError(
@@ -201,6 +223,13 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
         return _summarize(*what, params, params)
     _check_what(what)
     return Summary(tuple(_plain_leaves(what)), None, _nbytes_of(params))
+
+
+def _without_module(tree_or_model: PyTree) -> PyTree:
+    """Return the parameters of a model as a dict; a tree is returned unchanged."""
+    if isinstance(tree_or_model, nn.Module):
+        return dict(tree_or_model.named_parameters())
+    return tree_or_model
 
 
 def _check_what(what: object) -> None:
@@ -220,25 +249,27 @@ def _check_what(what: object) -> None:
 
 def _plain_leaves(values: PyTree) -> list[LeafSummary]:
     """Return a `LeafSummary` for each leaf of a tree. A DTensor or flat shard is listed with its global shape."""
-    return [
-        _leaf_of(path, leaf.shape if isinstance(leaf, Tensor | FlatPiece) else None, local_of(leaf))
-        for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True)
-    ]
+    summaries: list[LeafSummary] = []
+    for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True):
+        shape = leaf.shape if isinstance(leaf, Tensor | FlatPiece) else None
+        summaries.append(_leaf_of(path, shape, local_of(leaf)))
+    return summaries
 
 
 def _leaf_of(
-    path: Iterable[object], shape: Sequence[int] | None, here: object, total: int | None = None, owner: str = ""
+    path: Iterable[object], shape: Sequence[int] | None, shard: object, total: int | None = None, owner: str = ""
 ) -> LeafSummary:
-    """Return the `LeafSummary` of a leaf with the global shape ``shape``; ``here`` is this rank's shard of it."""
-    data = here.data if isinstance(here, FlatPiece) else here
-    words = tuple(map(str, path))
-    if not isinstance(data, Tensor):
-        kind = "-" if data is None else type(data).__name__
-        return LeafSummary(words, None if shape is None else tuple(shape), kind, "", 0, total or 0, owner)
-    nbytes = data.numel() * data.dtype.itemsize
-    whole = tuple(data.shape if shape is None else shape)
-    total = nbytes if total is None else total
-    return LeafSummary(words, whole, _written(data.dtype), str(data.device), nbytes, total, owner)
+    """Return the `LeafSummary` of a leaf with the global shape ``shape``; ``shard`` is this rank's shard of it."""
+    data = shard.data if isinstance(shard, FlatPiece) else shard
+    path_texts = tuple(map(str, path))
+    if isinstance(data, Tensor):
+        nbytes = data.numel() * data.dtype.itemsize
+        global_shape = tuple(data.shape if shape is None else shape)
+        total = nbytes if total is None else total
+        return LeafSummary(path_texts, global_shape, _written(data.dtype), str(data.device), nbytes, total, owner)
+    kind = "-" if data is None else type(data).__name__
+    global_shape = None if shape is None else tuple(shape)
+    return LeafSummary(path_texts, global_shape, kind, "", 0, total or 0, owner)
 
 
 def _written(dtype: torch.dtype) -> str:
@@ -254,34 +285,53 @@ def _summarize(tx: Transform, state: PyTree, local: PyTree, params: PyTree) -> S
         return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
     binding, inner, like = binding_of(tx, local)
     layout = binding.layout
-    whole = sum(spec.nbytes for spec in layout.specs.values())
-    described = describe_state(binding, inner, like)
-    own = state if is_global(state) else without_dtensors(binding, inner, like, state)
-    check_local(layout, described, own)
-    found = [
-        _sharded_leaf(layout, path, what, leaf)
-        for path, what, leaf in zip(tree.paths(own), described, tree.leaves(own), strict=True)
-    ]
-    return Summary(tuple(found), layout.size, whole)
+    params_nbytes = sum(spec.nbytes for spec in layout.specs.values())
+    placements = describe_state(binding, inner, like)
+    local_state = state if is_global(state) else without_dtensors(binding, inner, like, state)
+    check_local(layout, placements, local_state)
+    summaries: list[LeafSummary] = []
+    for path, placement, leaf in zip(tree.paths(local_state), placements, tree.leaves(local_state), strict=True):
+        summaries.append(_sharded_leaf(layout, path, placement, leaf))
+    return Summary(tuple(summaries), layout.size, params_nbytes)
 
 
-def _sharded_leaf(layout: Layout, path: Sequence[object], what: LeafPlacement | None, leaf: object) -> LeafSummary:
-    if what is None:
+def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlacement | None, leaf: object) -> LeafSummary:
+    if placement is None:
         return _leaf_of(path, None, leaf)
-    each = what.dtype.itemsize
-    if what.name is None:
-        total, owner = prod(what.shape) * each * layout.size, "every rank"
-    elif what.owned:
-        sizes = [(share.owner, interval_of(what, share)) for share in what.shares]
-        total = sum((stop - start) * each * (layout.size if rank is None else 1) for rank, (start, stop) in sizes)
-        owner = _ranks({rank for rank, _ in sizes}, layout.size)
+    if placement.name is None:
+        elements = prod(placement.shape) * layout.size
+        owner = "every rank"
+    elif placement.owned:
+        elements, owner = _elements_and_owner_of_matrices(layout, placement)
     else:
-        holders = layout.holders(what.name)
-        total = sum(piece.numel * len(ranks) * each for piece, ranks in holders.items())
-        cut = len(holders) > 1
-        ranks = {rank for ranks in holders.values() for rank in ranks}
-        owner = ("cut over " if cut else "") + _ranks(ranks, layout.size)
-    return replace(_leaf_of(path, what.shape, leaf, total, owner), dtype=_written(what.dtype))
+        elements, owner = _elements_and_owner_of_shards(layout, placement.name)
+    total_nbytes = elements * placement.dtype.itemsize
+    summary_of_leaf = _leaf_of(path, placement.shape, leaf, total_nbytes, owner)
+    return replace(summary_of_leaf, dtype=_written(placement.dtype))
+
+
+def _elements_and_owner_of_matrices(layout: Layout, placement: LeafPlacement) -> tuple[int, str]:
+    """Return the elements on all ranks, and the ranks as text, for a leaf whose matrices have owners."""
+    elements = 0
+    owners: set[int | None] = set()
+    for share in placement.shares:
+        start, stop = interval_of(placement, share)
+        copies = layout.size if share.owner is None else 1
+        elements += (stop - start) * copies
+        owners.add(share.owner)
+    return elements, _ranks(owners, layout.size)
+
+
+def _elements_and_owner_of_shards(layout: Layout, name: str) -> tuple[int, str]:
+    """Return the elements on all ranks, and the ranks as text, for a leaf that is sharded as its parameter."""
+    elements = 0
+    holding_ranks: set[int] = set()
+    holders = layout.holders(name)
+    for shard, ranks in holders.items():
+        elements += shard.numel * len(ranks)
+        holding_ranks.update(ranks)
+    owner = _ranks(holding_ranks, layout.size)
+    return elements, f"cut over {owner}" if len(holders) > 1 else owner
 
 
 def _ranks(ranks: Iterable[int | None], size: int) -> str:

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from muonfx._other_libraries import ARGUMENTS_HERE, ARGUMENTS_OF_PARTS
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -38,79 +40,6 @@ _DTYPE_NAMES = {
     "double": "float64",
 }
 _SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
-
-NAMES_HERE = {
-    name: here
-    for here, names in {
-        "transform": "GradientTransformation GradientTransformationExtraArgs",
-        "TransformOptimizer": "Optimizer",
-        "Muon": "MuonWithAuxAdam SingleDeviceMuonWithAuxAdam SingleDeviceMuon",
-        "TransformOptimizer(model, muonfx.adamw())": "Adam AdamW",
-        "TransformOptimizer(model, muonfx.lion())": "Lion",
-        "TransformOptimizer(model, muonfx.chain(muonfx.momentum(heavy_ball=True), "
-        "muonfx.scale_by_learning_rate(0.1)))": "SGD",
-        "chain": "named_chain",
-        "partition": "multi_transform",
-        "accumulate": "MultiSteps",
-        "skip_nonfinite": "apply_if_finite zero_nans",
-        "scale(muonfx.linear_schedule(1.0, 0.0, 10))": "scale_by_schedule",
-        "with_hyperparams": "inject_hyperparams",
-        "momentum(heavy_ball=True)": "trace sgd",
-        "momentum(nesterov=False)": "ema",
-        "adamw(weight_decay=0.0)": "adam",
-        "adamw(nesterov=True)": "nadam nadamw",
-        "clip_by_value": "clip clip_grad_value_",
-        "clip_by_global_norm": "clip_grad_norm_",
-        "ema_params": "incremental_update AveragedModel",
-        "contrib.scale_by_factored_rms": "adafactor Adafactor",
-        "contrib.match_weight_norms": "lamb lars scale_by_trust_ratio",
-        "scale_by_rms": "rmsprop RMSprop",
-        "muon": "scale_by_muon",
-        "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",
-        "join_schedules": "piecewise_constant_schedule piecewise_interpolate_schedule cosine_onecycle_schedule "
-        "linear_onecycle_schedule sgdr_schedule",
-        "schedule": "polynomial_schedule",
-        "warmup_stable_decay_schedule": "warmup_exponential_decay_schedule",
-        "tree": "tree_utils",
-        "tree.norm": "global_norm tree_norm",
-        "tree.map": "tree_map tree_add tree_scale tree_vdot",
-        **{f"tree.{name}": f"tree_{name}" for name in ("get", "map_params", "set")},
-    }.items()
-    for name in names.split()
-}
-"""A dict from names in Optax, ``torch.optim`` and the first Muon implementation to the muonfx code for the same."""
-
-_ARGUMENTS_HERE = {
-    "beta": ("decay", "momentum"),
-    "momentum": ("momentum", "decay"),
-    "decay": ("decay", "momentum"),
-    "betas": ("betas", "b1", "b2"),
-    "b1": ("b1", "betas"),
-    "b2": ("b2", "betas"),
-    "nesterov": ("nesterov", "Muon's momentum always looks ahead; muonfx.muon(nesterov=False) does not"),
-    "ns_steps": ("steps",),
-    "ns_coefficients": ("coefficients",),
-    "ns_coeffs": ("coefficients",),
-    "adjust_lr_fn": ("lr_scaling",),
-    "adam_b1": ("b1", "betas"),
-    "adam_b2": ("b2", "betas"),
-    "adam_learning_rate": ("adamw_learning_rate", "adamw_lr"),
-    "weight_decay_mask": ("mask",),
-    "maximize": ("maximize", "minimize -loss, or put muonfx.scale(-1.0) first in a chain"),
-    "foreach": ("foreach", "leave it out, tensors are always updated together"),
-    "fused": ("fused", "leave it out, tensors are always updated together"),
-    "capturable": ("capturable", "leave it out, counts are always tensors on the device"),
-    "rules": ("rules", "labels=lambda model: muonfx.default_labels(model, rules)"),
-}
-"""A dict from arguments in Optax or ``torch.optim`` to their names in muonfx; the last item may be advice instead."""
-
-_PARTS = (
-    ("orthogonalize", ("coefficients", "steps", "method", "dtype", "products", "view"), "muonfx.orthogonalize({}=...)"),
-    ("view", ("pattern",), "muonfx.MatrixView({}=...)"),
-    ("orthogonalize", ("pattern",), "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
-    ("adam", ("b1", "b2", "eps"), "muonfx.scale_by_adam({}=...)"),
-)
-"""Rows for misplaced arguments: the argument that takes an object, the arguments of the object, and the code."""
 
 
 def plain_kinds(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
@@ -160,10 +89,13 @@ def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> 
     choices = sorted(filter(_is_literal, kinds))
     accepted = [choice.replace("'", '"') for choice in choices]
     accepted += [words for kind, words in _PLAIN.items() if kind in kinds]
-    accepted += sorted(kinds - _PLAIN.keys() - set(choices) - ({"Tensor"} if "float" in kinds else set()))
-    wrong = ValueError if choices and isinstance(value, str) else TypeError
+    further_kinds = kinds - _PLAIN.keys() - set(choices)
+    if "float" in kinds:
+        further_kinds -= {"Tensor"}  # its words are "a number or a 0-d tensor"
+    accepted += sorted(further_kinds)
+    error = ValueError if choices and isinstance(value, str) else TypeError
     advice = _advice_for(value, kinds, choices)
-    raise wrong(f"{owner}: {name} must be {' or '.join(accepted)}, found {short_repr(value)}{advice}")
+    raise error(f"{owner}: {name} must be {' or '.join(accepted)}, found {short_repr(value)}{advice}")
 
 
 def short_repr(value: object) -> str:
@@ -227,8 +159,12 @@ def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
         return bool(kinds & {"float", "Tensor"})
     if type(value) is object or _is_symbolic(value):
         return True  # a pytree library's placeholder for a leaf, or a number of a tracer
-    # a schedule, a tuple, ...: the code that uses the argument checks it further
-    return any(not (kind in _PLAIN or kind == "None" or _is_literal(kind)) for kind in kinds)
+    # A schedule, a tuple or another object: the code that uses the argument checks it further.
+    return any(_is_other_type(kind) for kind in kinds)
+
+
+def _is_other_type(kind: str) -> bool:
+    return kind not in _PLAIN and kind != "None" and not _is_literal(kind)
 
 
 def _is_symbolic(value: object) -> bool:
@@ -254,24 +190,32 @@ def closest(wrong: str, known: Iterable[str]) -> list[str]:
 def close_names(wanted: str, names: Iterable[str], level: str = ".") -> list[str]:
     """Return up to three of ``names`` that contain components, such as "attn.q", similar to those in ``wanted``."""
     length = wanted.count(level) + 1
-    windows: dict[str, str] = {}
+    name_with: dict[str, str] = {}  # "attn.q": "blocks.0.attn.q"
     for name in names:
-        parts = name.lower().split(level)
-        for at in range(max(1, len(parts) - length + 1)):
-            windows.setdefault(level.join(parts[at : at + length]), name)
-    return list(dict.fromkeys(windows[found] for found in difflib.get_close_matches(wanted.lower(), windows)))
+        components = name.lower().split(level)
+        for start in range(max(1, len(components) - length + 1)):
+            window = level.join(components[start : start + length])
+            name_with.setdefault(window, name)
+    close_windows = difflib.get_close_matches(wanted.lower(), name_with)
+    return list(dict.fromkeys([name_with[window] for window in close_windows]))
 
 
 def hint(wrong: str, known: Iterable[str]) -> str:
     """Return advice for an error about an unknown argument: the same argument in muonfx, or similar names."""
     known = list(known)
-    here = _ARGUMENTS_HERE.get(wrong, ())
-    if found := [name for name in here if name in known]:
-        return f" (did you mean {' or '.join(map(repr, found))}?)"
-    for argument, inner, code in _PARTS:
-        if argument in known and (found := [name for name in (wrong, *here) if name in inner]):
-            return f" (here: {argument}={code.format(found[0])})"
-    return f" (here: {here[-1]})" if here and not here[-1].isidentifier() else did_you_mean(wrong, known)
+    equivalents = ARGUMENTS_HERE.get(wrong, ())
+    accepted = [name for name in equivalents if name in known]
+    if accepted:
+        return f" (did you mean {' or '.join(map(repr, accepted))}?)"
+    for argument, inner_arguments, code in ARGUMENTS_OF_PARTS:
+        if argument not in known:
+            continue
+        for name in (wrong, *equivalents):
+            if name in inner_arguments:
+                return f" (here: {argument}={code.format(name)})"
+    if equivalents and not equivalents[-1].isidentifier():  # advice, not a name
+        return f" (here: {equivalents[-1]})"
+    return did_you_mean(wrong, known)
 
 
 def _initials(name: str) -> str:
@@ -290,20 +234,21 @@ def bind(
     except TypeError as error:
         parameters = signature.parameters
         if "self" in parameters:  # a method
-            rest = [p for name, p in parameters.items() if name != "self"]
-            return bind(owner, signature.replace(parameters=rest), args[1:], kwargs)
-        by_place = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            without_self = [parameter for name, parameter in parameters.items() if name != "self"]
+            return bind(owner, signature.replace(parameters=without_self), args[1:], kwargs)
+        positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         unknown = [name for name in kwargs if name not in parameters]
-        others = [name for name in parameters if name not in kwargs and name not in by_place[: len(args)]]
         if unknown:
-            wrong = f"there is no argument {unknown[0]!r}{hint(unknown[0], others)}"
-        elif len(args) > len(by_place):
-            most = f"{len(by_place)} positional argument{'s' * (len(by_place) != 1)}"
-            wrong = f"takes {most} at most, found {len(args)}: give the others by name"
+            passed = {*kwargs, *positional[: len(args)]}
+            missing = [name for name in parameters if name not in passed]
+            problem = f"there is no argument {unknown[0]!r}{hint(unknown[0], missing)}"
+        elif len(args) > len(positional):
+            noun = "positional argument" if len(positional) == 1 else "positional arguments"
+            problem = f"takes {len(positional)} {noun} at most, found {len(args)}: give the others by name"
         else:
-            wrong = str(error)
-        takes = [name if name in by_place else f"{name}=" for name in parameters]
-        raise TypeError(f"{owner}: {wrong}; {owner} takes {', '.join(takes) or 'no arguments'}") from None
+            problem = str(error)
+        accepted = [name if name in positional else f"{name}=" for name in parameters]
+        raise TypeError(f"{owner}: {problem}; {owner} takes {', '.join(accepted) or 'no arguments'}") from None
 
 
 def code_of(value: Any, code: Callable[[Any], str] = repr) -> str:
@@ -311,9 +256,12 @@ def code_of(value: Any, code: Callable[[Any], str] = repr) -> str:
 
     ``code`` converts the value of a field to code.
     """
-    given = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
-    changed = [f"{name}={code(own)}" for name, own, default in given if own != default]
-    return f"{type(value).__name__}({', '.join(changed)})"
+    arguments: list[str] = []
+    for field in fields(value):
+        field_value = getattr(value, field.name)
+        if field_value != field.default:
+            arguments.append(f"{field.name}={code(field_value)}")
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
@@ -347,15 +295,16 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 def plain_fields(kind: type[T]) -> type[T]:
     """Decorate a dataclass so that the types of its bool, int, float and str fields are checked when it is built."""
-    kinds = {name: own for name, own in kinds_of(inspect.signature(kind).parameters, kind).items() if own}
-    check_own = vars(kind)["__post_init__"]
+    kinds_of_field = kinds_of(inspect.signature(kind).parameters, kind)
+    post_init = vars(kind)["__post_init__"]
 
-    def check(value: T) -> None:
-        check_own(value)
-        for name, own in kinds.items():
-            check_plain(kind.__name__, name, getattr(value, name), own)
+    def checked_post_init(value: T) -> None:
+        post_init(value)
+        for name, field_kinds in kinds_of_field.items():
+            if field_kinds:
+                check_plain(kind.__name__, name, getattr(value, name), field_kinds)
 
-    setattr(kind, "__post_init__", check)  # noqa: B010
+    setattr(kind, "__post_init__", checked_post_init)  # noqa: B010
     return kind
 
 
@@ -366,10 +315,12 @@ def kinds_of(parameters: Mapping[str, inspect.Parameter], function: Callable[...
     """
     inner = inspect.unwrap(function)
     names = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])  # a class has no globals
-    found: dict[str, frozenset[str]] = {}
+    checked_kinds: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():
-        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        kinds = frozenset[str]() if is_variadic else plain_kinds(parameter.annotation, names)
-        fits = parameter.default is parameter.empty or _is_one_of(parameter.default, kinds)
-        found[name] = kinds if fits else frozenset()
-    return found
+        checked_kinds[name] = frozenset()
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        kinds = plain_kinds(parameter.annotation, names)
+        if parameter.default is parameter.empty or _is_one_of(parameter.default, kinds):
+            checked_kinds[name] = kinds
+    return checked_kinds

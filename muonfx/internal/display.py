@@ -46,47 +46,64 @@ class Table:
 
     def to_text(self, depth: int | None = None) -> str:
         """Return the table as plain text; ``depth`` limits the levels of child rows that are shown (None: all)."""
-        body, feet = _lines(self.rows, depth), _lines(self.footers, depth)
-        lines = [[printable(title) for title in self.titles], *body, *feet]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
-            "  ".join(
-                cell.rjust(width) if at in self.right else cell.ljust(width)
-                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        if feet:
-            text.insert(1 + len(body), "-" * max(map(len, text)))
-        return "\n".join([printable(self.title)] * bool(self.title) + text)
+        head = [printable(title) for title in self.titles]
+        body = _lines(self.rows, depth)
+        foot = _lines(self.footers, depth)
+        cells_of_lines = [head, *body, *foot]
+        widths = [max(map(len, column)) for column in zip(*cells_of_lines, strict=True)]
+        lines = [self._aligned(cells, widths) for cells in cells_of_lines]
+        if foot:
+            lines.insert(1 + len(body), "-" * max(map(len, lines)))
+        if self.title:
+            lines.insert(0, printable(self.title))
+        return "\n".join(lines)
+
+    def _aligned(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+        """Return one line of text in which each cell has the width of its column."""
+        padded: list[str] = []
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+            padded.append(cell.rjust(width) if column in self.right else cell.ljust(width))
+        return "  ".join(padded).rstrip()
 
     def to_html(self) -> str:
         """Return the table as HTML without CSS. Child rows are indented by spaces, as in plain text."""
-        body, foot = (
-            "".join(self._html_row(cells, level) for level, cells in walk(rows)) for rows in (self.rows, self.footers)
-        )
-        foot = f"<tfoot>{foot}</tfoot>" if foot else ""
-        title = f"<caption>{_escaped(self.title)}</caption>" if self.title else ""
-        return f"<table>{title}<thead>{self._html_row(self.titles, 0, 'th')}</thead><tbody>{body}</tbody>{foot}</table>"
+        caption = f"<caption>{_escaped(self.title)}</caption>" if self.title else ""
+        head = f"<thead>{self._html_row(self.titles, 0, 'th')}</thead>"
+        body = f"<tbody>{self._html_rows(self.rows)}</tbody>"
+        foot = f"<tfoot>{self._html_rows(self.footers)}</tfoot>" if self.footers else ""
+        return f"<table>{caption}{head}{body}{foot}</table>"
+
+    def _html_rows(self, rows: Sequence[Row | Sequence[str]]) -> str:
+        return "".join([self._html_row(cells, depth) for depth, cells in walk(rows)])
 
     def _html_row(self, cells: Sequence[str], depth: int, tag: str = "td") -> str:
-        texts = [_escaped(cell) for cell in cells]
-        texts[0] = "&nbsp;&nbsp;" * depth + texts[0]
-        kinds = [' class="mfx-right"' if at in self.right else "" for at in range(len(texts))]
-        return f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for text, kind in zip(texts, kinds, strict=True))}</tr>"
+        html_cells: list[str] = []
+        for column, cell in enumerate(cells):
+            indent = "&nbsp;&nbsp;" * depth if column == 0 else ""
+            css_class = ' class="mfx-right"' if column in self.right else ""
+            html_cells.append(f"<{tag}{css_class}>{indent}{_escaped(cell)}</{tag}>")
+        return f"<tr>{''.join(html_cells)}</tr>"
 
 
 def walk(rows: Sequence[Row | Sequence[str]], depth: int = 0) -> Iterator[tuple[int, Sequence[str]]]:
     """Yield (nesting depth, cells) for each row of a table and each of its child rows, parents first."""
     for row in rows:
-        yield depth, row.cells if isinstance(row, Row) else row
-        yield from walk(row.children, depth + 1) if isinstance(row, Row) else ()
+        if isinstance(row, Row):
+            yield depth, row.cells
+            yield from walk(row.children, depth + 1)
+        else:
+            yield depth, row
 
 
 def _lines(rows: Sequence[Row | Sequence[str]], depth: int | None) -> list[list[str]]:
     """Return the cells of each row, and of child rows down to the level ``depth``, with the first cell indented."""
-    walked = [found for found in walk(rows) if depth is None or found[0] <= depth]
-    return [["  " * level + printable(cells[0]), *map(printable, cells[1:])] for level, cells in walked]
+    lines: list[list[str]] = []
+    for level, cells in walk(rows):
+        if depth is None or level <= depth:
+            line = [printable(cell) for cell in cells]
+            line[0] = "  " * level + line[0]
+            lines.append(line)
+    return lines
 
 
 class Shown:
@@ -125,17 +142,23 @@ class Report(Shown):
 
     def to_text(self, depth: int | None = None) -> str:
         """Return the report as plain text; ``depth`` limits the levels of child rows in tables (None: all)."""
-        return "\n\n".join(
-            "\n".join(map(printable, part.split("\n"))) if isinstance(part, str) else part.to_text(depth)
-            for part in self.parts
-        )
+        texts: list[str] = []
+        for part in self.parts:
+            if isinstance(part, Table):
+                texts.append(part.to_text(depth))
+            else:
+                texts.append("\n".join([printable(line) for line in part.split("\n")]))
+        return "\n\n".join(texts)
 
     def to_html(self) -> str:
         """Return the report as an HTML fragment with its own CSS, which affects nothing outside it."""
-        body = "".join(
-            f"<p>{'<br>'.join(map(_escaped, part.split(chr(10))))}</p>" if isinstance(part, str) else part.to_html()
-            for part in self.parts
-        )
+        body = ""
+        for part in self.parts:
+            if isinstance(part, Table):
+                body += part.to_html()
+            else:
+                lines = [_escaped(line) for line in part.split("\n")]
+                body += f"<p>{'<br>'.join(lines)}</p>"
         return f'<div class="mfx-report"><style>{_STYLE}</style>{body}</div>'
 
 

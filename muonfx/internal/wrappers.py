@@ -15,16 +15,23 @@ from collections.abc import Iterable
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Components of parameter names that wrappers add; they are removed at any position."""
 
-_IN_FRONT = "module."
+_PREFIX = "module."
 
 
-MAY_BE_WRAPPED = re.compile("|".join(map(re.escape, sorted({_IN_FRONT, *WRAPPERS}))))
+MAY_BE_WRAPPED = re.compile("|".join(map(re.escape, sorted({_PREFIX, *WRAPPERS}))))
 """A cheap first test: a regular expression that is found in every name to which a wrapper added a component."""
 
 
 def unwrapped(names: Iterable[str]) -> dict[str, str]:
     """Return a dict from each parameter name of a model to the name without the components that wrappers add."""
-    found = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) or name for name in names}
-    while found and all(name.startswith(_IN_FRONT) and name != _IN_FRONT for name in found.values()):
-        found = {name: plain.removeprefix(_IN_FRONT) for name, plain in found.items()}
-    return found
+    plain_name_of: dict[str, str] = {}
+    for name in names:
+        components = [component for component in name.split(".") if component not in WRAPPERS]
+        plain_name_of[name] = ".".join(components) or name
+    while plain_name_of and all(_has_prefix(plain_name) for plain_name in plain_name_of.values()):
+        plain_name_of = {name: plain_name.removeprefix(_PREFIX) for name, plain_name in plain_name_of.items()}
+    return plain_name_of
+
+
+def _has_prefix(name: str) -> bool:
+    return name.startswith(_PREFIX) and name != _PREFIX

@@ -259,7 +259,7 @@ def _group_of(members: Mapping[str, Visit], names: list[str]) -> Transform:
 
 
 def _groups(members: Mapping[str, Visit], where: Where) -> list[tuple[Unit, list[str]]]:
-    """Divide the names of a chain's members into neighbours that run on the same unit, and so together."""
+    """Divide the names of a chain's members into neighbours that receive the same unit, and so can run together."""
     groups: list[tuple[Unit, list[str]]] = []
     for name, visited in members.items():
         unit = _unit_of(visited.tx, where)

@@ -48,22 +48,24 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
     >>> [label.get_text() for label in ax.get_yticklabels()]
     ['down', 'up']
     """
-    found = {key: float(value) for key, value in metrics(state).items() if key.rpartition("/")[2] == "rms"}
-    if not found:
+    rms_of = {key: float(value) for key, value in metrics(state).items() if key.rpartition("/")[2] == "rms"}
+    if not rms_of:
         raise ValueError(
             'the state has no "rms" of a monitor; put monitor("updates", ("rms",), by_leaf=True) after the transform '
             "to measure, last in the chain for the size of the steps"
         )
     monitors: dict[str, dict[str, float]] = {}
-    for key, value in found.items():
+    for key, value in rms_of.items():  # "updates/blocks.0.weight/rms"
         monitor, _, leaf = key.rpartition("/")[0].partition("/")
         monitors.setdefault(monitor, {})[leaf or monitor] = value
-    rows = list(dict.fromkeys(row for values in monitors.values() for row in values))
+    rows: list[str] = []
+    for values in monitors.values():
+        rows += [row for row in values if row not in rows]
     with axes_for(ax, 0.75 + _ROW * len(rows)) as axes:
         for (monitor, values), color in zip(monitors.items(), cycle(COLORS.values()), strict=False):
-            shown = {row: value for row, value in values.items() if value > 0}
-            places = [rows.index(row) for row in shown]
-            axes.plot(list(shown.values()), places, linestyle="none", marker="o", color=color, label=monitor)
+            positive = {row: value for row, value in values.items() if value > 0}
+            heights = [rows.index(row) for row in positive]
+            axes.plot(list(positive.values()), heights, linestyle="none", marker="o", color=color, label=monitor)
         axes.set_xscale("log")
         # Labels of all nine minor ticks of a decade would overlap.
         axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
@@ -95,47 +97,56 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
     >>> [label.get_text() for label in ax.get_yticklabels()]
     ['count', 'mu.w', 'nu.w']
     """
-    about = what if isinstance(what, Summary) else summary(what)
-    parts = _parts([leaf for leaf in about.leaves if leaf.nbytes])
-    if not parts:
+    table = what if isinstance(what, Summary) else summary(what)
+    leaves_of_bar = _leaves_of_bars([leaf for leaf in table.leaves if leaf.nbytes])
+    if not leaves_of_bar:
         raise ValueError("the state has no tensor with bytes on this rank; there is nothing to draw")
-    totals = [sum(leaf.nbytes for leaf in leaves) for leaves in parts.values()]
-    power = next((power for power in range(5, 0, -1) if max(totals) >= 1024**power), 0)
-    scale, unit = 1024**power, ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"][power]
-    with axes_for(ax, 0.75 + _ROW * 1.4 * len(parts)) as axes:
-        starts = [0.0] * len(parts)
-        for (dtype, nbytes), color in zip(about.by_dtype().items(), cycle(COLORS.values()), strict=False):
-            widths = [sum(leaf.nbytes for leaf in leaves if leaf.dtype == dtype) / scale for leaves in parts.values()]
+    totals = [sum([leaf.nbytes for leaf in leaves]) for leaves in leaves_of_bar.values()]
+    power = 0
+    while power < 5 and max(totals) >= 1024 ** (power + 1):
+        power += 1
+    scale = 1024**power
+    unit = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"][power]
+    count = len(leaves_of_bar)
+    with axes_for(ax, 0.75 + _ROW * 1.4 * count) as axes:
+        starts = [0.0] * count
+        for (dtype, nbytes), color in zip(table.by_dtype().items(), cycle(COLORS.values()), strict=False):
+            widths = [_bytes_in(leaves, dtype) / scale for leaves in leaves_of_bar.values()]
             label = f"{dtype}, {format_bytes(nbytes)}"
-            axes.barh(range(len(parts)), widths, 0.7, starts, color=color, label=label)
+            axes.barh(range(count), widths, 0.7, starts, color=color, label=label)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
-        for place, total in enumerate(totals):
-            at = (total / scale, place)
-            axes.annotate(format_bytes(total), at, xytext=(4, 0), textcoords="offset points", va="center")
-        axes.set_yticks(range(len(parts)), list(parts))
-        axes.set(ylim=(len(parts) - 0.5, -0.5), xlim=(0, max(totals) / scale * 1.18))
+        for row, total in enumerate(totals):
+            end = (total / scale, row)
+            axes.annotate(format_bytes(total), end, xytext=(4, 0), textcoords="offset points", va="center")
+        axes.set_yticks(range(count), list(leaves_of_bar))
+        axes.set(ylim=(count - 0.5, -0.5), xlim=(0, max(totals) / scale * 1.18))
         axes.grid(visible=False, axis="y")
-        axes.set_xlabel(f"{unit}, {format_bytes(about.nbytes)} in all")
+        axes.set_xlabel(f"{unit}, {format_bytes(table.nbytes)} in all")
         _legend_above(axes)
     return axes
 
 
-def _parts(leaves: list[LeafSummary]) -> dict[str, list[LeafSummary]]:
+def _bytes_in(leaves: list[LeafSummary], dtype: str) -> int:
+    return sum([leaf.nbytes for leaf in leaves if leaf.dtype == dtype])
+
+
+def _leaves_of_bars(leaves: list[LeafSummary]) -> dict[str, list[LeafSummary]]:
     """Group the leaves of a state by bar: return a dict from the label of a bar, such as "muon", to its leaves."""
     depth = 0
     while len({leaf.path[: depth + 1] for leaf in leaves}) == 1 and all(len(leaf.path) > depth + 1 for leaf in leaves):
         depth += 1
-    found: dict[tuple[str, ...], list[LeafSummary]] = {}
+    leaves_of_prefix: dict[tuple[str, ...], list[LeafSummary]] = {}
     for leaf in leaves:
-        found.setdefault(leaf.path[: depth + 1], []).append(leaf)
-    names: dict[str, list[LeafSummary]] = {}
-    for inside in found.values():
-        first, end = inside[0].path, depth + 1
+        leaves_of_prefix.setdefault(leaf.path[: depth + 1], []).append(leaf)
+    leaves_of_bar: dict[str, list[LeafSummary]] = {}
+    for group in leaves_of_prefix.values():
+        path = group[0].path
+        end = depth + 1
         # Extend "adamw" to "adamw.scale_by_adam" if that is its only child.
-        while all(leaf.path[: end + 1] == first[: end + 1] for leaf in inside) and len(first) > end:
+        while len(path) > end and all(leaf.path[: end + 1] == path[: end + 1] for leaf in group):
             end += 1
-        names[".".join(first[depth:end]) or "-"] = inside
-    return names
+        leaves_of_bar[".".join(path[depth:end]) or "-"] = group
+    return leaves_of_bar
 
 
 def _legend_above(ax: Axes) -> None:
@@ -181,9 +192,11 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     if not any(plan.flops):
         raise ValueError("the plan has no matrices to compute: no transform of the chain needs whole matrices")
     most = max(plan.flops)
-    units = {15: "PFLOP", 12: "TFLOP", 9: "GFLOP", 6: "MFLOP", 3: "kFLOP"}
-    power = next((power for power in units if most >= 10**power), 3)
+    power = 3
+    while power < 15 and most >= 10 ** (power + 3):
+        power += 3
     scale = 10.0**power
+    unit = {15: "PFLOP", 12: "TFLOP", 9: "GFLOP", 6: "MFLOP", 3: "kFLOP"}[power]
     edge = 1.25 * most / scale
     has_labels = plan.size <= 24
     with axes_for(ax, 0.8 + 0.3 * min(plan.size, 24)) as axes:
@@ -191,36 +204,44 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
         counts = [0] * plan.size
         for name, rank, flops, by_all in _segments(plan):
             width = flops / scale
-            color = (_BY_ALL if by_all else _BY_ONE)[counts[rank] % 2]
-            axes.barh(rank, width, 0.7, ends[rank], color=color, linewidth=0)
+            colors = _BY_ALL if by_all else _BY_ONE
+            axes.barh(rank, width, 0.7, ends[rank], color=colors[counts[rank] % 2], linewidth=0)
             if flops >= _NAMED * most and has_labels:
-                middle, text = ends[rank] + width / 2, _fitting(name, flops / most)
+                middle = ends[rank] + width / 2
+                text = _fitting(name, flops / most)
                 axes.text(middle, rank, text, color="white", ha="center", va="center", fontsize=7.5)
             ends[rank] += width
             counts[rank] += 1
-        for rank, nbytes in enumerate(plan.sent if has_labels else ()):
-            text = f"sends {format_bytes(nbytes)}" if nbytes else "sends nothing"
-            axes.text(edge, rank, text, ha="right", va="center")
         axes.axvline(sum(plan.flops) / plan.size / scale, color=COLORS["gray"], linestyle=":", linewidth=1.2)
         if has_labels:
+            for rank, nbytes in enumerate(plan.sent):
+                text = f"sends {format_bytes(nbytes)}" if nbytes else "sends nothing"
+                axes.text(edge, rank, text, ha="right", va="center")
             axes.set_yticks(range(plan.size), [f"rank {rank}" for rank in range(plan.size)])
         axes.set(ylim=(plan.size - 0.5, -0.5), xlim=(0, edge))
         axes.grid(visible=False, axis="y")
         dotted = f"(dotted: the mean; the most is {plan.balance:.2f} of it)"
-        axes.set_xlabel(f"Newton-Schulz of a step, {units[power]} {dotted}")
+        axes.set_xlabel(f"Newton-Schulz of a step, {unit} {dotted}")
     return axes
 
 
 def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
-    found: list[tuple[str, int, float, bool]] = []
+    """Return (parameter, rank, operations, whether every rank computes it) for each segment of the bars."""
+    segments: list[tuple[str, int, float, bool]] = []
     for run in plan.runs:
         for share in run.shares:
+            by_all = share.owner is None
             ranks = range(plan.size) if share.owner is None else (share.owner,)
-            found += [(share.name, rank, share.cost, share.owner is None) for rank in ranks]
-    return found
+            for rank in ranks:
+                segments.append((share.name, rank, share.cost, by_all))
+    return segments
 
 
 def _fitting(name: str, part: float) -> str:
     """Shorten a parameter name from the left to fit a segment of a bar; ``part`` is its fraction of the axis."""
-    room = max(3, int(part * 62))
-    return name if len(name) <= room else "..." + name[-(room - 3) :] if room > 5 else name[-room:]
+    room = max(3, int(part * 62))  # an axis is about 62 characters wide
+    if len(name) <= room:
+        return name
+    if room > 5:
+        return "..." + name[-(room - 3) :]
+    return name[-room:]

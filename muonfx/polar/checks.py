@@ -36,26 +36,28 @@ def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
         if all(map(operator.le, ends, sorted(starts)[1:])):
             return set()
     spans: list[tuple[int, int, int]] = []
-    found: set[int] = set()
+    overlapping: set[int] = set()
     for i, (x, start) in enumerate(zip(xs, starts, strict=True)):
         size = x.nbytes
         if not size:
             continue
         if not x.is_contiguous():
             if overlaps_itself(x):
-                found.add(i)
-            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-            size = (last + 1) * x.itemsize
+                overlapping.add(i)
+            last_offset = sum([(side - 1) * stride for side, stride in zip(x.shape, x.stride(), strict=True)])
+            size = (last_offset + 1) * x.itemsize
         if start:  # meta tensors have no memory
             spans.append((start, start + size, i))
     spans.sort()
-    end, holder = 0, -1
+    end = 0
+    last_index = -1  # of the tensor that ends at `end`
     for start, stop, i in spans:
         if start < end:
-            found |= {i, holder}
+            overlapping |= {i, last_index}
         if stop > end:
-            end, holder = stop, i
-    return found
+            end = stop
+            last_index = i
+    return overlapping
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:

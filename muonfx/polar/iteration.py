@@ -103,7 +103,7 @@ def normalize_(batch: torch.Tensor, safety: float) -> None:
 def _peaks(batch: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value in each matrix of a batch, as a tensor `(b,)`."""
     if batch.device.type == "cpu":  # where the infinity norm takes 30 times as long
-        low, high = zip(*(torch.aminmax(one) for one in batch.unbind()), strict=True)
+        low, high = zip(*[torch.aminmax(matrix) for matrix in batch.unbind()], strict=True)
         return torch.maximum(torch.stack(high), -torch.stack(low))
     return torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1))
 
@@ -111,8 +111,8 @@ def _peaks(batch: torch.Tensor) -> torch.Tensor:
 def _multiply_(batch: torch.Tensor, factors: torch.Tensor) -> None:
     """Multiply each matrix of a batch by its own factor, in place; compute in at least fp32 and round once."""
     if batch.device.type == "cpu":  # a CPU multiplies by a scalar in full precision, without a wide temporary
-        for one, factor in zip(batch.unbind(), factors.unbind(), strict=True):
-            one.mul_(factor)
+        for matrix, factor in zip(batch.unbind(), factors.unbind(), strict=True):
+            matrix.mul_(factor)
     else:
         torch.mul(batch, factors[:, None, None], out=batch)
 
@@ -202,8 +202,11 @@ def composed(on: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted:
 
 def _polynomial(on: Functional, r: Shifted, step: Step) -> Shifted:
     """Return `a I + b R + c R^2` for a step `(a, b, c)` and a symmetric matrix `r`."""
+    # With R = s I + t E: a I + b R + c R^2 = (a + b s + c s^2) I + (b + 2 c s) t E + c t^2 E^2.
     a, b, c = step
-    shift, linear, square = a + r.shift * (b + c * r.shift), (b + 2 * c * r.shift) * r.scale, c * r.scale**2
+    shift = a + r.shift * (b + c * r.shift)
+    linear = (b + 2 * c * r.shift) * r.scale
+    square = c * r.scale**2
     if c == 0:
         return Shifted(shift, linear, r.rest)
     return Shifted(shift, 1.0, on.symmetric(r.rest, r.rest, r.rest, beta=linear, alpha=square))
@@ -213,9 +216,13 @@ def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
     """Return the product of two symmetric matrices that commute, so that the product is symmetric too."""
     # shift p * shift q * I + (of_q * rest q + of_p * rest p) + scales * rest p * rest q. The sum has one weight, so the
     # larger factor becomes the beta of the product, which is exact and leaves a weight of at most 1.
-    of_p, of_q, alpha = p.scale * q.shift, q.scale * p.shift, p.scale * q.scale
-    if of_p == 0 or of_q == 0:
-        addend, beta = (q.rest, of_q) if of_p == 0 else (p.rest, of_p)
+    of_p = p.scale * q.shift
+    of_q = q.scale * p.shift
+    alpha = p.scale * q.scale
+    if of_p == 0:
+        addend, beta = q.rest, of_q
+    elif of_q == 0:
+        addend, beta = p.rest, of_p
     elif abs(of_q) >= abs(of_p):
         addend, beta = on.sum(q.rest, p.rest, of_p / of_q), of_q
     else:

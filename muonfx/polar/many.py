@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from muonfx.internal.tracing import is_differentiated, is_traced, is_watched, outside_autocast
+from muonfx.internal.tracing import called_once, is_differentiated, is_traced, is_watched, outside_autocast
 from muonfx.polar.checks import check_matrix, sharing
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.iteration import as_function, in_place, rounded_and_scaled, same_range
@@ -155,18 +155,27 @@ class Orthogonalizer:
         dtype: DTypeLike = "auto",
         products: ProductsLike = "auto",
     ) -> None:
-        self._polynomials = polynomials(coefficients, steps)
-        self._plan = functools.partial(plan, resolved=self._polynomials, method=method, dtype=dtype, products=products)
+        resolved = polynomials(coefficients, steps)
+        self._polynomials = resolved
+        self._plan = functools.partial(plan, method=method, dtype=dtype, products=products)
+        self._traced_fields: Callable[[], tuple[Any, ...]] = called_once(lambda: tuple(resolved))
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
     def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
         """Return the `Plan` (dtype, method, products) for matrices of one shape, dtype and device; it is cached."""
         if traced:  # symbols have no hash
-            return self._plan(*kind[:4], differentiated=differentiated)
-        known = self._plans.get((kind, differentiated))
-        if known is None:
-            known = self._plans[kind, differentiated] = self._plan(*kind[:4], differentiated=differentiated)
-        return known
+            return self._plan(*kind[:4], self._resolved(), differentiated=differentiated)
+        key = (kind, differentiated)
+        if key not in self._plans:
+            self._plans[key] = self._plan(*kind[:4], self._polynomials, differentiated=differentiated)
+        return self._plans[key]
+
+    def _resolved(self) -> Polynomials:
+        """Return the polynomials, with constant numbers also in a trace."""
+        # With dynamic=True, torch.compile makes symbols of numbers in attributes, and constants of a plain tuple.
+        if self._polynomials.table is None and torch.compiler.is_compiling():
+            return Polynomials(*self._traced_fields())
+        return self._polynomials
 
     def __call__(
         self,
@@ -265,8 +274,8 @@ def _donated(xs: Sequence[torch.Tensor]) -> list[bool]:
 class _Piece(NamedTuple):
     """Matrices of one input that are in one batch: the whole input, or a part of a stack that exceeds the batch."""
 
-    index: int
-    """The index of the input."""
+    input_index: int
+    """The position of the input in the list of inputs."""
     matrices: torch.Tensor
     """The matrices `(b, short, long)`, or `(b, long, short)` in a tall batch."""
     destination: torch.Tensor | None
@@ -310,10 +319,10 @@ def _run_batch(batch: list[_Piece], results: list[torch.Tensor], job: _Job, copi
     targets: list[torch.Tensor] = []
     for piece, part in zip(batch, y.split([piece.matrices.shape[0] for piece in batch]), strict=True):
         if piece.destination is None:
-            x = results[piece.index]
+            x = results[piece.input_index]
             oriented = part if part.shape[-2] == x.shape[-2] else part.mT
             result = oriented.to(job.kind.dtype).reshape(x.shape)
-            results[piece.index] = _new_contiguous(result, copies)
+            results[piece.input_index] = _new_contiguous(result, copies)
         elif part.data_ptr() != piece.destination.data_ptr():  # else the iteration ran in the destination
             sources.append(part)
             targets.append(piece.destination)
@@ -469,4 +478,4 @@ def _split(piece: _Piece, limit: int) -> list[_Piece]:
     assert piece.destination is not None  # a new result of a split input needs memory beforehand
     matrices = piece.matrices.split(limit)
     destinations = piece.destination.split(limit)
-    return [_Piece(piece.index, *tensors) for tensors in zip(matrices, destinations, strict=True)]
+    return [_Piece(piece.input_index, *tensors) for tensors in zip(matrices, destinations, strict=True)]

@@ -90,7 +90,8 @@ class Buffered(Functional):
 
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
         """Return `x x^T + shift * I` for each matrix, or `x^T x + shift * I` if the batch is tall."""
-        wide, out = (x.mT if self._tall else x), self._take()
+        wide = x.mT if self._tall else x
+        out = self._take()
         if self._how == "quack":
             if shift == 0:
                 return quack.symmetric_matmul(wide, out=out)
@@ -136,21 +137,24 @@ class Buffered(Functional):
 
     def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
         """Return `Q x`, or `x Q` if the batch is tall, for `Q = q.shift * I + q.scale * q.rest`; may overwrite `x`."""
-        left, right = (x, q.rest) if self._tall else (q.rest, x)
-        y = torch.baddbmm(x, left, right, beta=q.shift, alpha=q.scale, out=self._spare)
+        if self._tall:
+            y = torch.baddbmm(x, x, q.rest, beta=q.shift, alpha=q.scale, out=self._spare)
+        else:
+            y = torch.baddbmm(x, q.rest, x, beta=q.shift, alpha=q.scale, out=self._spare)
         self._spare = x
         return y
 
     def keep(self, *live: torch.Tensor) -> None:
         """Make the buffers of all small matrices except `live` available for new results."""
-        kept = {id(one) for one in live}
-        self._free += [one for one in self._lent if id(one) not in kept]
-        self._lent = [one for one in self._lent if id(one) in kept]
+        live_ids = {id(matrix) for matrix in live}
+        self._free += [buffer for buffer in self._lent if id(buffer) not in live_ids]
+        self._lent = [buffer for buffer in self._lent if id(buffer) in live_ids]
 
     def _take(self) -> torch.Tensor:
-        own = self._free.pop() if self._free else self._square(len(self._spare))
-        self._lent.append(own)
-        return own
+        """Return a buffer for a batch of small matrices."""
+        buffer = self._free.pop() if self._free else self._square(len(self._spare))
+        self._lent.append(buffer)
+        return buffer
 
     def _square(self, count: int) -> torch.Tensor:
         return self._workspace.empty((count, self._n, self._n), self._spare.dtype, self._spare.device)
@@ -179,9 +183,10 @@ def _add_by_blocks(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta:
     n, side = out.shape[-1], block_side(out.shape[-1])
     for square, left, right in zip(out.unbind(), p.unbind(), q.unbind(), strict=True):
         end = 0
-        for rows, taken in zip(left.split(side), square.split(side), strict=True):
+        for rows, rows_of_square in zip(left.split(side), square.split(side), strict=True):
             end += rows.shape[0]
-            target, columns = taken.narrow(1, 0, end), right.narrow(0, 0, end).mT
+            target = rows_of_square.narrow(1, 0, end)
+            columns = right.narrow(0, 0, end).mT
             if beta == 0 and alpha == 1:
                 torch.mm(rows, columns, out=target)
             else:

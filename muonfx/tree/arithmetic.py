@@ -20,8 +20,9 @@ def norm(tree: PyTree) -> Tensor:
     >>> float(norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}))
     5.0
     """
-    found = ew.norms(Present(tree).pick(tree))
-    if not found:
-        device = device_of(tree)
-        return torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-    return ew.norms([torch.stack([own.to(found[0].device) for own in found])])[0]
+    leaf_norms = ew.norms(Present(tree).pick(tree))
+    if not leaf_norms:
+        return ew.new_number(0.0, device_of(tree))
+    device = leaf_norms[0].device
+    on_one_device = torch.stack([leaf_norm.to(device) for leaf_norm in leaf_norms])
+    return ew.norms([on_one_device])[0]

@@ -6,24 +6,50 @@ from muonfx.internal.display import format_list, shown_name
 from muonfx.tree.structure import PyTree, names, open_node, same_structure
 
 
-def difference(found: PyTree, expected: PyTree) -> str:
-    """Return a text with the leaves that only one of two trees has, or else with a container that differs."""
-    have, want = names(found), names(expected)
-    differing = {
-        "missing": [name for name in want if name not in set(have)],
-        "unexpected": [name for name in have if name not in set(want)],
-    }
-    parts = [f"{kind} {format_list(some, shown_name)}" for kind, some in differing.items() if some]
-    return "; ".join(parts) or _differing_container(found, expected)
+def difference(tree: PyTree, expected: PyTree) -> str:
+    """Return a text with the leaves that only one of two trees has, or else with a container that differs.
+
+    >>> difference({"a": 1}, {"b": 1})
+    "missing 'b'; unexpected 'a'"
+    """
+    names_of_tree = names(tree)
+    expected_names = names(expected)
+    missing = _not_in(expected_names, names_of_tree)
+    unexpected = _not_in(names_of_tree, expected_names)
+    parts: list[str] = []
+    if missing:
+        parts.append(f"missing {format_list(missing, shown_name)}")
+    if unexpected:
+        parts.append(f"unexpected {format_list(unexpected, shown_name)}")
+    return "; ".join(parts) or _differing_container(tree, expected)
 
 
-def _differing_container(found: PyTree, expected: PyTree) -> str:
-    (have, inside), (want, within) = open_node(found), open_node(expected)
-    if have is None or want is None or (have.kind, have.entries) != (want.kind, want.entries):
-        texts = (
-            type(tree).__name__ + ("" if node is None else f" of {format_list(node.entries) or 'nothing'}")
-            for tree, node in ((found, have), (expected, want))
-        )
-        return "found {}, expected {}".format(*texts)
-    pairs = zip(inside, within, strict=True)
-    return next((_differing_container(*pair) for pair in pairs if not same_structure(*pair)), "")
+def _not_in(candidates: list[str], excluded: list[str]) -> list[str]:
+    lookup = set(excluded)
+    return [name for name in candidates if name not in lookup]
+
+
+def _differing_container(tree: PyTree, expected: PyTree) -> str:
+    """Return a text about the first container that differs, such as "found list of 0, expected tuple of 0"; else ""."""
+    node, children = open_node(tree)
+    expected_node, expected_children = open_node(expected)
+    if (
+        node is None
+        or expected_node is None
+        or node.kind is not expected_node.kind
+        or node.entries != expected_node.entries
+    ):
+        return f"found {_described(tree)}, expected {_described(expected)}"
+    for child, expected_child in zip(children, expected_children, strict=True):
+        if not same_structure(child, expected_child):
+            return _differing_container(child, expected_child)
+    return ""
+
+
+def _described(tree: PyTree) -> str:
+    """Return the type of a tree with the keys of its top container, such as "dict of 'a', 'b'"."""
+    node, _ = open_node(tree)
+    kind = type(tree).__name__
+    if node is None:
+        return kind
+    return f"{kind} of {format_list(node.entries) or 'nothing'}"

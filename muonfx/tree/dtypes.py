@@ -37,8 +37,13 @@ def widens(old: torch.dtype, new: torch.dtype) -> bool:
     if old == new or (old, new) == (torch.complex64, torch.complex128):
         return True
     if old.is_floating_point and new in _FLOATS:
-        a, b = torch.finfo(old), torch.finfo(new)
-        return a.eps >= b.eps and a.max <= b.max and a.tiny * a.eps >= b.tiny * b.eps  # the least subnormal numbers
-    if torch.bool in (old, new) or any(dtype.is_floating_point or dtype.is_complex for dtype in (old, new)):
-        return False
-    return torch.iinfo(new).min <= torch.iinfo(old).min and torch.iinfo(old).max <= torch.iinfo(new).max
+        narrow = torch.finfo(old)
+        wide = torch.finfo(new)
+        keeps_subnormals = narrow.tiny * narrow.eps >= wide.tiny * wide.eps  # the least subnormal numbers
+        return narrow.eps >= wide.eps and narrow.max <= wide.max and keeps_subnormals
+    for dtype in (old, new):
+        if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+            return False
+    old_range = torch.iinfo(old)
+    new_range = torch.iinfo(new)
+    return new_range.min <= old_range.min and old_range.max <= new_range.max

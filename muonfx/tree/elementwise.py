@@ -96,17 +96,16 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
     """Apply `function` to fp32 or wider copies of the tensors, and round the results to the dtypes of ``xs``."""
     # CPUs round once in the vectorized part of a narrow tensor and twice in its tail, so a slice would differ from the
     # whole tensor. A scalar tensor would be rounded, too.
-    wide = [wide_dtype(x.dtype) for x in xs]
-    done = function(
-        [x.to(w, copy=True) for x, w in zip(xs, wide, strict=True)],
-        *(cast(ys, wide) for ys in rest),
-        scalar,
-        reuse=True,
-    )
-    return copy(done, into=xs) if reuse else cast_like(done, xs)
+    dtypes = [wide_dtype(x.dtype) for x in xs]
+    wide_xs = [x.to(dtype, copy=True) for x, dtype in zip(xs, dtypes, strict=True)]
+    wide_rest = [cast(ys, dtypes) for ys in rest]
+    results = function(wide_xs, *wide_rest, scalar, reuse=True)
+    if reuse:
+        return copy(results, into=xs)
+    return cast_like(results, xs)
 
 
-def _wants_own(xs: Sequence[Tensor]) -> bool:
+def _needs_separate_calls(xs: Sequence[Tensor]) -> bool:
     # A wider scalar tensor would change the dtype of a 0-d tensor in a list of several dtypes.
     return len({x.dtype for x in xs}) > 1 and any(x.ndim == 0 for x in xs)
 
@@ -123,9 +122,11 @@ def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
 
 def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Tensors:
     """Convert all tensors to one dtype, or each to its own dtype, given as a list. Equal dtypes are not copied."""
-    if not isinstance(dtype, torch.dtype):
-        return [x if x.dtype == d else x.to(d) for x, d in zip(xs, dtype, strict=True)]
-    return list(xs) if {x.dtype for x in xs} <= {dtype} else [x if x.dtype == dtype else x.to(dtype) for x in xs]
+    if isinstance(dtype, torch.dtype):
+        if {x.dtype for x in xs} <= {dtype}:
+            return list(xs)
+        dtype = [dtype] * len(xs)
+    return [x if x.dtype == x_dtype else x.to(x_dtype) for x, x_dtype in zip(xs, dtype, strict=True)]
 
 
 def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
@@ -192,7 +193,7 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, scalar=c):
         return [x * c for x in xs]
-    if isinstance(c, Tensor) and _wants_own(xs):
+    if isinstance(c, Tensor) and _needs_separate_calls(xs):
         return [mul([x], c, reuse=reuse)[0] for x in xs]
     if isinstance(c, Tensor) and _would_widen(xs):
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
@@ -216,16 +217,17 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x + c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, scalar=c):
         return [x + c for x in xs]
-    if isinstance(c, Tensor) and _wants_own(xs):
+    if isinstance(c, Tensor) and _needs_separate_calls(xs):
         return [shift([x], c, reuse=reuse)[0] for x in xs]
     if _rounds_numbers(xs) or (isinstance(c, Tensor) and _would_widen(xs)):
         return _in_wide(shift, xs, scalar=c, reuse=reuse)
+    c = _fit(c, xs)
     if not reuse:
-        c = _fit(c, xs)
         return [x + c for x in xs]
     # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
-    as_list = isinstance(c, Tensor) and (is_traced() or not all(x.is_cuda for x in xs))
-    return _foreach("add", xs, [_fit(c, xs)] * len(xs) if as_list else _fit(c, xs), reuse=True)
+    if isinstance(c, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
+        return _foreach("add", xs, [c] * len(xs), reuse=True)
+    return _foreach("add", xs, c, reuse=True)
 
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
@@ -236,7 +238,7 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
         return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
     if isinstance(c, Tensor) and _on_cpu(xs):
         return _foreach("addcmul", xs, ys, _for_each(c, xs), reuse=reuse)  # rounds as `alpha=` does
-    if isinstance(c, Tensor) and _wants_own([*xs, *ys]):
+    if isinstance(c, Tensor) and _needs_separate_calls([*xs, *ys]):
         return [add([x], [y], c, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
     if isinstance(c, Tensor):
         ys, c = list(torch._foreach_mul(ys, _fit(c, ys))), 1.0
@@ -252,7 +254,7 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
         return [torch.lerp(x, y.to(x.dtype), w) for x, y, w in zip(xs, ys, weights, strict=True)]
     if isinstance(weight, Tensor) and _on_cpu(xs):
         return _foreach("lerp", xs, ys, _for_each(weight, xs), reuse=reuse)
-    if isinstance(weight, Tensor) and _wants_own(xs):
+    if isinstance(weight, Tensor) and _needs_separate_calls(xs):
         return [lerp([x], [y], weight, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
     if isinstance(weight, Tensor):
         steps = torch._foreach_sub(ys, xs)
@@ -335,8 +337,7 @@ def by_stacks(
             if isinstance(returned, Tensor):
                 returned = (returned,)
             for output, stack in zip(outputs, returned, strict=True):
-                results_of_group = [stack.squeeze(0)] if len(indices) == 1 else _unbound(stack)
-                for index, x in zip(indices, results_of_group, strict=True):
+                for index, x in zip(indices, _unstacked(stack, len(indices)), strict=True):
                     output[index] = x
         return outputs
 
@@ -355,20 +356,36 @@ def _stack_of(tensors: list[Tensor], is_transformed: bool) -> Tensor:
     return aligned(tensors[0]).unsqueeze(0)
 
 
+def _unstacked(stack: Tensor, count: int) -> Sequence[Tensor]:
+    """Return the tensors of a stack: a view of a lone tensor, else copies, which do not hold the memory of others."""
+    if count == 1:
+        return [stack.squeeze(0)]
+    return _unbound(stack)
+
+
 def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Group the positions of small tensors that can be stacked; any other tensor is in a group of its own."""
-    kinds = [[(type(x), x.shape, x.dtype, x.device) for x in xs] for xs in lists]
-    groups: defaultdict[object, list[int]] = defaultdict(list)
-    for place, kind in enumerate(zip(*kinds, strict=True)):
-        groups[kind].append(place)
-    found: list[list[int]] = []
-    for places in groups.values():
-        first = [xs[places[0]] for xs in lists]
-        size = max([x.numel() for x in first])
-        may_stack = size < _SMALL and all(type(x) in _PLAIN and _has_stackable_matrices(x) for x in first)
-        most = _STACK // max(size, 1) if may_stack else 1
-        found += [places[at : at + most] for at in range(0, len(places), most)]
-    return found
+    """Group the indices of small tensors that can be stacked; any other tensor is in a group by itself."""
+    indices_of_kind: defaultdict[object, list[int]] = defaultdict(list)
+    for index, tensors in enumerate(zip(*lists, strict=True)):
+        kind = tuple([(type(x), x.shape, x.dtype, x.device) for x in tensors])
+        indices_of_kind[kind].append(index)
+    groups: list[list[int]] = []
+    for indices in indices_of_kind.values():
+        limit = _most_in_a_stack([xs[indices[0]] for xs in lists])
+        for start in range(0, len(indices), limit):
+            groups.append(indices[start : start + limit])
+    return groups
+
+
+def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
+    """Return how many tensors like each of these can be in one stack: 1 if they cannot be stacked."""
+    largest = max([x.numel() for x in tensors])
+    if largest >= _SMALL:
+        return 1
+    for x in tensors:
+        if type(x) not in _PLAIN or not _has_stackable_matrices(x):
+            return 1
+    return _STACK // max(largest, 1)
 
 
 def _has_stackable_matrices(x: Tensor) -> bool:
@@ -394,8 +411,8 @@ def kept_visible(bounded: Tensors, xs: Tensors) -> Tensors:
 def norms(xs: Tensors) -> Tensors:
     """Return the 2-norm of each tensor as a 0-d tensor, in fp64 if the device supports it, without overflow."""
     # Squares of fp32 and narrower fit into fp64; fp64 is divided by its peak first.
-    plain = all(x.dtype != torch.float64 and x.device.type != "mps" for x in xs)
-    if plain and not _leafwise(xs):
+    squares_fit = all(x.dtype != torch.float64 and x.device.type != "mps" for x in xs)
+    if squares_fit and not _leafwise(xs):
         return list(torch._foreach_norm(xs, 2, dtype=torch.float64))
     return [_norm(x) for x in xs]
 
@@ -414,11 +431,24 @@ def _norm(x: Tensor) -> Tensor:
 def peaks(xs: Tensors) -> Tensors:
     """Return a 0-d tensor for each tensor: its largest absolute value, NaN if it has NaN, 0 if it is empty."""
     if _leafwise(xs):
-        return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in xs]
-    if all(x.numel() and x.is_cuda for x in xs):  # the infinity norm is fast on CUDA and slow elsewhere
+        return [_peak(x) for x in xs]
+    if all(x.is_cuda and x.numel() for x in xs):  # the infinity norm is fast on CUDA and slow elsewhere
         return list(torch._foreach_norm(xs, float("inf")))
-    ends = [torch.aminmax(x) if x.numel() else None for x in xs]
-    return [x.new_zeros(()) if e is None else torch.maximum(e[1], -e[0]) for x, e in zip(xs, ends, strict=True)]
+    return [_peak_of_plain(x) for x in xs]
+
+
+def _peak(x: Tensor) -> Tensor:
+    if x.numel() == 0:
+        return x.new_zeros(())
+    return x.abs().amax()
+
+
+def _peak_of_plain(x: Tensor) -> Tensor:
+    """Do the work of `_peak` in one pass without a temporary tensor, for a tensor that is not differentiated."""
+    if x.numel() == 0:
+        return x.new_zeros(())
+    low, high = torch.aminmax(x)
+    return torch.maximum(high, -low)
 
 
 def scalar_like(number: Scalar, x: Tensor) -> Tensor:

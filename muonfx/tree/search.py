@@ -49,7 +49,8 @@ def get_all(tree: PyTree, where: Where) -> dict[str, PyTree]:
     >>> get_all(state, "w")
     {'mu.w': tensor([0.]), 'nu.w': tensor([0.])}
     """
-    return {_dotted(path): node for path, node in _find(tree, where)}
+    matches = _find(tree, where)
+    return {_dotted(path): node for path, node in matches}
 
 
 def set(tree: PyTree, where: Where, value: PyTree) -> PyTree:
@@ -77,7 +78,9 @@ def _nodes(node: PyTree, path: Path = ()) -> Iterator[tuple[Path, PyTree]]:
     """Yield a (path, value) pair for every leaf and subtree of a tree, parents first."""
     yield path, node
     opened, children = open_node(node)
-    for entry, child in zip(opened.entries, children, strict=True) if opened else ():
+    if opened is None:
+        return
+    for entry, child in zip(opened.entries, children, strict=True):
         yield from _nodes(child, (*path, entry))
 
 
@@ -86,20 +89,28 @@ def _dotted(path: Path) -> str:
 
 
 def _find(tree: PyTree, where: Where) -> list[tuple[Path, PyTree]]:
+    """Return a pair (path, node) for each node of a tree with the path or the type ``where``."""
+    return [(path, node) for path, node in _nodes(tree) if _fits(path, node, where)]
+
+
+def _fits(path: Path, node: PyTree, where: Where) -> bool:
+    """Return True if a node has the path or the type ``where``. Keys count whole: "w" fits "a.w", and not "a.raw"."""
     if isinstance(where, str):
-        return [(path, node) for path, node in _nodes(tree) if f".{_dotted(path)}".endswith(f".{where}")]
-    return [(path, node) for path, node in _nodes(tree) if isinstance(node, where)]
+        return f".{_dotted(path)}".endswith(f".{where}")
+    return isinstance(node, where)
 
 
 def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
-    found = _find(tree, where)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        places = format_list([_dotted(path) or "the tree itself" for path, _ in found], str)
-        raise KeyError(f"{_shown(where)} matches {len(found)} nodes: {places}; give a longer path")
-    close = close_names(where, [_dotted(path) for path, _ in _nodes(tree) if path]) if isinstance(where, str) else []
-    advice = f"; did you mean {' or '.join(close)}?" if close else ""
+    matches = _find(tree, where)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        paths = format_list([_dotted(path) or "the tree itself" for path, _ in matches], str)
+        raise KeyError(f"{_shown(where)} matches {len(matches)} nodes: {paths}; give a longer path")
+    similar: list[str] = []
+    if isinstance(where, str):
+        similar = close_names(where, [_dotted(path) for path, _ in _nodes(tree) if path])
+    advice = f"; did you mean {' or '.join(similar)}?" if similar else ""
     raise KeyError(f"no node of the tree matches {_shown(where)}{advice}")
 
 
@@ -113,10 +124,7 @@ def _replaced(node: PyTree, path: Path, value: PyTree) -> PyTree:
     opened, children = open_node(node)
     assert opened is not None
     assert opened.rebuild is not None
-    below = path[0]
-    return opened.rebuild(
-        [
-            _replaced(child, path[1:], value) if entry == below else child
-            for entry, child in zip(opened.entries, children, strict=True)
-        ]
-    )
+    for index, entry in enumerate(opened.entries):
+        if entry == path[0]:
+            children[index] = _replaced(children[index], path[1:], value)
+    return opened.rebuild(children)

@@ -82,20 +82,19 @@ class _Node:
     def paths(self, above: tuple[object, ...]) -> list[tuple[object, ...]]:
         if self.kind is None:
             return [above]
-        return [
-            path
-            for entry, child in zip(self.entries, self.children, strict=True)
-            for path in child.paths((*above, entry))
-        ]
+        paths: list[tuple[object, ...]] = []
+        for entry, child in zip(self.entries, self.children, strict=True):
+            paths += child.paths((*above, entry))
+        return paths
 
     def typed_paths(self, above: TypedPath) -> list[TypedPath]:
         if self.kind is None:
             return [above]
         is_field = hasattr(self.kind, "_fields")
-        found: list[TypedPath] = []
+        paths: list[TypedPath] = []
         for entry, child in zip(self.entries, self.children, strict=True):
-            found += child.typed_paths((*above, Key(entry, is_field)))
-        return found
+            paths += child.typed_paths((*above, Key(entry, is_field)))
+        return paths
 
     def flatten_up_to(self, tree: PyTree) -> list[PyTree]:
         if self.kind is None:
@@ -108,7 +107,10 @@ class _Node:
             fits = opened is not None and opened.kind is self.kind and opened.entries == self.entries
         if not fits:
             raise ValueError(f"expected {self.kind.__name__} of {self.entries}, found {type(tree).__name__}")
-        return [leaf for mine, child in zip(self.children, children, strict=True) for leaf in mine.flatten_up_to(child)]
+        subtrees: list[PyTree] = []
+        for structure, child in zip(self.children, children, strict=True):
+            subtrees += structure.flatten_up_to(child)
+        return subtrees
 
 
 def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
@@ -117,15 +119,16 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
     # optree handles the other nodes.
     kind = type(node)
     if kind is dict or kind is defaultdict:
-        given, entries = list(node), tuple(total_order_sorted(node))
+        keys = list(node)
+        entries = tuple(total_order_sorted(node))
+        default_factory = None if kind is dict else node.default_factory
 
         def rebuild(children: list[PyTree]) -> PyTree:
-            found = dict(zip(entries, children, strict=True))
-            ordered = {key: found[key] for key in given}
-            return ordered if kind is dict else defaultdict(node.default_factory, ordered)
+            child_of = dict(zip(entries, children, strict=True))
+            ordered = {key: child_of[key] for key in keys}
+            return ordered if kind is dict else defaultdict(default_factory, ordered)
 
-        metadata = None if kind is dict else node.default_factory
-        return _Node(kind, entries, metadata, rebuild), [node[key] for key in entries]
+        return _Node(kind, entries, default_factory, rebuild), [node[key] for key in entries]
     if kind is OrderedDict:
         entries = tuple(node)
         children = [node[key] for key in entries]
@@ -157,9 +160,9 @@ def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
     [None, 2]
     """
     if torch.compiler.is_compiling():
-        found: list[Any] = []
-        node: Any = _traced_flatten(tree, found)
-        return found, node
+        tree_leaves: list[Any] = []
+        node: Any = _traced_flatten(tree, tree_leaves)
+        return tree_leaves, node
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
@@ -174,10 +177,10 @@ def unflatten(treedef: Structure, leaves: Iterable[object]) -> PyTree:
     {'b': 2, 'a': (1, None)}
     """
     if isinstance(treedef, _Node):
-        given = list(leaves)
-        if len(given) != treedef.num_leaves:
-            raise ValueError(f"expected {treedef.num_leaves} leaves, found {len(given)}")
-        return treedef.unflatten(iter(given))
+        leaves = list(leaves)
+        if len(leaves) != treedef.num_leaves:
+            raise ValueError(f"expected {treedef.num_leaves} leaves, found {len(leaves)}")
+        return treedef.unflatten(iter(leaves))
     return optree.tree_unflatten(treedef, leaves)
 
 
@@ -205,9 +208,10 @@ def leaves(tree: PyTree) -> list[Any]:
 
 def ids(tree: PyTree) -> set[int]:
     """Return the set of ``id(leaf)`` for all leaves of a tree except None, to find leaves that two trees share."""
-    found = set(builtins.map(id, tree.values() if is_flat(tree) else flatten(tree)[0]))
-    found.discard(id(None))
-    return found
+    tree_leaves = tree.values() if is_flat(tree) else flatten(tree)[0]
+    leaf_ids = set(builtins.map(id, tree_leaves))
+    leaf_ids.discard(id(None))
+    return leaf_ids
 
 
 _PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -218,11 +222,12 @@ def is_flat(tree: PyTree) -> bool:
     # Such a tree needs no traversal: transforms use it several times a step, and a model has hundreds of leaves.
     if type(tree) is not dict:
         return False
-    kinds = set(builtins.map(type, tree.values()))
-    if not kinds <= _PLAIN_LEAVES and (  # DTensors are leaves, too
-        torch.compiler.is_compiling() or not all(issubclass(kind, Tensor) for kind in kinds - _PLAIN_LEAVES)
-    ):
+    further_types = set(builtins.map(type, tree.values())) - _PLAIN_LEAVES
+    if further_types and torch.compiler.is_compiling():
         return False
+    for leaf_type in further_types:
+        if not issubclass(leaf_type, Tensor):  # DTensors are leaves, too
+            return False
     return set(builtins.map(type, tree)) <= {str}
 
 
@@ -232,7 +237,9 @@ def tensors(tree: PyTree) -> Iterator[Tensor]:
     >>> [t.ndim for t in tensors({"a": torch.ones(2), "b": None, "c": 3})]
     [1]
     """
-    return (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
+    for leaf in leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
 
 
 def names(tree: PyTree) -> list[str]:
@@ -317,31 +324,32 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
     {'a': 11, 'b': None}
     """
 
-    def at(leaf: Any, *others: Any) -> Any:
-        return None if leaf is None else function(leaf, *others)
+    def unless_none(leaf: Any, *leaves_of_rest: Any) -> Any:
+        return None if leaf is None else function(leaf, *leaves_of_rest)
 
     if torch.compiler.is_compiling():
-        found, node = flatten(tree)
-        return unflatten(
-            node, [at(*both) for both in zip(found, *[subtrees(node, other) for other in rest], strict=True)]
-        )
-    return optree.tree_map(at, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
+        tree_leaves, treedef = flatten(tree)
+        columns = [tree_leaves, *[subtrees(treedef, further_tree) for further_tree in rest]]
+        return unflatten(treedef, [unless_none(*row) for row in zip(*columns, strict=True)])
+    return optree.tree_map(unless_none, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def copy_shared(new: PyTree, old: PyTree) -> PyTree:
     """Return the tree ``new``, with copies of the tensors that are also leaves of the tree ``old``.
 
     >>> x, y = torch.zeros(1), torch.ones(1)
-    >>> found = copy_shared({"a": x, "b": y}, {"a": x})
-    >>> found["a"] is x, found["b"] is y
+    >>> copied = copy_shared({"a": x, "b": y}, {"a": x})
+    >>> copied["a"] is x, copied["b"] is y
     (False, True)
     """
-    before = ids(old)
-    if before.isdisjoint(ids(new)):
+    old_ids = ids(old)
+    if old_ids.isdisjoint(ids(new)):
         return new
-    found, treedef = flatten(new)
-    is_shared = [id(leaf) in before and isinstance(leaf, Tensor) for leaf in found]
-    return unflatten(treedef, [leaf.clone() if own else leaf for leaf, own in zip(found, is_shared, strict=True)])
+    new_leaves, treedef = flatten(new)
+    for index, leaf in enumerate(new_leaves):
+        if isinstance(leaf, Tensor) and id(leaf) in old_ids:
+            new_leaves[index] = leaf.clone()
+    return unflatten(treedef, new_leaves)
 
 
 def subtrees(treedef: Structure, tree: PyTree) -> list[PyTree]:
@@ -375,7 +383,13 @@ def spec(tree: PyTree) -> PyTree:
     >>> spec({"w": torch.ones(2, 3), "b": None})
     {'w': Spec(shape=(2, 3), dtype=torch.float32), 'b': None}
     """
-    return map(lambda leaf: Spec(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def spec_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return Spec(tuple(leaf.shape), leaf.dtype)
+
+    return map(spec_of, tree)
 
 
 class Present:
@@ -399,12 +413,10 @@ class Present:
             self._leaves, self._treedef = flatten(tree)
         else:
             self._leaves = list(tree.values())
-        self._everywhere = type(None) not in set(builtins.map(type, self._leaves))
-        self._places = (
-            range(len(self._leaves))
-            if self._everywhere
-            else [place for place, leaf in enumerate(self._leaves) if leaf is not None]
-        )
+        self._is_complete = type(None) not in set(builtins.map(type, self._leaves))
+        self._indices: Sequence[int] = range(len(self._leaves))
+        if not self._is_complete:
+            self._indices = [index for index, leaf in enumerate(self._leaves) if leaf is not None]
 
     def _all(self, tree: PyTree) -> list[Any]:
         try:
@@ -414,31 +426,38 @@ class Present:
                 return [tree[key] for key in self._keys]
         except (KeyError, ValueError):
             pass
-        mine, theirs = names(self._tree(self._leaves)), names(tree)
+        expected = names(self._tree(self._leaves))
+        found = names(tree)
         raise ValueError(
-            f"expected a tree like the updates, with {len(mine)} leaves ({format_list(mine)}), found a "
-            f"{type(tree).__name__} with {len(theirs)} leaves ({format_list(theirs)}); updates, state and "
+            f"expected a tree like the updates, with {len(expected)} leaves ({format_list(expected)}), found a "
+            f"{type(tree).__name__} with {len(found)} leaves ({format_list(found)}); updates, state and "
             "params must have one structure"
         )
 
     def _tree(self, leaves: Sequence[object]) -> PyTree:
-        return unflatten(self._treedef, leaves) if self._keys is None else dict(zip(self._keys, leaves, strict=True))
+        if self._keys is None:
+            return unflatten(self._treedef, leaves)
+        return dict(zip(self._keys, leaves, strict=True))
 
     def pick(self, tree: PyTree) -> list[Any]:
         """Return a list of the leaves of ``tree`` at the positions where the tree given to `Present` is not None."""
-        found = self._all(tree)
-        return found if self._everywhere else [found[place] for place in self._places]
+        leaves = self._all(tree)
+        if self._is_complete:
+            return leaves
+        return [leaves[index] for index in self._indices]
 
     def fill(self, values: Sequence[object], old: PyTree = None) -> PyTree:
         """Return a tree with ``values`` at the positions that are not None, else with leaves of ``old``, or None."""
-        if self._everywhere:
+        if self._is_complete:
             return self._tree(values)
-        merged: list[object] = [None] * len(self._leaves) if old is None else self._all(old)
-        for place, value in zip(self._places, values, strict=True):
-            merged[place] = value
+        merged: list[object] = [None] * len(self._leaves)
+        if old is not None:
+            merged = self._all(old)
+        for index, value in zip(self._indices, values, strict=True):
+            merged[index] = value
         return self._tree(merged)
 
     def names(self) -> list[str]:
         """Return a list of the dotted names of the leaves that are not None."""
-        everything = names(self._tree(self._leaves)) if self._keys is None else self._keys
-        return everything if self._everywhere else [everything[place] for place in self._places]
+        all_names = names(self._tree(self._leaves)) if self._keys is None else self._keys
+        return [all_names[index] for index in self._indices]

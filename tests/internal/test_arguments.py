@@ -12,8 +12,9 @@ from torch import nn
 
 import muonfx as mfx
 from muonfx import compact, routing, sharding
+from muonfx._other_libraries import NAMES_HERE
 from muonfx.core import schedules
-from muonfx.internal.arguments import NAMES_HERE, kinds_of
+from muonfx.internal.arguments import kinds_of
 
 WRONG = {
     "bool": ("no", "", 1, 0, None, torch.tensor(True)),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -382,20 +381,9 @@ COMPILED: dict[str, Any] = {
 }
 
 
-NOT_DYNAMIC = pytest.mark.xfail(raises=Unsupported, reason="Newton-Schulz is not traced with dynamic=True")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "changed_by"),
-    [
-        pytest.param(
-            name, changed_by, marks=[NOT_DYNAMIC] if (name, changed_by) == ("two groups", "hand, dynamic") else []
-        )
-        for name in COMPILED
-        for changed_by in ("hand", "hand, dynamic", "a scheduler")
-    ],
-)
+@pytest.mark.parametrize("changed_by", ["hand", "hand, dynamic", "a scheduler"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_step_follows_a_rate_that_changes_at_every_step(name: str, changed_by: str):
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("eager")

@@ -74,96 +74,114 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     """
     for part in within(tx):
         if part.arguments.get("heavy_ball", heavy_ball) != heavy_ball:
-            found, expected = ("averages", "a sum") if heavy_ball else ("sums", "an average")
+            combines = "averages" if heavy_ball else "sums"
+            expected = "a sum" if heavy_ball else "an average"
             raise ValueError(
-                f"{part!r} {found} gradients, expected {expected} as in the source: pass heavy_ball={heavy_ball}"
+                f"{part!r} {combines} gradients, expected {expected} as in the source: pass heavy_ball={heavy_ball}"
             )
-    shown: set[str] = set()
-    wrong: list[str] = []
+    filled_names: set[str] = set()
+    problems: list[str] = []
     steps = {name: leaf.step for name, leaf in leaves.items() if leaf.step is not None}
-    if step is not None and set(steps.values()) not in ({step}, set()) and len(set(steps.values())) == 1:
-        wrong.append(f"step: found {step}, but the source counts {next(iter(steps.values()))} steps; leave step= out")
+    counts = set(steps.values())
+    if step is not None and len(counts) == 1 and counts != {step}:
+        problems.append(f"step: found {step}, but the source counts {counts.pop()} steps; leave step= out")
 
     def visit(node: Any, path: str) -> Any:
         changes: dict[str, Any] = {}
-        own: dict[str, int] = {}
+        names: list[str] = []
         if type(node) in _STATES:
             kind, fields = _STATES[type(node)]
-            names = tree.names(_codes_of(getattr(node, fields[0]), path))
-            shown.update(names)
-            for place, field in enumerate(fields):
-                changes[field] = _tree(getattr(node, field), f"{path}{field}", kind, place, leaves, wrong)
-            own = {name: steps[name] for name in names if name in steps}
+            names = tree.names(_without_codes(getattr(node, fields[0]), path))
+            filled_names.update(names)
+            for number, field in enumerate(fields):
+                zeros = getattr(node, field)
+                changes[field] = _filled_tree(zeros, f"{path}{field}", kind, number, leaves, problems)
         if "count" in node._fields:
-            changes["count"] = torch.full_like(node.count, _agreed(f"{path}count", own or steps, step, wrong))
+            steps_of_node = {name: steps[name] for name in names if name in steps}
+            count = _common_step(f"{path}count", steps_of_node or steps, step, problems)
+            changes["count"] = torch.full_like(node.count, count)
         return node._replace(**changes)
 
     state = _walk(tx.init(params), "", visit)
-    wrong += [
-        f"{name!r} has a {leaves[name].kind} state that the transform does not keep" for name in leaves.keys() - shown
-    ]
-    if wrong:
-        raise ValueError("the source does not fit the transform: " + "; ".join(first_of_each_kind(sorted(set(wrong)))))
+    for name in leaves.keys() - filled_names:
+        problems.append(f"{name!r} has a {leaves[name].kind} state that the transform does not keep")
+    if problems:
+        texts = first_of_each_kind(sorted(set(problems)))
+        raise ValueError(f"the source does not fit the transform: {'; '.join(texts)}")
     return state
 
 
-def _codes_of(held: PyTree, path: str) -> PyTree:
-    if isinstance(held, QuantizedState | KeyedQuantizedState):
+def _without_codes(moments: PyTree, path: str) -> PyTree:
+    """Return the moments at this path of a state; raise if they are codes in eight bits."""
+    if isinstance(moments, QuantizedState | KeyedQuantizedState):
         raise ValueError(f"{path}: states in eight bits cannot be converted; convert into a chain with an fp32 state")
-    return held
+    return moments
 
 
-def _agreed(where: str, steps: Mapping[str, int], given: int | None, wrong: list[str]) -> int:
-    """Return the step count that all parameters share, or ``given`` if none has one; add error texts to ``wrong``."""
-    different = sorted(set(steps.values()))
-    if len(different) == 1:
-        return different[0]
-    if given is None and different:
-        firsts = [next(name for name, step in steps.items() if step == number) for number in different]
-        listed = ", ".join(f"{number} ({name!r})" for number, name in zip(different, firsts, strict=True))
-        wrong.append(f"{where} is one for all parameters, the source has {listed}; give step= to choose")
-    elif given is None:
-        wrong.append(f"{where}: the source does not count steps; give step=")
-    return given or 0
+def _common_step(path: str, steps: Mapping[str, int], step: int | None, problems: list[str]) -> int:
+    """Return the step count that all parameters share, or ``step`` if none has one; add error texts to ``problems``."""
+    name_of_count: dict[int, str] = {}
+    for name, count in steps.items():
+        name_of_count.setdefault(count, name)
+    if len(name_of_count) == 1:
+        return min(name_of_count)
+    if step is not None:
+        return step
+    if name_of_count:
+        listed = ", ".join(f"{count} ({name!r})" for count, name in sorted(name_of_count.items()))
+        problems.append(f"{path} is one for all parameters, the source has {listed}; give step= to choose")
+    else:
+        problems.append(f"{path}: the source does not count steps; give step=")
+    return 0
 
 
-def _tree(fresh: PyTree, path: str, kind: str, place: int, leaves: Mapping[str, Leaf], wrong: list[str]) -> PyTree:
-    values, treedef = tree.flatten(fresh)
-    for number, (name, zero) in enumerate(zip(tree.names(fresh), values, strict=True)):
-        found = leaves.get(name)
+def _filled_tree(
+    zeros: PyTree, path: str, kind: str, number: int, leaves: Mapping[str, Leaf], problems: list[str]
+) -> PyTree:
+    """Return a tree with the first (``number`` 0) or second moment of each parameter; add to ``problems``."""
+    values, treedef = tree.flatten(zeros)
+    for index, (name, zero) in enumerate(zip(tree.names(zeros), values, strict=True)):
         if zero is None:
             continue
-        if found is None:
-            wrong.append(f"{path}/{name}: missing in the source")
-        elif found.kind != kind:
-            wrong.append(f"{path}/{name}: the source has a {found.kind} state")
-        elif (value := found.second if place else found.first) is not None:
-            values[number] = _cast(value, zero, f"{path}/{name}", wrong)
+        leaf = leaves.get(name)
+        if leaf is None:
+            problems.append(f"{path}/{name}: missing in the source")
+            continue
+        if leaf.kind != kind:
+            problems.append(f"{path}/{name}: the source has a {leaf.kind} state")
+            continue
+        moment = (leaf.first, leaf.second)[number]
+        if moment is not None:
+            values[index] = _cast(moment, zero, f"{path}/{name}", problems)
     return tree.unflatten(treedef, values)
 
 
-def _cast(value: Tensor, like: Tensor, where: str, wrong: list[str]) -> Tensor:
+def _cast(value: Tensor, like: Tensor, path: str, problems: list[str]) -> Tensor:
+    """Return a copy of a moment in the dtype and on the device of ``like``; add to ``problems`` if it does not fit."""
     if value.shape != like.shape:
-        wrong.append(f"{where}: shape {tuple(value.shape)}, expected {tuple(like.shape)}")
+        problems.append(f"{path}: shape {tuple(value.shape)}, expected {tuple(like.shape)}")
     elif not widens(value.dtype, like.dtype):
-        wrong.append(f"{where}: would narrow from {value.dtype} to {like.dtype}")
+        problems.append(f"{path}: would narrow from {value.dtype} to {like.dtype}")
     return value.detach().to(dtype=like.dtype, device=like.device, copy=True)
 
 
 def gathered(state: PyTree) -> dict[str, Leaf]:
     """Return a dict from parameter name to a copy of its moments and step count in the state of a transform."""
-    found: dict[str, Leaf] = {}
+    leaves: dict[str, Leaf] = {}
 
     def visit(node: Any, path: str) -> Any:
         if type(node) not in _STATES:
             return node
         kind, fields = _STATES[type(node)]
-        trees = [_codes_of(getattr(node, field), path) for field in fields]
-        step = int(node.count) if "count" in node._fields else None
-        for name, first, *rest in zip(tree.names(trees[0]), *map(tree.leaves, trees), strict=True):
-            if first is not None:
-                found[name] = Leaf(kind, first.clone(), rest[0].clone() if rest else None, step)
+        moments = [_without_codes(getattr(node, field), path) for field in fields]
+        step = None
+        if "count" in node._fields:
+            step = int(node.count)
+        for name, *leaf_moments in zip(tree.names(moments[0]), *map(tree.leaves, moments), strict=True):
+            if leaf_moments[0] is not None:
+                copies = [moment.clone() for moment in leaf_moments]
+                leaves[name] = Leaf(kind, *copies, step=step)
         return node
 
     _walk(state, "", visit)
-    return found
+    return leaves

@@ -1,0 +1,76 @@
+"""Names in Optax, ``torch.optim`` and the first Muon implementation, and the muonfx code for the same."""
+
+from __future__ import annotations
+
+NAMES_HERE = {
+    name: here
+    for here, names in {
+        "transform": "GradientTransformation GradientTransformationExtraArgs",
+        "TransformOptimizer": "Optimizer",
+        "Muon": "MuonWithAuxAdam SingleDeviceMuonWithAuxAdam SingleDeviceMuon",
+        "TransformOptimizer(model, muonfx.adamw())": "Adam AdamW",
+        "TransformOptimizer(model, muonfx.lion())": "Lion",
+        "TransformOptimizer(model, muonfx.chain(muonfx.momentum(heavy_ball=True), "
+        "muonfx.scale_by_learning_rate(0.1)))": "SGD",
+        "chain": "named_chain",
+        "partition": "multi_transform",
+        "accumulate": "MultiSteps",
+        "skip_nonfinite": "apply_if_finite zero_nans",
+        "scale(muonfx.linear_schedule(1.0, 0.0, 10))": "scale_by_schedule",
+        "with_hyperparams": "inject_hyperparams",
+        "momentum(heavy_ball=True)": "trace sgd",
+        "momentum(nesterov=False)": "ema",
+        "adamw(weight_decay=0.0)": "adam",
+        "adamw(nesterov=True)": "nadam nadamw",
+        "clip_by_value": "clip clip_grad_value_",
+        "clip_by_global_norm": "clip_grad_norm_",
+        "ema_params": "incremental_update AveragedModel",
+        "contrib.scale_by_factored_rms": "adafactor Adafactor",
+        "contrib.match_weight_norms": "lamb lars scale_by_trust_ratio",
+        "scale_by_rms": "rmsprop RMSprop",
+        "muon": "scale_by_muon",
+        "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",
+        "join_schedules": "piecewise_constant_schedule piecewise_interpolate_schedule cosine_onecycle_schedule "
+        "linear_onecycle_schedule sgdr_schedule",
+        "schedule": "polynomial_schedule",
+        "warmup_stable_decay_schedule": "warmup_exponential_decay_schedule",
+        "tree": "tree_utils",
+        "tree.norm": "global_norm tree_norm",
+        "tree.map": "tree_map tree_add tree_scale tree_vdot",
+        **{f"tree.{name}": f"tree_{name}" for name in ("get", "map_params", "set")},
+    }.items()
+    for name in names.split()
+}
+"""A dict from names in Optax, ``torch.optim`` and the first Muon implementation to the muonfx code for the same."""
+
+ARGUMENTS_HERE = {
+    "beta": ("decay", "momentum"),
+    "momentum": ("momentum", "decay"),
+    "decay": ("decay", "momentum"),
+    "betas": ("betas", "b1", "b2"),
+    "b1": ("b1", "betas"),
+    "b2": ("b2", "betas"),
+    "nesterov": ("nesterov", "Muon's momentum always looks ahead; muonfx.muon(nesterov=False) does not"),
+    "ns_steps": ("steps",),
+    "ns_coefficients": ("coefficients",),
+    "ns_coeffs": ("coefficients",),
+    "adjust_lr_fn": ("lr_scaling",),
+    "adam_b1": ("b1", "betas"),
+    "adam_b2": ("b2", "betas"),
+    "adam_learning_rate": ("adamw_learning_rate", "adamw_lr"),
+    "weight_decay_mask": ("mask",),
+    "maximize": ("maximize", "minimize -loss, or put muonfx.scale(-1.0) first in a chain"),
+    "foreach": ("foreach", "leave it out, tensors are always updated together"),
+    "fused": ("fused", "leave it out, tensors are always updated together"),
+    "capturable": ("capturable", "leave it out, counts are always tensors on the device"),
+    "rules": ("rules", "labels=lambda model: muonfx.default_labels(model, rules)"),
+}
+"""A dict from arguments in Optax or ``torch.optim`` to their names in muonfx; the last item may be advice instead."""
+
+ARGUMENTS_OF_PARTS = (
+    ("orthogonalize", ("coefficients", "steps", "method", "dtype", "products", "view"), "muonfx.orthogonalize({}=...)"),
+    ("view", ("pattern",), "muonfx.MatrixView({}=...)"),
+    ("orthogonalize", ("pattern",), "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
+    ("adam", ("b1", "b2", "eps"), "muonfx.scale_by_adam({}=...)"),
+)
+"""Rows for misplaced arguments: the argument that takes an object, the arguments of the object, and the code."""
