@@ -110,7 +110,7 @@ def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_n
 
 
 def _union(names: set[str] | None, more: frozenset[str] | None) -> set[str] | None:
-    """Return the union of two sets of names. None stands for all names."""
+    """Return the union of two sets of names. None means all names."""
     if names is None or more is None:
         return None
     return names | more

@@ -239,18 +239,23 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     groups = _groups(members, where)
     rewritten: dict[str, Transform] = {}
     for index, (unit, names) in enumerate(groups):
-        is_to_apply = applies and index == len(groups) - 1
+        is_last = index == len(groups) - 1
         if unit == "other":
-            result = _place(members[names[0]], where, applies=is_to_apply)
+            result = _place(members[names[0]], where, applies=applies and is_last)
         else:
-            tx = fixed(members[names[0]])
-            if len(names) > 1:
-                tx = as_chain({name: fixed(members[name]) for name in names})
-            result = _place_unit(tx, unit, visited.params, where, applies=is_to_apply)
-        if applies and not is_to_apply and result.extras.takes_all:
+            group = _group_of(members, names)
+            result = _place_unit(group, unit, visited.params, where, applies=applies and is_last)
+        if applies and not is_last and result.extras.takes_all:
             result = applying(result, is_last=False)
         rewritten[str(index)] = result
     return in_groups(as_chain(rewritten), tuple([names for _, names in groups]))
+
+
+def _group_of(members: Mapping[str, Visit], names: list[str]) -> Transform:
+    """Return the resolved transform of the only member of a group, or a chain of its members."""
+    if len(names) == 1:
+        return fixed(members[names[0]])
+    return as_chain({name: fixed(members[name]) for name in names})
 
 
 def _groups(members: Mapping[str, Visit], where: Where) -> list[tuple[Unit, list[str]]]:

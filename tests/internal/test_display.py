@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx.internal.display import Report, Row, Table, walk
+from muonfx.placement.offload import offload
 
 VOID = {"br", "hr", "img"}
 
@@ -117,6 +118,11 @@ def rows_of(tx: mfx.Transform):
 
 def transforms_in(tx: mfx.Transform):
     return [tx] + [inner for child in tx.children for inner in transforms_in(child)]
+
+
+def test_arguments_that_are_transforms_have_rows_of_their_own():
+    tx = offload(mfx.momentum(0.9))
+    assert [cells[2] for cells in rows_of(tx)] == ["", "decay=0.9"]
 
 
 LABELS = {"a": "muon", "b": "adamw", "c": "adamw"}
