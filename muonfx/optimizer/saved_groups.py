@@ -1,4 +1,4 @@
-"""Match the param groups of a state dict to those of an optimizer, by the names of their parameters."""
+"""Match the param groups of a state dict to those of an optimizer by parameter names, or raise for another model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that all ranks agree: on transform, parameters and layout before the first step, and on every later call."""
+"""The checks before a call over ranks: the transform, the layout and the state at the first step, each call later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Complete the gradients of a step: fill in gradients that only other ranks have, and redistribute partial ones."""
+"""Complete the gradients of a step, after `agree` has found which are missing on some ranks or are partial sums."""
 
 from __future__ import annotations
 
