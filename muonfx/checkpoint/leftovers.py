@@ -66,14 +66,15 @@ def _locked_file(path: Path) -> FileIO:
     # be left, which does not record its machine.
     unnamed_file = _unnamed_file(path.parent)
     if unnamed_file is not None:
-        if lock(unnamed_file):
-            unnamed_file.write(_this_boot())
-        try:
-            link = f"/proc/self/fd/{unnamed_file.fileno()}"
-            os.link(link, path, src_dir_fd=unnamed_file.fileno())  # with src_dir_fd, the link is followed
-            return unnamed_file
-        except OSError:  # some systems forbid it
-            unnamed_file.close()
+        with ExitStack() as closing:
+            closing.enter_context(unnamed_file)
+            if lock(unnamed_file):
+                unnamed_file.write(_this_boot())
+            with suppress(OSError):  # some systems forbid it
+                link = f"/proc/self/fd/{unnamed_file.fileno()}"
+                os.link(link, path, src_dir_fd=unnamed_file.fileno())  # with src_dir_fd, the link is followed
+                closing.pop_all()  # the file stays open, and so locked
+                return unnamed_file
     file = FileIO(path, "xb")
     if lock(file):
         file.write(_this_boot())
