@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -109,12 +110,18 @@ def inspect_and_keep(path: Path) -> Generator[Index]:
     """
     with ExitStack() as stack:
         with _errors_of_index(path):  # not around the caller's block, whose errors are of other files
-            file = stack.enter_context(open_regular(path / INDEX))
+            file = open_regular(path / INDEX)
+            stack.callback(_close_index, path, file)
             lock(file, shared=True)
             index = read_index(path / INDEX)
             if not os.path.samestat(os.fstat(file.fileno()), os.stat(path / INDEX)):
                 raise ReplacedError(f"{path} was replaced while it was read")
         yield index
+
+
+def _close_index(path: Path, file: FileIO) -> None:
+    with _errors_of_index(path):
+        file.close()
 
 
 ATTEMPTS = 10
