@@ -222,12 +222,13 @@ def is_flat(tree: PyTree) -> bool:
     # Such a tree needs no traversal: transforms use it several times a step, and a model has hundreds of leaves.
     if type(tree) is not dict:
         return False
-    further_types = set(builtins.map(type, tree.values())) - _PLAIN_LEAVES
-    if further_types and torch.compiler.is_compiling():
-        return False
-    for leaf_type in further_types:
-        if not issubclass(leaf_type, Tensor):  # DTensors are leaves, too
+    leaf_types = set(builtins.map(type, tree.values()))
+    if not leaf_types <= _PLAIN_LEAVES:
+        if torch.compiler.is_compiling():  # torch 2.10 cannot trace a difference of sets
             return False
+        for leaf_type in leaf_types - _PLAIN_LEAVES:
+            if not issubclass(leaf_type, Tensor):  # DTensors are leaves, too
+                return False
     return set(builtins.map(type, tree)) <= {str}
 
 
