@@ -47,7 +47,7 @@ class Labels(RoutedLabels):
 
     def __init__(self, routes: Mapping[str, Label | Route]) -> None:
         self._routes: dict[str, Route] = {}
-        for name, label in routes.items():
+        for name, label in routes.items():  # a label alone becomes a route without a reason and a view
             route = label if isinstance(label, Route) else Route(label)
             self._routes[name] = route
             if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
