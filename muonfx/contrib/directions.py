@@ -99,6 +99,7 @@ def scale_by_namo(
     def update(
         updates: PyTree, state: NamoState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ):
+        """Average gradients and squared norms, and scale the inner transform's direction of each matrix by alpha."""
         matrices = Matrices(view, updates)
         present = matrices.at
         gradients = matrices.leaves
@@ -200,6 +201,7 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
 
 
 def _scale_by_inner_product(direction: Tensor, gradient: Tensor) -> Tensor:
+    """Return each matrix ``direction`` times its inner product with the matrix ``gradient``, without overflow."""
     if direction.numel() == 0:
         return direction.clone()
     wide = ew.wide_dtype(direction.dtype)

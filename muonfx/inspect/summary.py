@@ -316,7 +316,7 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlaceme
 
     ``placement`` is the position of the leaf on the ranks, and ``leaf`` is this rank's shard of it.
     """
-    if placement is None:  # not a tensor of the layout
+    if placement is None:  # the leaf is None
         return _leaf_of(path, None, leaf)
     if placement.name is None:  # it belongs to no parameter, such as a count
         elements = prod(placement.shape) * layout.size

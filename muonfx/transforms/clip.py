@@ -94,6 +94,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     def update(
         updates: PyTree, state: EmptyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
+        """Multiply all updates by min(1, max_norm / norm). A norm of NaN makes the factor NaN."""
         present = Present(updates)
         leaves = present.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.

@@ -129,6 +129,7 @@ class MatrixView:
 
 
 def _parse(text: object) -> Pattern:
+    """Parse a pattern such as "(qkv=3 out) in -> qkv out in"; errors name `MatrixView`."""
     if not isinstance(text, str):
         raise TypeError(
             f"MatrixView: found {text!r}, expected a pattern such as '(qkv=3 out) in -> qkv out in', or a "
