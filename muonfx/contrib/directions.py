@@ -186,6 +186,7 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         return inner.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
+        """Run the inner transform, and multiply its update of each matrix by the inner product with the gradient."""
         # The gradient is needed after the inner transform, so it is not donated.
         directions, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
         matrices = Matrices(view, directions)

@@ -246,6 +246,7 @@ def _watched(tx: Transform, record: Callable[[Transform, PyTree, PyTree], None])
     @transform(name=f"muonfx.{tx.name}", locality=tx.locality, position=tx.position)
     def watched():
         def update(updates: PyTree, state: PyTree, params: PyTree = None, **extras: Any):
+            """Run the transform, and report its input and output."""
             out, state = tx.run(updates, state, params, **extras)
             record(tx, updates, out)
             return out, state

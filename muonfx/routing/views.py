@@ -439,7 +439,7 @@ class _Storage(NamedTuple):
 
     pattern: str
     """The order of its dims, with ``{out}`` for the rows, such as ``"in {out} -> {out} in"`` for a transposed one."""
-    count: int | None
+    parts: int | None
     """The number of equal matrices along the rows; None if the module type does not determine it."""
     note: str
     """A text for `describe`, such as "stack of 8 matrices"; "" for a plain matrix."""

@@ -58,6 +58,7 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
     threshold = checks.positive("threshold", threshold)
 
     def clip(leaf: Tensor) -> Tensor:
+        """Divide by max(1, rms / threshold), with the root mean square over the last dim."""
         if leaf.numel() == 0:
             return leaf
         wide = leaf.to(ew.wide_dtype(leaf.dtype))

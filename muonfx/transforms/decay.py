@@ -196,6 +196,7 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
         return inner.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
+        """Run the inner transform, and drop the elements of its updates whose sign differs from the gradient's."""
         # The gradient is needed after the inner transform, so it is not donated.
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
 

@@ -155,6 +155,7 @@ class Matrices:
     """
 
     def __init__(self, view: MatrixView, values: PyTree, *, named: bool = False) -> None:
+        """Split the tensors of the tree ``values``; None stays None."""
         self.values = values
         self.at = Present(values)
         self.leaves: list[Tensor] = self.at.pick(values)
