@@ -61,6 +61,10 @@ _BOOKS: dict[str, tuple[Book, Book]] = {
 
 
 def _resolve(book: str, block: int, min_size: int, stochastic: bool, seed: int) -> Resolved:
+    """Check the arguments of a dtype; return its codecs for signed and unsigned tensors, and its seed.
+
+    ``book`` is a key of `_BOOKS`, such as "linear". The seed is None for rounding to nearest.
+    """
     checks.positive_int("block", block)
     checks.whole_number("min_size", min_size)
     checks.whole_number("seed", seed)

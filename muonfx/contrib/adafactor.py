@@ -116,6 +116,7 @@ def scale_by_factored_rms(
         return u.to(leaf.dtype), r.to(v_row.dtype), c.to(v_col.dtype), v.clone()
 
     def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
+        """Apply `step` to each leaf, with a decay of the average that grows with the count."""
         present = Present(updates)
         count = state.count + 1
         decay = 1.0 - torch.pow(ew.new_number(count, count.device), -decay_rate)

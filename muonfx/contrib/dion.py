@@ -67,12 +67,17 @@ def scale_by_dion(
     decay = checks.in_unit_interval("decay", decay)
 
     def first_basis(matrix: Tensor) -> Tensor:
+        """Return random columns (..., columns, rank), which are the same for all matrices of one shape."""
         *batch, rows, columns = matrix.shape
         short = min(rank, rows, columns)
         noise = uniform(torch.full((), columns, dtype=torch.int64, device=matrix.device), columns * short)
         return (noise * 2 - 1).reshape(columns, short).expand(*batch, columns, short).clone()
 
     def step(u: Tensor, s: DionState) -> tuple[Tensor, DionState]:
+        """Approximate the momentum m by p r^T, with one power iteration from the basis; return p q^T.
+
+        The columns of p (rows by rank) are orthonormal, and q is r (columns by rank) with columns of length 1.
+        """
         m = s.trace + u
         # Scale by an exact power of two, so that no product overflows or underflows.
         power = unit_power(m)

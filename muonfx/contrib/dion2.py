@@ -98,6 +98,7 @@ def scale_by_dion2(
     polar.explain((0, 0), coefficients=coefficients)  # raises if they are malformed
 
     def step(u: Tensor, s: Dion2State) -> tuple[Tensor, Dion2State]:
+        """Orthogonalize the largest rows of the momentum, or columns if there are fewer, and decay these alone."""
         m = s.trace + u
         rows, columns = m.shape[-2:]
         side = -2 if rows <= columns else -1

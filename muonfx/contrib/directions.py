@@ -99,6 +99,7 @@ def scale_by_namo(
     def update(
         updates: PyTree, state: NamoState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ):
+        """Average gradients and squared norms, and scale the inner transform's direction of each matrix by alpha."""
         matrices = Matrices(view, updates)
         present = matrices.at
         gradients = matrices.leaves
@@ -185,6 +186,7 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         return inner.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
+        """Run the inner transform, and multiply its update of each matrix by the inner product with the gradient."""
         # The gradient is needed after the inner transform, so it is not donated.
         directions, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
         matrices = Matrices(view, directions)
@@ -200,6 +202,7 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
 
 
 def _scale_by_inner_product(direction: Tensor, gradient: Tensor) -> Tensor:
+    """Return each matrix ``direction`` times its inner product with the matrix ``gradient``, without overflow."""
     if direction.numel() == 0:
         return direction.clone()
     wide = ew.wide_dtype(direction.dtype)

@@ -29,6 +29,7 @@ class ReduceOnPlateauState(NamedTuple):
 
 
 def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
+    """Raise unless the extra argument ``value`` is a real number or a real tensor of one element."""
     value = extras.get("value", 0.0)
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     if not is_real and (not isinstance(value, Tensor) or value.is_complex() or value.dtype == torch.bool):
@@ -90,6 +91,10 @@ def reduce_on_plateau(
         raise ValueError("one of rtol and atol must be above 0, found 0.0 for both")
 
     def step(u: Leaf, s: ReduceOnPlateauState, *, value: float | Tensor):
+        """Return the updates times the scale, which a loss without improvement may reduce.
+
+        No branch depends on a value: ``torch.where`` selects between the cases improvement, reduction and cooldown.
+        """
         loss = ew.new_number(_as_scalar(value), s.scale.device)
 
         improves = loss < (1.0 - rtol) * s.best_value - atol

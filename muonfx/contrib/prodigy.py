@@ -119,6 +119,11 @@ def scale_by_prodigy(
     def update(
         updates: PyTree, state: ProdigyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
+        """Update the estimate d of the learning rate and Adam's moments. Comments show the formulas of the paper.
+
+        x0 are the initial parameters, x the current ones, g the gradients, m and v the moments, s the weighted sum of
+        gradients, and r the numerator of the estimate.
+        """
         params = params_for("scale_by_prodigy", params)
         present = Present(updates)
         gradients = present.pick(updates)

@@ -130,6 +130,10 @@ def schedule_free(
         donate: Donation = NOTHING,
         **extras: object,
     ):
+        """Move the iterate z by the inner update, average it into x, and return the step of the parameters y.
+
+        y is between both, y = (1 - b1) z + b1 x, so that x is computed from y and z and is not stored.
+        """
         params = params_for("schedule_free", params)
         device = state.max_lr.device
         count = state.count + 1

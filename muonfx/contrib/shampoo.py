@@ -100,6 +100,7 @@ def scale_by_shampoo(
         return matrix.new_zeros((*matrix.shape[:-2], matrix.shape[side], matrix.shape[side]))
 
     def step(u: Tensor, s: ShampooState) -> tuple[Tensor, ShampooState]:
+        """Average both factors, refresh their inverse roots if due, and multiply the gradient by the roots."""
         g = u.clone(memory_format=torch.contiguous_format)  # products round by the strides and alignment of factors
         is_due = s.count.remainder(refresh) == 0
         count = s.count + 1.0

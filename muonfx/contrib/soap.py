@@ -147,14 +147,22 @@ def scale_by_soap(
     checks.positive_int("max_precondition_size", max_precondition_size)
 
     def square(matrix: Tensor, side: int) -> Tensor:
+        """Return zeros (..., n, n) for the length n of a side (-2 or -1); (..., 0, 0) for a side that is too long."""
         size = matrix.shape[side] if matrix.shape[side] <= max_precondition_size else 0
         return matrix.new_zeros((*matrix.shape[:-2], size, size))
 
     def identity(matrix: Tensor, side: int) -> Tensor:
+        """Return the identity (..., n, n) for the length n of a side, the first basis; empty if it is too long."""
         zeros = square(matrix, side)
         return zeros + torch.eye(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device)
 
     def step(u: Tensor, s: SoapState) -> tuple[Tensor, SoapState]:
+        """Return Adam's update in the current bases, then average the factors and refresh the bases.
+
+        The names are those of the docstring of `scale_by_soap`: bases p and q, moments m and v, factors left (L) and
+        right (R). The shapes are (..., rows, columns) for u, m and v, (..., rows, rows) for p and left, and (...,
+        columns, columns) for q and right. A basis and a factor are empty if the side is too long.
+        """
         is_first = s.count == 0
         is_due = s.count.remainder(refresh) == 0
         t = s.count.clamp(min=1.0)  # the first gradient is not averaged
@@ -165,6 +173,7 @@ def scale_by_soap(
         p = s.left_basis.clone(memory_format=torch.contiguous_format)
         q = s.right_basis.clone(memory_format=torch.contiguous_format)
 
+        # Adam, with the second moment in the bases p and q. The first gradient changes no moment: its update is zero.
         m = torch.where(is_first, s.mu, s.mu + (1.0 - b1) * (g - s.mu))
         rotated_g = _rotate(g, p, q)
         v = torch.where(is_first, s.nu, s.nu + (1.0 - b2) * (rotated_g.square() - s.nu))
@@ -172,6 +181,7 @@ def scale_by_soap(
         adam = _rotate(m, p, q) / divisor / c1
         out = torch.where(is_first, 0.0, _rotate(adam, p.mT, q.mT))
 
+        # The matrix whose product with its transpose is averaged: G, or G whitened by the other factor.
         left = s.left
         right = s.right
         g_right = g
@@ -179,6 +189,7 @@ def scale_by_soap(
         if factors == "kl":
             g_right = _whitened(g, right, q, 1.0 / c2 - 1.0)
             g_left = _whitened(g.mT, left, p, 1.0 / c2 - 1.0)
+        # A new basis has another order of columns, so that the second moment is sorted likewise.
         if left.shape[-1]:
             left = left + (1.0 - b2) * (g_right @ g_right.mT - left)
             p, order = _refreshed(left, p, is_due, is_first)

@@ -144,6 +144,7 @@ def _cells(title: str, rows: Sequence[ParameterDiagnosis]) -> tuple[str, ...]:
 
 
 def _number(value: float) -> str:
+    """Return a table cell with three digits; "-" for NaN, a value that is not known."""
     return "-" if math.isnan(value) else f"{value:.3g}"
 
 
@@ -190,6 +191,10 @@ def diagnose(
     has_orthogonalized = False
 
     def record(part: Transform, updates: PyTree, new_updates: PyTree) -> None:
+        """Store the spectrum at an `orthogonalize`, and the RMS of the updates that a learning rate receives.
+
+        ``part`` is the transform that has just run, with its input and its output.
+        """
         nonlocal has_orthogonalized
         is_orthogonalize = part.factory is orthogonalize
         has_orthogonalized = has_orthogonalized or is_orthogonalize
@@ -219,12 +224,14 @@ def diagnose(
 
 
 def _checked(what: Any) -> tuple[Transform, PyTree, PyTree, PyTree]:
-    """Return the tuple that was passed to `diagnose`, or raise TypeError."""
-    problem = type(what).__name__
-    if isinstance(what, tuple) and len(what) == 4 and isinstance(what[0], Transform):
-        if not isinstance(what[0], Sharded):
-            return what
-        problem = "a sharded transform"
+    """Return the tuple (transform, state, params, grads) that was passed to `diagnose`, or raise TypeError.
+
+    A sharded transform is refused: its trees have shards only, and singular values need whole matrices.
+    """
+    is_tuple = isinstance(what, tuple) and len(what) == 4 and isinstance(what[0], Transform)
+    if is_tuple and not isinstance(what[0], Sharded):
+        return what
+    problem = "a sharded transform" if is_tuple else type(what).__name__
     raise TypeError(
         f"diagnose: found {problem}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple "
         "(transform, state, params, grads) of whole trees"
@@ -239,6 +246,7 @@ def _watched(tx: Transform, record: Callable[[Transform, PyTree, PyTree], None])
     @transform(name=f"muonfx.{tx.name}", locality=tx.locality, position=tx.position)
     def watched():
         def update(updates: PyTree, state: PyTree, params: PyTree = None, **extras: Any):
+            """Run the transform, and report its input and output."""
             out, state = tx.run(updates, state, params, **extras)
             record(tx, updates, out)
             return out, state
@@ -286,6 +294,7 @@ def _steps_needed(spectra: Sequence[Tensor], coefficients: polar.Coefficients, s
 
 
 def _reach_goal(values: Tensor, share: float) -> bool:
+    """Return True if in each row of singular values, at least a ``share`` of them is at the goal or above."""
     lifted_share = (values >= _GOAL).double().mean(-1)
     return bool((lifted_share >= share).all())
 

@@ -129,11 +129,13 @@ class Summary(Shown):
 
 
 _Texts = dict[str, Callable[[LeafSummary], str]]
+"""The columns of text: for each title, such as "dtype", a function that returns the cell of a leaf."""
 _Sizes = dict[str, Callable[[LeafSummary], int]]
+"""The columns of bytes, which rows of several leaves add up: for each title, the bytes of a leaf."""
 
 
 def _rows(leaves: Sequence[LeafSummary], depth: int, texts: _Texts, sizes: _Sizes) -> list[Row]:
-    """Return a table row for each entry of the paths at a depth."""
+    """Return a table row for each entry of the paths at a depth: at depth 0, "momentum" and "scale_by_adam"."""
     leaves_of: dict[tuple[str, ...], list[LeafSummary]] = {}
     for leaf in leaves:
         leaves_of.setdefault(leaf.path[depth : depth + 1], []).append(leaf)
@@ -141,12 +143,21 @@ def _rows(leaves: Sequence[LeafSummary], depth: int, texts: _Texts, sizes: _Size
 
 
 def _row(leaves: list[LeafSummary], depth: int, texts: _Texts, sizes: _Sizes) -> Row:
-    """Return the table row of leaves whose paths are equal up to a depth, with child rows for several leaves."""
+    """Return the table row of leaves whose paths have the same entry at a depth, with child rows for several leaves.
+
+    Args:
+        leaves: the leaves, such as those with the paths ("adam", "mu", "w") and ("adam", "nu", "w").
+        depth: the first entry of the paths that the title contains; rows around this one contain those before it.
+        texts: the columns of text, which are empty in a row of several leaves.
+        sizes: the columns of bytes.
+    """
     path = leaves[0].path
+    # One leaf: the title is the rest of its path. A tree that is a single tensor has an empty path.
     if len(leaves) == 1:
         cells = [text_of(leaves[0]) for text_of in texts.values()]
         return _sum_row(".".join(path[depth:]) or "-", cells, leaves, sizes)
-    # A node with one child shares a row with it: "momentum.trace".
+    # Several leaves: the title contains all entries that they share, "momentum.trace", since a node with one child
+    # shares a row with it. The paths of several leaves differ somewhere, so the loop ends.
     end = depth + 1
     while all(leaf.path[end] == path[end] for leaf in leaves):
         end += 1
@@ -162,6 +173,7 @@ def _sum_row(
 
 
 def _counted(number: int, noun: str) -> str:
+    """Return a number with a noun: "1 rank", "2 ranks"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
@@ -202,6 +214,7 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
     <BLANKLINE>
     1.68 times the 768 B of the parameters
     """
+    # An optimizer has its parameters.
     if isinstance(what, TransformOptimizer):
         params = {}
         for group in what.param_groups:
@@ -209,6 +222,7 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
         return _summarize(what.transform, what.transform_state, None, params)
     what = _without_module(what)
     params = _without_module(params)
+    # A transform: the state that it would create, on the meta device, which allocates nothing.
     if isinstance(what, Transform):
         if params is None:
             raise TypeError(
@@ -219,8 +233,10 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
         with warnings.catch_warnings():  # the init of the real state warns
             warnings.simplefilter("ignore")
             return _summarize(what, what.init(like), params, params)
+    # A pair (transform, state).
     if type(what) is tuple and len(what) == 2 and isinstance(what[0], Transform):
         return _summarize(*what, params, params)
+    # A state or another tree of tensors.
     _check_what(what)
     return Summary(tuple(_plain_leaves(what)), None, _nbytes_of(params))
 
@@ -296,9 +312,13 @@ def _summarize(tx: Transform, state: PyTree, local: PyTree, params: PyTree) -> S
 
 
 def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlacement | None, leaf: object) -> LeafSummary:
-    if placement is None:
+    """Return the `LeafSummary` of a leaf of a sharded state, with its bytes on all ranks and its owners.
+
+    ``placement`` is the position of the leaf on the ranks, and ``leaf`` is this rank's shard of it.
+    """
+    if placement is None:  # the leaf is None
         return _leaf_of(path, None, leaf)
-    if placement.name is None:
+    if placement.name is None:  # it belongs to no parameter, such as a count
         elements = prod(placement.shape) * layout.size
         owner = "every rank"
     elif placement.owned:

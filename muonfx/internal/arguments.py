@@ -145,6 +145,10 @@ def _advice_for_dtype(name: str) -> str:
 
 
 def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
+    """Return True if the type of a value is one of ``kinds``, as `plain_kinds` returns them: {"float", "None"}.
+
+    An int is accepted as a float, and a 0-d tensor too; a bool is accepted as a bool only.
+    """
     if isinstance(value, bool):
         return "bool" in kinds
     if isinstance(value, int):
@@ -275,6 +279,7 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function with checked arguments. A tensor of one element becomes 0-d where a number is accepted."""
         bound = bind(owner, signature, args, kwargs)
         for name, value in bound.arguments.items():
             if not kinds[name]:

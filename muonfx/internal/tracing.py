@@ -140,6 +140,7 @@ def is_differentiated(*xs: Tensor) -> bool:
 
 @called_once  # a compiler enters the same levels while it traces, and guards them
 def _in_derivative() -> bool:
+    """Return True inside ``dual_level``, or inside ``grad`` or ``jvp`` of ``torch.func``."""
     if forward_ad._current_level >= 0:
         return True
     if not functorch_is_active():

@@ -129,11 +129,18 @@ class _ModelTensor(NamedTuple):
 
 
 def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
-    tensors: dict[int, _ModelTensor] = {}  # by identity, since tied tensors are found several times
+    """Return a `ParamInfo` for each distinct parameter of a model, in the order of the model's modules.
+
+    A tied parameter has several names, such as "wte.weight" and "head.weight". Its first name becomes
+    `ParamInfo.name`, and the others `ParamInfo.tied`.
+    """
+    tensors: dict[int, _ModelTensor] = {}  # by identity, since a tied tensor occurs under each of its names
     for path, module in model.named_modules(remove_duplicate=False):
         owner = module
-        owner_path, separator, _ = f".{path}.".partition(".parametrizations.")
-        if separator:  # the tensors of a parametrized weight are in a list below the module that owns the weight
+        # The tensors of a parametrized weight are in a list below the module that owns the weight, for example at
+        # "fc.parametrizations.weight.original", and "fc" is the owner.
+        owner_path, is_parametrized, _ = f".{path}.".partition(".parametrizations.")
+        if is_parametrized:
             owner = model.get_submodule(owner_path.strip("."))
         for leaf, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
             model_tensor = tensors.setdefault(id(tensor), _ModelTensor(tensor, [], []))
@@ -155,23 +162,28 @@ def written_type(module: nn.Module) -> type:
 
 
 def _named_values(params: object) -> Iterable[tuple[str, object]]:
+    """Return (name, value) pairs of named tensors, in any of the forms that `Params` describes, except a model."""
+    # A flat mapping from names to tensors keeps its order. A nested one is a tree.
     if isinstance(params, Mapping):
         mapping = cast("Mapping[object, object]", params)
         if all(isinstance(name, str) and (v is None or isinstance(v, torch.Tensor)) for name, v in mapping.items()):
             return cast("Mapping[str, object]", mapping).items()  # flattening as a tree would sort the names
         params = dict(mapping)
+    # An iterator such as model.named_parameters() can be read only once.
     elif isinstance(params, Iterator):
         params = list(cast("Iterator[object]", params))
         if not _is_pairs(params):
             raise TypeError(
                 "an iterator must yield (name, tensor) pairs: use model.named_parameters(), not model.parameters()"
             )
+    # A list of pairs. Any other value is a pytree, whose names are the paths of its leaves.
     if _is_pairs(params):
         return cast("list[tuple[str, object]]", params)
     return tree.named_leaves(params)
 
 
 def _is_pairs(params: object) -> bool:
+    """Return True for a list or tuple of (name, value) pairs."""
     if not isinstance(params, list | tuple):
         return False
     items = cast("tuple[object, ...]", params)
@@ -181,6 +193,7 @@ def _is_pairs(params: object) -> bool:
 def _info(
     name: str, tensor: object, tied: tuple[str, ...], module: type | None = None, tied_modules: tuple[type, ...] = ()
 ) -> ParamInfo:
+    """Return the `ParamInfo` of one tensor. Raise if it is no tensor, or a lazy parameter without a shape."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
             f"parameter {name!r} is a {type(tensor).__name__}; expected a torch.Tensor: "
@@ -192,5 +205,6 @@ def _info(
         )
     # ZeRO-3 keeps an empty placeholder between uses, with the shape of the whole parameter in `ds_shape`.
     shape = cast("Iterable[int]", getattr(tensor, "ds_shape", tensor.shape))
+    # Only an nn.Parameter can be frozen: functional code trains plain tensors, which do not require grad.
     trainable = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
     return ParamInfo(name, tuple(int(side) for side in shape), tensor.dtype, trainable, module, tied, tied_modules)

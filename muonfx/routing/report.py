@@ -43,6 +43,7 @@ class Routing(Shown):
         return Report(tuple(tables))
 
     def _parameters(self) -> Table:
+        """Return the table with a row for each parameter. Labels without a view need no columns about matrices."""
         labels_with_views = {self.labels[name] for name in self.labels.views}
         header = ["parameter", "shape", "label", "matrices", "stored", "rule"]
         rows = [_row(info, self.labels.routes[info.name], labels_with_views) for info in self.params]
@@ -53,6 +54,7 @@ class Routing(Shown):
         return Table(header, rows)
 
     def _totals_by_label(self) -> Table:
+        """Return the numbers of tensors and elements for each label; parameters that are left out have the last row."""
         infos_of: dict[Label, list[ParamInfo]] = {}
         for info in self.params:
             infos_of.setdefault(self.labels[info.name], []).append(info)
@@ -64,6 +66,7 @@ class Routing(Shown):
         return Table(["label", "tensors", "elements", "share"], rows, right=(1, 2, 3))
 
     def _totals_by_group(self, groups: Sequence[Mapping[str, Any]]) -> Table:
+        """Return the numbers of tensors and elements for each of an optimizer's ``param_groups``, with its labels."""
         rows: list[list[str]] = []
         for index, group in enumerate(groups):
             names = set(group["param_names"])
@@ -74,14 +77,17 @@ class Routing(Shown):
         return Table(["group", "label", "tensors", "elements", "share"], rows, right=(2, 3, 4))
 
     def _hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> Table:
-        """Return a table with a row for each number and a column for each group; unused numbers are left empty."""
-        columns: list[dict[str, object]] = []
+        """Return a table with a row for each number, such as "lr", and a column for each of the ``param_groups``.
+
+        A group that does not use a number has an empty cell.
+        """
+        columns: list[dict[str, object]] = []  # for each group, its numbers by key
         for index, group in enumerate(groups):
             numbers = {key: value for key, value in group.items() if key not in _NO_NUMBERS}
             if index in self.without_rate:  # torch requires an "lr" in these groups too
                 numbers.pop("lr", None)
             columns.append(numbers)
-        keys: dict[str, None] = {}
+        keys: dict[str, None] = {}  # the keys of all groups without repetition, in their order: an ordered set
         for numbers in columns:
             keys.update(dict.fromkeys(numbers))
         rows = [[key, *(_number(numbers.get(key, "")) for numbers in columns)] for key in keys]
@@ -131,16 +137,18 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
     muon         1       256   66.7%
     total        2       384  100.0%
     """
+    # An optimizer has its labels.
     if isinstance(what, torch.optim.Optimizer):
         return _of_optimizer(what)
+    # A model or named tensors: label them.
     if params is None:
-        is_labels = isinstance(what, Mapping) and any(isinstance(value, str) for value in what.values())
-        if isinstance(what, Labels) or is_labels or (callable(what) and not isinstance(what, nn.Module)):
+        if _is_labels(what):
             raise TypeError(
                 "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
             )
-        params = list(what) if isinstance(what, Iterator) else what
+        params = list(what) if isinstance(what, Iterator) else what  # an iterator can be read only once
         what = default_labels(params)
+    # Labels and their parameters, which must have the same names.
     if not isinstance(what, Mapping):
         raise TypeError(
             f"describe: found {type(what).__name__} with parameters, expected labels: describe(default_labels(model), "
@@ -156,6 +164,14 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
             "labels from the same parameters"
         )
     return Routing(infos, labels)
+
+
+def _is_labels(what: object) -> bool:
+    """Return True for labels, or a function that returns labels: they have no shapes."""
+    if isinstance(what, Mapping):
+        values = cast("Mapping[object, object]", what).values()
+        return isinstance(what, Labels) or any(isinstance(value, str) for value in values)
+    return callable(what) and not isinstance(what, nn.Module)  # such as labels=default_labels
 
 
 _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
@@ -212,6 +228,7 @@ def _known_route(name: str, label: Label, known_labels: Sequence[object]) -> Rou
 
 
 def _number(value: object) -> str:
+    """Return a number of a parameter group as text: "0.001" for a float or a 0-d tensor, "(0.9, 0.95)" for a tuple."""
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, tuple | list):
@@ -220,6 +237,10 @@ def _number(value: object) -> str:
 
 
 def _row(info: ParamInfo, route: Route, labels_with_views: Collection[Label]) -> list[str]:
+    """Return the cells of a parameter: name, shape, label, matrices, order in memory, reason for the label.
+
+    The cells about matrices are empty if no parameter with this label has a view.
+    """
     matrices, order = "", ""
     if info.ndim > 1 and route.label in labels_with_views:
         matrices, order = _matrices(route.shape or info.shape, route.view)
@@ -235,6 +256,7 @@ def _matrices(shape: tuple[int, ...], view: MatrixView) -> tuple[str, str]:
     stacks = split(pattern, torch.empty(shape, device="meta"), "")
     is_transposed = pattern is not None and pattern.is_transposed
     order = "in, out" if is_transposed else "out, in"
+    # Only matrices with equal numbers of columns, in equal stacks, can be written as a sum of rows.
     if len({(stack.shape[:-2], stack.shape[-1]) for stack in stacks}) > 1:
         return " + ".join(f"{prod(stack.shape[:-2])} of {format_shape(stack.shape[-2:])}" for stack in stacks), order
     rows = " + ".join(str(stack.shape[-2]) for stack in stacks)
@@ -246,4 +268,5 @@ def _matrices(shape: tuple[int, ...], view: MatrixView) -> tuple[str, str]:
 
 
 def _shown(label: Label) -> str:
+    """Return a label as it is printed: "-" for None, the label of a parameter that is left out."""
     return "-" if label is None else label

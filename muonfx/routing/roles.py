@@ -76,6 +76,7 @@ _TABLES = frozenset(
     | {"register", "registers", "pe", "ape", "pos", "position", "positions", "encoding", "encodings", "table"}
 )
 _GAINS = frozenset({"scale", "scales", "gamma", "gain"})
+_BIAS_WORDS = frozenset({"bias", "biases"})
 _NORM_WORDS = frozenset({"norm", "norms", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"})
 # Words in the name of a matrix that a module holds without a layer: c_fc, qkvo_w, mm_input_projection_weight. Names
 # such as wq and w_gate are recognized by their beginning.
@@ -114,6 +115,11 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure = UNKNOWN_STRUCTUR
 
 
 def _role(info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure: Structure) -> Decision:
+    """Return the role of a parameter by the first of these that decides: type, dims, name, shape, structure.
+
+    A parameter that none of them recognizes is a hidden matrix. ``gated_mlps`` are (path, ndim) of modules in which a
+    ``gate`` is not a router, as `_gated_mlps` returns them.
+    """
     decision = _by_type(info) or _by_adapter(info)
     if decision:
         return decision
@@ -125,6 +131,10 @@ def _role(info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure: St
 
 
 def _by_type(info: ParamInfo) -> Decision | None:
+    """Return the decision by the types of the modules that own the tensor: an embedding, a norm, or None.
+
+    A tensor that several modules own is an embedding if one of them is an embedding.
+    """
     for module in info.modules:
         if issubclass(module, nn.Embedding | nn.EmbeddingBag) or class_name_fits(module, _EMBEDDING_CLASS):
             tied = f", tied with {info.tied[0]!r}" if info.tied else ""
@@ -206,8 +216,12 @@ def _by_name(info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure:
 def _by_one_name(
     name: str, info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure: Structure
 ) -> Decision | None:
+    """Return the decision by one name of a tensor, such as "head" for ``lm_head.weight``; None for an ordinary name.
+
+    The kinds are tried in a fixed order, since a name may fit several: ``embed_out_bias`` is a bias first.
+    """
     components = _components(name)
-    if _words(components[-1])[-1:] in (["bias"], ["biases"]):
+    if _ends_in(_words(components[-1]), _BIAS_WORDS):
         return Decision("vector", f"bias (name component {components[-1]!r})")
     if component := _embedding_component(components):
         return Decision("embedding", f"name component {component!r}")
@@ -220,28 +234,36 @@ def _by_one_name(
     if component:
         return Decision("other", f"name component {component!r}")
     component = _head_component(components)
-    is_hidden = module_path(name) in structure.read_in_their_block and component == _layer_or_leaf(components)
-    if component and not is_hidden:
+    # A layer of a block is not a head if another layer of the block reads its outputs. This is known only of the layer
+    # itself, not of a module around it that has the name of a head.
+    is_read_in_block = module_path(name) in structure.read_in_their_block
+    is_name_of_layer = component == _layer_or_leaf(components)
+    if component and not (is_read_in_block and is_name_of_layer):
         return Decision("head", f"name component {component!r}")
     return None
 
 
 def _embedding_component(components: list[str]) -> str | None:
-    """Return the name component of an embedding or a table, such as "pos_embed"; None if there is none."""
+    """Return the name component of an embedding or a table, such as "pos_embed"; None if there is none.
+
+    An embedding is the weight of a layer, ``embed_tokens.weight``. A table is a parameter without a layer,
+    ``pos_embed``, and more names are accepted for it.
+    """
     layer_name = _layer_or_leaf(components)
     words = _words(layer_name)
     if not _is_of_layer(components):
         return layer_name if _is_table(words) else None
     if "patch" in words:  # a layer, not a table
         return None
-    if layer_name == "relative_attention_bias" or words[-1:] in (["bias"], ["biases"]):  # a layer that reads one-hots
+    if layer_name == "relative_attention_bias" or _ends_in(words, _BIAS_WORDS):  # a layer that reads one-hots
         return layer_name
-    if components[-2:-1] == ["shared"]:  # T5 and BART share an embedding
+    if _ends_in(components[:-1], {"shared"}):  # shared.weight: T5 and BART share an embedding
         return layer_name
     return layer_name if _is_embedding(words) else None
 
 
 def _is_embedding(words: list[str]) -> bool:
+    """Return True if the words are of the name of an embedding, such as ["embed", "tokens"] or ["pos", "emb"]."""
     if _ends_in(words, _EMBEDDING_WORDS) or words[-2:] in (["embedding", "table"], ["bias", "table"], ["pos", "bias"]):
         return True
     for pair in (words[:2], words[-2:]):  # embed_tokens, vision_embed_tokens
@@ -266,13 +288,14 @@ def _vector_component(components: list[str]) -> str | None:
     if _is_of_layer(components):
         return None
     words = _words(components[-1])
-    is_bias = words[-1:] in (["u"], ["v"]) and "bias" in words
+    is_bias = _ends_in(words, {"u", "v"}) and "bias" in words  # pos_bias_u and pos_bias_v in Transformer-XL
     if is_bias or components[-1].lower() in _ELEMENTWISE or _ends_in(words, _GAINS):
         return components[-1]
     return None
 
 
 def _norm_component(components: list[str]) -> str | None:
+    """Return the name component of a norm, such as "ln" for ``blocks.0.ln.weight``; None if there is none."""
     layer_name = _layer_or_leaf(components)
     return layer_name if _ends_in(_words(layer_name), _NORM_WORDS) else None
 
@@ -284,38 +307,52 @@ def _input_component(components: list[str]) -> str | None:
         return layer_name
     for component in components:  # the layer that embeds patches may be nested: patch_embed.proj, to_patch_embedding.2
         words = _words(component)
-        if "patch" in words and (_ends_in(words, _EMBEDDING_WORDS) or words[-2:-1] == ["embed"]):
+        is_embedding = _ends_in(words, _EMBEDDING_WORDS) or _ends_in(words[:-1], {"embed"})  # patch_embed_proj
+        if "patch" in words and is_embedding:
             return component
+    # A projection in an embedder, as in "pos_embed.proj.weight": the holder, the layer and its weight.
     if not _is_of_layer(components) or len(components) < 3:
         return None
     holder = components[-3]
-    if layer_name in ("proj", "projection") and holder.split("_")[-1] in ("embed", "embedder"):  # pos_embed.proj
+    is_projection = layer_name in ("proj", "projection")
+    is_in_embedder = holder.split("_")[-1] in ("embed", "embedder")
+    if is_projection and is_in_embedder:
         return f"{holder}.{layer_name}"
     return None
 
 
 def _head_component(components: list[str]) -> str | None:
     """Return the name component of an output head, such as "lm_head"; None if there is none."""
+    # A word such as "head" or "classifier" in any component: lm_head.weight, classifier.0.weight.
     for component in components:
         if _is_head(_words(component)):
             return component
-    # A decoder of one layer, as BERT's from features to the vocabulary.
-    is_decoder = components[-2:-1] == ["decoder"] or components[-3:-1] == ["decoder", "output_projection"]
+    # A decoder of one layer, as BERT's from features to the vocabulary: decoder.weight. The decoder of other models is
+    # a module of many layers.
+    path = components[:-1]
+    is_decoder = path[-1:] == ["decoder"] or path[-2:] == ["decoder", "output_projection"]
     if is_decoder and _is_of_layer(components):
         return _layer_or_leaf(components)
+    # A common name such as "output" or "fc", but only as a direct child of the model.
     layer = _layer_of_model(components)
     if layer is None:
         return None
-    # The first of several may be followed by another, as proj_out_1 in DiT; fc_2 is often a hidden layer.
+    if layer in _TOP_HEADS:
+        return layer
+    # The last of several: proj_out_2 in DiT. The first, proj_out_1, may be followed by another, so that 1 is left out.
+    # The name fc_2 is left out too, since it is often that of a hidden layer.
     without_number = re.sub(r"_[2-9]$", "", layer)
-    return layer if layer in _TOP_HEADS or without_number in _TOP_HEADS - {"fc"} else None
+    return layer if without_number in _TOP_HEADS - {"fc"} else None
 
 
 def _is_head(words: list[str]) -> bool:
+    """Return True if the words of a name component are of an output head: ["lm", "head"], but not ["q", "head"]."""
+    # A name that is a head only as a whole: cls_score, qa_outputs.
     if "_".join(words) in _HEADS:
         return True
     if words[-1:] == ["out"] and _ends_in(words[:-1], _EMBEDDING_WORDS):  # embed_out in GPT-NeoX
         return True
+    # A head word at the end of the name. At its beginning, certain words may follow: head_linear, but not head_norm.
     for index, word in enumerate(words):
         before = words[:index]
         is_of_attention = word == "head" and (_ends_in(before, _PROJECTIONS) or not _ATTENTION_WORDS.isdisjoint(before))
@@ -360,12 +397,14 @@ def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
 
 
 def _by_shape(info: ParamInfo) -> Decision | None:
-    rows, columns = info.shape[0], prod(info.shape[1:])
+    """Return the decision for a shape without a matrix to orthogonalize; None if there is a matrix."""
+    rows, columns = info.shape[0], prod(info.shape[1:])  # a tensor of more dims is flattened to (first dim, rest)
     if rows == 1 or columns == 1:
         return Decision("vector", "a side of 1: a vector")
     if info.ndim > 2 and info.shape[1] == 1:
         return Decision("vector", "depthwise: one vector a channel")
     channels = min(info.shape[:2])
+    # Without a module type, a tensor of three dims may as well be a stack of matrices.
     is_kernel = (info.module is not None or info.ndim > 3) and is_convolution(info)
     if is_kernel and channels <= _IMAGE_CHANNELS:
         return Decision("other", f"convolution from or to {channels} channels")
@@ -376,7 +415,11 @@ def _by_shape(info: ParamInfo) -> Decision | None:
 
 
 def _first_convolution(info: ParamInfo) -> Decision | None:
-    """Return the decision if the name belongs to the convolution of the raw input; else None."""
+    """Return the decision if the name belongs to the convolution of the raw input, such as ``conv1.weight``; or None.
+
+    The layer must be a direct child of the model, or of its front part, as in ``vision_tower.conv1.weight``. A layer
+    called "conv1" is also in each block of a ResNet, where it is hidden.
+    """
     if not is_convolution(info):
         return None
     for name in info.names:
@@ -386,6 +429,7 @@ def _first_convolution(info: ParamInfo) -> Decision | None:
         layer_name = _layer_or_leaf(components)
         if layer_name not in _FIRST_CONVOLUTIONS:
             continue
+        # The modules around the layer, without the layer and its weight: ["vision_tower"].
         holders = [component for component in components[:-2] if not component.isdigit()]
         is_in_front = bool(holders) and _ends_in(_words(holders[-1]), _FRONTS)
         if is_in_front or _layer_of_model(components) == layer_name:
@@ -432,4 +476,5 @@ def _words(component: str) -> list[str]:
 
 
 def _ends_in(words: Sequence[str], last_words: Set[str]) -> bool:
+    """Return True if the last word is one of ``last_words``; False if there is no word."""
     return bool(words) and words[-1] in last_words

@@ -46,8 +46,9 @@ class Labels(RoutedLabels):
     __slots__ = ("_routes",)
 
     def __init__(self, routes: Mapping[str, Label | Route]) -> None:
+        """Check the names and labels, and store a route for each name."""
         self._routes: dict[str, Route] = {}
-        for name, label in routes.items():
+        for name, label in routes.items():  # a label alone becomes a route without a reason and a view
             route = label if isinstance(label, Route) else Route(label)
             self._routes[name] = route
             if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]

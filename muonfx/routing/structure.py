@@ -113,9 +113,11 @@ _HOLDERS_OF_MATRICES = (
 
 
 def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
+    """Yield the names of parameters that are not the weight of a layer, such as "pos_embed" and "fc.bias"."""
     for path, module in model.named_modules(remove_duplicate=False):
         is_list = isinstance(module, nn.ParameterList | nn.ParameterDict)
-        if isinstance(module, _HOLDERS_OF_MATRICES) or (is_list and path == ""):
+        is_list_of_params = is_list and path == ""  # the "model" is a list of tensors, without layers
+        if isinstance(module, _HOLDERS_OF_MATRICES) or is_list_of_params:
             continue
         is_layer = _is_layer(module)
         for name, _ in module.named_parameters(recurse=False):
@@ -132,8 +134,13 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _layers_of(model: nn.Module, read_widths: set[int]) -> Iterator[Layer]:
+    """Yield the layers and embeddings of a model in the order of definition, each with the block that it is in.
+
+    ``read_widths`` are the widths that some layer or norm reads; `_blocks_of` needs them.
+    """
     blocks = set(_blocks_of(model, read_widths))
     for path, module in model.named_modules():
+        # Blocks may be nested. The ancestors begin with the outermost.
         block = next((above for above in _with_ancestors(path) if above in blocks), None)
         if widths := _widths_of(module):
             reads, returns = widths
@@ -157,14 +164,19 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
-    """Yield the paths of blocks."""
+    """Yield the paths of blocks, such as "blocks.0" and "blocks.1"; the docstring of this file defines a block.
+
+    ``read_widths`` are the widths that some layer or norm reads. They show whether a child is one of several heads.
+    """
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
+        # A child without children is a single layer, such as an nn.Linear of an MLP, and no block.
         children = {name: child for name, child in module.named_children() if any(child.children())}
-        times = Counter(type(child) for child in children.values())
+        count_of_class = Counter(type(child) for child in children.values())
         for name, child in children.items():
-            is_repeated = isinstance(module, nn.ModuleList) or times[type(child)] > 1
+            # An nn.ModuleList is written for repeated modules. An nn.Sequential may also be a chain of different parts.
+            is_repeated = isinstance(module, nn.ModuleList) or count_of_class[type(child)] > 1
             if is_repeated and not _is_sequential_head(child, read_widths):
                 yield f"{path}.{name}" if path else name
 
@@ -219,6 +231,7 @@ def _reads_raw_input(layer: Layer, returned_widths: Iterable[int]) -> bool:
 
 
 def _is_inside(path: str, block: str) -> bool:
+    """Return True for a path of a block itself or of a module in it: "blocks.0.fc" is inside "blocks.0"."""
     return path == block or path.startswith(f"{block}.")
 
 

@@ -41,6 +41,7 @@ def _would_mix(tx: Transform, name: str) -> bool:
 
 
 def _mixed_matrices(tx: Transform, name: str, route: Route, shape: tuple[int, ...]) -> ValueError:
+    """Return the error of `check_shapes` for a parameter of this shape, with a remedy for each likely cause."""
     return ValueError(
         f"partition: {name!r} has shape {shape}, expected {route.shape}, the shape when its label {route.label!r} was "
         f"chosen: {tx.name} would treat a stack of matrices as one matrix. If the tensor stacks several models "
@@ -57,8 +58,8 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
     for name, route in routes.items():
         if route.label is not None:
             names_by_label.setdefault(route.label, []).append(name)
-    unused: list[str] = []
-    suspected: dict[str, str] = {}
+    unused: list[str] = []  # parameters with a view in the labels, which the transform does not use
+    suspected: dict[str, str] = {}  # the pattern of each parameter whose name alone suggests several matrices
     view_to_extend = MatrixView()
     for label, tx in transforms.items():
         for view in _views_within(tx):
@@ -78,6 +79,7 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
 
 
 def _views_within(tx: Transform) -> list[MatrixView]:
+    """Return the views of a transform and of all transforms in it."""
     views = [view_of(part) for part in within(tx)]
     return [view for view in views if view is not None]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from glob import escape
 from itertools import combinations
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -27,8 +27,18 @@ from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrix_pattern import parse
 
 T = TypeVar("T")
-Found = tuple[MatrixView, str, str | None]
-"""The view of a parameter, a note for `describe`, and a pattern if the name of an unknown layer suggests one."""
+
+
+class Matrices(NamedTuple):
+    """How a parameter divides into matrices."""
+
+    view: MatrixView
+    note: str = ""
+    """A text for `describe`, such as "query, key, value"; "" if there is nothing to explain."""
+    suspected: str | None = None
+    """A pattern that would split the parameter, if only the name of a layer of unknown code suggests several matrices:
+    ``view`` does not split it. None otherwise."""
+
 
 # Patterns in which ``{out}`` is to be replaced by the rows, which may be divided further.
 _PLAIN = "{out} in -> {out} in"
@@ -221,7 +231,7 @@ _STORED = (
 )
 
 
-def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[str, Found]:
+def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[str, Matrices]:
     """Find parameters that are not one matrix stored as (out, in); return a dict from name to view, note and pattern.
 
     Named tensors have no module types; only stacks of experts are found among them. A convolution is one matrix (out,
@@ -232,7 +242,7 @@ def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[s
     if isinstance(model_or_params, nn.Module):
         modules = dict(model_or_params.named_modules(remove_duplicate=False))
     shapes = {info.name: info.shape for info in infos}
-    matrices: dict[str, Found] = {}
+    matrices: dict[str, Matrices] = {}
     for info in infos:
         if info.ndim < 2:
             continue
@@ -242,11 +252,11 @@ def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[s
     return matrices
 
 
-_ONE_MATRIX: Found = (MatrixView(), "", None)
+_ONE_MATRIX = Matrices(MatrixView())
 
 
-def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> Found:
-    """Return the view of a parameter, a note, and a pattern if only its name suggests several matrices."""
+def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> Matrices:
+    """Return how a parameter divides into matrices: by the type of its module, else by the name of its layer."""
     owner = modules.get(module_path(info.name))
     leaf = plain_name(info.name).rpartition(".")[2]
     by_type = _of_convolution(owner, info) or _of_torch(owner, leaf)
@@ -254,22 +264,22 @@ def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapp
         return by_type
     stored, count, note = _stored(info, leaf, owner, shapes)
     if count:
-        return MatrixView(divided(stored, count)), note, None
-    # Parts of a flattened tensor keep its further dims.
+        return Matrices(MatrixView(divided(stored, count)), note)
+    # A plain parameter of three or more dims is flattened to (out, rest). Parts of its rows keep the further dims.
     divisible = _CONVOLUTION if info.ndim > 2 and stored == _PLAIN else stored
     rows = _rows(divisible, info.shape)
     layers = _layers_around(info, owner, modules)
     for name, holder in layers:
         pattern, parts = _fused(divisible, name, holder, rows)
-        if pattern or parts:
-            return MatrixView(pattern or _undivided(stored)), _joined(note, parts), None
+        if pattern or parts:  # a known layer; without a pattern, its sizes do not fit, and it is not split
+            return Matrices(MatrixView(pattern or _undivided(stored)), _joined(note, parts))
     view, suspected = MatrixView(_undivided(stored)), None
     if count := _suspected_parts(info, layers):
         suspected = divided(divisible, count)
         split = MatrixView({_glob_of(info, layers): suspected})
         argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.{split!r})"
         note = _joined(note, f"{MAYBE_FUSED}: to split equal parts, {argument}")
-    return view, note, suspected
+    return Matrices(view, note, suspected)
 
 
 def _undivided(stored: str) -> str | None:
@@ -278,6 +288,7 @@ def _undivided(stored: str) -> str | None:
 
 
 def _joined(*notes: str) -> str:
+    """Join the notes that are not empty, as in "stack of 8 matrices; gate, up"."""
     return "; ".join(note for note in notes if note)
 
 
@@ -312,15 +323,22 @@ def _glob_of(info: ParamInfo, layers: Sequence[tuple[str, nn.Module | None]]) ->
 
 
 def _suspected_parts(info: ParamInfo, layers: Sequence[tuple[str, nn.Module | None]]) -> int | None:
-    """Return the number of matrices that the name of a layer of unknown code suggests; None for one matrix."""
+    """Return the number of matrices that the name of a layer of unknown code suggests; None for one matrix.
+
+    Examples are 3 for ``attn.qkv.weight``, and 6 for ``adaLN_modulation.1.weight`` of shape (768, 128). ``layers`` are
+    the names of the layer, the innermost first, with the modules that hold it, as `_layers_around` returns them.
+    """
+    # A fused projection, by the name of the layer or of a wrapper around it: qkv, gate_up_proj.
     for name, _ in layers:
         for names, count in _SUSPECTS:
             if names.fullmatch(name):
                 return count
+    # A modulation, by the path of the layer or by the class of the module that holds it. Its width shows the count.
     path = ".".join(name for name, _ in reversed(layers))
     _, holder = layers[0]
     holder_class = None if holder is None else written_type(holder)
-    if info.ndim == 2 and (is_modulation(path) or class_name_fits(holder_class, _MODULATION_CLASS)):
+    has_name_of_modulation = is_modulation(path) or class_name_fits(holder_class, _MODULATION_CLASS)
+    if info.ndim == 2 and has_name_of_modulation:
         return _modulations(*info.shape)
     return None
 
@@ -334,26 +352,38 @@ def is_modulation(path: str) -> bool:
 
 
 def _modulations(rows: int, columns: int) -> int | None:
-    """Return the number of equal parts of a modulation; None if there are not several."""
+    """Return the number of equal parts of a modulation, which are scales, shifts and gates; None if it is one matrix.
+
+    A modulation maps a condition of ``columns`` features to several vectors of one width, with ``rows`` elements
+    together: 6 parts for (768, 128).
+    """
+    # The usual case: the condition is as wide as each vector, so that the quotient is the number of vectors.
     for count in _MODULATIONS:
         if rows == count * columns:
             return count
-    if rows <= columns:
+    if rows <= columns:  # it returns less than it reads, so nothing suggests several vectors
         return None
-    # The condition has another width than the modulated vectors.
+    # The condition has another width than the vectors, and the shape does not show their number. Assume the usual
+    # number if it divides the rows, else one scale and one shift.
     for count in (_USUAL_MODULATIONS, min(_MODULATIONS)):
         if rows % count == 0:
             return count
     return None
 
 
-def _of_torch(owner: nn.Module | None, leaf: str) -> Found | None:
-    """Return the matrices of the fused parameters of PyTorch's own modules; None for another parameter."""
+def _of_torch(owner: nn.Module | None, leaf: str) -> Matrices | None:
+    """Return the matrices of the fused parameters of PyTorch's own modules; None for another parameter.
+
+    ``owner`` is the module of the parameter, and ``leaf`` the last component of its name, such as "weight_ih_l0".
+    """
     if isinstance(owner, nn.MultiheadAttention) and leaf == "in_proj_weight":
-        return MatrixView(divided(_PLAIN, 3)), _QKV, None
+        return Matrices(MatrixView(divided(_PLAIN, 3)), _QKV)
+    # Recurrent layers join the matrices of their gates along the rows. A plain RNN has no gates: one matrix.
     if isinstance(owner, nn.RNNBase | nn.RNNCellBase) and leaf.startswith(("weight_ih", "weight_hh")):
         gates = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}.get(written_type(owner).__name__)
-        return _ONE_MATRIX if gates is None else (MatrixView(divided(_PLAIN, gates)), f"{gates} gates", None)
+        if gates is None:
+            return _ONE_MATRIX
+        return Matrices(MatrixView(divided(_PLAIN, gates)), f"{gates} gates")
     return None
 
 
@@ -392,46 +422,81 @@ def _rows(stored: str, shape: tuple[int, ...]) -> int:
     return parse(stored.replace("{out}", "out")).split(torch.empty(shape, device="meta"))[0].shape[-2]
 
 
-def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Found | None:
+def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Matrices | None:
     """Return the matrices of a transposed convolution, or of one with groups; None for another parameter."""
     if not is_convolution(info):
         return None
     if isinstance(owner, _ConvTransposeNd):
         grouped = f"; {owner.groups} groups, not split" if owner.groups > 1 else ""
-        return MatrixView("in out ... -> out (in ...)"), f"transposed convolution{grouped}", None
+        return Matrices(MatrixView("in out ... -> out (in ...)"), f"transposed convolution{grouped}")
     if isinstance(owner, _ConvNd) and owner.groups > 1:
-        return MatrixView(divided(_CONVOLUTION, owner.groups)), f"{owner.groups} groups", None
+        return Matrices(MatrixView(divided(_CONVOLUTION, owner.groups)), f"{owner.groups} groups")
     return None
 
 
-def _stored(
-    info: ParamInfo, leaf: str, owner: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[str, int | None, str]:
-    """Return the storage order of a parameter (a pattern with ``{out}`` for its rows), a number of matrices, a note."""
+class _Storage(NamedTuple):
+    """How a parameter is stored, if its rows are not divided further."""
+
+    pattern: str
+    """The order of its dims, with ``{out}`` for the rows, such as ``"in {out} -> {out} in"`` for a transposed one."""
+    parts: int | None
+    """The number of equal matrices along the rows; None if the module type does not determine it."""
+    note: str
+    """A text for `describe`, such as "stack of 8 matrices"; "" for a plain matrix."""
+
+
+def _stored(info: ParamInfo, leaf: str, owner: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]) -> _Storage:
+    """Return how a parameter is stored: by the table `_STORED`, else as a stack if it belongs to experts, else plainly.
+
+    Args:
+        info: the parameter.
+        leaf: the last component of its name, such as "weight".
+        owner: the module that owns it; None for named tensors without a model.
+        shapes: the shapes of all parameters by name. The shapes of two matrices of an expert together show whether
+            they are stored as (out, in) or (in, out).
+    """
+    # 1. A module of a known package.
     kind = written_type(owner) if owner is not None else None
     for entry in _STORED:
         if class_name_fits(kind, f"^{entry.module}$") and re.fullmatch(entry.leaf, leaf):
             count = None
             if entry.count is not None:
                 count = _number(owner, entry.count) or None  # 0 if the class of another package has no such attribute
-            return entry.pattern, count, entry.note or _stack_note(info, entry.pattern)
-    if info.ndim < 3 or not (_is_expert(info) or class_name_fits(kind, "Experts?$")):
-        return _PLAIN, None, ""
+            return _Storage(entry.pattern, count, entry.note or _stack_note(info, entry.pattern))
+    # 2. A plain parameter.
+    is_of_experts = _is_expert(info) or class_name_fits(kind, "Experts?$")
+    if info.ndim < 3 or not is_of_experts:
+        return _Storage(_PLAIN, None, "")
+    # 3. A stack of experts, whose matrices may be transposed.
     transposed = getattr(owner, "is_transposed", None)  # declared by transformers
     prefix = info.name[: info.name.rfind(".") + 1]
-    up, down = shapes.get(f"{prefix}gate_up_proj"), shapes.get(f"{prefix}down_proj")
+    up = shapes.get(f"{prefix}gate_up_proj")
+    down = shapes.get(f"{prefix}down_proj")
     if transposed is None and up and down:
-        transposed = up[-2:] == (down[-1], 2 * down[-2])
+        # As (out, in), the shapes are (2 inner, hidden) and (hidden, inner), since `up` holds gate and up. As (in,
+        # out), they are (hidden, 2 inner) and (inner, hidden): then `up` is `down` reversed, with twice the inner side.
+        inner, hidden = down[-2:]
+        transposed = up[-2:] == (hidden, 2 * inner)
     pattern = _TRANSPOSED_STACK if transposed is True else _STACK
-    return pattern, None, _stack_note(info, pattern)
+    return _Storage(pattern, None, _stack_note(info, pattern))
 
 
 def _stack_note(info: ParamInfo, pattern: str) -> str:
+    """Return a note such as "stack of 8 matrices" if the pattern is that of a stack; else ""."""
     return f"stack of {prod(info.shape[:-2])} matrices" if pattern in (_STACK, _TRANSPOSED_STACK) else ""
 
 
 def _fused(stored: str, layer: str, holder: nn.Module | None, rows: int) -> tuple[str | None, str]:
-    """Look up a layer of the module ``holder``; return its pattern and a note, or (None, "") if it is unknown."""
+    """Look up a layer in the table `_FUSED`; return its pattern and a note, or (None, "") if it is unknown.
+
+    If the layer is known, but its sizes do not fit, the pattern is None and the note gives the reason.
+
+    Args:
+        stored: the order of dims of the undivided parameter, such as ``"{out} in -> {out} in"``.
+        layer: the name of the layer, such as "qkv".
+        holder: the module that holds the layer, such as the attention module.
+        rows: the number of rows of the parameter.
+    """
     if holder is None:
         return None, ""
     kind = written_type(holder)
@@ -451,14 +516,18 @@ def _fused(stored: str, layer: str, holder: nn.Module | None, rows: int) -> tupl
 
 def _pattern_of(entry: _Fused, stored: str, holder: nn.Module, rows: int) -> str | None:
     """Fill the sizes of the module ``holder`` into the pattern of a known layer; None if they do not fit ``rows``."""
+    # A number of equal parts: 3.
     if isinstance(entry.rows, int):
         return divided(stored, entry.rows) if rows % entry.rows == 0 else None
+    # A pattern of interleaved rows: "(heads={num_heads} part=3 dim) -> part (heads dim)".
     if isinstance(entry.rows, str):
         template, _, results_text = entry.rows.partition(" -> ")
         row_axes = re.sub(r"{(.*?)}", lambda field: str(_number(holder, field[1])), template)
         results = results_text.split(", ")
+        # `_number` returns 0 for a size that the module does not have.
         fits = "=0" not in row_axes and parse(_with_rows(_PLAIN, row_axes, results)).fits((rows, 1))
         return _with_rows(stored, row_axes, results) if fits else None
+    # The rows of each part: ("embed_dim", "kv_dim", "kv_dim").
     sizes = [_number(holder, size) for size in entry.rows]
     if sum(sizes) != rows or 0 in sizes:
         return None
@@ -537,6 +606,7 @@ def _globs(name: str) -> Iterator[str]:
     components = [escape(component) for component in name.split(".")]
     number_positions = [index for index, component in enumerate(components) if component.isdigit()]
     word_positions = [index for index in range(len(components)) if index not in number_positions]
+    # The last word, such as "weight", is too general as the start of a glob, unless the name has no other word.
     starts = word_positions[:-1] or word_positions or [0]
     for literal_count in range(len(number_positions) + 1):
         for literal_positions in combinations(number_positions, literal_count):

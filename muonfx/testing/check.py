@@ -46,6 +46,7 @@ class LawReport:
     left_out: dict[str, str]
 
     def __str__(self) -> str:
+        """Return the report as text, with a line for each law."""
         laws_hold = "law holds" if len(self.held) == 1 else "laws hold"
         lines = [f"{self.tx}: {len(self.held)} {laws_hold}"]
         for name, count in self.held.items():

@@ -339,6 +339,10 @@ _KEYS = ("w", "b", "blocks.0.q", "head")
 def _plan_trees(
     ranks: tuple[int, int], dtypes: Sequence[torch.dtype], nones: bool, layouts: bool, max_leaves: int
 ) -> st.SearchStrategy[PyTree]:
+    """Return a strategy that draws trees whose leaves are `_DrawnLeaf`, descriptions of tensors that `_build` builds.
+
+    Arguments are as for `trees`; ``max_leaves`` limits the size of a tree.
+    """
     leaf: st.SearchStrategy[Any] = st.builds(
         _DrawnLeaf,
         st.lists(st.sampled_from(_SIDES), min_size=ranks[0], max_size=ranks[1]).map(tuple),
@@ -348,9 +352,10 @@ def _plan_trees(
         st.integers(-2, 2),
     )
     if nones:
-        leaf = st.one_of(leaf, leaf, leaf, st.none())
+        leaf = st.one_of(leaf, leaf, leaf, st.none())  # one leaf in four is None
 
     def extend(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        """Return a strategy that draws a container of the given children."""
         named = st.dictionaries(st.sampled_from(_KEYS), children, min_size=1, max_size=3)
         listed = st.lists(children, min_size=1, max_size=3)
         return st.one_of(
@@ -389,6 +394,7 @@ def trees(
 
 
 def _build(plans: PyTree, seed: int, dtype: torch.dtype | None = None, layout: str | None = None) -> PyTree:
+    """Build the tensors of a drawn tree. Each leaf has a seed of its own; a dtype or layout replaces the drawn one."""
     leaves, treedef = tree.flatten(plans)
     built = [None if plan is None else plan.build(seed + place, dtype, layout) for place, plan in enumerate(leaves)]
     return tree.unflatten(treedef, built)
@@ -398,6 +404,7 @@ def _build(plans: PyTree, seed: int, dtype: torch.dtype | None = None, layout: s
 def _examples(
     draw: st.DrawFn, plan_trees: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool, layouts: bool
 ) -> Example:
+    """Draw an example: parameters, and gradients of the same structure for a number of steps in ``steps``."""
     plans = draw(plan_trees)
     seed = draw(_SEEDS)
     number = len(tree.leaves(plans))

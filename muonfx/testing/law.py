@@ -120,6 +120,8 @@ def law(
     """
 
     def decorate(function: Callable[..., None]) -> LawFunction:
+        """Add the law to `LAWS`, and return the function that checks it on every prepared example."""
+
         @functools.wraps(function)
         def checked(tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
             prepared = on(Example(params, list(steps)))

@@ -23,6 +23,7 @@ class OtherProcess:
     """A Python process that runs examples. It starts at the first one, and ends with this process."""
 
     def __init__(self) -> None:
+        """Start the process, with the import paths and the number of threads of this one."""
         # A hash of strings that is fixed, so that a failure can be repeated, and is not this process's.
         seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
         paths = [os.path.abspath(path) for path in sys.path]

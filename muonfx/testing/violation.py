@@ -26,6 +26,7 @@ class LawViolation(AssertionError):
     """
 
     def __init__(self, law: str, tx: object, leaf: str | None, found: str, example: object = None) -> None:
+        """Compose the message from the attributes that the docstring of the class describes."""
         self.law = law
         self.tx = tx
         self.leaf = leaf

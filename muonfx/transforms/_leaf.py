@@ -29,7 +29,9 @@ class Operation(NamedTuple):
     """One recorded tensor operation of a `leafwise` step, which runs later on lists with the tensors of all leaves."""
 
     function: Callable[..., list[Tensor]]
+    """Called with one list of tensors for each operand, then the scalars; returns a list of results."""
     operands: list[int]
+    """The numbers of the values that it reads; a value has its position in the record as its number."""
     scalars: Sequence[object]
     overwrites: int | None
     """The number of the operand whose storage the function may reuse. None for a torch function that is called for each
@@ -37,6 +39,7 @@ class Operation(NamedTuple):
 
 
 def _unary(function: Callable[[Any], Any]) -> Callable[[Leaf], Leaf]:
+    """Return a method that records a function of one tensor, which is called for each leaf."""
     return lambda x: record_for_each(function, x)
 
 
@@ -51,10 +54,12 @@ def _times(alpha: Scalar, value: Any) -> Any:
 
 
 def _plus(x: object, y: object, alpha: Scalar) -> Tensor:
+    """Return ``x + alpha * y`` for one leaf."""
     return x + _times(alpha, y)
 
 
 def _lerp(x: Tensor, y: Tensor, weight: Scalar) -> Tensor:
+    """Return ``x + weight * (y - x)`` for one leaf."""
     return x + weight * (y - x) if isinstance(weight, Tensor) else torch.lerp(x, y, weight)
 
 
@@ -208,6 +213,13 @@ def _listed(
 
     If an operand may have another shape or dtype than its leaf, or if a scalar is not a real number, a call of
     ``for_one_leaf`` for every leaf is recorded instead.
+
+    Args:
+        function: a function of lists of tensors, such as ``ew.add``.
+        for_one_leaf: the same function of single tensors, such as ``operator.add``.
+        operands: the placeholders, which ``function`` receives as lists of tensors.
+        scalars: further arguments of both functions.
+        overwrites: which of the operands ``function`` may overwrite, by its position in ``operands``.
     """
     record = operands[0].record
     operations = [record[operand.index] for operand in operands]
@@ -237,12 +249,17 @@ def record_for_each(function: Callable[..., Any], *args: object, **kwargs: objec
     constants = [x for x in flat_args if not isinstance(x, Leaf)]
 
     def call(*lists_and_constants: Any) -> list[Tensor]:
+        """Call the torch function for each leaf, with the leaf's tensor in place of each placeholder.
+
+        The arguments are one list of tensors for each operand, then the constants.
+        """
         lists = lists_and_constants[: len(lists_and_constants) - len(constants)]
         values = lists_and_constants[len(lists) :]
         results: list[Tensor] = []
         for tensors in zip(*lists, strict=True):
             next_tensor = iter(tensors)
             next_value = iter(values)
+            # The arguments in their first order, in which tensors and constants are mixed.
             merged = [next(next_tensor if is_tensor else next_value) for is_tensor in is_operand]
             leaf_args, leaf_kwargs = tree.unflatten(treedef, merged)
             result = function(*leaf_args, **leaf_kwargs)
@@ -320,6 +337,10 @@ def record_step(
 ) -> StepPlan:
     """Call a `leafwise` step with placeholders, check the form of its result, and return the recorded operations.
 
+    The record is a list with one item for each value: None for an operand of the step, and an `Operation` for a
+    result. For ``step(u, s)`` with ``s.trace`` and the line ``m = s.trace * 0.9 + u``, it is ``[None, None, mul(1),
+    add(2, 0)]``. Creating a `Leaf` appends an item, and its position is the number of the value.
+
     Args:
         name: the name of the transform, for errors.
         declared: the declared state.
@@ -330,11 +351,15 @@ def record_step(
         extras: the extra arguments of the step.
     """
     containers = tree.flatten(declared)[1]
+    # The operands in order: the update, each field of the state with a tensor for each leaf, the parameter. Numbers
+    # that all leaves share are passed as the tensors that they are.
     record: list[Operation | None] = []
     update = Leaf(record)
     fields = [Leaf(record) if of_leaves else value for of_leaves, value in zip(is_tree, state, strict=True)]
     params = [Leaf(record)] if reads_params else []
     returned = step(update, tree.unflatten(containers, fields), *params, **extras)
+
+    # The result must be a pair of a placeholder and a state of the declared form.
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(f"{name}: the step must return (update, state), found a {type(returned).__name__}")
     new_update, new_state = returned
@@ -352,7 +377,9 @@ def record_step(
                 f"{name}: the step returns a {type(field).__name__} for {tree.names(declared)[index]!r} of its state, "
                 f"declared as {tree.leaves(declared)[index]!r}"
             )
+
     plan = Plan.of(record, [new_update, *[field for field in new_fields if isinstance(field, Leaf)]])
+    # Torch functions that are called for each leaf (`overwrites` is None) may return any shape and dtype.
     unsure = frozenset(index for index, operation in plan.operations if operation.overwrites is None)
     may_vary = any(isinstance(scalar, Tensor) for _, operation in plan.operations for scalar in operation.scalars)
     outputs = [field.index if isinstance(field, Leaf) else field for field in new_fields]

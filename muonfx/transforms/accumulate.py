@@ -33,6 +33,7 @@ class AccumulateState(NamedTuple):
 
 
 def _check_boundary(boundary: object) -> None:
+    """Raise unless the extra argument ``boundary`` is a bool, None, or a bool tensor of one element."""
     is_one = isinstance(boundary, Tensor) and boundary.dtype == torch.bool and boundary.numel() == 1
     if not (boundary is None or isinstance(boundary, bool) or is_one):
         raise TypeError(
@@ -82,6 +83,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
     require_transform("accumulate: inner", inner)
 
     def init(params: PyTree) -> AccumulateState:
+        """Return sums of zero, with both counts in CPU memory."""
         host = torch.device("meta") if device_of(params).type == "meta" else torch.device("cpu")
         number = len(tree.leaves(params))
         return AccumulateState(
@@ -100,18 +102,27 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         donate: Donation = NOTHING,
         **extras: object,
     ):
+        """Add the gradients of a micro-batch to the sums; after the last one of a group, run the inner transform.
+
+        ``boundary`` marks the last micro-batch: a bool, a bool tensor, or None to count to ``every``.
+        """
         _check_boundary(boundary)
         accumulated = _add_gradients(updates, state, donate)
         is_due = accumulated.count >= every if boundary is None else boundary
         is_compiling = torch.compiler.is_compiling()
+        # Under vmap and make_fx, a tensor has no value that Python can read.
         is_batched = not is_compiling and isinstance(is_due, Tensor) and (is_wrapped(is_due) or is_traced())
-        # Python must know which leaves get an update; a traced call uses the leaves that have a gradient in this call.
+        # The leaves that get an update must be fixed before the choice. To find the leaves that had a gradient earlier
+        # in the group, counts are read, so a traced call uses the leaves that have a gradient in this call.
         updated_leaves = updates if is_compiling or is_batched else _ever_seen(updates, accumulated)
         outcomes = _Outcomes(inner, updates, updated_leaves, mean, params, extras)
+        # In a compiled graph, torch.cond runs one of both branches.
         if isinstance(is_due, Tensor) and is_compiling:
             return outcomes.cond(is_due, accumulated)
+        # Under vmap and make_fx, both are computed, and torch.where selects.
         if isinstance(is_due, Tensor) and is_batched:
             return outcomes.select(is_due, accumulated)
+        # Else Python chooses.
         if is_due:
             return outcomes.step(accumulated, donate)
         return outcomes.wait(accumulated)
@@ -221,6 +232,8 @@ class _Outcomes(NamedTuple):
         shape = tree.flatten(self.wait(accumulated))[1]
 
         def run(function: Callable[[AccumulateState], PyTree]) -> Callable[..., tuple[Tensor, ...]]:
+            """Return `step` or `wait` as a branch of ``torch.cond``: a function of tensors that returns new tensors."""
+
             def branch(*leaves: Tensor) -> tuple[Tensor, ...]:
                 outcome = function(tree.unflatten(treedef, leaves))
                 return tuple(leaf.clone() for leaf in tree.leaves(outcome) if leaf is not None)

@@ -162,6 +162,7 @@ def _logits_of_call(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
+    """Return the largest logits of a call of torch's ``scaled_dot_product_attention``, whose arguments these are."""
     return max_logits(query, key, attn_mask, is_causal=is_causal, **options)
 
 

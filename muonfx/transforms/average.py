@@ -119,21 +119,26 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         donate: Donation = NOTHING,
         **extras: object,
     ):
+        """Update the master copy by the inner transform; return the steps of the parameters to its rounded values."""
         params = params_for("master_params", params)
-        at = Present(updates)
-        grads = at.pick(updates)
-        pairs = zip(at.pick(state.master), at.pick(params), strict=True)
-        masters = at.fill([_followed(own, param, reuse=donate.state) for own, param in pairs], state.master)
-        wide = ew.cast_like(grads, at.pick(masters))
-        fresh = all(a is not b for a, b in zip(wide, grads, strict=True))
-        out, inner_state = inner.run(
-            at.fill(wide), state.inner, masters, donate=Donation(donate.updates or fresh, donate.state), **extras
-        )
-        master = apply_updates(masters, out, donate=donate.state)
+        present = Present(updates)
+        grads = present.pick(updates)
+        followed: list[Tensor] = []
+        for master, param in zip(present.pick(state.master), present.pick(params), strict=True):
+            followed.append(_followed(master, param, reuse=donate.state))
+        masters = present.fill(followed, state.master)
+
+        wide_grads = ew.cast_like(grads, followed)
+        # A gradient that was cast is a copy. If all are, the inner transform may overwrite them in any case.
+        are_copies = all(wide is not grad for wide, grad in zip(wide_grads, grads, strict=True))
+        donation = Donation(donate.updates or are_copies, donate.state)
+        out, inner_state = inner.run(present.fill(wide_grads), state.inner, masters, donate=donation, **extras)
+        new_masters = apply_updates(masters, out, donate=donate.state)
 
         def difference(update: Tensor, master: Tensor, param: Tensor) -> Tensor:
+            """Return the rounded copy minus the parameter. It is not called for a leaf whose ``update`` is None."""
             return master.to(param.dtype).to(master.dtype) - param.to(master.dtype)
 
-        return map(difference, out, master, params), MasterParamsState(master, inner_state)
+        return map(difference, out, new_masters, params), MasterParamsState(new_masters, inner_state)
 
     return init, update

@@ -58,6 +58,7 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
     threshold = checks.positive("threshold", threshold)
 
     def clip(leaf: Tensor) -> Tensor:
+        """Divide by max(1, rms / threshold), with the root mean square over the last dim."""
         if leaf.numel() == 0:
             return leaf
         wide = leaf.to(ew.wide_dtype(leaf.dtype))
@@ -94,6 +95,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     def update(
         updates: PyTree, state: EmptyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
+        """Multiply all updates by min(1, max_norm / norm). A norm of NaN makes the factor NaN."""
         present = Present(updates)
         leaves = present.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.

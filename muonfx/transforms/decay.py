@@ -48,6 +48,7 @@ def _functions(
         return EmptyState()
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        """Add ``sign * weight_decay * w`` to the updates of the leaves that decay."""
         params = params_for(name, params)
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
@@ -195,10 +196,12 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
         return inner.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
+        """Run the inner transform, and drop the elements of its updates whose sign differs from the gradient's."""
         # The gradient is needed after the inner transform, so it is not donated.
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
 
         def keep(update: Tensor, gradient: Tensor | None) -> Tensor:
+            """Set elements whose sign differs from the gradient's to zero; divide the others by their share."""
             if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
                 return torch.zeros_like(update)
             # Compare signs: the product of the values may underflow to zero.

@@ -283,12 +283,14 @@ def leafwise(
         raise TypeError(f'leafwise: reads_params must be True, False or "updated", found {reads_params!r}')
 
     def decorate(constructor: Callable[..., StateAndStep]) -> Callable[..., Transform]:
+        """Return the factory. Its inner functions receive the constructor's arguments, and call it to read the step."""
         name = constructor.__name__
 
         def step_reads_params(*args: object, **kwargs: object) -> ReadsParams:
             return reads_params(*args, **kwargs) if callable(reads_params) else reads_params
 
         def declared(*args: object, **kwargs: object) -> tuple[PyTree, Step]:
+            """Return the declared state and the step of the constructor, after a check."""
             returned = constructor(*args, **kwargs)
             return state_and_step(
                 f"{name}: a leafwise", returned, (StepCount, Number), step_reads_params(*args, **kwargs)
@@ -300,6 +302,7 @@ def leafwise(
             return _functions(name, state, step, step_reads_params(*args, **kwargs))
 
         def find_locality(*args: object, **kwargs: object) -> Locality:
+            """Return the locality of a transform: that of the formula, and TREE if the step sums over leaves."""
             state, step = declared(*args, **kwargs)
             dtypes = [slot.dtype for slot in tree.leaves(state) if isinstance(slot, Slot)]
             is_quantized = any(isinstance(dtype, QuantizedDtype) for dtype in dtypes)
@@ -385,6 +388,7 @@ class _Formula:
     """A step and its declared state, which runs the step on the lists of all leaves."""
 
     def __init__(self, name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> None:
+        """Prepare the fields of the state: one for each `Slot` and each shared number that ``declared`` has."""
         self._name = name
         self._declared = declared
         self._step = step
@@ -431,6 +435,7 @@ class _Formula:
         return updates, tree.unflatten(containers, new_fields)
 
     def _record(self, state: list[PyTree], extras: Mapping[str, object]) -> StepPlan:
+        """Return the recorded operations of the step, from an earlier call if they are the same at every call."""
         # If no scalar is a tensor (such as a count), the plan is the same at every call. A compiled graph would guard
         # on a plan that is saved.
         may_save = all(self._is_tree) and not extras and not torch.compiler.is_compiling()
@@ -521,6 +526,7 @@ class Values:
         """Return the function ``sum_over_leaves`` for a step, which it calls with a `Leaf` instead of a tree."""
 
         def sum_of(leaf: Leaf) -> Tensor:
+            """Compute the value of the placeholder for each leaf, and return the sum. It must have one shape."""
             if not isinstance(leaf, Leaf):
                 raise TypeError(f"leafwise: sum_over_leaves adds up a value of each leaf, found {leaf!r}")
             operation = leaf.record[leaf.index]

@@ -129,6 +129,7 @@ class MatrixView:
 
 
 def _parse(text: object) -> Pattern:
+    """Parse a pattern such as "(qkv=3 out) in -> qkv out in"; errors name `MatrixView`."""
     if not isinstance(text, str):
         raise TypeError(
             f"MatrixView: found {text!r}, expected a pattern such as '(qkv=3 out) in -> qkv out in', or a "
@@ -154,6 +155,7 @@ class Matrices:
     """
 
     def __init__(self, view: MatrixView, values: PyTree, *, named: bool = False) -> None:
+        """Split the tensors of the tree ``values``; None stays None."""
         self.values = values
         self.at = Present(values)
         self.leaves: list[Tensor] = self.at.pick(values)

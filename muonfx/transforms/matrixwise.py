@@ -227,6 +227,7 @@ def matrixwise(
     """
 
     def decorate(constructor: Callable[..., StateAndMatrixStep]) -> Callable[..., Transform]:
+        """Return the factory. Raise TypeError if the constructor has no argument ``view``."""
         parameters = inspect.signature(constructor).parameters
         if "view" not in parameters or not isinstance(parameters["view"].default, MatrixView):
             raise TypeError(
@@ -241,6 +242,7 @@ def matrixwise(
             return _functions(constructor.__name__, view, *declared, reads_params=reads_params)
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+            """Return the transform for stacks of independent matrices, as `MatrixWork.on_stacks` describes."""
             state, _ = constructor(**arguments_at(tx, 0))
             # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
             is_simple = not any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
@@ -336,6 +338,7 @@ def _functions(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
+        """Split updates, states and parameters into matrices, run the step on stacks, and join the results."""
         matrices = Matrices(view, updates)
         containers = tree.flatten(declared)[1]
         old_fields = tree.subtrees(containers, state)

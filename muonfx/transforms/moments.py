@@ -89,6 +89,7 @@ def momentum(
         return out, MomentumState(m)
 
     def debiased_average(g: Leaf, s: DebiasedMomentumState):
+        """Return m / (1 - decay^t), as Adam does; with Nesterov momentum, as NAdam does, m counts for step t + 1."""
         t = s.count + 1
         m = s.trace.lerp(g, 1.0 - decay)
         correction = 1.0 - ew.power(decay, t)
@@ -171,6 +172,7 @@ def scale_by_adam(
     has_eps_root = not isinstance(eps_root, float) or eps_root != 0.0
 
     def step(g: Leaf, s: AdamState):
+        """Return Adam's update; the names are those of the formula in the docstring of `scale_by_adam`."""
         t = s.count + 1
         m = s.mu.lerp(g, 1.0 - b1)
         v = (s.nu * b2).addcmul(g, g, value=1.0 - b2)

@@ -147,6 +147,7 @@ def metrics(state: PyTree) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
 
     def visit(node: PyTree) -> None:
+        """Add the values of each `MonitorState` in a state."""
         if isinstance(node, MonitorState):
             if twice := values.keys() & node.values.keys():
                 raise ValueError(

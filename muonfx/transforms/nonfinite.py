@@ -61,6 +61,10 @@ def skip_nonfinite(inner: Transform):
         donate: Donation = NOTHING,
         **extras: object,
     ):
+        """Run the inner transform on zeros instead of gradients that are not finite, and then drop its results.
+
+        No branch depends on a value: both outcomes are computed, and ``torch.where`` selects.
+        """
         at = Present(updates)
         leaves = at.pick(updates)
         # Use infinity as the flag: every rank sees it in the sum, whichever ranks contribute.
@@ -71,6 +75,7 @@ def skip_nonfinite(inner: Transform):
         good = bad.to(state.skipped.device) == 0
 
         def if_good(new: Tensor, old: Tensor) -> Tensor:
+            """Return ``new`` if all gradients of the step are finite, else ``old``."""
             # Zero times NaN is NaN. A selection also keeps derivatives finite.
             return torch.where(good.to(new.device), new, old) if isinstance(new, Tensor) else new
 

@@ -100,6 +100,7 @@ def orthogonalize(
         donate: Donation = NOTHING,
         workspace: polar.Workspace | None = None,
     ):
+        """Orthogonalize all matrices in one call, which batches those of equal shape. The state is empty."""
         matrices = Matrices(view, updates)
         (out,) = matrices.map(
             lambda xs: (iterated(xs, donate=donate.updates, workspace=workspace),), matrices.of_leaves

@@ -75,6 +75,7 @@ class AttentionHeads:
     axis: int = 0
 
     def __post_init__(self) -> None:
+        """Check the numbers of heads and the ranges of rows."""
         checks.positive_int("AttentionHeads: heads", self.heads)
         checks.positive_int("AttentionHeads: key_heads", self.keys)
         if self.heads % self.keys:
@@ -110,15 +111,22 @@ class AttentionHeads:
         return tuple(groups)
 
     def module_of(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Return the attention module of a parameter, and a tuple of its contents: "query", "key", both or none."""
+        """Return the attention module of a parameter, and a tuple of its contents: "query", "key", both or none.
+
+        With ``query="q_proj"``, the parameter "layers.0.attn.q_proj.weight" gives ("layers.0.attn", ("query",)). A
+        fused weight gives both contents, and a parameter that holds neither gives ("", ()).
+        """
+        dotted_name = f".{name}"  # a dot in front, so that "my_q_proj" does not end with ".q_proj"
         module = ""
         roles: list[str] = []
         for projection, role in ((self.query, "query"), (self.key, "key")):
             for ending in _ENDINGS:
-                owner = f".{name}".removesuffix(f".{projection}{ending}")
-                is_projection = owner != f".{name}"
-                if is_projection and matches(owner[1:], self.module):
-                    module = owner[1:]
+                suffix = f".{projection}{ending}"  # such as ".q_proj.weight"
+                if not dotted_name.endswith(suffix):
+                    continue
+                owner = dotted_name.removesuffix(suffix).removeprefix(".")
+                if matches(owner, self.module):
+                    module = owner
                     roles.append(role)
         return module, tuple(roles)
 
@@ -186,6 +194,7 @@ class _Member(NamedTuple):
 
 
 def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
+    """Return the argument ``heads`` of `qk_clip` as a tuple. Raise if an item has another type."""
     items: tuple[object, ...] = heads if type(heads) is tuple else (heads,)
     accepted = tuple(item for item in items if isinstance(item, AttentionHeads | _Member))
     if len(accepted) != len(items):
@@ -308,6 +317,10 @@ def qk_clip(
         shard: Callable[[PyTree], PyTree] = _unchanged,
         max_over_ranks: Callable[[Tensor], Tensor] = _unchanged,
     ):
+        """Scale the query and key weights of each head whose largest logit exceeds tau.
+
+        ``shard`` returns this rank's shards of a dict of whole tensors by parameter name.
+        """
         params = params_for("qk_clip", params)
         weights = dict(zip(tree.names(params), tree.leaves(params), strict=True))
         members = [member for member in _members(all_heads, params) if weights[member.name] is not None]
@@ -316,6 +329,7 @@ def qk_clip(
         wide = ew.wide_dtype(*(weights[member.name].dtype for member in members))
         like = torch.zeros((), dtype=wide, device=tree.device_of(params))
         factors = _factors(members, max_logits, tau, alpha, max_over_ranks, like)
+        # For each weight, 1 minus the factor of each element, in the full shape, so that it can be sharded likewise.
         lacking = {member.name: member.lacking(factors, weights[member.name].device) for member in members}
         local_lacking = shard(lacking)
 
@@ -334,6 +348,7 @@ def qk_clip(
         donate: Donation = NOTHING,
         shard: Callable[[PyTree], PyTree] = _unchanged,
     ):
+        """Return the updates unchanged: without heads, there is nothing to clip, and no logits are required."""
         return updates, state
 
     return init, update if all_heads else without_heads

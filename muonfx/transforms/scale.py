@@ -185,6 +185,7 @@ def scale_by_shape(lr_scaling: ShapeRule = "match_rms_adamw", *, view: MatrixVie
     """
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        """Multiply each matrix by the factor of its shape."""
         matrices = Matrices(view, updates)
 
         def scaled(xs: list[Tensor]) -> tuple[list[Tensor]]:

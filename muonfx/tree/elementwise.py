@@ -325,6 +325,7 @@ def by_stacks(
     """
 
     def apply(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
+        """Call ``function`` for each group of tensors. ``lists`` has one list of tensors for each of its arguments."""
         outputs: tuple[Tensors, ...] = tuple([*lists[0]] for _ in range(results))
         # A tracer or a torch.func transform gets each tensor by itself; its memory cannot be examined.
         is_transformed = _leafwise(*lists) or is_traced()
@@ -389,6 +390,7 @@ def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
 
 
 def _has_stackable_matrices(x: Tensor) -> bool:
+    """Return True if a stack of tensors like this one gives the same bits as each tensor by itself."""
     is_vector = x.ndim < 2 or 1 in x.shape[-2:]  # such as a norm for each row, which is in no product of matrices
     return is_vector or can_be_stacked(x.shape[-2], x.shape[-1], x.device)
 
@@ -418,10 +420,14 @@ def norms(xs: Tensors) -> Tensors:
 
 
 def _norm(x: Tensor) -> Tensor:
+    """Return the 2-norm of one tensor as a 0-d tensor, in fp64 if the device supports it, without overflow."""
+    # Squares of fp32 and narrower fit into fp64.
     if x.dtype != torch.float64 and x.device.type != "mps":
         return torch.linalg.vector_norm(x, dtype=torch.float64)
     if x.numel() == 0:
         return torch.linalg.vector_norm(x)
+    # The squares of fp64, or of fp32 on a device without fp64, may overflow: divide by the largest magnitude first. A
+    # tensor of zeros, or with an infinity, is divided by 1, so that no 0 / 0 or inf / inf makes it NaN.
     x = x.to(wide_dtype(x.dtype))
     peak = x.detach().abs().amax()
     peak = torch.where((peak > 0) & peak.isfinite(), peak, torch.ones_like(peak))
@@ -438,6 +444,7 @@ def peaks(xs: Tensors) -> Tensors:
 
 
 def _peak(x: Tensor) -> Tensor:
+    """Return the largest absolute value of a tensor as a 0-d tensor; 0 if it is empty."""
     if x.numel() == 0:
         return x.new_zeros(())
     return x.abs().amax()

@@ -85,6 +85,7 @@ def _nodes(node: PyTree, path: Path = ()) -> Iterator[tuple[Path, PyTree]]:
 
 
 def _dotted(path: Path) -> str:
+    """Return a path as text: "a.0" for ("a", 0)."""
     return ".".join(str(entry) for entry in path)
 
 
@@ -101,6 +102,7 @@ def _fits(path: Path, node: PyTree, where: Where) -> bool:
 
 
 def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
+    """Return the path and the node with the path or the type ``where``. Raise KeyError unless there is exactly one."""
     matches = _find(tree, where)
     if len(matches) == 1:
         return matches[0]
@@ -119,6 +121,7 @@ def _shown(where: Where) -> str:
 
 
 def _replaced(node: PyTree, path: Path, value: PyTree) -> PyTree:
+    """Return a tree in which ``value`` replaces the node at a path. Containers on the path are built again."""
     if not path:
         return value
     opened, children = open_node(node)

@@ -66,8 +66,11 @@ class _Node:
 
     kind: type | None = None
     entries: tuple[object, ...] = ()
+    """The key, index or field name of each child."""
     metadata: object = None
+    """Further data of the container, such as the default factory of a defaultdict."""
     rebuild: Callable[[list[PyTree]], PyTree] | None = field(default=None, compare=False)
+    """Builds the container from its children; None for a leaf."""
     children: tuple[_Node, ...] = ()
 
     @property
@@ -75,11 +78,13 @@ class _Node:
         return 1 if self.kind is None else sum([child.num_leaves for child in self.children])
 
     def unflatten(self, leaves: Iterator[object]) -> PyTree:
+        """Build the tree with this structure from the next leaves of an iterator."""
         if self.rebuild is None:
             return next(leaves)
         return self.rebuild([child.unflatten(leaves) for child in self.children])
 
     def paths(self, above: tuple[object, ...]) -> list[tuple[object, ...]]:
+        """Return the path of each leaf, such as ("a", 0), after the path ``above`` of this node."""
         if self.kind is None:
             return [above]
         paths: list[tuple[object, ...]] = []
@@ -88,6 +93,7 @@ class _Node:
         return paths
 
     def typed_paths(self, above: TypedPath) -> list[TypedPath]:
+        """Return the path of each leaf, as `paths` does, with entries that show if they are fields of a NamedTuple."""
         if self.kind is None:
             return [above]
         is_field = hasattr(self.kind, "_fields")
@@ -97,13 +103,20 @@ class _Node:
         return paths
 
     def flatten_up_to(self, tree: PyTree) -> list[PyTree]:
-        if self.kind is None:
+        """Return the subtree of ``tree`` at the position of each leaf of this structure.
+
+        The structure of ``{"a": 0, "b": 0}`` gives ``[1, (2, 3)]`` for ``{"a": 1, "b": (2, 3)}``. Raise ValueError if
+        ``tree`` has another container than the structure above a leaf.
+        """
+        if self.kind is None:  # a leaf of the structure, at which any subtree may be
             return [tree]
         opened, children = open_node(tree)
-        if self.kind in _DICTS and type(tree) in _DICTS:  # interchangeable, matched by key, as in optree
+        if self.kind in _DICTS and type(tree) in _DICTS:
+            # The kinds of dicts are interchangeable and are matched by key, as in optree.
             fits = len(tree) == len(self.entries) and all(entry in tree for entry in self.entries)
             children = [tree[entry] for entry in self.entries] if fits else []
         else:
+            # Other containers must have the same type and entries; `opened` is None if the tree is a leaf here.
             fits = opened is not None and opened.kind is self.kind and opened.entries == self.entries
         if not fits:
             raise ValueError(f"expected {self.kind.__name__} of {self.entries}, found {type(tree).__name__}")
@@ -409,6 +422,7 @@ class Present:
     """
 
     def __init__(self, tree: PyTree) -> None:
+        """Read the positions from ``tree``. A flat dict is read without flattening, which takes less time."""
         self._keys = list(tree) if is_flat(tree) else None
         if self._keys is None:
             self._leaves, self._treedef = flatten(tree)
@@ -420,6 +434,10 @@ class Present:
             self._indices = [index for index, leaf in enumerate(self._leaves) if leaf is not None]
 
     def _all(self, tree: PyTree) -> list[Any]:
+        """Return the subtree of another tree at each position, including those of None.
+
+        Raise ValueError if the other tree has another structure.
+        """
         try:
             if self._keys is None:
                 return subtrees(self._treedef, tree)
@@ -436,6 +454,7 @@ class Present:
         )
 
     def _tree(self, leaves: Sequence[object]) -> PyTree:
+        """Build a tree with the structure of the tree given to `Present`, with one leaf for each position."""
         if self._keys is None:
             return unflatten(self._treedef, leaves)
         return dict(zip(self._keys, leaves, strict=True))

@@ -104,6 +104,7 @@ def _check_modes(modes: dict[str, Mode], tx: Transform, params: PyTree, steps: l
 
 @contextmanager
 def _another_seed() -> Generator[None]:
+    """Set other seeds for the random numbers of torch and Python, and restore their states at the end."""
     state_of_python = random.getstate()
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1234)

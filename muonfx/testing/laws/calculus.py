@@ -22,6 +22,7 @@ from muonfx.tree import PyTree
 
 
 def _state_is_narrow(tx: Transform) -> str | None:
+    """Return the reason if a state is narrower than float64 for float64 parameters, which rounds results; or None."""
     probe = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
     try:
         state = widened(tx).init(probe)
@@ -50,6 +51,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def _of_gradients(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
+    """Return a function from a vector of all gradients to a vector of all updates, and the vector of the example."""
     tx = widened(tx)
 
     def function(vector: Tensor) -> Tensor:
@@ -59,6 +61,7 @@ def _of_gradients(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[F
 
 
 def _of_parameters(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
+    """Return a function from a vector of all parameters to a vector of all updates, and the vector of the example."""
     tx = widened(tx)
 
     def function(vector: Tensor) -> Tensor:
@@ -71,6 +74,7 @@ def _of_parameters(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[
 
 
 def _of_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
+    """Return a function of a vector of changes of the numeric arguments to a vector of all updates, and zeros."""
     leaves, treedef = tree.flatten(widened(tx))
     numbers = [torch.as_tensor(leaf, dtype=torch.float64) for leaf in leaves]
     values = _joined(numbers)
@@ -159,6 +163,7 @@ def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _check(check: Callable[..., bool], function: Function, at: Tensor, **options: float) -> None:
+    """Call ``gradcheck`` or ``gradgradcheck`` on a function of a vector; empty inputs and outputs are skipped."""
     if not at.numel() or not function(at).numel():
         return
 

@@ -43,6 +43,10 @@ def _require_no_value_read(graph: GraphModule) -> None:
 
 
 def _check(tx: Transform, params: PyTree, steps: list[PyTree], *, vary: bool = False) -> None:
+    """Raise `Breach` (a failed law) unless all steps compile to one graph with the results of eager mode.
+
+    With ``vary``, the numeric arguments of the transform differ at each step.
+    """
     if not tree.leaves(params):
         return
     torch._dynamo.reset()

@@ -34,12 +34,9 @@ from muonfx.testing.violation import Breach, require_close, require_same, tolera
 from muonfx.tree import PyTree
 
 
-def _declared(tx: Transform, what: str) -> Any:
-    return getattr(tx.declaration, what)
-
-
-def _without(what: str) -> Any:
-    return lambda tx: None if _declared(tx, what) is not None else f"it declares no {what}"
+def _without(option: str) -> Any:
+    """Return a function from a transform to the reason why it has no such option of `muonfx.transform`, or to None."""
+    return lambda tx: None if getattr(tx.declaration, option) is not None else f"it declares no {option}"
 
 
 @law(unless=lambda tx: "it declares that it reads the parameters" if tx.reads_params else None, share=0.3)
@@ -82,8 +79,10 @@ def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Raise `Breach` (a failed law) if the update of a leaf depends on the order of items in one of the trees."""
     expected = history(tx, params, steps)
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
+    # Whether the dicts of (gradients, parameters, state) are reversed.
     cases = {
         "all dicts": (True, True, True),
         "the gradients' dicts": (True, False, False),
@@ -104,6 +103,7 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 
 def _reversed(values: PyTree) -> PyTree:
+    """Return a tree in which the items of all dicts are in reversed order; lists and tuples keep their order."""
     if type(values) is dict:
         return {key: _reversed(item) for key, item in reversed(values.items())}
     if isinstance(values, tuple | list):
@@ -135,6 +135,9 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
 def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check leaves of several thousand elements: updates have the right shapes and obey the declared locality.
 
+    A transform may use another algorithm for large leaves, such as one that works on parts of a leaf. For this reason
+    the main checks of locality run again with large leaves. For the locality TREE, only the shapes are checked.
+
     >>> import muonfx as mfx
     >>> large_leaves_are_as_small_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
@@ -142,6 +145,7 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
         check_elements(tx, params, steps)
     elif tx.locality in (Locality.MATRIX, Locality.LEAF):
         check_leaves(tx, params, steps, OTHERS_ABSENT)
+    # Each update has the shape of its gradient.
     for grads, (updates, _) in zip(steps, history(tx, params, steps), strict=True):
         for (name, grad), update in zip(tree.named_leaves(grads), tree.leaves(updates), strict=True):
             if isinstance(update, Tensor) and update.shape != grad.shape:
@@ -232,6 +236,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
         return {name: leaf.reshape(-1, *matrices[name])[:size] for name, leaf in values.items()}
 
     def compare(what: str, size: int | None, expected_is: str, tolerance: float) -> None:
+        """Compare updates of stacks with those of whole leaves. ``size`` is the length of a stack, None for the whole."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
             results = updates_of(tx_of_stacks, as_stack(params, size), [as_stack(grads, size) for grads in steps])

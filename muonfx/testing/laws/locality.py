@@ -54,6 +54,7 @@ def enlarged(example: Example) -> Example:
     shapes_to_enlarge = sorted(shapes, key=lambda shape: -len(shape))[:3]
 
     def large(leaf: Tensor) -> Tensor:
+        """Repeat a leaf along its first and last dim, and multiply each element by another factor."""
         if tuple(leaf.shape) not in shapes_to_enlarge or not leaf.ndim:
             return leaf
         # The leaf has more than 4,096 elements and its halves have fewer: an algorithm may change at this size.
@@ -118,15 +119,20 @@ def _for_halves(tolerance: float) -> float:
 
 
 def _first_half(leaf: Tensor) -> Tensor:
+    """Return the first half of a leaf along its first dim, which also has the middle row of an odd number."""
     return leaf if leaf.ndim == 0 else leaf.narrow(0, 0, (leaf.shape[0] + 1) // 2).contiguous()
 
 
 def _second_half(leaf: Tensor) -> Tensor:
-    kept = leaf.shape[0] // 2 if leaf.ndim else 0
-    return leaf if leaf.ndim == 0 else leaf.narrow(0, leaf.shape[0] - kept, kept).contiguous()
+    """Return the second half of a leaf along its first dim, without the middle row of an odd number."""
+    if leaf.ndim == 0:
+        return leaf
+    rows = leaf.shape[0] // 2
+    return leaf.narrow(0, leaf.shape[0] - rows, rows).contiguous()
 
 
 def _shuffled(leaf: Tensor) -> Tensor:
+    """Return a leaf with its elements in another order, which is the same for all leaves of its size."""
     order = torch.randperm(leaf.numel(), generator=torch.Generator().manual_seed(leaf.numel()))
     return leaf.reshape(-1)[order].reshape(leaf.shape)
 
@@ -202,16 +208,22 @@ def _with_others_changed(values: PyTree, number: int, change: Callable[[Tensor],
 
 
 def _needs_more_than_sums(tx: Transform) -> str | None:
+    """Return why a transform is not computed from shards and sums over leaves alone; None if it is.
+
+    A sharded run passes shards and the argument ``sum_over_leaves`` to a transform that has this argument. Another
+    transform that reads the tree receives whole tensors, so the law about sums does not apply to it.
+    """
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
-    readers = [part for part in within(tx) if part.locality == Locality.TREE]
+    readers = [part for part in within(tx) if part.locality == Locality.TREE]  # the transform and parts inside it
     without_sums = [part for part in readers if "sum_over_leaves" not in part.extras.named]
     for part in without_sums:
         if works_on_pieces(part):
             return f"{part.name} combines its shards by other means than sums over leaves"
     # A part that takes all extra arguments forwards sum_over_leaves to the parts inside it.
     receivers = [part for part in without_sums if not part.extras.takes_all]
-    if not receivers and len(without_sums) == len(readers):
+    is_forwarded_to_none = len(without_sums) == len(readers)
+    if not receivers and is_forwarded_to_none:
         receivers = readers
     if receivers:
         return (
@@ -296,6 +308,8 @@ def _on_two_ranks(
     ranks = _TwoRanks()
 
     def run(rank: int) -> list[PyTree]:
+        """Return the updates of all steps on one rank."""
+
         def total(scalars: PyTree) -> Tensor:
             return ranks.sum(rank, counted_on(rank, scalars))
 
@@ -345,9 +359,10 @@ class _TwoRanks:
         errors: list[Exception] = []
 
         def work(rank: int) -> Any:
+            """Run the function on one rank. After an error, release the other thread from the barrier."""
             try:
                 result = function(rank)
-                self._exchange(rank, None)
+                self._exchange(rank, None)  # the other rank may wait for one more sum: this shows that there is none
                 return result
             except Exception as error:
                 errors.append(error)
