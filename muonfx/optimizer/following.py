@@ -41,9 +41,9 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
         return  # the caller's layout describes these shards
     views: list[str] = []
     for name, param in named.items():
-        if getattr(param, "_fsdp_flattened", False):  # use_orig_params=True: a view into FSDP1's flat tensor
+        if getattr(param, "_fsdp_flattened", False):  # part of a flat tensor, or, if it has one dim, perhaps all of it
             views.append(name)
-        elif getattr(param, "_is_flat_param", False):  # use_orig_params=False: the flat tensor itself
+        elif getattr(param, "_is_flat_param", False):  # a flat tensor without that mark
             raise errors.flattened(name, param)
     # A sharded view has one dim. On one rank, and with NO_SHARD, views keep their shapes and can be used.
     if views and all(named[name].ndim < 2 for name in views):

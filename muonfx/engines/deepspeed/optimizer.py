@@ -200,7 +200,7 @@ class ZeroOptimizer(Optimizer):
         ``names`` are the parameters from which DeepSpeed made the group, and ``tensors`` are the tensors that are in
         the group now. At stage 0 these are the parameters, or copies of them in fp32, and the group has one unit. At
         other stages they are flat tensors with shards of the parameters, and each has a unit. A flat tensor without a
-        gradient is left out unless ``without_grads``: DeepSpeed steps on it in another call.
+        gradient is left out unless ``without_grads``, because a step does not update it.
         """
         params = {name: self._params[name] for name in names}
         tensor_group = tensor_group_of(self.model.modules())
