@@ -59,6 +59,7 @@ def _inspect(path: Path) -> int:
 
 
 def _verify(path: Path) -> int:
+    """Verify every byte of a checkpoint, or of all checkpoints in a folder; return 1 if one is damaged, else 0."""
     code = 0
     for checkpoint in checkpoints(path) or [path]:
         try:
@@ -72,6 +73,7 @@ def _verify(path: Path) -> int:
 
 
 def _clean(path: Path) -> int:
+    """Remove the files that ended saves have left, and print their paths; return the exit code 0."""
     removed = clean(path)
     print("\n".join([*map(str, removed), f"{len(removed)} files removed"]))
     return 0

@@ -216,6 +216,7 @@ class Reader:
         self.folder = folder
         self.index = index
         self._files: dict[int, tuple[FileIO, ExitStack]] = {}
+        """The open data files by their number in the index, each with the stack that closes it."""
         # One pool per reader, not a global one: threads do not survive a fork.
         threads = torch.get_num_threads() if hasattr(os, "preadv") else 1
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="muonfx-read")

@@ -38,12 +38,18 @@ class Draft:
         self.save_id = save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)
         self._files: list[Path] = [self._unfinished_index]
+        """The files that this rank has written, to be removed after an error."""
         self._lock = SaveLock(path, self.save_id)
         self._replaced_index: FileIO | None = None
+        """The index of the checkpoint that this save replaces, kept open to wait for its readers."""
         self._replaced_files: tuple[DataFile, ...] = ()
+        """The data files of the checkpoint that this save replaces."""
         self._index_at_begin: tuple[int, int] | None = None
+        """The inode and time of the index when the save began."""
         self._has_other_writer = False
+        """True if the index was replaced by another save since then."""
         self._has_made_folder = False
+        # Between the two, an error does not show whether the new index is in place.
         self._rename_began = False
         self._rename_ended = False
 
@@ -184,6 +190,7 @@ class Draft:
 
 
 def _reason(error: Exception) -> str:
+    """Return the text of an error; of an OSError only the text of the system, without number and path."""
     reason = ""
     if isinstance(error, OSError):
         reason = error.strerror

@@ -147,6 +147,7 @@ def with_reader(path: Path, work: Callable[[Reader], Result]) -> Result:
     """Open all files of a checkpoint and return ``work(reader)``; read again if a save replaced it meanwhile."""
 
     def attempt(number: int) -> Result:
+        """Read the checkpoint that is at the path now; raise `ReplacedError` if it is replaced meanwhile."""
         with ExitStack() as stack:
             with inspect_and_keep(path) as index, replacement(path, index):
                 reader = stack.enter_context(Reader(path, index))
@@ -169,6 +170,7 @@ def replacement(path: Path, index: Index) -> Generator[None]:
 
 
 def _why_no_checkpoint(path: Path) -> str:
+    """Return the message of an error that there is no checkpoint at a path, with the most likely reason."""
     with suppress(OSError, CheckpointError):
         if not path.exists():
             return f"there is no checkpoint at {path}: no such folder"
@@ -200,6 +202,7 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _has_index(path: Path) -> bool:
+    """Return whether a folder has an index, or may have one that cannot be read."""
     if path.is_symlink() and not path.is_dir():  # count it: the attempt to read it raises an error with the reason
         return True
     try:

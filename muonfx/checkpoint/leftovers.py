@@ -94,11 +94,16 @@ def _unnamed_file(folder: Path) -> FileIO | None:
 
 
 Verdict = Literal["dead", "alive", "unknown"]
+"""Whether a save was killed, or still runs. It is unknown for a save of another machine, or if its lock is unreadable.
+"""
 
 
 @contextmanager
 def _judged(folder: Path, save_id: str) -> Generator[Verdict]:
-    """Yield whether a save is still running. In the ``with`` block, no other process can judge a dead save."""
+    """Yield "alive" if a save is still running, "dead" if it was killed, else "unknown".
+
+    In the ``with`` block, this process holds the lock of a dead save, so that no other process can judge it.
+    """
     path = folder / lock_name(save_id)
     with ExitStack() as stack:
         try:
@@ -121,14 +126,21 @@ def _judged(folder: Path, save_id: str) -> Generator[Verdict]:
 
 
 def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:
-    """Return the files of saves with one of the verdicts that the index of the folder does not name; remove them."""
+    """Return the files that saves have left in a checkpoint's folder, and that its index does not name.
+
+    Only files of saves with one of the ``verdicts`` are returned: ``("dead",)`` for killed saves. With ``remove=True``
+    they are also removed. The name of each file has the id of its save: ``data-0123456789abcdef-00000-of-00001...``.
+    """
     try:
         names = {name for name in os.listdir(folder) if is_own_name(name)}
     except OSError:
         return []
+    if not names:
+        return []
     # An ordinary checkpoint has an index and no lock. Its index is read only if a caller searches thoroughly.
-    is_suspicious = "unknown" in verdicts or any(name.startswith(".save-") for name in names)
-    if not names or (not is_suspicious and (folder / INDEX).exists()):
+    has_lock = any(name.startswith(".save-") for name in names)
+    is_thorough = "unknown" in verdicts
+    if not is_thorough and not has_lock and (folder / INDEX).exists():
         return []
     unnamed: list[Path] = []
     for save_id in sorted({save_id_of(name) for name in names}):
@@ -151,6 +163,7 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
 
 
 def _names_in_index(folder: Path) -> set[str]:
+    """Return the names of the data files of the checkpoint in a folder; none if it has no index."""
     try:
         return {file.name for file in read_index(folder / INDEX).files}
     except FileNotFoundError:

@@ -110,6 +110,7 @@ def load(
     is_local = isinstance(tx, Sharded) and not isinstance(like, StateSpec) and not is_global(like)
 
     def make_target() -> Target:
+        """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
         rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
         global_like = like
         if isinstance(tx, Sharded) and is_local:
@@ -168,6 +169,8 @@ def load_params(
             group = layout.group
 
     def make_target() -> Target:
+        """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
+        # allow_other_chain=True, because a chain has no meaning for parameters.
         rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), True, cast or {}, rename or {})
         global_like = like
         if layout is not None:
@@ -194,6 +197,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """
 
     def read_all(reader: Reader) -> dict[str, Tensor]:
+        """Allocate all leaves and read their values."""
         leaves: dict[str, Tensor] = {}
         for name, leaf in reader.index.leaves.items():
             leaves[name] = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
@@ -306,7 +310,9 @@ def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) ->
             raise CheckpointError(f"{path} was not loaded: {error}") from error
 
     def attempt(number: int) -> PyTree:
+        """Read the checkpoint, for the first time if ``number`` is 0; `ReplacedError` starts the next attempt."""
         with Loader(path, make_target) as loader:
+            # After a failed attempt of several ranks, all of them read the index that rank 0 has locked.
             shared_index: Index | None = None
             if number > 0 and ranks.size > 1:
                 keep = loader.keep if ranks.rank == 0 else _no_index
@@ -322,6 +328,7 @@ def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) ->
 
 
 def _no_index() -> None:
+    """Return the value of the ranks other than 0, from which no index is needed."""
     return None
 
 
@@ -331,4 +338,5 @@ def _first_for_all(indexes: list[Index | None]) -> Sequence[Index | None]:
 
 
 def _no_merge(nothing: list[None]) -> Sequence[None]:
+    """Return None for each rank, after a step that only has to succeed on all ranks."""
     return nothing

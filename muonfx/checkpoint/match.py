@@ -103,7 +103,8 @@ def match(index: Index, expected: StateSpec, rules: Rules, *, section: str, wher
         where: the path of the checkpoint, for messages.
     """
     report = _Report()
-    new_name_of, problems = plain_names(index.leaves), list[str]()
+    new_name_of = plain_names(index.leaves)
+    problems: list[str] = []
     if rules.rename:
         new_name_of, problems = new_names(new_name_of, rules.rename)
     stored_name_of = _names_in_section(new_name_of, section, problems)
@@ -143,6 +144,7 @@ def _names_in_section(new_name_of: Mapping[str, str], section: str, problems: li
 
 
 def _report_renaming(problems: Sequence[str], report: _Report) -> None:
+    """Add the problems of ``rename=`` to the report, with advice."""
     if not problems:
         return
     report.problems += [f"rename:    {problem}" for problem in problems]
@@ -166,6 +168,7 @@ def moved_states(stored: Mapping[str, Spec], expected: StateSpec, rules: Rules) 
     extra = _unmatched(stored, expected, rules.allow_extra)
     if not missing or not extra:
         return {}
+    # Leaves of the checkpoint by spec and end of the name: "muon/momentum/trace/w" ends in "momentum/trace/w".
     extra_by_end: dict[tuple[Spec, str], list[str]] = {}
     for name in extra:
         for end in _ends(name):
@@ -177,7 +180,7 @@ def moved_states(stored: Mapping[str, Spec], expected: StateSpec, rules: Rules) 
             continue
         longest_end = ends[0]
         candidates = extra_by_end[expected[name], longest_end]
-        if len(candidates) > 1:
+        if len(candidates) > 1:  # ambiguous, so other leaves of the state decide
             continue
         new_levels = name.removesuffix(longest_end).rstrip("/")
         old_levels = candidates[0].removesuffix(longest_end).rstrip("/")
@@ -300,24 +303,34 @@ def _check_names(
     moved: Mapping[str, str],
     report: _Report,
 ) -> None:
-    """Report leaves that only one side has, with the arguments that allow them."""
-    missing = [name for name in expected if name not in stored_name_of]
-    missing = [name for name in missing if not matches_any(rules.allow_missing, name)]
-    extra = [name for name in stored_name_of if name not in expected]
-    extra = [name for name in extra if not matches_any(rules.allow_extra, name)]
+    """Report leaves that only the checkpoint or only the requested state has, with the arguments that allow them.
+
+    ``stored_name_of`` is a dict from the name of each leaf of the checkpoint, after renaming, to its name in the file.
+    ``section`` is "params" or "". ``moved`` are the states that `moved_states` has paired.
+    """
+    missing: list[str] = []
+    for name in expected:
+        if name not in stored_name_of and not matches_any(rules.allow_missing, name):
+            missing.append(name)
+    extra: list[str] = []
+    for name in stored_name_of:
+        if name not in expected and not matches_any(rules.allow_extra, name):
+            extra.append(name)
     for name in missing:
         report.problems.append(f"missing:   {name!r}, {described(expected[name])}, is not in the checkpoint")
     for name in extra:
         report.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
-    if not section and missing and all(f"{PARAMS}/{name}" in index.leaves for name in missing):
+    # `load`, which reads a state, was called with parameters that the checkpoint has in its section "params".
+    are_params = not section and all(f"{PARAMS}/{name}" in index.leaves for name in missing)
+    if missing and are_params:
         report.advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
         return
     if missing and extra and not moved:
         renaming: object = {}
-        if not rules.rename:
+        if not rules.rename:  # the caller's own renaming did not help, so no other is derived
             renaming = prefix_renaming(extra, missing)
-        shown = repr(renaming) if renaming else "{name in the checkpoint: name in `like`}"
-        report.advice.append(f"if only the names of leaves differ: rename={shown}")
+        renaming_text = repr(renaming) if renaming else "{name in the checkpoint: name in `like`}"
+        report.advice.append(f"if only the names of leaves differ: rename={renaming_text}")
     if missing:
         patterns = shortest_levels(missing, expected)
         report.advice.append(f"to keep the values of `like` for missing leaves: allow_missing={patterns}")
@@ -349,7 +362,7 @@ def _check_leaves(
             )
             continue
         cast_dtypes = {dtype for pattern, dtype in rules.cast.items() if matches(pattern, name)}
-        if cast_dtypes - {spec.dtype}:
+        if cast_dtypes - {spec.dtype}:  # cast= allows rounding, but does not choose the dtype
             texts = ", ".join(sorted(map(str, cast_dtypes)))
             report.problems.append(f"cast:      {name!r} has dtype {spec.dtype} in `like`, and cast= gives {texts}")
             report.advice.append(

@@ -54,6 +54,10 @@ def name_of(path: tuple[Any, ...]) -> str:
 
 @lru_cache(10_000, typed=True)  # the upper levels are in many names, and 1, 1.0 and True are equal
 def _escaped(entry: object) -> str:
+    """Return one level of a leaf name for a key of a tree, such that different keys have different levels.
+
+    The int 0 becomes "0", and the string "0" becomes "~20". In strings, "~" becomes "~0", and "/" becomes "~1".
+    """
     if isinstance(entry, bool) or not isinstance(entry, str | int):
         raise TypeError(
             f"found the key {entry!r} of type {type(entry).__name__}, expected a string or an int: keys are part of "

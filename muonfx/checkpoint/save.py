@@ -165,18 +165,21 @@ def _request(
     group: ProcessGroup | None,
     copy: bool = False,
 ) -> SaveRequest:
-    """Wait for a save in the background, and check the arguments of a save; ``copy`` copies tensors to the CPU.
+    """Check the arguments of `save` or `save_async`, and return them as one value for the writer.
 
-    With a group, the error of an invalid argument is part of the result, to be raised on all ranks.
+    ``copy`` is True for `save_async`: tensors are copied to the CPU. A save in the background is waited for. With a
+    group, the error of an invalid argument is returned as ``SaveRequest.problem`` instead of raised, because the other
+    ranks wait for this rank; the writer raises it on all ranks.
     """
     if group is None:
         group = _group_of_layout(tx)
-        if group is not None and copy:  # training continues and communicates on the same group
+        uses_group_of_training = group is not None and copy  # training continues, and communicates on this group
+        if uses_group_of_training:
             raise ValueError(
                 "save_async of a sharded state requires a process group that nothing else uses: pass "
                 'group=dist.new_group(backend="gloo")'
             )
-    folder = Path()
+    folder = Path()  # in the request if `folder_named` raises
     try:
         finish_earlier_save()  # inside try: under `python -W error` it raises, which must reach all ranks
         folder = folder_named(path)  # absolute, so that a later chdir() does not change it
@@ -187,7 +190,7 @@ def _request(
         if copy:  # training may change the originals
             leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
     except Exception as error:
-        if group is None:
+        if group is None:  # no other rank waits
             raise
         return SaveRequest(folder, group=group, problem=error)
     return SaveRequest(folder, head, leaves, keep, group)

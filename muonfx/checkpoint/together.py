@@ -54,7 +54,7 @@ class Together:
         self._merging_rank = dist.get_global_rank(group, 0)
 
     def meet(self, call: str) -> None:
-        """Wait until all ranks make the same call, such as "checkpoint.save"; raise if some do not come."""
+        """Wait until all ranks make the same call, such as "checkpoint.save"; raise if some do not make it."""
         wait_for_all(self.group, call)
 
     def step(self, compute: Callable[[], Value], merge: Callable[[list[Value]], Sequence[Answer]]) -> Answer:
@@ -152,7 +152,12 @@ def check_group(group: Any, action: str) -> dist.ProcessGroup:
 
 
 def raise_one_error(failures: Mapping[int, Exception], path: object) -> NoReturn:
-    """Raise an error that is equal on every rank, and whose message lists the errors of all ranks."""
+    """Raise one error whose message lists the errors of all ranks. Every rank calls this and raises an equal error.
+
+    ``failures`` is a dict from rank to error, and ``path`` is the path of the checkpoint. Ranks with the same message
+    share a line. The class of the error is `ReplacedError` if any rank has one, because the caller reads again. Else it
+    is the class of the lowest failed rank's error if that is a `CheckpointError`, and `CheckpointError` for others.
+    """
     ranks_of_text: dict[str, list[int]] = {}
     for rank, error in sorted(failures.items()):
         text = str(error)
@@ -163,9 +168,9 @@ def raise_one_error(failures: Mapping[int, Exception], path: object) -> NoReturn
     first = failures[min(failures)]
     if any(isinstance(error, ReplacedError) for error in failures.values()):
         raise ReplacedError(message) from first
-    if isinstance(first, MismatchError):
+    if isinstance(first, MismatchError):  # has a second argument
         raise MismatchError(message, first.problems) from first
-    if isinstance(first, WriteError):
+    if isinstance(first, WriteError):  # the checkpoint was written if any rank has seen it
         is_written = any(getattr(error, "written", False) for error in failures.values())
         raise WriteError(message, is_written) from first
     if isinstance(first, CheckpointError):

@@ -72,6 +72,7 @@ class Writer:
         self.rank = rank
         self.ranks = ranks
         self.planner = SavePlanner(request.leaves, ranks)
+        """Divides the shards among the ranks that hold them."""
         self.draft: Draft | None = None
         """The files of this save; None until this rank begins to write."""
         self.specs: dict[str, Spec] = {}

@@ -29,18 +29,23 @@ def models_of(params: Any) -> list[nn.Module]:
 
 
 def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
-    """Raise ValueError if FSDP1 has flattened parameters, or if only some parameters are on the meta device."""
-    if not all(param.is_meta for param in named.values()):
+    """Raise ValueError if FSDP1 has flattened parameters, or if only some parameters are on the meta device.
+
+    A model may be entirely on the meta device: it is materialized before the first step. FSDP1 puts parameters into one
+    flat tensor, in which matrices have no shape; a flat ``layout`` describes such tensors, and then they are accepted.
+    """
+    is_on_meta = all(param.is_meta for param in named.values())
+    if not is_on_meta:
         check_real(named)
     if layout is not None and layout.is_flat:
         return  # the caller's layout describes these shards
     views: list[str] = []
     for name, param in named.items():
-        if getattr(param, "_fsdp_flattened", False):
+        if getattr(param, "_fsdp_flattened", False):  # part of a flat tensor, or, if it has one dim, perhaps all of it
             views.append(name)
-        elif getattr(param, "_is_flat_param", False):
+        elif getattr(param, "_is_flat_param", False):  # a flat tensor without that mark
             raise errors.flattened(name, param)
-    # On one rank, and with NO_SHARD, the original parameters keep their shapes.
+    # A sharded view has one dim. On one rank, and with NO_SHARD, views keep their shapes and can be used.
     if views and all(named[name].ndim < 2 for name in views):
         raise errors.flattened(views[0], named[views[0]])
 
@@ -78,7 +83,16 @@ class BoundParameter(NamedTuple):
 
 
 class FollowedParameters:
-    """Records for which tensors an optimizer has state, and where its models have these parameters."""
+    """Records for which tensors an optimizer has state, and where its models have these parameters.
+
+    Args:
+        models: models of which the optimizer has all parameters.
+        model_of_names: a model from which parameters got their names; the optimizer may have only some of its
+            parameters.
+        trained: the parameters in the groups, by name.
+        frozen: parameters that are in no group because they are frozen.
+        left_out: parameters that are in no group because they have the label None.
+    """
 
     def __init__(
         self,
@@ -362,6 +376,7 @@ def _present(slots_or_tensors: Mapping[str, Slot | Tensor]) -> dict[str, Tensor]
 
 
 def _placement(param: Tensor) -> tuple[object, ...]:
+    """Return the device and dtype of a parameter, and the mesh and placements of a DTensor, to compare them."""
     if is_dtensor(param):
         return (param.device, param.dtype, param.device_mesh, param.placements)
     return (param.device, param.dtype)

@@ -17,20 +17,28 @@ from muonfx.optimizer.following import FollowedParameters, check_real
 
 
 class GradientCheck:
-    """Raises or warns if gradients are missing, but parameters of a model that are not in the optimizer have some."""
+    """Raises or warns if gradients are missing, but parameters of a model that are not in the optimizer have some.
+
+    Args:
+        parameters: the parameters of the optimizer, and the models that contain them.
+        is_alone: True in one process, where no other rank has the gradients that are missing here.
+    """
 
     def __init__(self, parameters: FollowedParameters, *, is_alone: bool) -> None:
-        _count_registrations()
+        _count_registrations()  # from now on, `_registrations.count` changes if a model gets a new parameter
         self._parameters = parameters
         self._is_alone = is_alone
-        """True in one process, where no other rank has the gradients that are missing here."""
         self._last: object = None
-        """The missing gradients and counts of changes at the last step: the models are searched if they differ."""
+        """At the last step: ``(names without a gradient, version of the parameters, count of registrations)``.
+
+        If a step has another tuple, the parameters outside the optimizer may be others, so the models are searched.
+        """
         self._outside: dict[str, Tensor] = {}
-        """The models' parameters that are not in the optimizer."""
+        """The models' parameters that are not in the optimizer, by name."""
         self._reported: dict[str, Tensor] = {}
-        """Those of them that a warning has named."""
+        """Those of them that had gradients at the last search, and that a warning has named."""
         self._has_warned_of_none = False
+        """True after the warning that no parameter has a gradient."""
 
     def check(self, named: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
         """Raise or warn if gradients are missing. ``named`` are the parameters, and ``gradients`` theirs."""
@@ -38,7 +46,7 @@ class GradientCheck:
             check_real(named)
         self._parameters.check_frozen()
         absent: tuple[str, ...] = ()
-        if type(None) in set(map(type, gradients.values())):
+        if type(None) in set(map(type, gradients.values())):  # faster than a loop, in the usual step without None
             absent = tuple([name for name, gradient in gradients.items() if gradient is None])
         current = (absent, self._parameters.version, _registrations.count)
         has_changed = current != self._last
@@ -46,7 +54,7 @@ class GradientCheck:
             self._last = current
             self._outside = self._parameters.outside(named)
         elif not self._outside:
-            return
+            return  # as at the last step, and all parameters of the models are in the optimizer
         elsewhere = {name: param for name, param in self._outside.items() if param.grad is not None}
         unreported = [name for name, param in elsewhere.items() if self._reported.get(name) is not param]
         if not has_changed and not unreported:

@@ -13,11 +13,9 @@ from torch import Tensor
 from muonfx.core.checks import warn_caller
 
 Number = float | Tensor
-
+"""The value of one hyperparameter."""
 
 Group = dict[str, Any]
-
-
 """A param group of a torch optimizer: a dict with "params", hyperparameters, and entries that schedulers add."""
 
 
@@ -66,7 +64,9 @@ class GroupNumbers:
         self.hyperparams = tuple(hyperparams)
         self.keys = frozenset({hyperparam.key for hyperparam in hyperparams})
         self._last: dict[str, Number] = {}
+        """The numbers that the last `read` returned, by dotted name."""
         self._entries: Group = {}
+        """The group's hyperparameters after the last `read`, such as ``{"lr": 0.1, "betas": (0.9, 0.95)}``."""
 
     @property
     def names(self) -> list[str]:
@@ -74,18 +74,25 @@ class GroupNumbers:
         return [name for hyperparam in self.hyperparams if not hyperparam.is_mirror for name in hyperparam.names]
 
     def parse(self, values: Group, *, mirrors: bool = True) -> dict[str, Number]:
-        """Return a group's hyperparameters by dotted name. If two keys set the same one, the changed value counts."""
+        """Return a group's hyperparameters by dotted name: ``{"momentum.decay": 0.9}`` for ``{"momentum": 0.9}``.
+
+        Two keys may set one number: "momentum" repeats the first of "betas", because schedulers write it. If their
+        values differ, the value that has changed since the last `read` is returned. If both have changed, ValueError is
+        raised. With ``mirrors=False``, keys that repeat others, such as "momentum" here, are ignored.
+        """
         numbers: dict[str, Number] = {}
-        key_of: dict[str, str] = {}
+        key_of: dict[str, str] = {}  # the key from which each number was taken
         for hyperparam in self.hyperparams:
             key = hyperparam.key
-            if key not in values or (hyperparam.is_mirror and not mirrors):
+            is_ignored = hyperparam.is_mirror and not mirrors
+            if key not in values or is_ignored:
                 continue
             for name, number in zip(hyperparam.names, hyperparam.numbers_in(values[key]), strict=True):
-                if name in numbers and not equal(numbers[name], number):
+                differs_from_earlier_key = name in numbers and not equal(numbers[name], number)
+                if differs_from_earlier_key:
                     if self._was_read(name, number):
-                        continue  # the other key has the new value
-                    if not self._was_read(name, numbers[name]):
+                        continue  # this key has the former value, so the earlier key was changed
+                    if not self._was_read(name, numbers[name]):  # both keys were changed
                         raise _set_twice(name, {key_of[name]: numbers[name], key: number})
                 numbers[name] = number
                 key_of[name] = key
@@ -112,12 +119,13 @@ class GroupNumbers:
         # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
         may_skip = self._entries and not torch.compiler.is_compiling()
         if may_skip and all(map(is_, map(group.get, self._entries), self._entries.values())):
-            return self._last
+            return self._last  # the usual step: each entry is the object that the last call has read
         numbers = self.parse(group)
         for hyperparam in self.hyperparams:
             # torch.compile with dynamic=True cannot trace a comparison of sets.
             if any(name not in numbers for name in hyperparam.names):
                 raise _missing(hyperparam.key, group, self._entries.get(hyperparam.key))
+        # If "momentum" was changed, "betas" still has the former number: write the new one into it.
         for hyperparam in self.hyperparams:
             key = hyperparam.key
             current = [numbers[name] for name in hyperparam.names]
@@ -139,6 +147,7 @@ def _set_twice(name: str, number_of: Mapping[str, Number]) -> ValueError:
 
 
 def _missing(key: str, group: Group, last: object) -> ValueError:
+    """Return an error for a hyperparameter that a group lacks. ``last`` is its value in the last step, or None."""
     name = next(iter(group.get("param_names", ())), "no parameter")
     last_value = "" if last is None else f" (it was {last!r})"
     return ValueError(
@@ -167,7 +176,7 @@ def own_copy(value: Any) -> Any:
 
 def separate_tensors(groups: Iterable[BoundGroup]) -> None:
     """Replace a tensor that several groups or several hyperparameters have in common by a copy for each of them."""
-    owned = set[int]()
+    owned = set[int]()  # the ids of tensors that a hyperparameter of an earlier group, or of this one, has
     for bound in groups:
         numbers = dict(bound.numbers.read(bound.group))
         has_changed = False
@@ -192,18 +201,25 @@ def scalar(name: str, value: Any) -> Any:
 
 
 def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
-    """Convert the numbers of each group to the types and shapes of the transform's own numbers, ``defaults``."""
-    # One 0-d view of each tensor, because a scheduler may write into it.
+    """Convert the numbers of each group to the types and shapes of the transform's own numbers, ``defaults``.
+
+    ``values`` has one dict from dotted name to number for each group, such as ``{"momentum.decay": 0.9}``. A tensor
+    stays a tensor that shares memory with the one in the group, because a scheduler may write into it. Raise ValueError
+    if its shape does not fit.
+    """
     views: dict[int, Number] = {}
+    """By id of a tensor, one 0-d view: numbers that have one tensor in the groups have one tensor in the result."""
 
     def fit(name: str, value: Number) -> Number:
+        """Return the value of one number in a form that the transform accepts."""
         if isinstance(value, int | float):
             return value
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):  # another number type, such as numpy.float32
             return float(value)
         default = defaults[name]
-        if not isinstance(default, Tensor) or not default.ndim:
+        if not isinstance(default, Tensor) or default.ndim == 0:  # the group may have a tensor of shape (1,)
             return views.setdefault(id(value), scalar(name, value))
+        # The transform has a tensor with dims for this number, such as one rate for each model of an ensemble.
         if value.shape != default.shape:
             shapes = f"{tuple(default.shape)}, found {tuple(value.shape)}"
             raise ValueError(f"{name} must be a number or a tensor of shape {shapes}")

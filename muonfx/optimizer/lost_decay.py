@@ -14,13 +14,18 @@ from muonfx.optimizer.group_numbers import BoundGroup
 from muonfx.optimizer.resuming import schedules_in, schedules_of
 from muonfx.transforms.average import master_params
 
-_COUNTS = (0, *(2**power for power in range(21)))  # steps at which a schedule is evaluated, to find its largest rate
+_COUNTS = (0, *(2**power for power in range(21)))
+"""The steps at which a schedule is evaluated: 0, 1, 2, 4, ..., 2**20. One of them is near the end of any warmup."""
 
 
 def warn_of_lost_decay(
     tx: Transform, visits: Sequence[Visit], groups: Sequence[BoundGroup], params: Mapping[str, Tensor]
 ) -> None:
-    """Warn if no step of weight decay changes a parameter, because each is below half a unit in its last place."""
+    """Warn if no step of weight decay changes a parameter, because each is below half a unit in its last place.
+
+    A step multiplies a parameter by ``1 - lr * weight_decay``. In bfloat16, the result is rounded to the same number if
+    ``lr * weight_decay`` is small.
+    """
     has_master: set[str] = set()
     for visited in visits:
         if visited.tx.factory is master_params:
@@ -52,13 +57,18 @@ def warn_of_lost_decay(
 
 
 def _largest_rate(tx: Transform, bound: BoundGroup) -> float:
-    """Return the learning rate of a group, or the largest of its schedule."""
-    if "lr" in bound.numbers.keys:
+    """Return the learning rate of a group, or the largest value of its schedule at the steps ``_COUNTS``.
+
+    Return 0.0 for a group without a learning rate.
+    """
+    if "lr" in bound.numbers.keys:  # a number, not a schedule
         return float(bound.group["lr"])
-    names = [name for name in schedules_of(tx, bound) if name.split(".")[-1] == "learning_rate"]
     schedules = schedules_in(tx)
     largest = 0.0
-    for name in names:
+    for name in schedules_of(tx, bound):  # such as "scale_by_learning_rate.learning_rate"
+        argument = name.split(".")[-1]
+        if argument != "learning_rate":  # a schedule of another number, such as the decay of a momentum
+            continue
         for count in _COUNTS:
             largest = max(largest, float(schedules[name](count)))
     return largest

@@ -75,7 +75,12 @@ def stepping_for(
 
 
 class SteppingOverRanks(Stepping):
-    """Creates the optimizer state and runs the steps for sharded or replicated parameters, on all ranks together."""
+    """Creates the optimizer state and runs the steps for sharded or replicated parameters, on all ranks together.
+
+    A transform such as `orthogonalize` needs whole matrices, so one rank, the *owner*, computes the update of a matrix.
+    State that such a transform keeps is *owned*: the owner holds it for its matrices, and other ranks have None. Other
+    state is sharded like its parameter.
+    """
 
     is_over_ranks = True
 
@@ -84,27 +89,38 @@ class SteppingOverRanks(Stepping):
         self.layout = layout
         self._settings = settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
+        """The layout with the plan of its communication, which the functions of `muonfx.sharding` take."""
         self._progress = Progress()
         self._now = self._inner
+        """The transform with the current hyperparameters."""
         self._like: dict[str, Tensor | None] = {}
+        """All parameters in full, as meta tensors."""
         self._is_distributed = layout.group is not None and layout.size > 1
         self._is_replicated = layout.is_replicated and not layout.dtensors
         self._gathering: Gathering | None = None
+        """The copy of state from single ranks to all ranks that `share` has started; None before the first."""
 
     def transform_with(self, tx: Transform) -> Transform:
         """Return the sharded transform that updates the optimizer's parameters."""
         return sharded_with(self._progress, tx, self.layout, self._settings)
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
-        """Return the initial state of this rank's shards. The ranks first compare their settings."""
+        """Return the initial state of this rank's shards, and record where each tensor of the state is.
+
+        All ranks call this together, because they first compare their settings.
+        """
         local = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._progress, self._inner, local)
         self._device = tree.device_of(local)
         self._like = self.binding.global_like(local)
+        # For each leaf of the state, its shape and the ranks that hold it; None for a leaf that is None.
         self._placements = describe_state(self.binding, self._inner, self._like)
+        # The leaves, by index, that `state_dict` must gather, because `optimizer.state` shows them on one rank only.
         self._owned = {}
         for place, placement in enumerate(self._placements):
-            if self._is_distributed and placement is not None and placement.owned and self._is_hidden(placement):
+            if placement is None or not placement.owned:
+                continue
+            if self._is_distributed and self._is_hidden(placement):
                 self._owned[place] = placement
         self.refresh(params, groups)
         return state
@@ -118,26 +134,27 @@ class SteppingOverRanks(Stepping):
         return not own_what_they_hold(self.layout, placement.name, placement.shards, placement.shape)
 
     def _part_like(self, place: int, leaf: Any, whole: Tensor) -> Any:
+        """Return this rank's part of a full state tensor to replace ``leaf``; None if the rank has no part of it."""
         placement = self._placements[place]
         if placement is None or tuple(whole.shape) != placement.shape:
             return leaf
         whole = whole.to(self._device)
-        if placement.name is None:
+        if placement.name is None:  # of no parameter, such as a step count: every rank has it in full
             return whole
-        if not placement.owned:
+        if not placement.owned:  # sharded like its parameter
             return self.layout.position(placement.name).cut(whole)
-        if placement.local is None or placement.shard is None:
+        if placement.local is None or placement.shard is None:  # other ranks have it
             return None
         return _interval(placement, whole).view(placement.local)
 
     def whole(self, place: int, leaf: Any) -> Any:
         """Gather the state tensor with index ``place`` and return it in full. All ranks must call this together."""
         placement = self._placements[place]
-        if placement is None or placement.name is None:
+        if placement is None or placement.name is None:  # of no parameter: every rank has it in full
             return leaf
-        if not placement.owned:
+        if not placement.owned:  # sharded like its parameter
             return self.layout.gather({placement.name: leaf})[placement.name]
-        if not self._is_distributed:
+        if not self._is_distributed:  # one rank owns all of it
             return leaf.view(placement.shape)
         return Gathering(self.layout, self._device, {place: (placement, leaf)}).wait()[place]
 

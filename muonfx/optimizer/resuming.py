@@ -22,6 +22,7 @@ SCHEDULES = "schedules"
 """The key in a saved group with a dict from the name of each schedule to the code that creates it."""
 
 _NOT_TAKEN = ("params", "param_names", SCHEDULES)
+"""The keys of a saved group that are not copied into the optimizer's group."""
 
 
 def schedules_in(tx: Recorded, prefix: str = "") -> dict[str, Schedule]:
@@ -36,7 +37,10 @@ def schedules_in(tx: Recorded, prefix: str = "") -> dict[str, Schedule]:
 
 
 def schedule_texts(tx: Transform, bound: BoundGroup) -> dict[str, str]:
-    """Return the code of each schedule of a group, by dotted name, with the group's current numbers."""
+    """Return the code of each schedule of a group with the group's current numbers, by dotted name.
+
+    An example is ``{"scale_by_learning_rate.learning_rate": "cosine(peak=0.1, steps=100)"}``.
+    """
     names = schedules_of(tx, bound)
     if not names:
         return {}
@@ -46,18 +50,21 @@ def schedule_texts(tx: Transform, bound: BoundGroup) -> dict[str, str]:
 
 
 def schedules_of(tx: Transform, bound: BoundGroup) -> list[str]:
-    """Return the names of the schedules of which a group has numbers."""
+    """Return the dotted names of the schedules of which a group has numbers."""
     numbers = bound.numbers.names
     return [name for name in schedules_in(tx) if any(number.startswith(f"{name}.") for number in numbers)]
 
 
 def keys_of_schedules(tx: Transform, bound: BoundGroup) -> tuple[str, ...]:
-    """Return the first levels of the keys of schedules, such as "scale_by_learning_rate.learning_rate."."""
+    """Return the first levels of the keys of schedules, such as "scale_by_learning_rate.learning_rate.".
+
+    A key that begins with one of them, such as "scale_by_learning_rate.learning_rate.peak", is a schedule's number.
+    """
     levels: list[str] = []
     for name in schedules_of(tx, bound):
         for hyperparam in bound.numbers.hyperparams:
             if hyperparam.names[0].startswith(f"{name}."):
-                below = hyperparam.names[0].removeprefix(f"{name}.")
+                below = hyperparam.names[0].removeprefix(f"{name}.")  # such as "peak"
                 levels.append(hyperparam.key.removesuffix(below))
     return tuple(levels)
 
@@ -74,30 +81,40 @@ def _begins(key: object, levels: tuple[str, ...]) -> bool:
 
 
 def differences(tx: Transform, bound: BoundGroup, saved: Group) -> list[str]:
-    """Return a line for each number of a group that differs between the state dict and the code."""
+    """Return a line for each number of a group that differs between the state dict and the code.
+
+    ``saved`` is the saved group. A line is such as "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is
+    used". A schedule is compared as a whole, by its code. Its numbers are compared one by one only if the state dict
+    has no code of schedules.
+    """
     lines: list[str] = []
     label = f"group {bound.group.get('label')!r}"
     from_code = keys_of_schedules(tx, bound)
     saved_schedules: Mapping[str, str] = saved.get(SCHEDULES, {})
     for name, code in schedule_texts(tx, bound).items():
-        text = saved_schedules.get(name, code)
-        if text != code:
-            lines.append(f"{label}, {name}: {text} in the file, {code} in the code; the code's is used")
+        saved_code = saved_schedules.get(name, code)
+        if saved_code != code:
+            lines.append(f"{label}, {name}: {saved_code} in the file, {code} in the code; the code's is used")
     for hyperparam in bound.numbers.hyperparams:
         key = hyperparam.key
         is_of_schedule = key.startswith(from_code)
-        if hyperparam.is_mirror or key not in saved or (is_of_schedule and saved_schedules):
+        is_compared_above = is_of_schedule and saved_schedules
+        if hyperparam.is_mirror or key not in saved or is_compared_above:
             continue
         values = _comparable(hyperparam, bound.group, saved)
         if values is None or _are_close(*values):
             continue
+        file_value, code_value = values
         source = "code" if is_of_schedule else "file"
-        lines.append(f"{label}, {key}: {values[0]!r} in the file, {values[1]!r} in the code; the {source}'s is used")
+        lines.append(f"{label}, {key}: {file_value!r} in the file, {code_value!r} in the code; the {source}'s is used")
     return lines
 
 
 def _comparable(hyperparam: Hyperparam, group: Group, saved: Group) -> tuple[object, object] | None:
-    """Return a number in the file and in the code, without the changes of torch's schedulers; None if they set it."""
+    """Return the value of a hyperparameter in the file and in the code, as it was before torch's schedulers changed it.
+
+    Return None if that value is unknown, because a scheduler cycles the momentum.
+    """
     key = hyperparam.key
     file_value = saved[key]
     code_value = group[key]
@@ -105,6 +122,7 @@ def _comparable(hyperparam: Hyperparam, group: Group, saved: Group) -> tuple[obj
         file_value = saved.get("initial_lr", file_value)
         code_value = group.get("initial_lr", code_value)
     all_keys = group.keys() | saved.keys()
+    # OneCycleLR and CyclicLR add these keys, and change "momentum" or "betas" at every step.
     is_cycled = "base_momentum" in all_keys or "max_momentum" in all_keys
     if is_cycled and key in ("momentum", "betas"):
         return None

@@ -35,27 +35,40 @@ from muonfx.tree import PyTree
 
 
 class Stepping:
-    """Creates the optimizer state and runs steps in one process. ``place`` is the index of a tensor in the state."""
+    """Creates the optimizer state and runs steps in one process. ``place`` is the index of a tensor in the state.
+
+    Args:
+        tx: the transform, with the hyperparameters from construction.
+        visits: the visits of all transforms in ``tx`` without `offload`, for the parameters in full.
+        bucket_bytes: how many bytes of parameters are updated at a time; None for all.
+    """
 
     is_over_ranks = False
 
     def __init__(self, tx: Transform, visits: Sequence[Visit], bucket_bytes: int | None) -> None:
-        # visits: of the transform without `offload`, for the global parameters
         self.tx = tx
         self.visits = visits
         self.routes = routes_of(visits)
+        """For each parameter, its label and the transforms that update it."""
         self.left_out = {name for name, route in self.routes.items() if route.is_left_out}
+        """The names of the parameters with the label None."""
         self.defaults = hyperparams(tx)
+        """The numbers in ``tx`` by dotted name, such as ``{"momentum.decay": 0.95}``."""
         self._inner = inner_of(tx)
+        """``tx`` without `offload` around it."""
         self._groups: Sequence[BoundGroup] | None = None
         """The groups whose numbers `_placed` has."""
         self._values: list[dict[str, Number]] = []
         """These numbers, for each group."""
         self._common = CommonTensors(visits, ())
+        """The tensors in several groups that must have one value."""
         self._has_branches = any(visited.tx.factory is accumulate for visited in visits)
+        """True if a transform uses torch.cond, which `accumulate` does."""
         self._store = store_of(tx)
+        """The memory of the state, such as host memory under `offload`."""
         self._placed_transforms = PlacedTransforms(Where(None, self._store, bucket_bytes))
         self._placed = self._inner
+        """The transform that `step` runs: `_inner` with the current numbers, on buckets and in the store."""
         self._placed_structure: object = None
         """The structure of the transform from which `_placed` was made; it changes when groups begin to disagree."""
 
@@ -72,7 +85,10 @@ class Stepping:
         return state
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
-        """Return ``state`` with the values of ``old``, the state of ``other``, for all paths that both have."""
+        """Return ``state`` with the values of ``old``, the state of ``other``, for all paths that both have.
+
+        A leaf that ``old`` lacks, as for a parameter that was added, keeps its initial value.
+        """
         old_leaves = tree.leaves(old)
         old_place_of = {path: old_place for old_place, path in enumerate(tree.paths(old))}
         leaves, treedef = tree.flatten(state)
@@ -141,10 +157,15 @@ class Stepping:
                 raise _not_dense_and_real(name, grad)
 
     def refresh(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> None:
-        """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them."""
+        """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them.
+
+        Raise ValueError if two groups have different tensors for a number that one transform reads for all parameters.
+        """
         values = read_numbers(groups)
-        if self._groups is groups and all(map(is_, values, self._values)):
-            if self._common.tensors:
+        # `read_numbers` returns the dict objects of the last call if no number has changed.
+        has_same_numbers = self._groups is groups and all(map(is_, values, self._values))
+        if has_same_numbers:
+            if self._common.tensors:  # a caller may have written into a tensor
                 self._common.check()
             return
         if not torch.compiler.is_compiling():
@@ -152,17 +173,23 @@ class Stepping:
             values = read_numbers(groups)
         self._common = CommonTensors(self.visits, values)
         self._common.check()
-        self._prepare(self._with_numbers(groups, values), params)
+        tx = self._with_numbers(groups, values)
+        self._prepare(tx, params)
+        # Only now: if a line above raises an error, the next step reads the groups again.
         self._groups = groups
         self._values = values
 
     def _with_numbers(self, groups: Sequence[BoundGroup], values: Sequence[Mapping[str, Number]]) -> Transform:
-        """Return the transform with the hyperparameters ``values`` of the param groups."""
-        members_and_values: list[tuple[list[str], dict[str, Number]]] = []
+        """Return the transform with the hyperparameters of the param groups.
+
+        ``values`` has the numbers of each group by dotted name. A transform for which groups have different numbers
+        becomes a `by_groups`, which has one version of it for each set of numbers.
+        """
+        members_and_values: list[tuple[list[str], dict[str, Number]]] = []  # parameter names, and their numbers
         for bound, group_values in zip(groups, fitted(self.defaults, values), strict=True):
-            if bound.names:
+            if bound.names:  # a group without parameters needs no version
                 members_and_values.append((sorted(bound.names), group_values))
-        # The order of groups may differ between ranks, but the order of versions must not.
+        # By names: the order of groups may differ between ranks, but the order of versions must not.
         members_and_values.sort(key=lambda pair: pair[0])
         members = [names for names, _ in members_and_values]
         sorted_values = [group_values for _, group_values in members_and_values]
@@ -184,7 +211,7 @@ class Stepping:
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
         """Use a transform, rebuilt with the current hyperparameters, in the following steps."""
-        if tx.structure is self._placed_structure:
+        if tx.structure is self._placed_structure:  # only numbers have changed, such as the learning rate
             placed = with_numbers(self._placed, iter(tree.leaves(tx)))
         else:
             placed = self._placed_transforms(tx, params)
@@ -192,7 +219,10 @@ class Stepping:
         self._placed = prepared(placed)
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
-        """Run one step and return the next state. A ``problem``, an error of this rank, is raised before any change."""
+        """Run one step and return the next state. A ``problem``, an error of this rank, is raised before any change.
+
+        The parameters in ``call`` are updated in place.
+        """
         if problem is not None:
             raise problem
         check_extras(self.tx, call.extras)
@@ -206,10 +236,12 @@ class Stepping:
         if self._store != IN_MEMORY:
             require_room(self._store, call.state, call.params, call.donate)
         extras = {**call.extras, "apply_to_params": add_in_place}
-        return self._placed.run(call.updates, call.state, call.params, donate=call.donate, **extras)[1]
+        _, state = self._placed.run(call.updates, call.state, call.params, donate=call.donate, **extras)
+        return state
 
 
 def _not_dense_and_real(name: str, grad: Tensor) -> TypeError:
+    """Return the error for a gradient that is sparse or complex."""
     advice = ""
     if grad.layout is not torch.strided:
         advice = ": use Embedding(sparse=False), or give the parameter the label None and torch.optim.SparseAdam"

@@ -137,16 +137,16 @@ class TransformOptimizer(Optimizer):
         ['adamw.scale_by_adam.count', 'muon.momentum.trace']
     """
 
-    # _live has the state, and the `StateEntries` that show it in `optimizer.state`. It is a dict, because torch.compile
-    # replays writes to a dict but not assignments to an optimizer's attributes.
+    # _live has the state ("state"), and the `StateEntries` that show it in `optimizer.state` ("entries"). It is a dict,
+    # because torch.compile replays writes to a dict but not assignments to an optimizer's attributes.
     _live: dict[str, Any]
-    _settings: tuple[Layout | None, Settings]
-    _stepping: Stepping
-    _parameters: FollowedParameters
-    _bound_groups: BoundGroups
+    _settings: tuple[Layout | None, Settings]  # the layout of the parameters, and options of the communication
+    _stepping: Stepping  # creates the state and runs the steps, in one process or over ranks
+    _parameters: FollowedParameters  # the tensors that have state, and their positions in the models
+    _bound_groups: BoundGroups  # the param groups, from which each step reads the hyperparameters
     _gradient_check: GradientCheck
-    _callers_tensors: CallersTensors
-    _groups: list[Group]
+    _callers_tensors: CallersTensors  # the tensors that were hyperparameters in arguments
+    _groups: list[Group]  # the list that the property `param_groups` returns
 
     @constructed_together
     @plain_arguments
@@ -161,7 +161,7 @@ class TransformOptimizer(Optimizer):
         model: nn.Module | None = None,
     ) -> None:
         settings = Settings()
-        if isinstance(tx, Sharded):
+        if isinstance(tx, Sharded):  # it has the arguments of `sharded`: use the transform in it
             if layout is not None:
                 raise TypeError(f"layout: tx is sharded already, over {tx.arguments['layout']!r}; leave layout out")
             settings = settings_of(tx)
@@ -175,7 +175,7 @@ class TransformOptimizer(Optimizer):
         self._live = {}
         require_parameters(params)
         if not isinstance(params, nn.Module | Mapping):
-            params = cast("Any", list(params))
+            params = cast("Any", list(params))  # a generator such as model.named_parameters() is read more than once
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
         groups = resolve_groups(params, {} if model is None else names_in([model]))
@@ -183,6 +183,7 @@ class TransformOptimizer(Optimizer):
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
         self._settings = _layout_for(named, layout), settings
+        # Frozen parameters and those with the label None are in no group.
         frozen = {name: param for name, param in named.items() if is_frozen(param)}
         trained = {name: param for name, param in named.items() if name not in frozen}
         self._stepping = self._stepping_for_trained(tx, trained, frozen)
@@ -194,7 +195,7 @@ class TransformOptimizer(Optimizer):
         self._callers_tensors = CallersTensors()
         self._callers_tensors.note(self._stepping.defaults)
         warn_of_ascent(self._stepping.visits[0], self._stepping.routes, trained)
-        super().__init__(groups, {})
+        super().__init__(groups, {})  # calls `add_param_group` for each group
         self._start()
         if not self._parameters.on_meta:
             warn_of_lost_decay(tx, self._stepping.visits, self._bound_groups.groups, named)
@@ -329,7 +330,7 @@ class TransformOptimizer(Optimizer):
         return named
 
     def _put(self, named: Mapping[str, Tensor]) -> None:
-        """Put new tensors into all param groups: ``named`` maps each name in "param_names" to its tensor."""
+        """Write the tensors in ``named``, by parameter name, into the param groups, at the positions of their names."""
         for group in self._groups:
             group["params"] = [named[name] for name in group["param_names"]]
 
@@ -342,7 +343,10 @@ class TransformOptimizer(Optimizer):
     def _stepping_for_trained(
         self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor]
     ) -> Stepping:
-        """Return the stepping for the named parameters, without those that have the label None."""
+        """Return the stepping for the named parameters, without those that have the label None.
+
+        The parameters in ``not_trained`` get no state, but are in the layout.
+        """
         stepping = self._stepping_for(tx, named, not_trained)
         left_out = {name: param for name, param in named.items() if name in stepping.left_out}
         if not left_out:
@@ -378,7 +382,7 @@ class TransformOptimizer(Optimizer):
         It has the current hyperparameters where all groups agree, so a checkpoint that is saved with it records them.
         """
         numbers: dict[str, Number] = {}
-        differing = set[str]()
+        differing = set[str]()  # the names of numbers that differ between groups: they keep their initial values
         for group_numbers in fitted(self._stepping.defaults, read_numbers(self._bound_groups.groups)):
             for name, number in group_numbers.items():
                 if name in numbers and not equal(numbers[name], number):
@@ -416,7 +420,10 @@ class TransformOptimizer(Optimizer):
         return self._stepping.snapshot(self._live["state"], params, grads, self._bound_groups.groups)
 
     def _start(self, before: Stepping | None = None) -> None:
-        """Create the optimizer state for the current parameters. With ``before``, copy the former state's values."""
+        """Create the optimizer state for the current parameters, and show it in ``optimizer.state``.
+
+        ``before`` is the stepping of the former state, whose values are copied to the new state; None at construction.
+        """
         self._bound_groups.note(self._groups, self._stepping.routes)
         state = self._stepping.init(self._named(), self._bound_groups.groups)
         if before is not None:
@@ -435,11 +442,15 @@ class TransformOptimizer(Optimizer):
         self._live["entries"] = entries
 
     def _adopt_state(self) -> None:
-        """Copy tensors that were assigned to ``optimizer.state`` into the state; start emptied states again."""
+        """Copy tensors that were assigned to ``optimizer.state`` into the state; start emptied states again.
+
+        Examples are ``optimizer.state[param]["momentum.trace"] = tensor`` and ``optimizer.state.clear()``.
+        """
         bound = self._bound_groups.named
         entries: StateEntries = self._live["entries"]
         if not entries.is_edited(self.state, bound):
             return
+        # The caller may have put another tensor into a group, and assigned the state under it.
         current: dict[str, Tensor] = {}
         for group in self._groups:
             current.update(zip(group.get("param_names", ()), group["params"], strict=False))
@@ -452,7 +463,10 @@ class TransformOptimizer(Optimizer):
         warn_of_shared(edits, len(bound))
 
     def _loads_of_emptied(self, emptied: list[str]) -> list[Load]:
-        """Return the initial values of the state of parameters whose entries were removed."""
+        """Return the initial values of the state of parameters whose entries were removed.
+
+        A leaf that all parameters share, such as a step count, is included only if the entries of all were removed.
+        """
         loads: list[Load] = []
         if not emptied:
             return loads
@@ -468,12 +482,16 @@ class TransformOptimizer(Optimizer):
     # ------------------------------------------------------------------------------------------- replaced parameters
 
     def _rebind(self, moment: Moment = "else") -> None:
-        """If parameters were replaced in the groups or the model, use the new tensors and move the state to them."""
+        """If parameters were replaced in the groups or the model, use the new tensors and move the state to them.
+
+        Examples are ``model.to("cuda")``, ``fully_shard(model)`` after construction, and an engine that puts copies of
+        the parameters into the groups. ``moment`` is the method that calls this.
+        """
         # All ranks call this together, because it may communicate. Exceptions: "clear" (zero_grad) leaves communication
         # to the next step, and "save" (state_dict) communicates only if the sharding has changed.
         self._adopt_state()
         if self._bound_groups.are_current(self._groups):
-            return
+            return  # the usual case
         added = self._parameters.added_in(self._groups)
         if added:
             if moment == "clear" and self._stepping.is_over_ranks:
@@ -485,7 +503,7 @@ class TransformOptimizer(Optimizer):
         if not replaced:
             return
         named |= replaced
-        if self._parameters.is_swap(replaced):
+        if self._parameters.is_swap(replaced):  # same device, dtype and sharding: the state stays where it is
             self._put(named)
             self._show_all(named)
             self._parameters.bind(named)
@@ -497,7 +515,10 @@ class TransformOptimizer(Optimizer):
         self._move_state(named)
 
     def _move_state(self, named: Mapping[str, Tensor]) -> None:
-        """Move and reshard the state to new tensors of the parameters."""
+        """Create a state for other tensors of the same parameters, and copy the values of the former state into it.
+
+        The new tensors may be on another device, or sharded in another way.
+        """
         before = self._stepping
         with self._all_or_nothing():
             self._stepping = self._stepping_for(before.tx, named)
@@ -507,6 +528,7 @@ class TransformOptimizer(Optimizer):
             self._put(named)
             with warnings.catch_warnings():  # construction has given the warnings
                 warnings.simplefilter("ignore")
+                # The state of parameters on the meta device has no values that could be copied.
                 self._start(None if self._parameters.on_meta else before)
         self._parameters.bind(named)
 
@@ -531,7 +553,10 @@ class TransformOptimizer(Optimizer):
 
     @contextmanager
     def _all_or_nothing(self) -> Generator[None]:
-        """Return a context manager that restores the param groups if an error is raised in its block."""
+        """Return a context manager that undoes changes if an error is raised in its block.
+
+        It restores the stepping, the recorded parameters and the param groups, and removes groups that were added.
+        """
         stepping = self._stepping
         parameters = self._parameters.saved()
         bound_groups = self._bound_groups.groups
@@ -599,7 +624,11 @@ class TransformOptimizer(Optimizer):
         return loss
 
     def _read_step(self) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-        """Read the groups, the parameters and their gradients, check them, and return the last two by name."""
+        """Return ``(parameters, gradients)``, two dicts by name, after all checks of a step.
+
+        This also adopts changes that the caller has made in ``optimizer.state``, the groups and the model, and rebuilds
+        the transform if hyperparameters have changed.
+        """
         if torch.compiler.is_compiling():  # a traced graph is valid for the current parameters only
             params = self._named()
             gradients = _gradients_of(params)
@@ -609,7 +638,7 @@ class TransformOptimizer(Optimizer):
             if not self._bound_groups.are_current(self._groups):
                 self._rebind("step")
             self._bound_groups.read_new_keys(self._stepping.routes)
-            if not self._live.get("checked_rates"):
+            if not self._live.get("checked_rates"):  # at the first step: schedulers exist by now
                 is_read = len(self.groups_without_rate) < len(self._groups)
                 self._live["checked_rates"] = is_read or warn_of_unread_rates(self._groups)
             params = self._bound_groups.named
@@ -730,6 +759,7 @@ def _layout_for(
 
 
 def _gradients_of(params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """Return the gradient of each parameter by name; None for a parameter without one."""
     return {name: param.grad for name, param in params.items()}
 
 

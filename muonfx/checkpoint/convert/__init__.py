@@ -73,11 +73,18 @@ def read(
     """
     form = _format(format)
     leaves: dict[str, Leaf] = {}
-    for name, kind, group, values, _ in _entries(form, source, flat(params), names):
-        keys = form.keys[kind]
-        counted = None if keys.step is None else values.get(keys.step, group.get(keys.step))
-        second = None if keys.second is None else values.get(keys.second)
-        leaves[name] = Leaf(kind, values.get(keys.first), second, None if counted is None else int(counted))
+    for entry in _entries(form, source, flat(params), names):
+        keys = form.keys[entry.kind]
+        first = entry.values.get(keys.first)
+        second = None
+        if keys.second is not None:
+            second = entry.values.get(keys.second)
+        counted = None
+        if keys.step is not None:  # some optimizers count in the group, not for each parameter
+            counted = entry.values.get(keys.step, entry.group.get(keys.step))
+        if counted is not None:
+            counted = int(counted)
+        leaves[entry.name] = Leaf(entry.kind, first, second, counted)
     return filled(tx, params, leaves, heavy_ball=form.heavy_ball, step=step)
 
 
@@ -109,17 +116,26 @@ def write(
         >>> sorted(optimizer.state[model.bias])
         ['exp_avg', 'exp_avg_sq', 'step']
     """
-    form, leaves = _format(format), gathered(state)
+    form = _format(format)
+    leaves = gathered(state)
     saved = target.state_dict() if isinstance(target, torch.optim.Optimizer) else target
     states: dict[int, dict[str, Any]] = {}
-    for name, kind, _, old, number in _entries(form, target, flat(params), names):
-        leaf = leaves.get(name)
-        if leaf is None or leaf.kind != kind:
-            has = "nothing" if leaf is None else f"a {leaf.kind} state"
-            raise ValueError(f"{name!r} has a {kind} state in {form.title}; the muonfx state has {has} for it")
-        step = None if leaf.step is None else form.make_step(leaf.step)
-        new = zip(form.keys[kind], (leaf.first, leaf.second, step), strict=True)
-        states[number] = {**old, **{key: value for key, value in new if key is not None and value is not None}}
+    for entry in _entries(form, target, flat(params), names):
+        leaf = leaves.get(entry.name)
+        if leaf is None or leaf.kind != entry.kind:
+            kind_here = "nothing" if leaf is None else f"a {leaf.kind} state"
+            raise ValueError(
+                f"{entry.name!r} has a {entry.kind} state in {form.title}; the muonfx state has {kind_here} for it"
+            )
+        step = None
+        if leaf.step is not None:
+            step = form.make_step(leaf.step)
+        # Entries of the other optimizer that have no counterpart, such as "use_muon", keep their values.
+        new_values = dict(entry.values)
+        for key, value in zip(form.keys[entry.kind], (leaf.first, leaf.second, step), strict=True):
+            if key is not None and value is not None:
+                new_values[key] = value
+        states[entry.number] = new_values
     return {**saved, "state": states}
 
 
@@ -153,23 +169,38 @@ def recipe(
         chain(momentum(), orthogonalize(coefficients='keller'), scale_by_shape(lr_scaling='original'),
               add_decayed_weights(weight_decay=0.1), scale_by_learning_rate(learning_rate=0.1))
     """
-    form, tensors = _format(format), flat(params)
-    labels: dict[str, str] = {}
-    made: dict[str, Transform] = {}
-    for name, kind, group, _, _ in _entries(form, source, tensors, names):
+    form = _format(format)
+    tensors = flat(params)
+    label_of: dict[str, str] = {}
+    chains: dict[str, Transform] = {}
+    for entry in _entries(form, source, tensors, names):
+        name = entry.name
         try:
-            tx = form.chain_of(group, kind, tensors[name].shape, options)
+            tx = form.chain_of(entry.group, entry.kind, tensors[name].shape, options)
         except KeyError as missing:
-            raise ValueError(f"{name!r}: its group in {form.title} has no {missing}, only {sorted(group)}") from None
+            raise ValueError(
+                f"{name!r}: its group in {form.title} has no {missing}, only {sorted(entry.group)}"
+            ) from None
         except ValueError as problem:
             raise ValueError(f"{name!r}: {problem}") from None
-        label = next((label for label, known in made.items() if known == tx), None)
-        if label is None:
-            number = sum(known.partition("_")[0] == kind for known in made)
-            label = f"{kind}_{number + 1}" if number else kind
-            made[label] = tx
-        labels[name] = label
-    return next(iter(made.values())) if len(made) == 1 else partition(made, labels)
+        label = _label_for(tx, entry.kind, chains)
+        chains.setdefault(label, tx)
+        label_of[name] = label
+    if len(chains) == 1:
+        (chain,) = chains.values()
+        return chain
+    return partition(chains, label_of)
+
+
+def _label_for(tx: Transform, kind: str, chains: Mapping[str, Transform]) -> str:
+    """Return the label under which ``chains`` has an equal chain, or a new one: "muon", then "muon_2", "muon_3"."""
+    number = 1
+    for label, chain in chains.items():
+        if chain == tx:
+            return label
+        if label.partition("_")[0] == kind:
+            number += 1
+    return kind if number == 1 else f"{kind}_{number}"
 
 
 class _Entry(NamedTuple):
@@ -177,12 +208,14 @@ class _Entry(NamedTuple):
 
     name: str
     kind: str
+    """Which optimizer updates the parameter: "muon", "adamw" or "lion"."""
     group: Group
     values: Values
     number: int
 
 
 def _format(format: str) -> Format:
+    """Return the `Format` with a name such as "keller"; raise ValueError for an unknown name."""
     if format not in FORMATS:
         raise ValueError(f"format: found {format!r}, expected one of {[*FORMATS]}{did_you_mean(format, list(FORMATS))}")
     return FORMATS[format]
@@ -205,7 +238,10 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Seq
 def _entries_of(
     form: Format, optimizer: Any, params: Mapping[str, Tensor], names: Sequence[str] | None
 ) -> list[_Entry]:
-    """Return the entries of one optimizer or its ``state_dict()``."""
+    """Return the entries of one optimizer or its ``state_dict()``, in its order.
+
+    Names are from ``params`` if the optimizer has these tensors, else ``names``, else "param_names" of its groups.
+    """
     saved = optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         member_names = _names_of_members(optimizer, params)

@@ -86,6 +86,7 @@ _EPS = 1e-7
 
 
 def _torch_kind(group: Group, values: Values) -> str:
+    """Return "muon" for a group of torch.optim.Muon, "adamw" for one of AdamW or Adam; only AdamW has "amsgrad"."""
     if "ns_coefficients" in group:
         return "muon"
     if "amsgrad" in group:
@@ -96,6 +97,7 @@ def _torch_kind(group: Group, values: Values) -> str:
 
 
 def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
+    """Return the chain of transforms that updates a parameter as torch.optim.Muon or AdamW does."""
     if kind == "adamw":
         refused = [key for key in ("amsgrad", "maximize") if group.get(key)]
         if not group.get("decoupled_weight_decay", True) and float(group["weight_decay"]):
@@ -107,7 +109,7 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
         raise ValueError(
             f"eps={group['eps']} has no equivalent in muonfx, which divides by the norm alone: expected {_EPS}"
         )
-    steps = (tuple(group["ns_coefficients"]),) * group["ns_steps"]
+    steps = (tuple(group["ns_coefficients"]),) * group["ns_steps"]  # the coefficients of each Newton-Schulz step
     return _muon_chain(
         group,
         group["momentum"],
@@ -123,6 +125,7 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
 
 
 def _keller_kind(group: Group, values: Values) -> str:
+    """Return "muon" or "adamw". A group without "use_muon" is of `Muon` if it has "momentum"."""
     return "muon" if group.get("use_muon", "momentum" in group) else "adamw"
 
 
@@ -159,6 +162,7 @@ def _moonlight_kind(group: Group, values: Values) -> str:
 
 
 def _moonlight_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
+    """Return the chain of transforms that updates a parameter as Moonlight's Muon does."""
     if kind == "adamw":
         return _adamw(group, group["adamw_betas"], group["adamw_eps"], group["wd"])
     return _muon_chain(
@@ -185,6 +189,11 @@ def _dion_kind(group: Group, values: Values) -> str:
 
 
 def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
+    """Return the chain of transforms that updates a parameter of this shape as ``dion.Muon`` does.
+
+    The group may divide a matrix: into ``num_heads`` equal blocks of rows, or into blocks of the sizes in
+    ``split_sizes``, such as ``(64, 16, 16)`` for query, key and value. Each block is orthogonalized separately.
+    """
     if group.get("cautious_wd"):
         raise ValueError("found cautious_wd, without an equivalent in muonfx: turn it off")
     betas = [float(group[key]) for key in ("beta1", "beta2")]
@@ -192,12 +201,19 @@ def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) ->
         return _adamw(group, betas, group["epsilon"], group["weight_decay"])
     if kind == "lion":
         return lion(float(group["lr"]), b1=betas[0], b2=betas[1], weight_decay=float(group["weight_decay"]))
-    heads, sizes = group.get("num_heads"), group.get("split_sizes")
-    is_stack = len(shape) > 2 and not group["flatten"]
-    parts = None if sizes is None else {f"part_{at}": size for at, size in enumerate(sizes)}
-    if parts is None and heads is not None and heads > 1:
+    heads = group.get("num_heads")
+    sizes = group.get("split_sizes")
+    parts: Any = None
+    if sizes is not None:
+        parts = {f"part_{index}": size for index, size in enumerate(sizes)}
+    elif heads is not None and heads > 1:
         parts = heads
-    pattern = divided("... {out} in -> ... {out} in", parts) if parts else STACK if is_stack else None
+    is_stack = len(shape) > 2 and not group["flatten"]  # of matrices, such as experts
+    pattern = None
+    if parts:
+        pattern = divided("... {out} in -> ... {out} in", parts)
+    elif is_stack:
+        pattern = STACK
     return _muon_chain(
         group,
         group["mu"],
@@ -215,6 +231,7 @@ _KELLER_KEYS = {"muon": Keys("momentum_buffer"), "adamw": Keys("exp_avg", "exp_a
 
 
 def _float_step(step: int) -> torch.Tensor:
+    """Return a number of steps as a tensor, which is how torch.optim and Dion store it."""
     return torch.tensor(float(step))
 
 

@@ -87,8 +87,9 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
         problems.append(f"step: found {step}, but the source counts {counts.pop()} steps; leave step= out")
 
     def visit(node: Any, path: str) -> Any:
+        """Return a state at ``path``, such as "momentum/", with moments from ``leaves`` and the step count."""
         changes: dict[str, Any] = {}
-        names: list[str] = []
+        names: list[str] = []  # of the parameters in this state; none in the state of a schedule, which has a count
         if type(node) in _STATES:
             kind, fields = _STATES[type(node)]
             names = tree.names(_without_codes(getattr(node, fields[0]), path))
@@ -170,7 +171,8 @@ def gathered(state: PyTree) -> dict[str, Leaf]:
     leaves: dict[str, Leaf] = {}
 
     def visit(node: Any, path: str) -> Any:
-        if type(node) not in _STATES:
+        """Add the moments and step count of a state to ``leaves``, and return the state unchanged."""
+        if type(node) not in _STATES:  # the state of a schedule
             return node
         kind, fields = _STATES[type(node)]
         moments = [_without_codes(getattr(node, field), path) for field in fields]

@@ -67,6 +67,8 @@ class ZeroOptimizer(Optimizer):
         for name, param in self._params.items():
             self._like[name] = torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta")
         tx.init(self._like)  # raises if the transform cannot handle the parameters
+        # A route has a parameter's label and transforms. Parameters with one route become one param group, apart from
+        # experts, which have a group of their own for each group of ranks that share them.
         routes = routes_of(tuple(visit(tx, self._like)))
         for name in self._like:
             if name not in routes or routes[name].is_left_out:
@@ -105,6 +107,7 @@ class ZeroOptimizer(Optimizer):
         return group
 
     def _numbers_of(self, group: Mapping[str, Any]) -> GroupNumbers:
+        """Return the object that reads the hyperparameters of a group."""
         return self._numbers[tuple(group["param_names"])]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -127,8 +130,10 @@ class ZeroOptimizer(Optimizer):
         self._require_same_trained()
         self._rates.check(self.param_groups)
         is_first = not self._units
+        # The units of all groups before any update, because creating a unit may raise an error.
         units_per_group = [self._units_of(group["param_names"], group["params"]) for group in self.param_groups]
-        # A real step on zeros would advance the count of AdamW and decay the weights.
+        # DeepSpeed may take a first step with zero gradients, only to allocate the state. The units now have their
+        # state. A real step on zeros would advance the count of AdamW and decay the weights.
         if is_first and self._is_initialization():
             return loss
         for group, units in zip(self.param_groups, units_per_group, strict=True):
@@ -190,12 +195,19 @@ class ZeroOptimizer(Optimizer):
                     partition.data.view(-1)[: piece.numel()].copy_(piece.reshape(-1))
 
     def _units_of(self, names: Sequence[str], tensors: list[Tensor], *, without_grads: bool = False) -> list[Unit]:
-        """Return the units of the tensors in one param group, those without a gradient only if ``without_grads``."""
+        """Return the units of one param group, and create those that do not exist.
+
+        ``names`` are the parameters from which DeepSpeed made the group, and ``tensors`` are the tensors that are in
+        the group now. At stage 0 these are the parameters, or copies of them in fp32, and the group has one unit. At
+        other stages they are flat tensors with shards of the parameters, and each has a unit. A flat tensor without a
+        gradient is left out unless ``without_grads``, because a step does not update it.
+        """
         params = {name: self._params[name] for name in names}
         tensor_group = tensor_group_of(self.model.modules())
-        is_stage_0 = [tuple(tensor.shape) for tensor in tensors] == [local_shape_of(x) for x in params.values()]
+        param_shapes = [local_shape_of(param) for param in params.values()]
+        is_stage_0 = [tuple(tensor.shape) for tensor in tensors] == param_shapes
         if is_stage_0:
-            if not tensors:
+            if not tensors:  # a group without parameters
                 return []
             first = tensors[0]
             if first not in self._units:
@@ -240,6 +252,7 @@ class ZeroOptimizer(Optimizer):
 
 
 def _trained_has_changed(name: str, when: str) -> ValueError:
+    """Return an error for a parameter that was frozen, unfrozen, added or removed after construction."""
     return ValueError(
         f"{name!r} {when} when the optimizer was made; DeepSpeed steps on the parameters from then: "
         "freeze, unfreeze, add or remove it first, then make the optimizer and DeepSpeed's engine"

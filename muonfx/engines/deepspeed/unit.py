@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,19 +27,37 @@ States = dict[Tensor, Any]
 """``optimizer.state``: a dict from tensor to a dict from key, such as ``momentum/trace``, to its state."""
 
 
+class _StateEntry(NamedTuple):
+    """Where a leaf of the state is in ``optimizer.state``."""
+
+    key: str
+    """The key, such as ``momentum.trace``."""
+    name: str | None
+    """The parameter whose shape the leaf has; None for a leaf such as a step count, which all tensors share."""
+
+
 class Unit:
-    """One flat tensor that DeepSpeed steps on (at stage 0, all parameters of a group), with its optimizer state."""
+    """One flat tensor that DeepSpeed steps on (at stage 0, all parameters of a group), with its optimizer state.
+
+    Args:
+        tx: the transform that updates the parameters.
+        like: all parameters of the model in full, as meta tensors.
+        pieces: the flat tensor, and the positions of the parameters' shards in it.
+        states: ``optimizer.state``. New state is put into it, unless it has entries that DeepSpeed has loaded.
+    """
 
     def __init__(self, tx: Transform, like: Mapping[str, Tensor], pieces: Pieces, states: States) -> None:
         self.pieces = pieces
         self._tx = tx
         self._names = list(like)
         self._values: dict[str, Any] | None = None
+        """The hyperparameters in the last step."""
         self._now = tx
+        """The transform with these hyperparameters."""
         self._views: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
         """A dict from key to a flat state tensor and the torch views of its shards by parameter name."""
-        self._leaves: list[tuple[str, str | None] | None] = []
-        """For each leaf of the state: its key in ``optimizer.state``, and the parameter whose shape it has, if any."""
+        self._leaves: list[_StateEntry | None] = []
+        """For each leaf of the state, its entry in ``optimizer.state``; None for a leaf that is None."""
         loaded_entries: list[dict[str, Any]] = [dict(states.get(tensor, {})) for tensor in pieces.flat]
         params = self._among_all(pieces.views(pieces.flat))
         self._lay_out(self._transform().init(params), states)
@@ -52,6 +70,7 @@ class Unit:
                 states[tensor] = entries
 
     def _transform(self) -> Transform:
+        """Return the transform with the current hyperparameters, sharded unless each rank has whole parameters."""
         layout = self.pieces.layout
         return self._now if layout is None else sharded(self._now, layout)
 
@@ -76,13 +95,14 @@ class Unit:
                 self._leaves.append(None)
                 continue
             if name is None or name not in local or leaf.shape != local[name].shape:
+                # A leaf of no parameter, such as a step count: every tensor has an entry with it.
                 key = path_of(path)
-                self._leaves.append((key, None))
+                self._leaves.append(_StateEntry(key, None))
                 for tensor in self.pieces.flat:
                     states[tensor][key] = leaf
                 continue
             key = path_of(path_without_name)
-            self._leaves.append((key, name))
+            self._leaves.append(_StateEntry(key, name))
             if self.pieces.is_flat:
                 shards.setdefault(key, {})[name] = leaf
             else:
@@ -123,6 +143,7 @@ class Unit:
         self._checked = [states[tensor] for tensor in self.pieces.flat]
 
     def _other_keys(self, key: str, entries: Mapping[str, Any], specs: Mapping[str, Any]) -> ValueError:
+        """Return an error for a ``key`` that only the loaded ``entries`` have, or only the transform (``specs``)."""
         problem = "is missing" if key in specs else "belongs to another transform"
         return ValueError(
             f"optimizer.state: {key!r} {problem}, in the state {self._owners_text()}; it has {sorted(entries)}, "
@@ -133,8 +154,13 @@ class Unit:
         return f"of {self.pieces.names[0]!r} and {len(self.pieces.names) - 1} more"
 
     def _read(self, states: States) -> PyTree:
-        """Return the state tree of the transform, built from the tensors in ``optimizer.state``."""
+        """Return the state tree of the transform, built from the tensors in ``states`` (``optimizer.state``).
+
+        The leaves share memory with these tensors, so a step may update them in place. In a flat state tensor, a leaf
+        is a view of the part that belongs to one parameter.
+        """
         first = self.pieces.flat[0]
+        # At stage 0 the tensors are the parameters themselves, and each has state of its own.
         param_of = {} if self.pieces.is_flat else self.pieces.views(self.pieces.flat)
         leaves: list[Tensor | None] = []
         for entry in self._leaves:
@@ -142,10 +168,11 @@ class Unit:
                 leaves.append(None)
                 continue
             key, name = entry
-            if name is None:
+            if name is None:  # every tensor has the same leaf
                 leaves.append(states[first][key])
             elif self.pieces.is_flat:
-                leaves.append(self._views_of(key, states[first][key])[name])
+                flat_state = states[first][key]
+                leaves.append(self._views_of(key, flat_state)[name])
             else:
                 leaves.append(states[param_of[name]][key])
         return tree.unflatten(self._treedef, leaves)
@@ -199,7 +226,7 @@ class Unit:
             state = to_global(self._transform(), state, self._among_all(params))
         leaves = tree.leaves(state)
         for place, (entry, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
-            name = None if entry is None else entry[1]
+            name = None if entry is None else entry.name
             if name is not None and isinstance(leaf, Tensor):
                 leaves[place] = self.pieces.as_leaf(name, leaf, to_load=to_load)
         params_with_positions: dict[str, Any] = {}
