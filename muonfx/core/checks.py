@@ -57,6 +57,10 @@ def _is_finite(number: float) -> bool:
 
 
 def _number(name: str, value: object, expected: str = "finite", fits: Callable[[float], bool] = _is_finite) -> Any:
+    """Return an argument. Raise if it is not a finite number for which ``fits`` is True, as ``expected`` describes.
+
+    Tensors, placeholders and symbolic numbers have no value to check and are returned.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         if isinstance(value, Tensor) or type(value) is object or type(value).__module__.startswith("torch"):
             return value  # a tensor, a pytree library's placeholder for a leaf, or a symbolic number
@@ -355,6 +359,7 @@ def check_updates_fit(params: PyTree, updates: PyTree) -> None:
 
 
 def _check_shapes(updates: PyTree, update_leaves: Sequence[Any], param_leaves: Sequence[Any]) -> None:
+    """Raise unless each update has the shape of its parameter. An update of None fits any parameter."""
     for index, (update, param) in enumerate(zip(update_leaves, param_leaves, strict=True)):
         if update is None or (param is not None and update.shape == param.shape):
             continue
@@ -409,6 +414,7 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
 
 
 def _wrong_structure(name: str, state: PyTree, expected: ExpectedState) -> ValueError:
+    """Return the error of a state with another structure, such as the whole result of ``update`` by mistake."""
     advice = "create it with init(params)"
     if type(state) is tuple and len(state) == 2:
         advice = "update returns a pair (updates, state): pass the second"
@@ -454,10 +460,18 @@ def warn_of_growing_graphs(
 ) -> None:
     """Warn if parameters were not detached, so that their autograd graph grows with every step.
 
-    The state may have a graph only through the parameters, so it is not examined. If the updates have a graph, as from
-    ``torch.func.grad`` or ``create_graph=True``, there is one warning when the graph has `MANY_UPDATES` updates. There
-    is none if one of ``numbers``, the transform's tensors, requires gradients. ``caller`` is its name in the
-    warning, and ``leaves`` are the leaves of ``params``.
+    If the updates have no graph, the graph of the parameters is a mistake, and each call warns. If they have one, as
+    from ``torch.func.grad`` or ``create_graph=True``, the user may differentiate through the steps: there is one
+    warning, when the graph has `MANY_UPDATES` updates. The state is not examined, since it may have a graph only
+    through the parameters.
+
+    Args:
+        caller: the name of the calling function in the warning: "update" or "apply_updates".
+        params: the parameters.
+        leaves: the leaves of ``params``, which the caller has already.
+        updates: the updates of this step.
+        numbers: the tensors among the transform's arguments, from `update` only. If one requires gradients, the user
+            differentiates through the steps by it, and there is no warning.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -472,9 +486,11 @@ def warn_of_growing_graphs(
     if index is None or any(number.requires_grad for number in numbers or ()):
         return
     reason = "because the gradients have no graph"
-    if any(leaf.requires_grad for leaf in tree.tensors(updates)):
-        # Only `update` has the numbers, so only it reports a long graph as a mistake.
-        if numbers is None or updates_in_graph(leaves[index]) != MANY_UPDATES:
+    updates_have_graph = any(leaf.requires_grad for leaf in tree.tensors(updates))
+    if updates_have_graph:
+        # Each step calls `update` and `apply_updates`. Only `update` has the numbers, and only it warns of a long graph.
+        is_from_update = numbers is not None
+        if not is_from_update or updates_in_graph(leaves[index]) != MANY_UPDATES:  # equal once, so it warns once
             return
         reason = f"because one graph records the last {MANY_UPDATES} updates"
     name = tree.names(params)[index]

@@ -94,6 +94,7 @@ class _Chooser:
     def __init__(
         self, argument: str, source: object, expected: str, kinds: tuple[type, ...], memory: Memory | None = None
     ) -> None:
+        # Two likely mistakes, for which the general error would not help: a condition on modules, and a whole model.
         if isinstance(source, Condition) and source.needs_modules():
             raise ValueError(
                 f"{argument}: found {source!r}, expected a condition on names and shapes, because a transform receives "
@@ -112,16 +113,20 @@ class _Chooser:
         self._choice_of: dict[Any, _Choice] = {} if memory is None else memory
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> _Choice:
-        """Return the values for these parameters; ``quiet`` suppresses warnings of a function that chooses them."""
+        """Return the value of each parameter, from the cache if these parameters were seen before.
+
+        With ``quiet``, warnings that the source issues are suppressed.
+        """
         names = tree.names(params)
-        # The key is not the tree's structure, which cannot be hashed under compilation.
+        # The values follow from the names and, for a function, from shapes and dtypes. The key is not the tree's
+        # structure, which cannot be hashed under compilation.
         key: object = tuple(names)
         if callable(self.source):
             shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
             key = tuple(zip(names, shapes, strict=True))
         if key in self._choice_of:
             return self._choice_of[key]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # a trace may not change the cache
             return self._choose(params, names)
         with warnings.catch_warnings():
             if quiet:
@@ -130,12 +135,15 @@ class _Chooser:
         return self._choice_of[key]
 
     def of_updates(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
-        """Return the value for each parameter name. Without ``params``, the updates give the names."""
+        """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step.
+
+        ``params`` may be None. The updates then give the names, shapes and dtypes.
+        """
         if params is not None:
             return self(params, quiet=True).values  # init has warned already
         if callable(self.source):
             for name, leaf in tree.named_leaves(updates):
-                if leaf is None:
+                if leaf is None:  # the shape of this parameter is unknown
                     raise ValueError(
                         f"{self.argument}: found no parameters, and no gradient for {name!r}, so the function that "
                         "chooses values cannot read its shape; expected parameters: call "
@@ -144,14 +152,20 @@ class _Chooser:
         return self(updates, quiet=True).values
 
     def _choose(self, params: PyTree, names: list[str]) -> _Choice:
+        """Return the value of each parameter, without the cache. Raise if one has no value or a wrong one.
+
+        A condition or a function is first evaluated on the parameters, which gives one of two forms: a mapping by name,
+        ``{"fc.weight": "muon"}``, or a tree like the parameters, ``{"fc": {"weight": "muon"}}``.
+        """
         source = self.source
         if isinstance(source, Condition):
             source = source.select(params)
-        elif callable(source) and not isinstance(source, Mapping):
+        elif callable(source) and not isinstance(source, Mapping):  # a mapping may be callable too
             source = source(params)
         if isinstance(source, Mapping) and self._is_by_name(source):
             return self._choose_by_name(source, names)
-        if set(tree.names(source)) != set(names):  # also a nest of dicts for parameters with dotted names
+        # A tree. Names are compared, not structures: nested dicts fit parameters with dotted names too.
+        if set(tree.names(source)) != set(names):
             raise ValueError(
                 f"{self.argument}: found a {type(source).__name__} with the leaves {format_list(tree.names(source))}, "
                 f"expected a dict from the name of each parameter to {self.expected}, or a tree with the structure of "
@@ -168,6 +182,7 @@ class _Chooser:
         return all(isinstance(key, str) and isinstance(value, self.kinds) for key, value in source.items())
 
     def _choose_by_name(self, source: Mapping[str, Any], names: list[str]) -> _Choice:
+        """Return the values of a mapping for the named parameters. The mapping may have further names."""
         key_of = _keys_of(names, source)
         missing = [name for name in names if name not in key_of]
         if missing:
@@ -200,11 +215,13 @@ def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _label_chooser(labels: object, memory: Memory | None = None) -> _Chooser:
+    """Return a function from parameters to the label of each, for the argument ``labels`` of `partition`."""
     expected = "a label (a string, or None for no update)"
     return _Chooser("partition: labels", labels, expected, (str, type(None)), memory)
 
 
 def _mask_chooser(argument: str, mask: object, memory: Memory | None = None) -> _Chooser:
+    """Return a function from parameters to True or False for each. ``argument`` names the mask in errors."""
     return _Chooser(argument, mask, "True or False", (bool,), memory)
 
 
@@ -215,6 +232,7 @@ def _leaves_with(value: object, values: Mapping[str, Any], leaves: list[Any]) ->
 
 
 def _require_known_labels(labels: Mapping[str, str | None], transforms: Mapping[str, Transform]) -> None:
+    """Raise if a parameter has a label without a transform. The label None needs none."""
     for name, label in labels.items():
         if label is not None and label not in transforms:
             raise ValueError(
@@ -224,6 +242,7 @@ def _require_known_labels(labels: Mapping[str, str | None], transforms: Mapping[
 
 
 def _warn_of_unused_label(label: str, choice: _Choice) -> None:
+    """Warn that no parameter has a label. The warning counts the other labels, and has up to five of their reasons."""
     if not choice.values:
         counts = ": there are no parameters"
     else:
@@ -245,6 +264,7 @@ def mask_patterns(tx: Transform) -> list[NamePatterns]:
 
 
 def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
+    """Return an equal `partition` whose labels are a plain mapping by name, so that it also works on shards."""
     choice = _label_chooser(tx.arguments["labels"])(params)
     if choice.routed is None:
         return tx.replace(labels=choice.values)
@@ -254,6 +274,7 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
 
 
 def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
+    """Return the names that a `partition` does not update: the label is None, or its transform leaves them out."""
     labels = _label_chooser(tx.arguments["labels"])(params, quiet=True).values
     names = {name for name, label in labels.items() if label is None}
     leaves = tree.leaves(params)
@@ -263,11 +284,13 @@ def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
 
 
 def _left_out_by_mask(tx: Transform, params: PyTree) -> set[str]:
+    """Return the names of the selected parameters that the inner transform of `masked` does not update."""
     is_selected = _mask_chooser("masked: mask", tx.arguments["mask"])(params, quiet=True).values
     return left_out(tx.arguments["inner"], _leaves_with(True, is_selected, tree.leaves(params)))
 
 
 def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
+    """Return an equal `masked` whose mask is a plain dict by name, so that it also works on shards."""
     return tx.replace(mask=_mask_chooser("masked: mask", tx.arguments["mask"])(params).values)
 
 
@@ -322,6 +345,7 @@ def partition(
     choose = _label_chooser(labels, _memory)
 
     def init(params: PyTree) -> dict[str, PyTree]:
+        """Return the state of each group, by label. Check the labels, and warn of probable mistakes."""
         choice = choose(params)
         _require_known_labels(choice.values, transforms)
         if choice.routed is not None:
@@ -338,6 +362,7 @@ def partition(
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
+        """Run each transform on the leaves of its group, which it receives as a flat dict by name."""
         labels = choose.of_updates(updates, params)
         _require_known_labels(labels, transforms)
         update_leaves, treedef = tree.flatten(updates)
@@ -395,6 +420,7 @@ def masked(
         return inner.functions.init(_leaves_with(True, choose(params).values, tree.leaves(params)))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        """Run the inner transform on the selected leaves. Return the other updates unchanged."""
         is_selected = choose.of_updates(updates, params)
         leaves, treedef = tree.flatten(updates)
         selected_params = None if params is None else _leaves_with(True, is_selected, tree.leaves(params))

@@ -468,9 +468,16 @@ class Transform(Recorded):
         return expected_states[key]
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
-        """Call the ``update`` function without checks, with only the extra arguments that it accepts."""
-        names, takes_all, *_ = self.extras
-        accepted = extras
+        """Call the ``update`` function without checking the arguments. Return its pair (updates, state).
+
+        Transforms that call others use this: the outermost `update` has checked the arguments. The function receives
+        only those of the ``extras`` that it accepts. ``donate`` and ``sum_over_leaves`` are supplied if it accepts
+        them. Only the result of a function outside of this package is checked.
+        """
+        signature = self.extras
+        names = signature.named
+        takes_all = signature.takes_all
+        accepted = extras  # a dict of this call alone, so entries may be added to it
         if extras and not takes_all:
             accepted = {}
             for name in extras:  # no comprehension, which is a call: this runs for each transform of a step
@@ -479,6 +486,7 @@ class Transform(Recorded):
         if takes_all or "donate" in names:
             accepted["donate"] = donate
         if "sum_over_leaves" in names:
+            # Under `sharded`, the caller has passed a sum over ranks. Without it, all leaves are here.
             accepted.setdefault("sum_over_leaves", sum_over_leaves)
         _, update = self._built
         if autocast_is_on():

@@ -61,6 +61,7 @@ def in_buckets(_memory: Memory, tx: Transform, bucket_bytes: int, buckets: list[
     usual_names = sorted([name for bucket in buckets for name in bucket])
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        """Run ``tx`` bucket by bucket, or at once if there is one bucket or some state has no parameter."""
         present = [name for name, leaf in tree.named_leaves(params) if leaf is not None]
         current_buckets = buckets if sorted(present) == usual_names else buckets_by_shape(params, bucket_bytes)
         # First the number of buckets: a step that is traced within a branch may not change `_memory`.
@@ -84,18 +85,26 @@ def buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
 @stand_in
 @with_memory
 def in_store(_memory: Memory, tx: Transform, store: Store):
-    """Run a transform that works leaf by leaf, and load its state from a store bucket by bucket."""
+    """Run a transform that works leaf by leaf, and load its state from a store bucket by bucket.
+
+    Only the state of one bucket, and of the next, is on the device at a time. Between steps, the state is in host
+    memory or on disk (the store). ``tx`` receives and returns the state of a bucket as tensors on the device.
+    """
 
     def init(params: PyTree) -> PyTree:
+        """Return the initial state, with its tensors in the store. Nothing is stored for meta tensors."""
         if device_of(params).type == "meta":
             return tx.functions.init(params)
         return init_in_store(store, tx.functions.init, params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        """Run ``tx`` bucket by bucket. The next state is in the store again."""
         parameters = remembered_parameters(_memory, state, updates)
         present = [name for name, leaf in tree.named_leaves(updates) if leaf is not None]
         buckets = cut_into_buckets(sizes_of(present, state, parameters), store.bucket_bytes)
-        if len(buckets) < 2 or not can_be_shared_out(tree.leaves(state), parameters):
+        # A tensor without a parameter, such as a sum over all leaves, belongs to no bucket.
+        can_be_divided = can_be_shared_out(tree.leaves(state), parameters)
+        if len(buckets) < 2 or not can_be_divided:
             buckets = [tree.names(updates)]
         return _run_in_buckets(store, tx.run, buckets, parameters, updates, state, params, donate, extras)
 
@@ -108,6 +117,7 @@ def at_once(_memory: Memory, tx: Transform, store: Store):
     """Run a transform that needs all leaves, and load its whole state from a store."""
 
     def init(params: PyTree) -> PyTree:
+        """Return the initial state, with its tensors in the store. Warn if loading all of it at once defeats that."""
         state = tx.functions.init(params)
         device = device_of(params)
         if device.type == "meta":
@@ -116,11 +126,12 @@ def at_once(_memory: Memory, tx: Transform, store: Store):
         nbytes = sum(sizes_of(tree.names(params), state, parameters).values())
         if not nbytes:
             return state
-        if not store.is_direct(device):
+        if not store.is_direct(device):  # a direct store needs no copy on the device
             _warn_of_whole_state(tx, nbytes)
         return store_away(store, device, state, parameters)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        """Run ``tx`` with its whole state on the device, as one bucket of all parameters."""
         parameters = remembered_parameters(_memory, state, updates)
         is_stored = any(map(moves, tree.leaves(state), parameters))
         all_leaves = [tree.names(updates)]
@@ -132,6 +143,7 @@ def at_once(_memory: Memory, tx: Transform, store: Store):
 
 
 def _warn_of_whole_state(tx: Transform, nbytes: int) -> None:
+    """Warn that the state of a TREE transform, of ``nbytes`` bytes, is loaded as a whole in each step."""
     warnings.warn(
         f"offload: {tx.name} has the locality TREE and a state of the size of the parameters, so its whole "
         f"state ({nbytes / 2**20:.1f} MiB) is loaded in each step instead of bucket by bucket: declare a "
@@ -153,6 +165,7 @@ def skippable(tx: Transform):
         only_if: Tensor | None = None,
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
+        """Run ``tx``, or return the updates and the state unchanged if ``only_if`` is false."""
         if only_if is not None and not bool(only_if):
             return updates, state
         return tx.run(updates, state, params, donate=donate, **extras)
@@ -163,9 +176,19 @@ def skippable(tx: Transform):
 @stand_in
 @with_memory
 def with_own_state_in_store(_memory: Memory, tx: Transform, division: StateDivision, store: Store):
-    """Run a wrapper whose own state is loaded at once; the transforms that it calls load theirs themselves."""
+    """Run a wrapper whose own state is loaded at once; the transforms that it calls load theirs themselves.
+
+    A wrapper is a transform that calls others (its inner transforms), such as `accumulate`. Its own state is the part
+    of its state that belongs to no inner transform, such as a sum of gradients.
+
+    Args:
+        tx: the wrapper, whose inner transforms are already placed, so that they load and store their states.
+        division: separates the wrapper's own state from the states of the inner transforms.
+        store: where the state is between steps.
+    """
 
     def init(params: PyTree) -> PyTree:
+        """Return the initial state. The inner transforms have stored theirs; this stores the wrapper's own."""
         state = tx.functions.init(params)
         device = device_of(params)
         if device.type == "meta":
@@ -175,6 +198,7 @@ def with_own_state_in_store(_memory: Memory, tx: Transform, division: StateDivis
         return division.merge(stored, inner_states)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        """Run the wrapper with its own state on the device. All tensors of the next state are in the store."""
         wrapper_state, inner_states = division.split(state)
         device = device_of(updates, params)
         new_inner_states: list[PyTree] = []
@@ -183,7 +207,12 @@ def with_own_state_in_store(_memory: Memory, tx: Transform, division: StateDivis
         def run_with_loaded(
             updates: PyTree, loaded_state: PyTree, params: PyTree, *, donate: Donation, **extras: Any
         ) -> tuple[PyTree, PyTree]:
-            # The loaded copies may be overwritten, but the states of inner transforms belong to the caller.
+            """Run the wrapper with its own state, loaded on the device. Return the updates and its own next state.
+
+            The next states of the inner transforms are appended to `new_inner_states`, and are not written back with
+            the wrapper's own: the inner transforms have stored theirs. `stored_again` copies other tensors only.
+            """
+            # `donate` is for the loaded copies, which may be overwritten. The inner states are the caller's tensors.
             inner_donation = Donation(donate.updates, caller_donation.state)
             whole_state = division.merge(loaded_state, inner_states)
             out, new_state = tx.run(updates, whole_state, params, donate=inner_donation, **extras)
@@ -193,7 +222,7 @@ def with_own_state_in_store(_memory: Memory, tx: Transform, division: StateDivis
             return out, new_wrapper_state
 
         parameters = remembered_parameters(_memory, wrapper_state, updates)
-        all_leaves = [tree.names(updates)]
+        all_leaves = [tree.names(updates)]  # one bucket, so `run_with_loaded` is called once
         out, wrapper_state = _run_in_buckets(
             store, run_with_loaded, all_leaves, parameters, updates, wrapper_state, params, donate, extras
         )

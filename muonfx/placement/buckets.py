@@ -178,6 +178,14 @@ class BucketedState:
     """A context manager for a step with offloaded state: it loads, updates and writes back one bucket at a time.
 
     If the disk has too little space, the constructor raises OSError before anything is changed.
+
+    Args:
+        store: where the state is between steps. With `IN_MEMORY`, nothing is loaded or written back.
+        device: the device of the parameters, to which state is loaded.
+        state: the state before the step.
+        parameters: the name of the parameter of each leaf of the state, or None.
+        buckets: the names of the parameters of each bucket, such as ``[["q", "k"], ["mlp"]]``.
+        donate: the caller's promise about the updates and the state.
     """
 
     def __init__(
@@ -201,7 +209,7 @@ class BucketedState:
         """For each bucket, the indices of the leaves that are loaded and written back."""
         self._targets: dict[int, Tensor] = {}
         """By the index of a moving leaf, the tensor in the store to which its new value is written."""
-        if store == IN_MEMORY or store.is_direct(device):
+        if store == IN_MEMORY or store.is_direct(device):  # the update reads and writes the state where it is
             return
         moving = [index for index, leaf in enumerate(self._leaves) if moves(leaf, parameters[index])]
         for index in moving:
@@ -305,6 +313,7 @@ class BucketedState:
 
 
 def _take(leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    """Return the leaves with the given indices, in the order of the indices."""
     return [leaves[index] for index in indices]
 
 

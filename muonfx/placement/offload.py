@@ -134,6 +134,7 @@ def inner_of(tx: Transform) -> Transform:
 
 
 def _store(to: str, bucket_bytes: int) -> Store:
+    """Return the store for the arguments of `offload`. Raise if ``to`` is a device, such as "cuda:0", or no text."""
     if not isinstance(to, str):
         raise TypeError(f'to must be "cpu" or the path of a folder, found {to!r}')
     if not to or to.split(":")[0] in DEVICES:

@@ -280,6 +280,7 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
     """
 
     def join(by_group: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Convert the states of the groups to a dict by member. A group of one member has that member's state."""
         state: dict[str, PyTree] = {}
         for names, group_state in zip(groups, by_group.values(), strict=True):
             if len(names) == 1:
@@ -289,6 +290,7 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
         return state
 
     def divide(state: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Convert a dict by member to the states of the groups, by the number of the group; it undoes `join`."""
         by_group: dict[str, PyTree] = {}
         for index, names in enumerate(groups):
             if len(names) == 1:
@@ -305,6 +307,7 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
     ):
         updates, by_group = tx.run(updates, divide(state), params, donate=donate, **extras)
         new_state = join(by_group)
+        # In the order of the old state: the order of the keys is part of the structure.
         return updates, {name: new_state[name] for name in state}
 
     return init, update
@@ -327,6 +330,7 @@ def applying(tx: Transform, is_last: bool):
         apply_to_params: ApplyToParams | None = None,
         **extras: Any,
     ):
+        """Run ``tx``. If its updates were added to the parameters, return None for each of them."""
         updates, state = tx.run(updates, state, params, donate=donate, **extras)
         if apply_to_params is None or not is_last:
             return updates, state

@@ -63,12 +63,16 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def _mapped(folder: str, length: int) -> mmap.mmap:
+    """Return `length` bytes of memory that are backed by a new file in a folder. Raise OSError if there is no room.
+
+    The file has no name: it is unlinked while it is open, so its space is freed when the process ends, even by a crash.
+    """
     require_room(folder, length)
     try:
         descriptor, path = tempfile.mkstemp(prefix="muonfx-state-", dir=folder)
         try:
             os.unlink(path)
-            if hasattr(os, "posix_fallocate"):
+            if hasattr(os, "posix_fallocate"):  # reserves the space; a sparse file could run out of it during a step
                 os.posix_fallocate(descriptor, 0, length)
             else:
                 os.ftruncate(descriptor, length)

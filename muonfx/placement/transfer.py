@@ -38,12 +38,23 @@ def _aligned(nbytes: int) -> int:
 
 
 class BucketTransfer:
-    """Loads state from the store and writes it back, bucket by bucket, in a worker thread during one step."""
+    """Loads state from the store and writes it back, bucket by bucket, in a worker thread during one step.
+
+    There are two buffers on the device: one for the bucket that is computed, and one for the next, which is loaded
+    meanwhile. On a GPU, copies run on a stream of their own, and CUDA events order them with the computation. State on
+    disk then passes through two further buffers in pinned host memory (the staging buffers).
+
+    Args:
+        device: the device on which the state is updated.
+        buckets: for each bucket, the tensors in the store.
+        filed: True if the store is on disk.
+    """
 
     def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, filed: bool) -> None:
         self._buckets = buckets
         self._device = device
         self._under_way: list[Future[Any]] = []
+        """All jobs that this transfer gave to the worker."""
         size = max(map(nbytes_in_buffer, buckets), default=0)
         count = min(2, len(buckets))
         self._buffers = [buffer(size, device) for _ in range(count)]
@@ -55,6 +66,7 @@ class BucketTransfer:
             if filed:
                 self._staging = [buffer(size, torch.device("cpu"), pin=True) for _ in range(count)]
         self._coming: dict[int, Future[tuple[list[Tensor], torch.cuda.Event | None]]] = {}
+        """By the index of a bucket that is being loaded, the result of `_read`."""
         self._ask_for(0)
 
     def fetch(self, bucket_index: int) -> list[Tensor]:
@@ -95,6 +107,8 @@ class BucketTransfer:
     # ---------------------------------------------------------------------------------------------- in the worker
 
     def _do(self, job: Callable[[], T]) -> Future[T]:
+        """Start a job in the worker thread, which runs jobs in order. Return its future result."""
+
         def safely() -> T:
             with torch.no_grad():
                 return job()
@@ -104,10 +118,15 @@ class BucketTransfer:
         return future
 
     def _ask_for(self, bucket_index: int) -> None:
+        """Start to load a bucket, unless the index is past the last one."""
         if bucket_index < len(self._buckets):
             self._coming[bucket_index] = self._do(lambda: self._read(bucket_index))
 
     def _read(self, bucket_index: int) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """Copy the state of a bucket into its buffer on the device.
+
+        Return views of the buffer, and the event after which they have the values; None if they have them already.
+        """
         sources = self._buckets[bucket_index]
         views = _cut(self._buffers[bucket_index % 2], sources)
         for source in sources:
@@ -135,20 +154,24 @@ class BucketTransfer:
     def _write(
         self, bucket_index: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], computed: torch.cuda.Event | None
     ) -> None:
-        if self._stream is None or computed is None:
+        """Copy the new state of a bucket, in `leaves`, into the stored tensors `targets`, after the event `computed`."""
+        if self._stream is None or computed is None:  # on a CPU
             for leaf, target in zip(leaves, targets, strict=True):
                 target.copy_(leaf)
                 release(target)
             return
-        landing = _cut(self._staging[bucket_index % 2], targets) if self._staging else targets
+        # The GPU copies into pinned memory only: into the targets in host memory, or into the staging buffer.
+        landing = targets
+        if self._staging:
+            landing = _cut(self._staging[bucket_index % 2], targets)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(computed)
             for leaf, target in zip(leaves, landing, strict=True):
                 target.copy_(leaf, non_blocking=True)
-                if leaf.is_cuda:
+                if leaf.is_cuda:  # its memory must not be reused before this copy ends
                     leaf.record_stream(self._stream)
         if self._staging:
-            self._stream.synchronize()
+            self._stream.synchronize()  # the staging buffer now has the values
             for staged, target in zip(landing, targets, strict=True):
                 target.copy_(staged)
                 release(target)

@@ -88,7 +88,7 @@ class Progress:
 class Binding:
     """Runs transforms over the ranks of a layout: it gathers matrices, and sums scalars over all ranks.
 
-    `bind` builds one binding for each `settings` and `store`. Several transforms and optimizers may shard it, so facts
+    `bind` builds one binding for each `settings` and `store`. Several transforms and optimizers may share it, so facts
     of one of them are in its `Progress`.
     """
 

@@ -37,7 +37,7 @@ _NUMBERS = "numbers in their chains"
 
 
 class _Fixed(NamedTuple):
-    """The results that all steps of a transform shard: they follow from its structure and the names of the leaves."""
+    """The results that all steps of a transform share: they follow from its structure and the names of the leaves."""
 
     transforms: str
     """The digest of `facts_of_transforms`."""
@@ -78,6 +78,7 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
 
 
 def _find_fixed(binding: Binding, tx: Transform, call: Arguments) -> _Fixed:
+    """Compute the facts that are the same in each step. A leaf of the state without a parameter is a shared one."""
     described = describe_state(binding, tx, call.like)
     names = tree.names(binding.init(tx, binding.local_like(call.like)))
     shared = [index for index, placed in enumerate(described) if placed is not None and placed.name is None]
@@ -97,16 +98,23 @@ def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
 
 
 def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
+    """Return the schedules among the arguments of a transform and of those that it calls, by their names.
+
+    A name is the number of the transform, its name and the argument: "3.scale_by_learning_rate.learning_rate".
+    """
     schedules: dict[str, Callable[[Tensor], Any]] = {}
     for index, inner in enumerate(within(tx)):
         kinds = inner.factory.definition.plain
         for name, value in inner.arguments.items():
-            if isinstance(value, Schedule) or (callable(value) and "Schedule" in kinds[name]):
+            # A plain function is a schedule if the annotation of its argument includes the type `Schedule`.
+            is_function_as_schedule = callable(value) and "Schedule" in kinds[name]
+            if isinstance(value, Schedule) or is_function_as_schedule:
                 schedules[f"{index}.{inner.name}.{name}"] = value
     return schedules
 
 
 def _is_host_counter(leaf: object) -> bool:
+    """Return True for a 0-d int64 tensor on the CPU, which can be read without waiting for a device."""
     return isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and not leaf.ndim and leaf.device.type == "cpu"
 
 
@@ -114,7 +122,11 @@ def _is_host_counter(leaf: object) -> bool:
 
 
 def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
-    """Return what must be equal on all ranks before the first step, by subject, in the order to report."""
+    """Return what must be equal on all ranks before the first step, by subject, in the order to report.
+
+    A subject is the start of a sentence in an error, and may have advice in parentheses. A value is a text or number,
+    or a dict of them, such as ``{"w": "(4, 4) torch.float32"}`` for "parameters". `local` has this rank's parameters.
+    """
     layout = binding.layout
     device = tree.device_of(local)
     leaf_of = dict(zip(tree.names(local), tree.leaves(local), strict=True))
@@ -132,7 +144,7 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         "settings": repr(binding.settings),
         "stores of the state": _text_of_store(binding),
         "settings of torch": _settings_of_torch(),
-        # Machines may resolve "auto" differently; an explicit dtype is the same everywhere.
+        # Machines may resolve "auto" differently; an explicit dtype or choice of products is the same everywhere.
         'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)': product_dtypes(
             tx, dtypes, device
         ),
@@ -159,7 +171,7 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
 
 
 def _text_of_argument(value: object) -> str:
-    """Return a text for an argument of a transform. All functions shard one text: ranks compare their results."""
+    """Return a text for an argument of a transform. All functions share one text: ranks compare their results."""
     if isinstance(value, Recorded):
         arguments = [f"{name}={_text_of_argument(argument)}" for name, argument in value.arguments.items()]
         return f"{value.factory.__name__}({', '.join(arguments)})"
@@ -169,6 +181,7 @@ def _text_of_argument(value: object) -> str:
 
 
 def _texts_of_state(binding: Binding, tx: Transform, local: PyTree) -> dict[str, str]:
+    """Return the shape, dtype and owners of each leaf of the state: ``"(4, 4) torch.float32, owners [0]"``."""
     names = tree.names(binding.init(tx, binding.local_like(local)))
     texts = dict.fromkeys(names, "None")
     for name, placed in zip(names, describe_state(binding, tx, local), strict=True):
@@ -184,6 +197,7 @@ def _versions() -> dict[str, str]:
 
 
 def _text_of_store(binding: Binding) -> str:
+    """Return where the state is between steps, such as "in memory with the parameters"."""
     store = binding.store
     if store == IN_MEMORY:
         return "in memory with the parameters"
@@ -192,6 +206,7 @@ def _text_of_store(binding: Binding) -> str:
 
 
 def _settings_of_torch() -> dict[str, str]:
+    """Return the global settings of torch that change results, as texts by name."""
     is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return {
         "default dtype": str(torch.get_default_dtype()),
@@ -235,6 +250,7 @@ def _comparable_numbers(tx: Transform) -> dict[str, object]:
 
 
 def _comparable_extra(value: Any) -> object:
+    """Return a value for ranks to compare, for an extra argument: a number, a description, or one for each leaf."""
     # A transform that takes a mapping, such as `qk_clip`, reduces its values over ranks: they may differ.
     if isinstance(value, Mapping):
         leaves = zip(tree.names(value), tree.leaves(value), strict=True)
@@ -245,6 +261,7 @@ def _comparable_extra(value: Any) -> object:
 
 
 def _kind_of_leaf(leaf: object) -> object:
+    """Return the shape and dtype of a tensor as one tuple, or the name of the type of another value."""
     if isinstance(leaf, Tensor):
         return *leaf.shape, leaf.dtype
     return type(leaf).__qualname__

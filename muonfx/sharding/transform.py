@@ -137,11 +137,12 @@ def sharded(
     inner, store = inner_of(tx), store_of(tx)
 
     def init(params: PyTree) -> PyTree:
+        """Return this rank's initial state. All ranks call this together, unless all parameters are meta tensors."""
         params = without_left_out(tx, params)
         binding = bind(layout, settings, store)
         local = local_tree(params)
         tensors = [leaf for leaf in tree.leaves(local) if leaf is not None]
-        if tensors and all(leaf.is_meta for leaf in tensors):
+        if tensors and all(leaf.is_meta for leaf in tensors):  # only the structure of the state: no communication
             return binding.init(inner, local)
         progress = _memory.setdefault(_PROGRESS, Progress())
         binding.progress_of[inner.treedef] = progress
@@ -159,17 +160,25 @@ def sharded(
         check: bool = False,
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
+        """Return this rank's updates and next state. They have DTensors where the arguments do.
+
+        The step runs on local tensors: the arguments are converted from DTensors before it, and the results after it.
+        With ``check``, the trees of the arguments are compared with each other, as in `Transform.update`.
+        """
         params = without_left_out(tx, params)
         binding = bind(layout, settings, store)
         like = updates if params is None else params
         plain_state = state
         if layout.dtensors:
             plain_state = without_dtensors(binding, inner, like, state)
+        # `problem` is an error if a leaf is inside a torch.func transform; `step_sharded` raises it on all ranks.
         with outside_transforms("update of a sharded transform", updates, plain_state, params, extras) as problem:
             call = Arguments(updates, plain_state, params, donate, extras)
             progress = _progress_of(_memory, binding, inner)
             out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
-        if not layout.dtensors or PLAIN.issuperset(map(type, [*tree.leaves(updates), *tree.leaves(params)])):
+        caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
+        caller_uses_dtensors = not PLAIN.issuperset(map(type, caller_leaves))
+        if not layout.dtensors or not caller_uses_dtensors:
             return out, new_state
         return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, new_state, state)
 
@@ -231,9 +240,15 @@ def step_sharded(
 ) -> tuple[PyTree, PyTree]:
     """Run one step on this rank's shards. Return its updates and next state. If a rank has an error, all raise.
 
-    `apply_to_params` adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
+    Args:
+        binding: runs transforms over the ranks; transforms and optimizers of one layout share it.
+        progress: counts the steps of this transform or optimizer alone.
+        tx: the transform for whole tensors, with its current hyperparameters.
+        call: the arguments of `update`. Their leaves may be DTensors.
+        check: True to compare the trees of the arguments, and to return a state that has no tensor of the old one.
+        problem: an error that this rank already has; it is raised on all ranks.
+        apply_to_params: adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
-    # `tx` has the current hyperparameters. Several transforms and optimizers may shard a binding, none a progress.
     local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
     extras = local.extras
@@ -241,7 +256,7 @@ def step_sharded(
         extras = {**extras, "apply_to_params": apply_to_params}
     out, new_state = binding.placed(tx, local.like).run(updates, state, local.params, donate=donate, **extras)
     progress.completed += 1  # not after an error on this rank alone, so that the next step finds the ranks different
-    if check and not local.donate.state:
+    if check and not local.donate.state:  # a later step may overwrite the new state, but not the old one
         new_state = tree.copy_shared(new_state, local.state)
     return out, new_state
 

@@ -160,7 +160,12 @@ def next_serial(layout: Layout) -> int:
 
 
 def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> None:
-    """Raise on all ranks unless all have the same transform, parameters, layout, settings and package versions."""
+    """Raise on all ranks unless all have the same transform, parameters, layout, settings and package versions.
+
+    `init` calls this, and the first step of a transform without `init`. All ranks call it together. `problem` is an
+    error that this rank already has. Ranks with an error report it to the others instead of returning early, because
+    the others would wait for them.
+    """
     layout = binding.layout
     facts: Facts = {}
     if layout.size > 1 and layout.group is None:
@@ -173,12 +178,12 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
         local_leaves(layout, tree.names(params), tree.leaves(params))
         local = local_tree(params)
         binding.likes[tx.treedef] = meta_like(local)
-        if layout.size > 1 and problem is None:
+        if layout.size > 1 and problem is None:  # one rank has no other to compare the facts with
             facts = facts_of_binding(binding, tx, local)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = problem or error
     if layout.group is not None and layout.size > 1:
-        wait_for_all(layout.group, CONSTRUCTING)
+        wait_for_all(layout.group, CONSTRUCTING)  # names a rank that never arrives; the collective would only time out
         agree("binding a transform to a layout", layout.group, problem, same=digest(facts), explain=lambda: facts)
     elif problem is not None:
         raise problem

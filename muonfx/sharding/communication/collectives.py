@@ -171,36 +171,44 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        """Run the collective once for all entries of a batch. Return one stack for each tensor, and its dims, all 0.
+
+        Two tensors ``a, b`` in a batch of three are sent as ``a0, b0, a1, b1, a2, b2``.
+        """
         function, transpose, layout, names, *tensors = inputs
         batches: list[Tensor] = []
-        for tensor, dim in zip(tensors, in_dims[4:], strict=True):
-            if dim is None:
+        for tensor, dim in zip(tensors, in_dims[4:], strict=True):  # the first four arguments are not tensors
+            if dim is None:  # the same tensor for each entry of the batch
                 batches.append(tensor.expand(info.batch_size, *tensor.shape))
             else:
                 batches.append(tensor.movedim(dim, 0))
-        # All tensors of the first entry of the batch, then all of the second, and so on, in one call.
         entries: list[Tensor] = []
         for index in range(info.batch_size):
             entries += [batch[index] for batch in batches]
         results = _Linear.apply(function, transpose, layout, [*names] * info.batch_size, *entries)
+        # Tensor number `index` of each entry: every `len(tensors)`-th result.
         stacks = [torch.stack(results[index :: len(tensors)]) for index in range(len(tensors))]
         return tuple(stacks), (0,) * len(stacks)
 
 
 def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
-    """Average the whole gradients of all ranks. Return a tree with this rank's shards of the mean."""
+    """Average the whole gradients of all ranks. Return a tree with this rank's shards of the mean.
+
+    A gradient that is None on some ranks counts as zero there. It stays None if it is None on all ranks.
+    """
     leaves, treedef = tree.flatten(grads)
     names = tree.names(grads)
     with outside_transforms("layout.reduce_scatter", grads) as problem:
         for name, leaf in zip(names, leaves, strict=True):
             problem = _problem_of_gradient(layout, name, leaf) or problem
+        # The code of a gradient gives its dtype, and is 0 if the gradient is None on all ranks.
         codes = agree_on_leaves("reducing gradients", names, leaves, layout, problem).codes
         device = tree.device_of(grads)
-        indices = [index for index, code in enumerate(codes) if code]  # not None on all ranks
+        indices = [index for index, code in enumerate(codes) if code]
         wholes: list[Tensor] = []
         for index in indices:
             gradient = leaves[index]
-            if gradient is None:
+            if gradient is None:  # another rank has it, and the mean is over all ranks
                 shape = layout.specs[names[index]].shape
                 gradient = torch.zeros(shape, dtype=dtype_of(codes[index]), device=device)
             wholes.append(gradient.detach())
@@ -230,7 +238,8 @@ def _problem_of_gradient(layout: ShardTable, name: str, gradient: Any) -> Except
 def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Average whole tensors over all ranks. Return a list with this rank's shards of the means."""
     if layout.size > 1 and _are_on_all_ranks(layout, names):
-        # Reduce-scatter equal parts, then gather them.
+        # Every rank needs whole means: each averages an equal part, and the parts are gathered. This sends less than
+        # every rank sending its whole tensors to every other.
         equal = _in_equal_parts(layout, tuple(names))
         return _gather(equal, names, _reduce(equal, names, wholes))
     means = [layout.position(name).blank(whole) for name, whole in zip(names, wholes, strict=True)]

@@ -103,6 +103,7 @@ def _init(plan: RunPlan, run: Run, tx: Transform, layout: ShardTable, params: Py
 
 
 def _reads_params(run: Run) -> bool:
+    """Return True if any transform of a run reads the values of parameters, which are then gathered too."""
     return any(tx.reads_params for _, tx in run)
 
 
@@ -132,8 +133,18 @@ def update_run(
 ) -> tuple[PyTree, PyTree]:
     """Run one step of transforms that need whole matrices. Return this rank's updates and the next state.
 
-    All ranks call this together. `find_parameters` returns, for each leaf of the state, the name of its parameter or
-    None.
+    All ranks call this together. Buckets are computed one after another: while one is computed, the matrices of the
+    next are gathered, and the results of the previous one are scattered.
+
+    Args:
+        plan: the owners of the matrices, and the buckets in which they are sent.
+        run: the transforms as pairs (name, transform).
+        tx: the same transforms as one transform.
+        layout: the shards of each rank.
+        call: this rank's arguments of `update`, with local tensors.
+        store: keeps the state between steps.
+        find_parameters: returns, for each leaf of the state, the name of its parameter or None. It is called only if
+            the state is divided into buckets.
     """
     updates, state, params, donate, extras = call
     leaves, treedef = tree.flatten(updates)
@@ -143,7 +154,7 @@ def update_run(
     if params is not None and _reads_params(run):
         local_params = dict(zip(names, tree.leaves(params), strict=True))
     buckets = buckets_of(plan, local_updates)
-    bucketed_state: BucketedState | None = None
+    bucketed_state: BucketedState | None = None  # None: the only bucket takes the whole state
     if len(buckets) > 1 or store != IN_MEMORY:
         device = device_of(updates, params)
         names_of_bucket = [[local.shard.name for local in bucket.transfers if local.computes] for bucket in buckets]
@@ -157,10 +168,15 @@ def update_run(
         return gathers
 
     def as_tree(values: Mapping[str, Tensor]) -> PyTree:
+        """Return a tree like the updates, with None for each name that is not in `values`."""
         return tree.unflatten(treedef, [values.get(name) for name in names])
 
     def compute(index: int, inputs: list[PyTree], *, may_write: bool) -> dict[str, Tensor | None]:
-        """Run the transforms on the gathered matrices of a bucket. Return the results by parameter name."""
+        """Run the transforms on the gathered matrices of a bucket. Return the results by parameter name.
+
+        `inputs` has the trees of the gathered updates and, if they are read, of the gathered parameters. The list is
+        emptied. With `may_write`, the transforms may overwrite the updates.
+        """
         nonlocal state
         gathered_updates = inputs[0]
         gathered_params = inputs[1] if len(inputs) > 1 else None
@@ -174,7 +190,7 @@ def update_run(
 
     updated_shards: dict[str, Tensor] = {}
     for name, leaf in local_updates.items():
-        if leaf is not None and not leaf.numel():
+        if leaf is not None and not leaf.numel():  # this rank has no elements of it, so nothing is written to it
             updated_shards[name] = leaf
     gathers = start_gathers(buckets[0])
     finish_scatter: Callable[[], None] = _do_nothing
@@ -214,6 +230,7 @@ class _Gather:
         *,
         as_params: bool = False,
     ) -> None:
+        """Start to send this rank's boxes to the owners. Without gathered matrices, there are no messages."""
         self._plan = plan
         self._bucket = bucket
         self._local_shards = local_shards
@@ -225,17 +242,18 @@ class _Gather:
         self.is_in_new_memory = not self._matrices
         """True if no gathered matrix is a view of a local shard, so that all of them may be overwritten."""
         self._exchange: Exchange | None = None
-        if bucket.gathered:  # equal on all ranks
-            first = local_shards[bucket.gathered[0]]
+        if bucket.gathered:  # equal on all ranks, so all or none of them start the exchange
+            device = local_shards[bucket.gathered[0]].device
             outgoing: list[list[Tensor]] = []
             for views in bucket.outgoing:
                 outgoing.append([view.of(local_shards[name]) for name, view in views])
             dtypes = {local_shards[name].dtype for name in bucket.gathered}
             wire = _common_dtype(map(self._wire_dtype, dtypes))
             what = "gathering matrices"
-            self._exchange = Exchange(layout, outgoing, bucket.expected, dtype=wire, device=first.device, what=what)
+            self._exchange = Exchange(layout, outgoing, bucket.expected, dtype=wire, device=device, what=what)
 
     def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which shards of a dtype are sent: parameters in their own, updates perhaps rounded."""
         if self._as_params:
             return dtype
         return self._plan.wire_dtypes(dtype)[0]
@@ -244,6 +262,7 @@ class _Gather:
         """Wait for the messages. Return the matrices that this rank computes, by parameter name."""
         if self._exchange is None:
             return self._matrices
+        # By parameter name, the boxes of the gathered matrices, in the order of the transfers: the targets of messages.
         views_of: dict[str, list[Tensor]] = {}
         for group in self._bucket.received_groups:
             by_dtype: dict[torch.dtype, list[LocalTransfers]] = {}
@@ -282,16 +301,22 @@ class _Gather:
 
 
 def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the narrowest dtype to which all of the dtypes can be promoted."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
 def _local_matrices(local: LocalTransfers, local_shard: Tensor) -> Tensor:
-    """Return the matrices that this rank computes and has in its own shard, as a view of it if possible."""
+    """Return the matrices that this rank computes and has in its own shard, as a view of it if possible.
+
+    They have the shape ``local.shard.shape``: that of the parameter, or ``(count, rows, columns)`` for some matrices of
+    a stack. `local_shard` is this rank's shard of the whole parameter, and may have further elements.
+    """
     shard = local.shard
-    if local.is_same_shard:
+    if local.is_same_shard:  # the local shard has these matrices and no others
         return local_shard.reshape(shard.shape)
-    if len(local.local_views) == 1:
+    if len(local.local_views) == 1:  # the matrices are one box of the local shard
         return local.local_views[0].of(local_shard).reshape(shard.shape)
+    # The matrices are several boxes, which are not adjacent in the local shard: copy each to its position.
     matrices = local_shard.new_empty(shard.shape)
     for local_view, matrix_view in zip(local.local_views, local.matrix_views, strict=True):
         matrix_view.of(shard.as_shard(matrices)).copy_(local_view.of(local_shard))

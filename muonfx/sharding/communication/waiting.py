@@ -31,7 +31,12 @@ _meetings: dict[tuple[str, str], int] = {}
 
 
 def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
-    """Wait until every rank of a group has called this with the same `purpose`. After a timeout, name missing ranks."""
+    """Wait until every rank of a group has called this with the same `purpose`. After a timeout, name missing ranks.
+
+    Each rank sets a key of its own in the store of the group, such as "muonfx/checkpoint.save/2/0" on rank 0, and waits
+    for the keys of all ranks. The number 2 counts the meetings before this one, so no key is used twice. If a rank
+    called `report_failure` instead, its error is raised on all ranks.
+    """
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
     keys = _keys(group, purpose)
@@ -81,6 +86,7 @@ def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generato
 
 
 def _count_meeting(group: dist.ProcessGroup, purpose: str) -> None:
+    """Record that this rank has met the others, so that the next meeting has other keys."""
     key = group.group_name, purpose
     _meetings[key] = _meetings.get(key, 0) + 1
 
@@ -96,6 +102,7 @@ def _keys(group: dist.ProcessGroup, purpose: str) -> list[str]:
 
 
 def _failure_key(group: dist.ProcessGroup, purpose: str) -> str:
+    """Return the key of the text of an error, such as "muonfx/checkpoint.save/2/failed"."""
     return f"{_prefix(group, purpose)}/failed"
 
 
