@@ -236,7 +236,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
         return {name: leaf.reshape(-1, *matrices[name])[:size] for name, leaf in values.items()}
 
     def compare(what: str, size: int | None, expected_is: str, tolerance: float) -> None:
-        """Compare updates of stacks with those of whole leaves. ``size`` is the length of a stack, None for the whole."""
+        """Compare updates of stacks with those of whole leaves. ``size`` limits the stack; None is the whole."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
             results = updates_of(tx_of_stacks, as_stack(params, size), [as_stack(grads, size) for grads in steps])
