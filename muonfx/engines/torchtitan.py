@@ -46,6 +46,10 @@ def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float
 
 @cache
 def _container() -> Any:
+    """Return a subclass of torchtitan's container, with its ``Config``, in which each model part has a `Muon`.
+
+    The class is defined here, because its base class exists only after torchtitan was imported.
+    """
     base: Any = import_module("torchtitan.components.optimizer").OptimizersContainer
     canonical_fqn: Any = import_module("torchtitan.components.checkpointer.utils").canonical_fqn
 
@@ -59,6 +63,7 @@ def _container() -> Any:
 
         def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
             defaults = base.Config()
+            # The fields of torchtitan's own container would have no effect here, so they must have their defaults.
             for item in fields(base.Config):
                 value = getattr(config, item.name)
                 if value != getattr(defaults, item.name):
@@ -75,7 +80,7 @@ def _container() -> Any:
                 self.optimizers.append(optimizer)
                 for group in optimizer.param_groups:
                     all_params.extend(group["params"])
-            self._post_init(all_params)
+            self._post_init(all_params)  # initializes the container as a torch optimizer of all parameters
 
         # Keys are torchtitan's canonical names, so that a checkpoint loads with and without activation checkpointing.
         def state_dict(self) -> dict[str, Any]:
@@ -83,6 +88,7 @@ def _container() -> Any:
             return {canonical_fqn(key): value for key, value in state.items()}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            # By canonical name, the key that this container has.
             key_of = {canonical_fqn(key): key for key in super().state_dict()}
             super().load_state_dict({key_of.get(name, name): value for name, value in state_dict.items()})
 

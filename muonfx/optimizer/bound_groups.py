@@ -23,12 +23,18 @@ _LISTED = 10
 
 
 class BoundGroups:
-    """Records the param groups from which the steps of an optimizer read the hyperparameters."""
+    """Records the param groups from which the steps of an optimizer read the hyperparameters.
+
+    Args:
+        parameters: the parameters of the optimizer, from which the names of tensors in the groups are read.
+    """
 
     def __init__(self, parameters: FollowedParameters) -> None:
         self.groups: list[BoundGroup] = []
+        """The groups as `note` has recorded them."""
         self._parameters = parameters
         self._named: dict[str, Tensor] = {}
+        """The result of `named`, which is computed again if the two attributes below have changed."""
         self._named_in: list[BoundGroup] | None = None
         """The groups whose parameters are in `_named`."""
         self._named_version = -1
@@ -80,6 +86,7 @@ class BoundGroups:
             names: list[str] = list(group["param_names"])
             members = distinct_routes(names, routes)
             hyperparams = group_hyperparams(members, group) if members else ()
+            # Where one key such as "weight_decay" sets a number of all labels, "adamw.weight_decay" has no effect.
             for key in keys_by_label(members) - {hyperparam.key for hyperparam in hyperparams}:
                 group.pop(key, None)
             former_numbers = numbers_of_group.get(id(group))
@@ -101,7 +108,7 @@ class BoundGroups:
         if may_repeat:  # as ``param_groups.extend(param_groups)`` makes them
             groups = list({id(group): group for group in groups}.values())
         names_per_group = self._parameters.names_of(list(groups))
-        for group, names in zip(groups, names_per_group, strict=True):
+        for group, names in zip(groups, names_per_group, strict=True):  # check all groups before any is changed
             _require_all_hyperparams(group, names, routes)
         for group, names in zip(groups, names_per_group, strict=True):
             group["params"] = list(group["params"])

@@ -24,12 +24,19 @@ from muonfx.tree.members import parameters_of
 
 
 def _resolve(tx: Transform, params: PyTree) -> Transform:
+    """Return `by_groups` with each version resolved for the parameters."""
     return tx.replace(versions=tuple(version.resolve(params) for version in tx.arguments["versions"]))
 
 
 def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    done = [stacked(version, shapes) for version in tx.arguments["versions"]]
-    return tx.replace(versions=tuple(version for version, _ in done)), done[0][1]
+    """Return `by_groups` whose versions update stacks of matrices, and what `stacked` returns about the shapes.
+
+    The versions differ only in numbers, so the second result is equal for all, and the first version's is returned.
+    """
+    versions_and_shapes = [stacked(version, shapes) for version in tx.arguments["versions"]]
+    versions = tuple([version for version, _ in versions_and_shapes])
+    _, shapes_of_matrices = versions_and_shapes[0]
+    return tx.replace(versions=versions), shapes_of_matrices
 
 
 @transform(
@@ -40,10 +47,14 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
     combinator=Combinator(varies_numbers=True),
 )
 def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):
-    """Run a transform with different numbers per param group: ``versions[i]`` updates the parameters ``members[i]``."""
-    chosen = [frozenset(names) for names in members]
+    """Run a transform with different numbers per param group: ``versions[i]`` updates the parameters ``members[i]``.
+
+    The versions are one transform with other numbers, and share one state.
+    """
+    members_of_version = [frozenset(names) for names in members]
 
     def init(params: PyTree) -> PyTree:
+        # Numbers have no effect on the initial state, so any version creates it.
         return versions[0].functions.init(params)
 
     def update(
@@ -54,10 +65,12 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         donate: Donation = NOTHING,
         **extras: Any,
     ):
+        """Run each version on the updates of its members, and merge the results and the states."""
         results: dict[str, Tensor | None] = dict.fromkeys(updates)
         old_leaves, treedef = tree.flatten(state)
         leaves = list(old_leaves)
-        for version, names in zip(versions, chosen, strict=True):
+        for version, names in zip(versions, members_of_version, strict=True):
+            # An update of None leaves the state of its parameter unchanged.
             group_updates = {name: update if name in names else None for name, update in updates.items()}
             out, new_state = version.run(group_updates, state, params, donate=donate, **extras)
             for index, (new_leaf, old_leaf) in enumerate(zip(tree.leaves(new_state), old_leaves, strict=True)):
@@ -106,6 +119,7 @@ def _has_common_numbers(visited: Visit) -> bool:
 
 
 def _different_values(visited: Visit, name: str) -> ValueError:
+    """Return an error for a number that must be equal in all groups, because its transform runs once for all."""
     reason = "wraps other transforms" if visited.calls else "combines all parameters"
     return ValueError(
         f"param_groups: found different values of {name!r}, expected one value, because the transform that reads it "
@@ -114,7 +128,12 @@ def _different_values(visited: Visit, name: str) -> ValueError:
 
 
 class CommonTensors:
-    """Tensors of several groups that must have the same value, because one transform reads them for all parameters."""
+    """Tensors of several groups that must have the same value, because one transform reads them for all parameters.
+
+    Args:
+        visits: the visits of all transforms in the optimizer's transform.
+        values: the numbers of each group by dotted name.
+    """
 
     def __init__(self, visits: Sequence[Visit], values: Sequence[Mapping[str, Number]]) -> None:
         self.tensors: list[tuple[Visit, str, list[Tensor]]] = []
@@ -153,12 +172,21 @@ def _in_versions(
     members: Sequence[Sequence[str]],
     conflicts: Set[str],
 ) -> Transform:
-    """Replace each transform within ``tx`` that has a number in ``conflicts`` by `by_groups`."""
+    """Return ``tx`` in which each transform that has a number in ``conflicts`` is replaced by a `by_groups`.
+
+    Args:
+        tx: a transform with the numbers of one group.
+        visited: the visit of ``tx``, whose ``calls`` are the visits of the transforms that it calls.
+        values: the numbers of each group by dotted name.
+        members: the parameter names of each group.
+        conflicts: the dotted names of the numbers that differ between groups.
+    """
     own_conflicts = [name for name in visited.numbers.names if name in conflicts]
-    if own_conflicts and _has_common_numbers(visited):
+    if own_conflicts and _has_common_numbers(visited):  # it runs once, so the numbers must be equal
         _require_tensors(visited, own_conflicts, values)
-    elif own_conflicts:
+    elif own_conflicts:  # it updates each parameter separately: run it once for each set of numbers
         return _versions(tx, visited, values, members)
+    # The numbers of ``tx`` itself agree. Replace transforms within it.
     calls = iter(visited.calls)
     parts: list[Any] = []
     for part in tx.parts:
@@ -168,7 +196,7 @@ def _in_versions(
     if all(map(is_, parts, tx.parts)):
         return tx
     entries = chain_entries(tx)
-    if entries is not None:
+    if entries is not None:  # rebuilt with its names, under which the state has its entries
         return as_chain(dict(zip(entries, parts, strict=True)))
     return Transform._from(dataclasses.replace(tx.structure, derived={}), parts)
 

@@ -34,8 +34,14 @@ def read_edits(
 ) -> Edits:
     """Return the changes in ``state`` (``optimizer.state``), or raise ValueError.
 
-    ``params`` maps a name to the parameter for which the state was shown, and to the one that has replaced it.
+    Args:
+        entries: the tensors that were last shown in ``state``.
+        state: ``optimizer.state``.
+        params: a dict from name to two tensors: the parameter for which the state was shown, and the one that has
+            replaced it in the groups. Usually both are the same.
+        take: converts an assigned tensor to the values of this rank, or returns an error message.
     """
+    # A place is the index of a leaf in the state: {"momentum.trace": 3} for a parameter.
     place_of: dict[int, dict[str, int]] = {id(param): {} for param, _ in params.values()}
     shared: dict[str, int] = {}
     for place, (owner, key) in enumerate(entries.slots):
@@ -57,7 +63,7 @@ def read_edits(
         for key, place in places.items():
             value = entry[key]
             leaf = entries.shown[place]
-            if value is leaf:
+            if value is leaf:  # not assigned
                 continue
             _require_like(name, key, value, leaf)
             if key in shared:
@@ -85,6 +91,7 @@ def warn_of_shared(edits: Edits, number: int) -> None:
 
 
 def _require_known(state: Mapping[Tensor, Group], params: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise ValueError if ``state`` (``optimizer.state``) has entries for a tensor that is no parameter."""
     known = {id(tensor) for pair in params.values() for tensor in pair}
     for tensor, entry in state.items():
         if entry and id(tensor) not in known:
@@ -96,6 +103,7 @@ def _require_known(state: Mapping[Tensor, Group], params: Mapping[str, tuple[Ten
 
 
 def _require_keys(name: str, entry: Group, places: Mapping[str, int]) -> None:
+    """Raise ValueError unless the entries of a parameter have exactly the keys of ``places``."""
     if missing := sorted(places.keys() - entry.keys()):
         raise ValueError(
             f"optimizer.state: {name!r} has no {missing[0]!r}, expected {sorted(places)}: put it back, write zeros "
@@ -109,6 +117,7 @@ def _require_keys(name: str, entry: Group, places: Mapping[str, int]) -> None:
 
 
 def _require_like(name: str, key: str, value: object, leaf: object) -> None:
+    """Raise unless an assigned value is a tensor with the shape, dtype and device of the ``leaf`` that was there."""
     if not isinstance(value, Tensor) or not isinstance(leaf, Tensor):
         found = type(value).__name__
         raise TypeError(

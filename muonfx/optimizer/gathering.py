@@ -21,12 +21,18 @@ GATHERING = "gathering the optimizer's state from its owners"
 
 
 class Gathering:
-    """An asynchronous broadcast of state that only one rank has, because it alone orthogonalizes the matrix."""
+    """An asynchronous broadcast of state that only one rank has, because it alone orthogonalizes the matrix.
+
+    Args:
+        layout: the layout of the parameters, with the process group.
+        device: the device of the state.
+        leaves: a dict from the index of a leaf in the state to its placement and this rank's part of it, or None.
+    """
 
     def __init__(
         self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
     ) -> None:
-        # leaves: a dict from the index of a leaf in the state to its placement and this rank's part of it
+        # One buffer of bytes for all leaves, so that a single collective copies them.
         sizes = {place: _bytes_of(placement) for place, (placement, _) in leaves.items()}
         padded_sizes = [_padded(size) for size in sizes.values()]
         # Each byte is written by one rank, and is zero on the others, so the sum has the exact bits of the owners.
@@ -58,4 +64,5 @@ def _bytes_of(placement: LeafPlacement) -> int:
 
 
 def _padded(size: int) -> int:
+    """Return a number of bytes, rounded up to a multiple of ``ALIGNED``: 32 for 17."""
     return -(-size // ALIGNED) * ALIGNED

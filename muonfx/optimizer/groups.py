@@ -61,6 +61,10 @@ def new_groups(stepping: Stepping, entries: Group, pairs: list[tuple[str, Tensor
 def _complete_group(
     stepping: Stepping, members: Sequence[Route], entries: Group, pairs: list[tuple[str, Tensor]]
 ) -> Group:
+    """Return a param group of named parameters with all hyperparameters: from ``entries``, else from the transform.
+
+    ``members`` are the different routes (labels and transforms) of the parameters.
+    """
     group: Group = {"label": label_of(members)}
     for key, value in entries.items():
         group[key] = own_copy(value)

@@ -77,6 +77,7 @@ def _shard_of(leaf: DTensor, value: Any) -> Tensor | str:
 
 
 def _other_placement(leaf: Any, value: Any) -> str:
+    """Return an error message for a saved value that is sharded in another way than ``leaf``."""
     return (
         f"is placed as {_placement_text(value)}, here as {_placement_text(leaf)}: load through "
         "torch.distributed.checkpoint or muonfx.checkpoint, which move values between layouts"
@@ -84,6 +85,7 @@ def _other_placement(leaf: Any, value: Any) -> str:
 
 
 def _placement_text(value: Any) -> str:
+    """Return how a tensor is sharded, as text: "a plain tensor" if it is not."""
     if is_dtensor(value):
         return f"{value.placements} on {value.device_mesh}"
     if isinstance(value, FlatShardTensor):

@@ -103,7 +103,7 @@ class Muon(TransformOptimizer):
         require_parameters(params)
         if not isinstance(params, nn.Module | Mapping):
             params = cast("list[tuple[str, torch.Tensor]]", list(params))
-        self._labels = labels
+        self._labels = labels  # for parameters that are added later
         model_or_named: nn.Module | dict[str, Tensor] = {}
         if isinstance(params, nn.Module):
             model_or_named = params
@@ -151,6 +151,7 @@ class Muon(TransformOptimizer):
         bound.apply_defaults()
         arguments = SimpleNamespace(**bound.arguments)
         adamw_numbers = {"adamw_lr": arguments.adamw_lr, "adamw_weight_decay": arguments.adamw_weight_decay}
+        # A dict has a number for each role, such as {"embedding": 1e-3, "head": 3e-4}: then labels are roles.
         by_role = any(isinstance(number, Mapping) for number in adamw_numbers.values())
         adam = _adam(arguments.betas)
         labels = _labels_for(arguments.labels, params, arguments.model, roles=by_role)
@@ -180,7 +181,9 @@ class Muon(TransformOptimizer):
             super().add_param_group(param_group)
 
     def _transform_for(self, new: dict[str, Tensor]) -> Transform:
+        """Return the transform with labels for the ``new`` parameters too; earlier parameters keep their labels."""
         model = self._model_with(new)
+        # At construction, labels were roles such as "hidden" if `adamw_lr` was a dict; else "muon" and "adamw".
         roles = "hidden" in self.tx.arguments["transforms"]
         # A parameter that is added is trained: Lightning puts one into the groups before it is unfrozen again.
         with warnings.catch_warnings(), _as_trained(new.values()):  # a rule may match only earlier parameters

@@ -81,6 +81,7 @@ def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[
 
 
 def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, Tensor]:
+    """Return the (name, tensor) pair of an item that is such a pair, or a tensor whose name ``known`` has."""
     if isinstance(item, Tensor) and known:
         if item not in known:
             shape = tuple(item.shape)

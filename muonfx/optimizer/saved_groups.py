@@ -96,8 +96,8 @@ def match_groups(
     saved_names = {name for saved in saved_groups for name in saved["param_names"]}
     _require_known(names, saved_names, not_trained)
     common_names = names & saved_names
-    saved_with: dict[frozenset[str], Group] = {}
-    saved_without_names: list[Group] = []
+    saved_with: dict[frozenset[str], Group] = {}  # by those members of the group that this optimizer has, too
+    saved_without_names: list[Group] = []  # groups of which this optimizer has no parameter
     for saved in saved_groups:
         members = common_names.intersection(saved["param_names"])
         if members:
@@ -116,9 +116,9 @@ def match_groups(
         if members:
             _require_same_group(members, saved_with)
             matched.append(saved_with[members])
-        elif bound.names:
+        elif bound.names:  # all of its parameters were frozen when the state was saved
             matched.append(None)
-        else:
+        else:  # an empty group, which has no names to match it by
             matched.append(next(empty_groups, None))
     return matched
 
@@ -134,6 +134,7 @@ def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]
 
 
 def _other_model(*, lacking: list[str], unknown: list[str]) -> ValueError:
+    """Return an error for a state dict that lacks names of this optimizer, or has names that are unknown here."""
     differences: list[str] = []
     advice = ""
     if lacking:
@@ -159,6 +160,7 @@ def _require_same_group(names: frozenset[str], saved_with: Mapping[frozenset[str
 
 
 def _other_groups(name: str, saved_names: frozenset[str], names: frozenset[str]) -> ValueError:
+    """Return an error for a parameter whose group had the members ``saved_names``, and has ``names`` now."""
     saved_with_name = format_list(sorted(saved_names - {name})) or "no other"
     now_with_name = format_list(sorted(names - {name})) or "no other"
     return ValueError(

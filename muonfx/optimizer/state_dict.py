@@ -51,6 +51,7 @@ def read_state_dict(
     loads: list[Load] = []
     without_state: list[str] = []
     for bound, saved in zip(groups, matched_groups, strict=True):
+        # The key of each parameter in state_dict["state"], by name: usually a number. Empty if no parameter was saved.
         index_of: dict[str, Any] = {}
         if saved is not None:
             problems += _missing_hyperparams(tx, bound, saved)
@@ -95,6 +96,7 @@ def _missing_hyperparams(tx: Transform, bound: BoundGroup, saved: Group) -> list
 
 
 def _does_not_fit(problems: list[str]) -> ValueError:
+    """Return an error that lists the first problems in alphabetical order, and the number of others."""
     shown = sorted(problems)[:_LISTED]
     if len(problems) > _LISTED:
         shown.append(f"and {len(problems) - _LISTED} more")

@@ -20,7 +20,12 @@ def path_of(entries: tuple[object, ...]) -> str:
 
 
 class StateEntries:
-    """Keeps ``optimizer.state`` up to date: a tensor is an entry of its parameter, a step count of every parameter."""
+    """Keeps ``optimizer.state`` up to date: a tensor is an entry of its parameter, a step count of every parameter.
+
+    Args:
+        state: the state of the transform.
+        named: the parameters by name.
+    """
 
     def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
         self.slots: list[tuple[Tensor | None, str]] = []
@@ -45,10 +50,10 @@ class StateEntries:
         self._leaves = leaves
 
     def is_edited(self, entries: Mapping[Tensor, Group], named: Mapping[str, Tensor]) -> bool:
-        """Return True if a caller has assigned or removed an entry of ``entries`` (``optimizer.state``)."""
+        """Return True if a caller has assigned, added or removed an entry of ``entries`` (``optimizer.state``)."""
         if len(entries) != len(named):
             return True
-        number = 0
+        number = 0  # of the entries that were shown: if ``entries`` has more, some were added
         for (owner, key), leaf in zip(self.slots, self.shown, strict=True):
             for param in _holders(owner, named.values()):
                 entry = entries.get(param)

@@ -197,12 +197,13 @@ def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
         if not prod(shape):  # AutoTP gives a rank no rows if there are fewer heads than ranks
             continue
         starts: set[int] = set()  # of the parameter in the concatenation of the ranks' flat tensors, for each rank
-        located_elements = 0
+        located_elements = 0  # on all ranks together
         for rank, located_on_rank in enumerate(located_on_ranks):
             located: Located = located_on_rank[name]
             if located.length:
                 starts.add(rank * length + located.start - located.begin)
                 located_elements += located.length
+        # The mapping is right if all ranks agree on the start, and together hold every element once.
         if len(starts) == 1 and located_elements == prod(shape):
             cuts[name] = Intervals(shape, starts.pop(), borders)
         elif misplaced_name is None:
@@ -331,6 +332,7 @@ def _differing(pieces: Pieces, params: Mapping[str, Tensor]) -> str | None:
 
 
 def _misplaced(name: str) -> ValueError:
+    """Return an error for a parameter that is not where DeepSpeed's mapping locates it in the flat tensor."""
     return ValueError(
         f"{name!r}: its values are not at the position that DeepSpeed's mapping gives in the flat tensor: the update "
         'would change other parameters. With "round_robin_gradients": true the mapping is wrong: set it to false'

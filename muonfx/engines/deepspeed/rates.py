@@ -20,11 +20,14 @@ class GroupRates:
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._requested = [(str(group["label"]), float(group["lr"])) for group in groups]
+        """The label and the rate of each group at construction, such as ``("muon", 0.02)``."""
         distinct_rates = {rate for _, rate in self._requested}
         self._is_settled = len(distinct_rates) < 2
+        """True if no more checks are needed: the groups have one rate, or a scheduler has kept their rates apart."""
         self._rate_of_group: dict[tuple[str, ...], float] = {}
         """The rates in this step, by the parameter names of the group: DeepSpeed steps on one group at a time."""
         self._common_rate: float | None = None
+        """The rate that all groups had in an earlier step, with a warning; None before that."""
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if a scheduler has given all groups the same learning rate.
@@ -81,6 +84,7 @@ def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[s
 
 
 def _message(requested: Sequence[tuple[str, float]], problem: str, key: str = "warmup_max_lr") -> str:
+    """Return the error message for one rate in all groups; ``key`` is the parameter of the scheduler to correct."""
     rates_by_label = ", ".join(f"{label} {rate:g}" for label, rate in requested)
     rates = [rate for _, rate in requested]
     return (

@@ -106,6 +106,7 @@ def block_group_of(data_group: dist.ProcessGroup, tensor_group: dist.ProcessGrou
 
 
 def _undescribed(name: str, metadata: dict[str, Any]) -> ValueError:
+    """Return an error for a parameter whose partition by AutoTP is not described by disjoint shards."""
     conversion: dict[str, Any] = metadata.get("conversion") or {}
     reason = conversion.get("unsupported_reason") or "its metadata does not describe disjoint shards"
     return ValueError(
