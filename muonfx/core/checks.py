@@ -488,7 +488,7 @@ def warn_of_growing_graphs(
     reason = "because the gradients have no graph"
     updates_have_graph = any(leaf.requires_grad for leaf in tree.tensors(updates))
     if updates_have_graph:
-        # Each step calls `update` and `apply_updates`. Only `update` has the numbers, and only it warns of a long graph.
+        # A step calls `update` and `apply_updates`. Only `update` has the numbers, so only it warns of a long graph.
         is_from_update = numbers is not None
         if not is_from_update or updates_in_graph(leaves[index]) != MANY_UPDATES:  # equal once, so it warns once
             return

@@ -154,7 +154,7 @@ class BucketTransfer:
     def _write(
         self, bucket_index: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], computed: torch.cuda.Event | None
     ) -> None:
-        """Copy the new state of a bucket, in `leaves`, into the stored tensors `targets`, after the event `computed`."""
+        """Copy the new state of a bucket, in `leaves`, to the stored tensors `targets`, after the event `computed`."""
         if self._stream is None or computed is None:  # on a CPU
             for leaf, target in zip(leaves, targets, strict=True):
                 target.copy_(leaf)

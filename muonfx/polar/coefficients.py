@@ -52,18 +52,20 @@ class Coefficients:
     restarts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields, and store steps and restarts as tuples: ``[(1.5, -0.5)]`` as ``((1.5, -0.5, 0.0),)``."""
         object.__setattr__(self, "steps", _checked_steps(self.steps, self.name))
         if not 1e-3 <= self.norm_safety <= 1e3:
             raise ValueError(
                 f"coefficients {self.name!r}: norm_safety is {self.norm_safety!r}, expected a number from 0.001 to 1000"
             )
         if self.restarts is not None:
-            found = tuple(self.restarts)
-            if any(type(k) is not int for k in found) or any(a >= b for a, b in pairwise((0, *found))):
+            restarts = tuple(self.restarts)
+            are_ints = all(type(restart) is int for restart in restarts)
+            if not are_ints or any(before >= after for before, after in pairwise((0, *restarts))):
                 raise ValueError(
                     f"coefficients {self.name!r}: restarts are {self.restarts!r}, expected ascending numbers of steps"
                 )
-            object.__setattr__(self, "restarts", found)
+            object.__setattr__(self, "restarts", restarts)
 
 
 CoefficientSet = Literal[
@@ -84,26 +86,34 @@ CoefficientsLike = CoefficientSet | Coefficients | Sequence[Sequence[float]]
 
 
 def _checked_steps(steps: Sequence[Sequence[float]], name: str) -> tuple[Step, ...]:
+    """Return steps as triples of floats. Raise if there is none, or one is invalid. `name` is for errors."""
     if len(steps) == 0:
         raise ValueError(f"coefficients {name!r}: no steps; give at least one (a, b, c)")
     return tuple(_checked_step(step, i, name) for i, step in enumerate(steps))
 
 
 def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
+    """Return `(a, b)` or `(a, b, c)` as a triple of floats, with `c = 0` if it is missing.
+
+    Raise if the step is no sequence of two or three finite numbers. Errors begin with the name of the coefficients and
+    the index `i` of the step.
+    """
     where = f"coefficients {name!r}, step {i}"
+    # A common mistake is one flat list of numbers, so that a "step" is a number.
     if not isinstance(step, Sequence) or isinstance(step, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{where}: found {step!r}, expected a sequence (a, b) or (a, b, c), one for each step")
     if len(step) not in (2, 3):
         raise ValueError(f"{where}: found {len(step)} numbers, {step!r}; expected (a, b) or (a, b, c)")
     for number in step:
-        if isinstance(number, str | torch.Tensor):
+        if isinstance(number, str | torch.Tensor):  # `float` would accept both, and detach a tensor
             raise TypeError(
                 f"{where}: found {type(number).__name__} {number!r}, expected a Python number; "
                 "to differentiate or map over coefficients, pass them all as one tensor of shape (steps, 3)"
             )
         if not math.isfinite(fixed(number)):
             raise ValueError(f"{where}: found {number!r} in {step!r}, expected finite numbers")
-    return float(step[0]), float(step[1]), float(step[2]) if len(step) == 3 else 0.0
+    c = step[2] if len(step) == 3 else 0.0
+    return float(step[0]), float(step[1]), float(c)
 
 
 def coefficients(value: CoefficientsLike) -> Coefficients:

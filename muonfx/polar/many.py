@@ -21,7 +21,9 @@ from muonfx.polar.products import ProductsLike
 from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import aligned, can_be_stacked, is_aligned
 
-_CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
+_CPU_SCRATCH = 1 << 25
+_DEVICE_SCRATCH = 1 << 28
+"""The default bytes for temporary tensors of one batch: on a CPU, a size that stays in its cache; on other devices."""
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
 
 
@@ -155,11 +157,16 @@ class Orthogonalizer:
         dtype: DTypeLike = "auto",
         products: ProductsLike = "auto",
     ) -> None:
+        """Resolve the coefficients; the other arguments are checked when the first plan is made.
+
+        `_traced_fields` returns the fields of the polynomials as constants of a trace; see `_resolved`.
+        """
         resolved = polynomials(coefficients, steps)
         self._polynomials = resolved
         self._plan = functools.partial(plan, method=method, dtype=dtype, products=products)
         self._traced_fields: Callable[[], tuple[Any, ...]] = called_once(lambda: tuple(resolved))
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
+        """From (kind, whether derivatives are taken) to the plan."""
 
     def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
         """Return the `Plan` (dtype, method, products) for matrices of one shape, dtype and device; it is cached."""
@@ -197,6 +204,7 @@ class Orthogonalizer:
         donated = [False] * len(xs)
         if donate and not watched:
             donated = _donated(xs)
+        # The iteration in reused buffers takes numbers only, and has no derivatives.
         in_place = not watched and table is None and not self._polynomials.row_scaling
         groups = _grouped(xs, in_place, traced)
         # All plans are made before any result, so invalid settings raise before anything is written.
@@ -210,7 +218,7 @@ class Orthogonalizer:
             for i in indices:
                 if xs[i].numel() > 0:
                     nonempty.append(i)
-                elif not donated[i]:
+                elif not donated[i]:  # an empty matrix has an empty result; a donated one is its own result
                     results[i] = torch.empty_like(xs[i])
             ys = _run([xs[i] for i in nonempty], [donated[i] for i in nonempty], job)
             for i, y in zip(nonempty, ys, strict=True):
@@ -230,6 +238,7 @@ def _grouped(xs: Sequence[torch.Tensor], in_place: bool, traced: bool) -> list[t
 
 
 def _kind_of(x: torch.Tensor, in_place: bool) -> _Kind:
+    """Return the properties of a matrix by which it is grouped. With `in_place`, large ones are not transposed."""
     rows, columns = x.shape[-2:]
     short, long = (rows, columns) if rows <= columns else (columns, rows)
     tall = None
@@ -258,7 +267,9 @@ class _Job(NamedTuple):
     plan: Plan
     resolved: Polynomials
     scratch: int
+    """The approximate bytes for the temporary tensors of one batch."""
     watched: bool
+    """True if autograd, torch.func or the compiler records the matrices, so that none may be overwritten."""
     at_once: bool
     """True if all matrices form one batch: autograd keeps all temporary tensors, a compiler plans memory itself, and
     splitting would fix all sizes in the compiled graph."""
@@ -283,10 +294,16 @@ class _Piece(NamedTuple):
 
 
 def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.Tensor]:
-    """Orthogonalize nonempty matrices of one shape and dtype; `donated` is True for matrices to overwrite."""
+    """Orthogonalize nonempty tensors of one kind. Return their results, in order.
+
+    A tensor may be a matrix, or a stack ``(..., m, n)``. `donated` is True for each tensor that its result overwrites.
+    The matrices of all tensors are distributed over batches, which are computed one after another. Example: with a
+    limit of 4 matrices, stacks of 3, 2 and 6 matrices give the batches (3), (2), (4) and (2).
+    """
     if not xs:
         return []
-    if job.kind.tall is None and not job.at_once and {x.ndim for x in xs} == {2}:
+    is_transposed_if_tall = job.kind.tall is None
+    if is_transposed_if_tall and not job.at_once and {x.ndim for x in xs} == {2}:  # single matrices: a shorter way
         return _run_stacked(xs, donated, job)
     limit = _most_in_a_batch(job)
     results = list(xs)
@@ -295,15 +312,19 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
         matrices = _as_batch(x, job.kind)
         must_be_split = not job.at_once and matrices.shape[0] > limit
         destination = None
-        if donated[i]:
+        if donated[i]:  # write into the input itself
             destination = matrices
-        elif must_be_split:
+        elif must_be_split:  # its parts are in several batches, so the memory of the result is needed before them
             results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
             destination = _as_batch(results[i], job.kind)
         pieces.append(_Piece(i, matrices, destination))
 
-    # As a view, a new wide result would keep its batch in memory, next to the copies of tall results.
-    copies = job.kind.tall is None and not job.watched and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
+    # Tall matrices are computed as their transposes, so their results are copies. As a view, a new wide result would
+    # keep its whole batch in memory, next to these copies: if there are both, wide results are copied too.
+    copies = False
+    if is_transposed_if_tall and not job.watched:  # a tracer must not compare the sides
+        are_tall = {x.shape[-2] > x.shape[-1] for x in xs}
+        copies = len(are_tall) > 1
     batches = [pieces] if job.at_once else _packed(pieces, limit)
     for batch in batches:
         _run_batch(batch, results, job, copies)
@@ -311,16 +332,22 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
 
 
 def _run_batch(batch: list[_Piece], results: list[torch.Tensor], job: _Job, copies: bool) -> None:
-    """Orthogonalize pieces in one batch. Write into destinations; put new tensors, or `copies`, into `results`."""
+    """Orthogonalize pieces in one batch, and write their results.
+
+    The result of a piece with a destination is written there. Else ``results[piece.input_index]``, which is the input,
+    is replaced by its result: a view of the batch, or a copy of it if `copies`.
+    """
     destinations = [piece.destination for piece in batch if piece.destination is not None]
     all_have_destinations = len(destinations) == len(batch)
-    y = _batch([piece.matrices for piece in batch], destinations if all_have_destinations else None, job)
+    matrices = [piece.matrices for piece in batch]
+    # The batch can run in the memory of its destinations only if all pieces have one.
+    y = _batch(matrices, destinations if all_have_destinations else None, job)
     sources: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     for piece, part in zip(batch, y.split([piece.matrices.shape[0] for piece in batch]), strict=True):
         if piece.destination is None:
             x = results[piece.input_index]
-            oriented = part if part.shape[-2] == x.shape[-2] else part.mT
+            oriented = part if part.shape[-2] == x.shape[-2] else part.mT  # a tall input was transposed
             result = oriented.to(job.kind.dtype).reshape(x.shape)
             results[piece.input_index] = _new_contiguous(result, copies)
         elif part.data_ptr() != piece.destination.data_ptr():  # else the iteration ran in the destination
@@ -422,11 +449,23 @@ def _buffer(
     compute: torch.dtype,
     workspace: Workspace,
 ) -> torch.Tensor:
-    """Return tensors as one batch of dtype ``compute``: their own memory if results overwrite it, else a copy."""
+    """Return matrices as one batch of dtype ``compute``, on which the iteration can run in place.
+
+    Args:
+        matrices: tensors ``(count, rows, columns)`` with the same rows and columns.
+        destinations: memory for the results, one tensor for each of the matrices; None if results are new tensors.
+        compute: the dtype of the iteration.
+        workspace: provides the memory of a copy.
+
+    Returns:
+        A tensor ``(sum of counts, rows, columns)``. It is a view of the matrices if they are adjacent in memory, have
+        this dtype, and are their own destinations. Else it is a copy.
+    """
     first = matrices[0]
     counts = [len(x) for x in matrices]
     shape = (sum(counts), *first.shape[1:])
-    if destinations is not None and first.dtype == compute and _are_adjacent(matrices, destinations):
+    may_be_overwritten = destinations is not None and _are_adjacent(matrices, destinations)
+    if may_be_overwritten and first.dtype == compute:
         return first.as_strided(shape, first.stride())
     batch = workspace.empty(shape, compute, first.device)
     if not same_range(first.dtype, compute):  # scale by a power of two before rounding

@@ -242,6 +242,7 @@ def _is_stable(resolved: Polynomials, compute: torch.dtype) -> bool:
 
 @called_once  # warns when it is traced
 def _warn_of_rounding(compute: torch.dtype) -> bool:
+    """Warn that the coefficients may diverge in a dtype. Return True, a constant for the tracer."""
     warnings.warn(
         f"orthogonalize: in {compute} these coefficients may diverge: rounding can push singular values out of the "
         "interval that the polynomials were fitted for, where they grow without bound; use with_safety(set, 1.01), or "
@@ -256,6 +257,11 @@ def _warn_of_rounding(compute: torch.dtype) -> bool:
 def _why_dtype(
     held: torch.dtype, device: torch.device, requested: DTypeLike, widened: bool, differentiated: bool
 ) -> str:
+    """Return why the plan has its dtype, for `explain`; in the order in which the reasons take precedence.
+
+    `held` is the dtype of the matrix. `widened` is True if the usual dtype was replaced, because these polynomials
+    would diverge in it. `differentiated` is True if derivatives are taken.
+    """
     if isinstance(requested, torch.dtype):
         return "as given"
     if widened:
@@ -286,6 +292,7 @@ def _choose_products(
         raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched' or 'blocks'")
     if requested != "auto":
         return requested, requested, "as given"
+    # `portable` assumes the same hardware on all machines, so an installed library does not count.
     if not portable and quack.is_capable(device):
         refusal = quack.refusal(short, long, compute, device)
         if refusal is None:
@@ -306,6 +313,12 @@ def _choose_method(
     requested: MethodLike,
     products: tuple[str, str],
 ) -> tuple[Literal["standard", "gram"], tuple[GramStage, ...], str]:
+    """Return the method, its stages (steps with one Gram matrix each), and the reason as text.
+
+    The standard form multiplies the whole matrix in every step, so each step is a stage. The Gram form takes several
+    steps on one Gram matrix ``X X^T``. "auto" chooses the Gram form if rounding permits it and it costs less.
+    """
+    # Cases that have only one answer.
     if resolved.table is not None:
         if requested == "gram":
             raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
@@ -313,14 +326,16 @@ def _choose_method(
     plain = standard(resolved.steps)
     if requested == "standard":
         return "standard", plain, "as given"
+    # Cases in which the Gram form would be inaccurate, or would save nothing.
     if requested == "auto" and short < SMALLEST_GRAM:
         return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
     if requested == "auto" and resolved.row_scaling:
         return "standard", plain, "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
     restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
-    if requested == "auto" and len(restarts) + 1 == len(plain):
+    if requested == "auto" and len(restarts) + 1 == len(plain):  # each stage has one step, as in the standard form
         return "standard", plain, f"{compute} rounds too much for two steps on one Gram matrix"
     short, long = fixed(short), fixed(long)  # the centers are constants of the graph
+    # The mean eigenvalue of the first Gram matrix: its trace is the squared Frobenius norm, 1 / safety^2.
     mean = None if resolved.row_scaling else 1 / (max(short, 1) * resolved.safety**2)
     stages = staged(resolved.steps, restarts, mean, max(long, 1) / max(short, 1))
     if requested == "gram":
@@ -341,15 +356,20 @@ def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
 
 
 def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
-    """Return the estimated time of stages (steps with one Gram matrix each) for an `n x m` matrix, in multiply-adds."""
-    gram_share = 1.0 if products[0] == "batched" else rates.share
-    small_share = 1.0 if products[1] == "batched" else rates.share
+    """Return the estimated time of stages (steps with one Gram matrix each) for an `n x m` matrix, in multiply-adds.
+
+    `products` are the two choices of `_choose_products`, such as ``("blocks", "batched")``: for the Gram matrix, and
+    for squares of it. A product that computes one half only takes `rates.share` of the time of a full one.
+    """
+    gram_choice, small_choice = products
+    gram_share = 1.0 if gram_choice == "batched" else rates.share
+    small_share = 1.0 if small_choice == "batched" else rates.share
     total = 0.0
     for stage in stages:
         further_steps = len(stage.steps) - 1
-        squares = sum(1 for _, _, c in stage.steps if c != 0)
-        long_products = (1 + gram_share) * n * n * m
-        small_products = n**3 * (small_share * squares + 3 * further_steps)
+        squares = sum(1 for _, _, c in stage.steps if c != 0)  # c = 0 needs no square of the Gram matrix R
+        long_products = (1 + gram_share) * n * n * m  # R = X X^T once, and Q X once, for the product Q of polynomials
+        small_products = n**3 * (small_share * squares + 3 * further_steps)  # each further step: G R, G (G R) and G Q
         passes = 3 * further_steps * rates.pass_cost * n * n
         total += long_products + small_products + passes
     return total
@@ -357,6 +377,10 @@ def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: t
 
 @called_once  # a tracer calls this once and keeps the answer
 def _rates(device: torch.device, compute: torch.dtype, portable: bool) -> Rates:
+    """Return the measured rates for a kind of device and a dtype, or `UNKNOWN`.
+
+    bf16 products of CPUs differ: with AMX instructions, with AVX512-BF16, or emulated ("avx2"). `portable` ignores it.
+    """
     kind = device.type
     if kind == "cpu" and compute == torch.bfloat16 and not portable:
         if cpu_has_amx():

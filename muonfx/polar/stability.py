@@ -36,7 +36,10 @@ _SHARE = 0.25
 """Assumed error of a rounded product, per step on one Gram matrix, in unit roundoffs of the largest eigenvalue."""
 
 _POINTS = 400
+"""The number of singular values in each half of the grid on which polynomials are evaluated."""
+
 _DIVERGED = 10.0
+"""A bound above this counts as divergence."""
 
 
 @called_once  # a tracer calls this once and keeps the answer
@@ -58,7 +61,14 @@ def stable_restarts(
 ) -> tuple[int, ...]:
     """Return the numbers of steps after which to recompute the Gram matrix (restarts), so that `dtype` is stable.
 
-    These are the restarts `wanted` if rounding does not make singular values diverge, else nearly all steps.
+    Fewer restarts save time, but share one rounded Gram matrix among more steps. Three choices are tried in this order,
+    here for five steps; the first is returned whose bound of the singular values is accepted:
+
+    1. `wanted`, for example ``(2, 3)``: steps 1 and 2 share a Gram matrix, and steps 4 and 5.
+    2. ``(1, 2, 3)``: only the last two steps share one.
+    3. ``(1, 2, 3, 4)``: each step has its own, as in the standard form.
+
+    `safety` divides the input.
     """
     every_step = tuple(range(1, len(steps)))
     two_at_the_end = every_step[:-1]  # no later step amplifies the overshoot of a last stage of two steps
@@ -70,11 +80,15 @@ def stable_restarts(
 
 @functools.lru_cache(maxsize=4096)
 def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, unit: float) -> float:
+    """Return a bound of the singular values after all steps, or infinity.
+
+    `unit` is the unit roundoff of the dtype; 0 for exact arithmetic.
+    """
     top = (1 + unit) / safety
     cuts = (0, *restarts, len(steps))
     for start, end in itertools.pairwise(cuts):
         top = _after(steps[start:end], top, _SHARE * (end - start) * unit)
-        if not top <= _DIVERGED:
+        if not top <= _DIVERGED:  # also for NaN
             return math.inf
     return top
 
