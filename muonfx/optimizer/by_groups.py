@@ -29,9 +29,9 @@ def _resolve(tx: Transform, params: PyTree) -> Transform:
 
 
 def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """Return `by_groups` whose versions update stacks of matrices, and what `stacked` returns about the shapes.
+    """Return `by_groups` whose versions update stacks of matrices, and a dict from stack name to (rows, columns).
 
-    The versions differ only in numbers, so the second result is equal for all, and the first version's is returned.
+    The versions differ only in numbers, so the dict is equal for all of them.
     """
     versions_and_shapes = [stacked(version, shapes) for version in tx.arguments["versions"]]
     versions = tuple([version for version, _ in versions_and_shapes])

@@ -13,8 +13,6 @@ from muonfx.optimizer.group_numbers import Group
 from muonfx.optimizer.routes import Route, group_hyperparams
 
 NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}
-
-
 """The keys that a group may have even if they are not hyperparameters of its transforms."""
 
 
@@ -29,14 +27,10 @@ _SYNONYMS = {
     "b2": "betas",
     "epsilon": "eps",
 }
-
-
 """The names of torch's keys in other libraries."""
 
 
 _SIMILAR = 0.85
-
-
 """From this ratio of `difflib` on, a key is a misspelling: "weight_dacay" has 0.92, "max_momentum" 0.8."""
 
 
@@ -57,8 +51,6 @@ def meant(key: str, known: Iterable[str]) -> str | None:
 
 
 _OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
-
-
 """Keys of other optimizers that change their updates, and not ours."""
 
 
