@@ -78,6 +78,7 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
+        """Pass the updates through the transforms in order. Return the last updates, and the states by name."""
         new_state: dict[str, PyTree] = {}
         may_write = donate.updates
         for name, tx in entries.items():
@@ -127,6 +128,7 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
+        """Return the sum of the outputs of all transforms for the same updates, and the states by name."""
         new_state: dict[str, PyTree] = {}
         outputs: list[PyTree] = []
         for name, tx in entries.items():

@@ -141,6 +141,7 @@ def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> Non
 
 
 def _missing(transforms: list[Any], name: str) -> TypeError:
+    """Return the error of a missing extra argument, with the name of an innermost transform that requires it."""
     requiring = [tx for tx in transforms if name in tx.extras.required]
     return TypeError(
         f"{requiring[-1].name}: the extra argument {name}= is missing: call update(..., {name}=...) or "
@@ -149,6 +150,7 @@ def _missing(transforms: list[Any], name: str) -> TypeError:
 
 
 def _unknown(transforms: list[Any], name: str) -> TypeError:
+    """Return the error of an extra argument that no transform reads. The first of ``transforms`` is the outermost."""
     outermost = transforms[0]
     understood = sorted(outermost.extras.understood)
     expected = "no extra argument"

@@ -41,6 +41,7 @@ def hyperparams(tx: Recorded) -> dict[str, float | Tensor]:
 
 
 def _check_recorded(owner: str, tx: object) -> None:
+    """Raise unless ``tx`` is a transform or schedule. ``owner`` is the name of the public function, for the error."""
     if isinstance(tx, Recorded):
         return
     advice = ""

@@ -22,11 +22,12 @@ def outline(tx: Any) -> Report:
 
 
 def _row(tx: Any, title: str) -> Row:
+    """Return the row of a transform with a title, such as "inner: momentum", and the rows of those that it calls."""
     rows: list[Row] = []
     for name, inner in zip(part_names(tx), tx.parts, strict=True):
         if not _is_transform(tx, inner):
             continue
-        argument = name.rpartition(".")[2]
+        argument = name.rpartition(".")[2]  # "inner" for "cautious.inner"
         # "inner: momentum"; a member of a chain is called as its transform, and a transparent wrapper has no name.
         inner_title = inner.name if argument in ("", "tx", inner.name) else f"{argument}: {inner.name}"
         rows.append(_row(inner, inner_title))
@@ -52,6 +53,7 @@ def _shown_arguments(tx: Any) -> Iterator[str]:
 
 
 def _has_numbers(value: object) -> bool:
+    """Return True for a float or a tensor, and for a schedule that has numbers."""
     if isinstance(value, Recorded):  # a schedule
         return bool(value.parts)
     return isinstance(value, float | Tensor)
@@ -65,6 +67,7 @@ def _is_default(value: object, parameter: inspect.Parameter) -> bool:
 
 
 def _written(value: object) -> str:
+    """Return an argument as short text: 6 digits of a number, the number of entries of a dict, or a shortened repr."""
     if isinstance(value, Tensor):
         return _written_tensor(value)
     if isinstance(value, float):
@@ -81,6 +84,7 @@ def _written(value: object) -> str:
 
 
 def _written_tensor(tensor: Tensor) -> str:
+    """Return the number in a 0-d tensor, or the shape of any other tensor: "tensor of [2, 3]"."""
     if tensor.ndim:
         return f"tensor of {list(tensor.shape)}"
     try:

@@ -152,6 +152,7 @@ class MatrixWork:
     computed."""
 
     def __post_init__(self) -> None:
+        """Raise unless each field is a function or None."""
         for option in ("rounds_to", "on_stacks", "cost"):
             function = getattr(self, option)
             if not (function is None or callable(function)):

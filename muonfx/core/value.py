@@ -134,6 +134,7 @@ class Lazy(Generic[V]):
         self.__doc__ = compute.__doc__
 
     def __get__(self, value: Any, owner: type | None = None) -> V:
+        """Compute the property, and store it in ``value.__dict__``, where later reads find it without this call."""
         if value is None:  # read from the class, as by a documentation tool
             return cast("V", self)
         result = self._compute(value)
@@ -144,6 +145,8 @@ class Lazy(Generic[V]):
 
 
 class _OfStructure(Lazy[V]):
+    """A `Lazy` property whose result is also cached in the structure, which values with other numbers share."""
+
     def __get__(self, value: Any, owner: type | None = None) -> V:
         if value is None:
             return cast("V", self)
@@ -277,6 +280,7 @@ class Structure:
     """Attributes by name that every new value gets at once: adding one later would make torch.compile compile again."""
 
     def __eq__(self, other: object) -> bool:
+        """Return True if the factories and all arguments but the numbers and inner transforms are equal."""
         if not isinstance(other, Structure):
             return NotImplemented
         if self is other:  # as for values that differ only in numbers
@@ -352,6 +356,7 @@ class Recorded:
 
     @classmethod
     def _from(cls, structure: Structure, values: Iterable[object]) -> Self:
+        """Return the value that has a structure, and ``values`` as its numbers and inner transforms, unchecked."""
         recorded = cast("Self", object.__new__(structure.kind))
         object.__setattr__(recorded, "structure", structure)
         object.__setattr__(recorded, "factory", structure.factory)

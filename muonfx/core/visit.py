@@ -121,6 +121,7 @@ def visit(tx: Transform, params: PyTree) -> Iterator[Visit]:
 
 
 def _with_inner(outer: Visit) -> Iterator[Visit]:
+    """Yield a visit, and then the visits of the transforms that it calls, at any depth."""
     yield outer
     for inner in outer.calls:
         yield from _with_inner(inner)
@@ -132,6 +133,11 @@ def root_visit(tx: Transform, params: PyTree) -> Visit:
 
 
 def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key: str, label: str | None) -> Visit:
+    """Return the visit of a transform, with those of the transforms that it calls; arguments are fields of `Visit`.
+
+    Example: for ``cautious(momentum())`` in a chain, the inner visit has the name "cautious.inner" and no path of the
+    state of its own, since the wrapper may store it in any form.
+    """
     resolved = tx.resolve(params)
     calls: list[Visit] = []
     for call in calls_of(resolved, params):
@@ -267,6 +273,8 @@ class Placeholder:
 
 @stand_in
 def _recorder(tx: Transform, index: int, record: Callable[[int, PyTree], None], replaced: bool):
+    """Stand in for inner transform number ``index`` while ``init`` runs: pass its parameters to ``record``."""
+
     def init(params: PyTree) -> PyTree:
         record(index, params)
         return Placeholder(index) if replaced else tx.functions.init(params)

@@ -65,6 +65,7 @@ def _cost(
     method: policy.MethodLike,
     products: ProductsLike,
 ) -> Cost:
+    """Return the cost of one matrix with resolved coefficients. Cached."""
     plan = policy.plan(
         short, long, dtype, device, resolved, method=method, dtype=dtype, products=products, portable=True
     )

@@ -51,6 +51,7 @@ def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
 
 
 def _check_table(table: torch.Tensor) -> None:
+    """Raise unless a tensor of coefficients is floating and has the shape ``(steps, 2)`` or ``(steps, 3)``."""
     if not table.dtype.is_floating_point:
         raise TypeError(f"coefficients: found a tensor of {table.dtype}, expected a floating dtype")
     if table.ndim != 2 or table.shape[0] == 0 or table.shape[1] not in (2, 3):

@@ -76,9 +76,19 @@ class Buffered(Functional):
         workspace: Workspace | None = None,
         results: Workspace | None = None,
     ) -> None:
-        # `how` is for the Gram matrix of the batch, `small` for products of small matrices. `workspace` provides memory
-        # for small matrices, `results` for batches, which results may be returned in; None allocates new memory.
-        self._tall, self._how, self._small = tall, how, small
+        """Allocate one spare batch. Small matrices are allocated when they are first needed.
+
+        Args:
+            x: the batch, which is overwritten.
+            tall: True if its matrices have more rows than columns.
+            how: how the Gram matrix of the batch is computed: "batched", "blocks" or "quack".
+            small: how products of small matrices are computed.
+            workspace: provides memory for small matrices; None: new memory.
+            results: provides memory for batches, in which results may be returned; None: new memory.
+        """
+        self._tall = tall
+        self._how = how
+        self._small = small
         self._workspace = workspace or Workspace()
         self._spare = (results or Workspace()).empty(x.shape, x.dtype, x.device)
         self._n = min(x.shape[-2:])

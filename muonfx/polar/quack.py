@@ -80,6 +80,7 @@ def failure(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def _failure(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why quack-kernels cannot be used on a device, or None if its self-test passes. Cached."""
     if importlib.util.find_spec("quack") is None:
         return "quack-kernels is not installed"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

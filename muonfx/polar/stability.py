@@ -99,6 +99,7 @@ def _after(steps: Sequence[Step], top: float, error: float) -> float:
     # of `R` and `Q`, and bounds of their errors. An error of a polynomial `G` counts once, in `Q`, since `R` is updated
     # with the same `G`.
     grid = _grid(top)
+    # In the comprehensions, gs, rs and qs are the values of g, r and q at one s, and ge, re and qe their errors.
     r = [s * s for s in grid]
     r_error = [error * top * top] * len(grid)
     q = [1.0] * len(grid)

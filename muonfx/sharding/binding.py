@@ -75,6 +75,7 @@ class Progress:
             self._new_states.remove(reference)
 
     def _new_state_in(self, state: PyTree) -> weakref.ref[Tensor] | None:
+        """Return the entry of `_new_states` whose tensor is in a state: it comes from `init` and was never stepped."""
         if not self._new_states:
             return None
         leaves = {id(leaf) for leaf in tree.tensors(state)}
@@ -103,6 +104,7 @@ class Binding:
     _warned: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        """Set the attributes that follow from the fields."""
         self.holds_all = self.layout.size == 1 and all(
             cut[0].shape == self.layout.specs[name].shape for name, cut in self.layout.cuts.items()
         )
@@ -114,6 +116,7 @@ class Binding:
             "max_over_ranks": self.max_over_ranks,
             "sum_over_leaves": self.sum_over_leaves,
         }
+        """The extra arguments that compute over ranks, for transforms that accept them."""
 
     def init(self, tx: Transform, params: PyTree) -> PyTree:
         """Return this rank's initial state for a transform. `params` has local tensors; on meta, nothing is sent."""
@@ -230,10 +233,12 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
     prepared_for: dict[Hashable, _OnDevice] = {}
 
     def prepared(params: PyTree) -> _OnDevice:
+        """Return the plan, and the transforms on the shapes that owners compute, for some parameters. Cached."""
         # A wrapper may call its inner transform for some of the leaves, and then for others.
         key = tree.device_of(params), tuple(tree.names(params))
         if key not in prepared_for:
             plan = binding.plan(run, params)
+            # An owner may compute some matrices of a stack, so the transforms must accept any number of them.
             shapes = {name: plan.specs[name].shape for name in plan.stacks}
             stacked = on_stacks(run, shapes) if shapes else run
             as_one = stacked[0][1] if entries is None else as_chain(dict(stacked))

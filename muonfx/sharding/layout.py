@@ -66,6 +66,7 @@ class Layout(ShardTable):
         """
 
         def at(name: str, leaf: Tensor) -> Tensor:
+            """Return the shard of one parameter. Raise if the leaf is not the whole tensor."""
             position = self.position(name, rank)
             if tuple(leaf.shape) != self.specs[name].shape:
                 raise ShardingError(
@@ -164,6 +165,7 @@ class Layout(ShardTable):
         """
 
         def at(name: str, leaf: Tensor | FlatShard) -> Tensor | FlatShard:
+            """Return one leaf in global form. Raise if it is neither this rank's shard nor the whole tensor."""
             position = self.position(name)
             whole_shape = self.specs[name].shape
             # This rank's shard may be the whole tensor, but a whole tensor must be whole on all ranks: test it first.

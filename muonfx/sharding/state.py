@@ -77,15 +77,20 @@ def _placements(binding: Binding, root: Visit) -> PyTree:
 
 
 def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) -> PyTree:
+    """Return `_placements` for one transform and those that it calls. `plans` gives the owners of each matrix stage.
+
+    Three kinds of transforms have three kinds of state: a chain, a wrapper with its own state, and any other.
+    """
     entries = chain_entries(visited.tx)
-    if entries is not None:
+    if entries is not None:  # a chain: a dict by member
         members = zip(entries, visited.calls, strict=True)
         return {name: _of_visit(binding, member, plans) for name, member in members}
-    if is_wrapper(visited.tx):
+    if is_wrapper(visited.tx):  # its own leaves, and a placeholder for the state of each inner transform
         described = _of_leaves(binding, record_calls(visited.tx, visited.params)[0], visited.params)
         inner = [_of_visit(binding, call, plans) for call in visited.calls]
         return tree.map(lambda leaf: inner[leaf.index] if isinstance(leaf, Placeholder) else leaf, described)
     state = fixed(visited).functions.init(visited.params)
+    # A transform that runs on the gathered tree has the same whole state on all ranks, without shards of parameters.
     is_gathered = execution_of(visited) == "whole tree" and not binding.holds_all
     return _of_leaves(binding, state, {} if is_gathered else visited.params, plans.get(visited))
 
@@ -123,6 +128,7 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
     """Return a list with the placement (ranks and shapes) of each leaf of a state. A leaf that is None has None."""
 
     def describe() -> list[LeafPlacement | None]:
+        """Compute the placements on meta tensors, and add the shape of each leaf on this rank."""
         local_params = binding.local_like(params)
         local_leaves = tree.leaves(binding.init(tx, local_params))
         with warnings.catch_warnings():  # the first `init` has already warned

@@ -45,6 +45,7 @@ class Exchange:
         device: torch.device,
         what: str,
     ) -> None:
+        """Pack the tensors for other ranks into the send buffer, and start the exchange without waiting for it."""
         self.what = what
         self._rank = layout.rank
         self._buffers = layout.buffers

@@ -30,6 +30,7 @@ class RunCost:
     """Estimates the operations for one parameter in neighbouring transforms that need whole matrices (a run)."""
 
     def __init__(self, run: Run, device: str, compute: torch.dtype) -> None:
+        """Bind the declared costs of the transforms to a device type, such as "cuda", and the dtype of products."""
         called = [inner for _, tx in run for inner in within(tx)]
         self._per_element = _PER_ELEMENT * len(called)
         # Bound to the transforms once, because a plan computes the cost of tens of thousands of matrices.

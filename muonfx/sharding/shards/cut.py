@@ -204,6 +204,11 @@ class OnMesh(Cut):
     """The partition of a DTensor. A rank's coordinates on the device mesh decide which shard it holds."""
 
     def __init__(self, shape: Sequence[int], mesh: MeshCoordinates, placements: Sequence[Any]) -> None:
+        """Find the mesh dims that split each dim of the tensor. ``placements`` has one `Placement` for each mesh dim.
+
+        With ``[Shard(0), Replicate(), Shard(0)]``, mesh dims 0 and 2 split dim 0, and `_mesh_dims_of` is
+        ``[[0, 2], []]`` for a matrix.
+        """
         super().__init__(shape, len(mesh.coordinates))
         self.mesh = mesh
         self.placements = tuple(placements)
@@ -217,8 +222,9 @@ class OnMesh(Cut):
         self._positions: dict[tuple[int, ...], ShardPosition] = {}
 
     def _at(self, rank: int) -> ShardPosition:
+        """Return the position of a rank's shard. Ranks with equal coordinates along splitting mesh dims share it."""
         coordinates = self.mesh.coordinates[rank]
-        if coordinates is None:
+        if coordinates is None:  # the rank is not on the mesh and holds nothing
             return ShardPosition.interval(self.shape, 0, 0)
         coordinates_by_dim: list[tuple[int, ...]] = []
         for mesh_dims in self._mesh_dims_of:

@@ -57,6 +57,7 @@ class FlatShard:
     elements: ShardPosition | None = None
 
     def __post_init__(self) -> None:
+        """Raise unless the data are contiguous with one dim, and the elements are within the whole tensor."""
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.data.ndim != 1 or not self.data.is_contiguous():
             raise ValueError(
