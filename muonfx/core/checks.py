@@ -35,14 +35,12 @@ __all__ = [
     "check_tree",
     "check_update",
     "check_updates_fit",
-    "count_update_in_graph",
     "finite",
     "in_unit_interval",
     "is_usable",
     "positive",
     "positive_int",
     "state_dtype",
-    "warn_of_growing_graphs",
     "whole_number",
 ]
 
