@@ -61,7 +61,7 @@ docs-serve: docs ## serve the built documentation on localhost, port 8000
 	@$(PY) -m http.server --directory site --bind 127.0.0.1 8000
 
 notebooks: $(DEV) ## execute the notebooks (ARGS=--write saves the new outputs)
-	@$(PY) scripts/run_notebooks.py $(ARGS)
+	@$(PY) scripts/run_notebooks.py --workers $(WORKERS) $(ARGS)
 
 bench: $(BENCH) ## run the benchmarks and compare with other packages
 	@$(PY) -m benchmarks $(ARGS)

@@ -2,15 +2,18 @@
 
 A notebook that takes longer than `--limit` seconds is an error too. `--write` saves the new outputs, as for the
 committed files. Without it nothing is written, and cells with a changed text are listed. A changed text is not an
-error, because other machines round differently.
+error, because other machines round differently. `--workers` runs several notebooks at a time. Cells that measure times
+are then not comparable, so `--write` runs one at a time.
 """
 
 import argparse
 import base64
+import functools
 import io
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,15 +110,18 @@ def main() -> int:
     parser.add_argument(
         "--limit", type=float, default=LIMIT, help="time limit for one notebook in seconds (default: %(default)g)"
     )
+    parser.add_argument("--workers", type=int, default=1, help="how many notebooks run at a time (default: 1)")
     arguments = parser.parse_args()
     failed = False
-    for path in find(arguments.notebooks):
-        result = execute(path, limit=arguments.limit, write=arguments.write)
-        note = f"; changed text in cells {result.changed}" if result.changed and not result.error else ""
-        print(f"{'FAILED' if result.error else 'ok':6} {path.name} ({result.seconds:.0f} s){note}", flush=True)
-        if result.error:
-            failed = True
-            print(result.error, file=sys.stderr)
+    paths = find(arguments.notebooks)
+    run = functools.partial(execute, limit=arguments.limit, write=arguments.write)
+    with ThreadPoolExecutor(1 if arguments.write else arguments.workers) as pool:
+        for path, result in zip(paths, pool.map(run, paths), strict=True):
+            note = f"; changed text in cells {result.changed}" if result.changed and not result.error else ""
+            print(f"{'FAILED' if result.error else 'ok':6} {path.name} ({result.seconds:.0f} s){note}", flush=True)
+            if result.error:
+                failed = True
+                print(result.error, file=sys.stderr)
     return int(failed)
 
 

@@ -382,8 +382,16 @@ COMPILED: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changed_by", ["hand", "hand, dynamic", "a scheduler"])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    ("name", "changed_by"),
+    [
+        *[(name, "hand") for name in COMPILED],
+        ("one group", "a scheduler"),  # a scheduler and `dynamic` meet each kind of state once: a case takes 20 to 40 s
+        ("in an accumulate", "a scheduler"),
+        ("two groups", "hand, dynamic"),
+        ("beside a schedule", "hand, dynamic"),
+    ],
+)
 def test_a_compiled_step_follows_a_rate_that_changes_at_every_step(name: str, changed_by: str):
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("eager")
