@@ -1,7 +1,7 @@
 """Run the benchmarks and write results, tables and plots.
 
 Run ``python -m benchmarks [adapter polar step parts checkpoint sharding sharding_timeline engines bind planner
-overhead]``. To compare with another checkout, run ``python -m benchmarks versions --before FOLDER``.
+overhead operations]``. To compare with another checkout, run ``python -m benchmarks versions --before FOLDER``.
 
 ``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing. It predicts the cost of our
 plan and of other libraries' schemes on a mesh of ranks.
@@ -22,6 +22,7 @@ from benchmarks import (
     checkpoint,
     engines,
     leaves,
+    operations,
     overhead,
     parts,
     planner,
@@ -50,6 +51,7 @@ BENCHMARKS = {
     "bind": "bind_speed",
     "planner": "planner_speed",
     "overhead": "leaves_speed overhead_speed",
+    "operations": "operations_count",
     "versions": "versions_speed",
 }
 """The benchmarks, and the names of the results that each one writes. Each result can also be measured alone."""
@@ -104,6 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         "engines_speed": lambda: engines.speed(max(2, min(rounds, 5))),
         "bind_speed": lambda: bind.speed(min(rounds, 3)),
         "leaves_speed": lambda: leaves.speed(rounds),
+        "operations_count": operations.counts,
         "overhead_speed": lambda: overhead.speed(min(rounds, 30), seconds=options.seconds),
         "versions_speed": lambda: versions.speed(options.before, rounds, cases=cases, seconds=options.seconds),
     }
@@ -114,6 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
         report.rewrite(report.PAGE, report.FINDINGS_SECTIONS)
         report.rewrite()
         report.rewrite(report.PARTS_PAGE, report.PARTS_SECTIONS)
+        report.rewrite(report.GPU_PAGE, report.OPERATIONS_SECTIONS)
         plots.draw()
         plots.draw_findings()
         plots.draw_parts()

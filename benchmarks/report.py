@@ -562,7 +562,30 @@ def _gpu_times(rows: list[dict[str, Any]]) -> str:
     return table(["", "ms", "ratio to the baseline", quantity], lines) + "\n"
 
 
+def operations() -> str:
+    """Return the table of operations, FLOPs, bytes and estimated time of a step, by model and candidate."""
+    found = load("operations_count")
+    if found is None:
+        return ""
+    lines: list[list[str]] = []
+    for row in found["rows"]:
+        gigabytes = [row[key] / 1e9 for key in ("product_bytes", "other_bytes", "least bytes")]
+        lines.append(
+            [
+                f"{row['model']}: {row['candidate']}",
+                str(row["operations"]),
+                f"{row['flops'] / 1e12:.2f}",
+                *(f"{number:.1f}" for number in gigabytes),
+                f"{row['seconds'] * 1e3:.1f}",
+            ]
+        )
+    head = ["one step", "operations", "TFLOP", "GB of products", "GB of other operations", "least GB", "ms, estimated"]
+    machine = found["machine"]
+    return f"{table(head, lines)}\n\ntorch {machine['torch']}, Python {machine['python']}.\n"
+
+
 GPU_SECTIONS: dict[str, Callable[[], str]] = {"gpu": gpu}
+OPERATIONS_SECTIONS: dict[str, Callable[[], str]] = {"operations": operations}
 FINDINGS_SECTIONS: dict[str, Callable[[], str]] = {"findings": findings, "saved": saved, "zero": zero}
 SECTIONS: dict[str, Callable[[], str]] = {
     "adapter": adapter,

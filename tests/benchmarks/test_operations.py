@@ -1,0 +1,77 @@
+"""Counting a step on paper: the counts of known operations, and bounds on those of `mfx.Muon`."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import operations
+from benchmarks.operations import OURS, OURS_WITH_KERNELS, TORCHS, Counter
+
+SMALL, LARGE = "GPT-2 small", "1.3 B, 24 layers of 2048"
+
+
+def counted(function, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> operations.Totals:
+    tensors = [torch.ones(shape, dtype=dtype) for shape in shapes]
+    with Counter() as counter:
+        function(*tensors)
+    return counter.totals
+
+
+def test_a_product_counts_its_flops_and_each_tensor_once():
+    totals = counted(lambda x, y: x @ y, (3, 4), (4, 5))
+    assert (totals.operations, totals.flops) == (1, 2 * 3 * 4 * 5)
+    assert (totals.product_bytes, totals.other_bytes) == (4 * (3 * 4 + 4 * 5 + 3 * 5), 0)
+
+
+def test_a_batch_with_an_addend_reads_it_too():
+    totals = counted(torch.baddbmm, (2, 3, 3), (2, 3, 4), (2, 4, 3))
+    assert totals.flops == 2 * 2 * 3 * 3 * 4
+    assert totals.product_bytes == 4 * 2 * (9 + 12 + 12 + 9)
+
+
+def test_views_and_allocations_are_no_operations():
+    totals = counted(lambda x: torch.empty_like(x.mT[:1].view(-1).detach()), (3, 4))
+    assert totals.operations == totals.other_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "passes"),
+    [
+        (lambda x, y: torch._foreach_add_([x, x], [y, y]), 6),  # reads both lists and writes the first
+        (lambda x, y: torch._foreach_copy_([x], [y]), 2),  # does not read what it overwrites
+        (lambda x, y: x.copy_(y), 2),
+        (lambda x, y: torch.mul(x, y, out=y), 3),
+        (lambda x, y: x.mul_(y), 3),
+        (lambda x, y: x + y[:1].expand_as(x), 2.25),  # a row that is repeated is read once
+    ],
+)
+def test_a_pass_reads_its_inputs_and_writes_its_results(function, passes: float):
+    totals = counted(function, (4, 8), (4, 8))
+    assert (totals.operations, totals.other_bytes) == (1, passes * 4 * 8 * 4)
+
+
+def test_a_step_of_torch_has_the_flops_of_its_formula():
+    hidden = nn.Linear(8, 16, bias=False)
+    hidden.weight.grad = torch.ones_like(hidden.weight)
+    optimizer = torch.optim.Muon(hidden.parameters())
+    with Counter() as counter:
+        optimizer.step()
+    short, long, steps = 8, 16, 5
+    assert counter.totals.flops == steps * (4 * short * short * long + 2 * short**3)
+
+
+def test_symmetric_kernels_halve_products_of_large_matrices():
+    full, halved = operations.count(LARGE, OURS), operations.count(LARGE, OURS_WITH_KERNELS)
+    assert 0.65 * full.flops < halved.flops < 0.75 * full.flops
+    assert operations.count(SMALL, OURS_WITH_KERNELS) == operations.count(SMALL, OURS)  # below their smallest side
+
+
+@pytest.mark.parametrize(
+    ("model", "most_operations", "most_bytes"),
+    [(SMALL, 350, 19e9), (LARGE, 2000, 214e9), ("one layer of 8 B", 330, 35e9)],
+)
+def test_a_step_takes_at_most_so_many_operations_and_bytes(model: str, most_operations: int, most_bytes: float):
+    ours, torchs = operations.count(model, OURS), operations.count(model, TORCHS)
+    assert ours.operations <= most_operations
+    assert ours.product_bytes + ours.other_bytes <= most_bytes
+    assert ours.flops <= torchs.flops
