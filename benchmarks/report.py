@@ -54,13 +54,16 @@ def _fold(title: str, body: str) -> str:
 
 def machine_line(found: dict[str, Any], threads: str = "") -> str:
     """Return a sentence with the machine and the versions of a result."""
-    m = found["machine"]
-    threads = threads or f"{m['threads']} threads"
-    bf16 = f" ({', '.join(m['bf16'])})" if m["bf16"] else ""
-    where = m["gpu"] or f"{m['cpu']}{bf16}, {threads}"
+    machine = found["machine"]
+    where = machine["gpu"]
+    if where is None:
+        threads = threads or f"{machine['threads']} threads"
+        bf16 = f" ({', '.join(machine['bf16'])})" if machine["bf16"] else ""
+        where = f"{machine['cpu']}{bf16}, {threads}"
     packages = {row["package"] for row in found["rows"] if "package" in row}
-    peers = "".join(f", {one}" for one in sorted(packages) if one.split()[0] not in ("torch", "muonfx"))
-    return f"{where}; torch {m['torch']}{peers}, Python {m['python']}, load average at the end {m['load']:.1f}."
+    peers = [package for package in sorted(packages) if package.split()[0] not in ("torch", "muonfx")]
+    libraries = ", ".join([f"torch {machine['torch']}", *peers, f"Python {machine['python']}"])
+    return f"{where}; {libraries}, load average at the end {machine['load']:.1f}."
 
 
 def _milliseconds(value: dict[str, float]) -> str:
@@ -80,6 +83,11 @@ def _bytes(value: int) -> str:
     return f"{value / 2**20:.2f} MiB"
 
 
+def _all_bytes(row: dict[str, Any], keys: Iterable[str]) -> list[str]:
+    """Format the numbers of bytes in a row under some keys."""
+    return [_bytes(row[key]) for key in keys]
+
+
 def shape_name(shape: Iterable[int]) -> str:
     """Format a shape.
 
@@ -94,31 +102,35 @@ def shape_name(shape: Iterable[int]) -> str:
 
 def adapter() -> str:
     """Return the tables of time and memory of a chain as a torch optimizer."""
-    parts: list[str] = []
-    if speed := load("adapter_speed"):
-        rows = [
-            [
-                f"{row['optimizer']}: {row['case']}",
-                _milliseconds(row["torch"]["milliseconds"]),
-                _milliseconds(row["muonfx"]["milliseconds"]),
-                _ratio(row["muonfx"]["ratio"]),
-                _ratio(row["torch again"]["ratio"]),
-            ]
-            for row in speed["rows"]
-        ]
-        head = ["one optimizer step, fp32", "torch, ms", "muonfx, ms", "muonfx / torch", "torch / torch"]
-        parts.append(_fold("Time of a step", f"{table(head, rows)}\n\n{machine_line(speed)}"))
-    if memory := load("adapter_memory"):
-        rows = [
-            [
-                f"{row['optimizer']}: {row['case']}",
-                *(_bytes(row[key]) for key in ("parameters", "largest parameter", "torch", "muonfx")),
-            ]
-            for row in memory["rows"]
-        ]
-        head = ["peak beyond parameters, gradients, state", "parameters", "largest parameter", "torch", "muonfx"]
-        parts.append(_fold("Memory of a step", f"{table(head, rows)}\n\n{machine_line(memory)}"))
-    return "\n".join(parts)
+    return "\n".join(filter(None, [_adapter_times(), _adapter_memory()]))
+
+
+def _adapter_times() -> str:
+    """Return the table of the time of a step of a chain as a torch optimizer."""
+    speed = load("adapter_speed")
+    if speed is None:
+        return ""
+    lines: list[list[str]] = []
+    for row in speed["rows"]:
+        ours = row["muonfx"]
+        milliseconds = [_milliseconds(row["torch"]["milliseconds"]), _milliseconds(ours["milliseconds"])]
+        ratios = [_ratio(ours["ratio"]), _ratio(row["torch again"]["ratio"])]
+        lines.append([f"{row['optimizer']}: {row['case']}", *milliseconds, *ratios])
+    head = ["one optimizer step, fp32", "torch, ms", "muonfx, ms", "muonfx / torch", "torch / torch"]
+    return _fold("Time of a step", f"{table(head, lines)}\n\n{machine_line(speed)}")
+
+
+def _adapter_memory() -> str:
+    """Return the table of the peak memory of a step of a chain as a torch optimizer."""
+    memory = load("adapter_memory")
+    if memory is None:
+        return ""
+    columns = ("parameters", "largest parameter", "torch", "muonfx")
+    lines: list[list[str]] = []
+    for row in memory["rows"]:
+        lines.append([f"{row['optimizer']}: {row['case']}", *_all_bytes(row, columns)])
+    head = ["peak beyond parameters, gradients, state", *columns]
+    return _fold("Memory of a step", f"{table(head, lines)}\n\n{machine_line(memory)}")
 
 
 # ------------------------------------------------------------------------------------------------ speed and quality
@@ -129,38 +141,55 @@ Quality = dict[str, dict[str, Any]]
 
 def checkpoint() -> str:
     """Return the tables of time and memory of a checkpoint, compared with plain safetensors."""
-    parts: list[str] = []
-    head = ["a checkpoint", "safetensors, ms", "muonfx, ms", "throughput, muonfx / safetensors", "again / safetensors"]
-    if speed := load("checkpoint_speed"):
-        rows = [
-            [
-                f"{row['what']} of {_bytes(row['bytes'])} in {row['leaves']} leaves",
-                *(f"{row[who]['milliseconds']['median']:.0f}" for who in ("safetensors", "muonfx")),
-                *(_throughput(row[who]["ratio"]) for who in ("muonfx", "safetensors again")),
-            ]
-            for row in speed["rows"]
-        ]
-        parts.append(_fold("Time of a checkpoint", f"{table(head, rows)}\n\n{machine_line(speed)}"))
-    if fresh := load("checkpoint_fresh"):
-        rows = [
-            [
-                f"{_bytes(row['bytes'])} in {row['leaves']} leaves",
-                *(f"{row[who]['milliseconds']['median']:.0f}" for who in ("safetensors", "muonfx")),
-                *(_throughput(row[who]["ratio"]) for who in ("muonfx", "safetensors again")),
-                _throughput(row["processor"]["muonfx"]["ratio"]),
-            ]
-            for row in fresh["rows"]
-        ]
-        head = ["a load in a fresh process", *head[1:], "by processor time, muonfx / safetensors"]
-        parts.append(_fold("The first load of a process", f"{table(head, rows)}\n\n{machine_line(fresh)}"))
-    if memory := load("checkpoint_memory"):
-        rows = [
-            [row["what"], *(_bytes(row[key]) for key in ("bytes", "largest leaf", "peak beyond"))]
-            for row in memory["rows"]
-        ]
-        head = ["peak of the process beyond the state", "state", "largest leaf", "muonfx"]
-        parts.append(_fold("Memory of a checkpoint", f"{table(head, rows)}\n\n{machine_line(memory)}"))
-    return "\n".join(parts)
+    return "\n".join(filter(None, [_checkpoint_times(), _first_load(), _checkpoint_memory()]))
+
+
+CHECKPOINT_HEAD = ["safetensors, ms", "muonfx, ms", "throughput, muonfx / safetensors", "again / safetensors"]
+
+
+def _beside_safetensors(row: dict[str, Any]) -> list[str]:
+    """Return the cells under `CHECKPOINT_HEAD` of one row."""
+    milliseconds = [f"{row[who]['milliseconds']['median']:.0f}" for who in ("safetensors", "muonfx")]
+    return [*milliseconds, _throughput(row["muonfx"]["ratio"]), _throughput(row["safetensors again"]["ratio"])]
+
+
+def _checkpoint_times() -> str:
+    """Return the table of the times to save and to load."""
+    speed = load("checkpoint_speed")
+    if speed is None:
+        return ""
+    lines: list[list[str]] = []
+    for row in speed["rows"]:
+        title = f"{row['what']} of {_bytes(row['bytes'])} in {row['leaves']} leaves"
+        lines.append([title, *_beside_safetensors(row)])
+    head = ["a checkpoint", *CHECKPOINT_HEAD]
+    return _fold("Time of a checkpoint", f"{table(head, lines)}\n\n{machine_line(speed)}")
+
+
+def _first_load() -> str:
+    """Return the table of the time of the first load of a process."""
+    fresh = load("checkpoint_fresh")
+    if fresh is None:
+        return ""
+    lines: list[list[str]] = []
+    for row in fresh["rows"]:
+        title = f"{_bytes(row['bytes'])} in {row['leaves']} leaves"
+        by_processor = _throughput(row["processor"]["muonfx"]["ratio"])
+        lines.append([title, *_beside_safetensors(row), by_processor])
+    head = ["a load in a fresh process", *CHECKPOINT_HEAD, "by processor time, muonfx / safetensors"]
+    return _fold("The first load of a process", f"{table(head, lines)}\n\n{machine_line(fresh)}")
+
+
+def _checkpoint_memory() -> str:
+    """Return the table of the peak memory of a save and a load."""
+    memory = load("checkpoint_memory")
+    if memory is None:
+        return ""
+    lines: list[list[str]] = []
+    for row in memory["rows"]:
+        lines.append([row["what"], *_all_bytes(row, ("bytes", "largest leaf", "peak beyond"))])
+    head = ["peak of the process beyond the state", "state", "largest leaf", "muonfx"]
+    return _fold("Memory of a checkpoint", f"{table(head, lines)}\n\n{machine_line(memory)}")
 
 
 def judged(found: dict[str, Any] | None, case: str, key: Callable[[dict[str, Any]], str]) -> dict[str, Quality]:
@@ -174,10 +203,11 @@ def judged(found: dict[str, Any] | None, case: str, key: Callable[[dict[str, Any
 
 def faster_and_worse(row: dict[str, Any], quality: dict[str, Quality]) -> bool:
     """Return True if a candidate is faster than torch's and its error exceeds `WORSE` times torch's on a spectrum."""
-    own, theirs = quality.get(row["candidate"]), quality.get(BASELINE)
-    if own is None or theirs is None or row["ratio"]["median"] >= 1:
+    candidate = quality.get(row["candidate"])
+    baseline = quality.get(BASELINE)
+    if candidate is None or baseline is None or row["ratio"]["median"] >= 1:
         return False
-    return any(own[spectrum]["error"] > WORSE * theirs[spectrum]["error"] for spectrum in SPECTRA)
+    return any(candidate[spectrum]["error"] > WORSE * baseline[spectrum]["error"] for spectrum in SPECTRA)
 
 
 def _quality_tables(speed: str, quality: str, heading: str, key: Callable[[dict[str, Any]], str]) -> str:
@@ -187,21 +217,37 @@ def _quality_tables(speed: str, quality: str, heading: str, key: Callable[[dict[
         return ""
     head = [heading, "coefficients", "ms", "time / torch", "error, Gaussian", "error, geometric"]
     head += [f"singular values, {name}" for name in ("Gaussian", "geometric")]
-    parts: list[str] = []
+    sections: list[str] = []
     for case in dict.fromkeys(map(key, times["rows"])):
-        own = [row for row in times["rows"] if key(row) == case]
+        rows = [row for row in times["rows"] if key(row) == case]
         quality_of = judged(qualities, case, key)
-        lines: list[list[str]] = []
-        for row in sorted(own, key=lambda row: row["milliseconds"]["median"]):
-            found = quality_of.get(row["candidate"], {})
-            mark = " †" if faster_and_worse(row, quality_of) else ""
-            star = " \\*" if row["default"] else ""
-            errors = [f"{found[s]['error']:.1e}" if s in found else "" for s in SPECTRA]
-            bands = [f"{found[s]['smallest']:.3f} to {found[s]['largest']:.3f}" if s in found else "" for s in SPECTRA]
-            spent = [_milliseconds(row["milliseconds"]), _ratio(row["ratio"])]
-            lines.append([f"{row['candidate']}{star}{mark}", row["coefficients"], *spent, *errors, *bands])
-        parts.append(_fold(case, table(head, lines)))
-    return "\n".join([*parts, f"{machine_line(times)}\n"])
+        lines = [_quality_line(row, quality_of) for row in sorted(rows, key=_median_time)]
+        sections.append(_fold(case, table(head, lines)))
+    return "\n".join([*sections, f"{machine_line(times)}\n"])
+
+
+def _median_time(row: dict[str, Any]) -> float:
+    return row["milliseconds"]["median"]
+
+
+def _quality_line(row: dict[str, Any], quality_of: dict[str, Quality]) -> list[str]:
+    """Return the cells of one candidate: its name and marks, coefficients, time, ratio, errors and singular values."""
+    star = " \\*" if row["default"] else ""
+    mark = " †" if faster_and_worse(row, quality_of) else ""
+    line = [f"{row['candidate']}{star}{mark}", row["coefficients"], _milliseconds(row["milliseconds"])]
+    line.append(_ratio(row["ratio"]))
+    errors: list[str] = []
+    singular_values: list[str] = []
+    quality = quality_of.get(row["candidate"], {})
+    for spectrum in SPECTRA:
+        if spectrum not in quality:
+            errors.append("")
+            singular_values.append("")
+            continue
+        judged_row = quality[spectrum]
+        errors.append(f"{judged_row['error']:.1e}")
+        singular_values.append(f"{judged_row['smallest']:.3f} to {judged_row['largest']:.3f}")
+    return [*line, *errors, *singular_values]
 
 
 def polar() -> str:
@@ -224,9 +270,13 @@ def scratch() -> str:
     head = ["matrices", "products", "results", "one matrix needs", *(f"limit {name}" for name in names)]
     rows: list[list[str]] = []
     for row in found["rows"]:
-        cells = [f"**{_bytes(row[k])}**" if row[k] > max(int(k), row["one matrix"]) else _bytes(row[k]) for k in limits]
         dtype = row["dtype"].removeprefix("torch.")
-        rows.append([row["list"], dtype, row["results"], _bytes(row["one matrix"]), *cells])
+        cells = [row["list"], dtype, row["results"], _bytes(row["one matrix"])]
+        for limit in limits:
+            cell = _bytes(row[limit])
+            exceeds_limit = row[limit] > max(int(limit), row["one matrix"])
+            cells.append(f"**{cell}**" if exceeds_limit else cell)
+        rows.append(cells)
     return _fold("Scratch by limit", f"{table(head, rows)}\n\n{machine_line(found)}")
 
 
@@ -235,26 +285,32 @@ def sharding() -> str:
     found = load("sharding_speed")
     if found is None:
         return ""
-    head = ["ms", "time / first row", "sent per rank", "matrices orthogonalized", "error"]
-    parts: list[str] = []
-    for case in dict.fromkeys(row["case"] for row in found["rows"]):
+    rows_of: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        rows_of.setdefault((row["case"], row["processes"]), []).append(row)
+    cases = list(dict.fromkeys(case for case, _ in rows_of))
+    sections: list[str] = []
+    for case, processes in sorted(rows_of, key=lambda key: cases.index(key[0])):  # all processes of a case together
         what = "the optimizer step" if case == "FSDP2" else "an iteration"
-        for processes in dict.fromkeys(row["processes"] for row in found["rows"] if row["case"] == case):
-            lines = [
-                [
-                    row["candidate"],
-                    _milliseconds(row["milliseconds"]),
-                    _ratio(row["ratio"]),
-                    _bytes(row["sent"]),
-                    f"{row['matrices']} for {row['of']}",
-                    "" if row["apart"] is None else f"{row['apart']:.1e}",
-                ]
-                for row in found["rows"]
-                if (row["case"], row["processes"]) == (case, processes)
-            ]
-            parts.append(_fold(f"{case}, {processes} processes: {what}", table(["", *head], lines)))
+        lines = [_sharding_line(row) for row in rows_of[case, processes]]
+        head = ["", "ms", "time / first row", "sent per rank", "matrices orthogonalized", "error"]
+        sections.append(_fold(f"{case}, {processes} processes: {what}", table(head, lines)))
     cores = found["machine"]["cores"]
-    return "\n".join([*parts, f"{machine_line(found, f'{cores} cores, a thread for each process')}\n"])
+    return "\n".join([*sections, f"{machine_line(found, f'{cores} cores, a thread for each process')}\n"])
+
+
+def _sharding_line(row: dict[str, Any]) -> list[str]:
+    """Return the cells of one candidate on several processes."""
+    error = "" if row["apart"] is None else f"{row['apart']:.1e}"
+    matrices = f"{row['matrices']} for {row['of']}"
+    return [
+        row["candidate"],
+        _milliseconds(row["milliseconds"]),
+        _ratio(row["ratio"]),
+        _bytes(row["sent"]),
+        matrices,
+        error,
+    ]
 
 
 def sharding_timeline() -> str:
@@ -263,15 +319,12 @@ def sharding_timeline() -> str:
     if found is None:
         return ""
     phases = list(found["rows"][0]["phases"])
-    lines = [
-        [
-            f"{row['case']}, {row['processes']}: {row['candidate']}",
-            f"{row['milliseconds']:.0f}",
-            *(f"{row['phases'][phase]:.1f}" for phase in phases),
-            " + ".join(str(number) for number in row["collectives"].values()),
-        ]
-        for row in found["rows"]
-    ]
+    lines: list[list[str]] = []
+    for row in found["rows"]:
+        title = f"{row['case']}, {row['processes']}: {row['candidate']}"
+        times = [f"{row['phases'][phase]:.1f}" for phase in phases]
+        collectives = " + ".join(map(str, row["collectives"].values()))
+        lines.append([title, f"{row['milliseconds']:.0f}", *times, collectives])
     head = ["case, processes: candidate", "an iteration, ms", *phases, "collectives: agreement + out + back"]
     return _fold("An iteration by phase", f"{table(head, lines)}\n\n{machine_line(found, 'a thread for each process')}")
 
@@ -286,14 +339,10 @@ def engines() -> str:
         by_case.setdefault((row["case"], row["dtype"]), {})[row["candidate"]] = row
     candidates = [row["candidate"] for row in found["rows"][: len(found["rows"]) // len(by_case)]]
     ours = by_case[next(iter(by_case))]["muonfx"]
-    lines = [
-        [
-            f"{case}, {dtype}",
-            *(_milliseconds(own[name]["milliseconds"]) for name in candidates),
-            _ratio(own["muonfx"]["ratio"]),
-        ]
-        for (case, dtype), own in by_case.items()
-    ]
+    lines: list[list[str]] = []
+    for (case, dtype), row_of in by_case.items():
+        times = [_milliseconds(row_of[name]["milliseconds"]) for name in candidates]
+        lines.append([f"{case}, {dtype}", *times, _ratio(row_of["muonfx"]["ratio"])])
     about = f"{ours['processes']} processes, a thread for each, {ours['rounds']} rounds"
     head = ["an iteration", *(f"{name}, ms" for name in candidates), "muonfx / first column"]
     return _fold("An iteration", f"{table(head, lines)}\n\n{machine_line(found, about)}")
@@ -304,15 +353,10 @@ def planner() -> str:
     found = load("planner_speed")
     if found is None:
         return ""
-    lines = [
-        [
-            row["case"],
-            f"{row['predicted']:.1f}",
-            _milliseconds(row["milliseconds"]),
-            f"{row['predicted over measured']:.2f}",
-        ]
-        for row in found["rows"]
-    ]
+    lines: list[list[str]] = []
+    for row in found["rows"]:
+        ratio = f"{row['predicted over measured']:.2f}"
+        lines.append([row["case"], f"{row['predicted']:.1f}", _milliseconds(row["milliseconds"]), ratio])
     head = ["a step of two processes", "predicted, ms", "measured, ms", "predicted / measured"]
     return _fold(
         "Predicted and measured", f"{table(head, lines)}\n\n{machine_line(found, 'two processes, a thread for each')}"
@@ -324,27 +368,32 @@ def overhead() -> str:
     leaves, ranks = load("leaves_speed"), load("overhead_speed")
     if leaves is None or ranks is None:
         return ""
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for row in leaves["rows"]:
-        by_name.setdefault(row["candidate"], []).append(row)
-    lines = [
-        [
-            name,
-            *(_milliseconds(row["milliseconds"]) for row in own),
-            " / ".join(f"{aim:g}" for aim in AIMS.get(name, ())),
-        ]
-        for name, own in by_name.items()
-    ]
-    head = ["ms of processor time", *(f"{count:,} leaves" for count in COUNTS), "aims"]
-    alone = _fold("Leaves of 8 x 8, one process", f"{table(head, lines)}\n\n{machine_line(leaves, 'one thread')}")
-    lines = [
-        [f"{row['case']}, {row['processes']}", row["candidate"], f"{row['milliseconds']:.1f}", f"{row['beyond']:.1f}"]
-        for row in ranks["rows"]
-        if "beyond" in row
-    ]
+    return f"{_overhead_alone(leaves)}\n{_overhead_on_ranks(ranks)}"
+
+
+def _overhead_alone(found: dict[str, Any]) -> str:
+    """Return the table of processor time by number of leaves, in one process."""
+    rows_of: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        rows_of.setdefault(row["candidate"], []).append(row)
+    lines: list[list[str]] = []
+    for candidate, rows in rows_of.items():
+        aims = " / ".join([f"{aim:g}" for aim in AIMS.get(candidate, ())])
+        lines.append([candidate, *[_milliseconds(row["milliseconds"]) for row in rows], aims])
+    head = ["ms of processor time", *[f"{count:,} leaves" for count in COUNTS], "aims"]
+    return _fold("Leaves of 8 x 8, one process", f"{table(head, lines)}\n\n{machine_line(found, 'one thread')}")
+
+
+def _overhead_on_ranks(found: dict[str, Any]) -> str:
+    """Return the table of the time of a step on ranks, and of the part that is neither products nor messages."""
+    lines: list[list[str]] = []
+    for row in found["rows"]:
+        if "beyond" in row:
+            layout = f"{row['case']}, {row['processes']}"
+            lines.append([layout, row["candidate"], f"{row['milliseconds']:.1f}", f"{row['beyond']:.1f}"])
     head = ["layout, processes", "candidate", "ms", "without Newton-Schulz and collectives, ms"]
-    shown = f"{table(head, lines)}\n\n{machine_line(ranks, 'a thread for each process')}"
-    return f"{alone}\n{_fold('299 leaves of width 32, on ranks', shown)}"
+    machine = machine_line(found, "a thread for each process")
+    return _fold("299 leaves of width 32, on ranks", f"{table(head, lines)}\n\n{machine}")
 
 
 def parts() -> str:
@@ -352,28 +401,30 @@ def parts() -> str:
     found = load("parts_speed")
     if found is None:
         return ""
-    made: list[str] = []
+    head = ["one step", "ms", "products, ms", "passes, ms", "Python, ms", "sum / step", "GFLOP"]
+    head += ["products / peak", "passes / least", "step / least"]
+    sections: list[str] = []
     for case in dict.fromkeys(row["case"] for row in found["rows"]):
-        own = [row for row in found["rows"] if row["case"] == case]
-        lines = [
-            [
-                row["candidate"],
-                _milliseconds(row["milliseconds"]),
-                *(f"{row['parts'][part]:.2f}" for part in ("products", "passes", "python")),
-                f"{row['sum over step']:.2f}",
-                f"{sum(row['flops'].values()) / 1e9:.1f}",
-                *(f"{row['roofline'][k]:.2f}" for k in ("products over peak", "passes over least", "step over least")),
-            ]
-            for row in sorted(own, key=lambda row: row["milliseconds"]["median"])
-        ]
-        head = ["one step", "ms", "products, ms", "passes, ms", "Python, ms", "sum / step", "GFLOP"]
-        head += ["products / peak", "passes / least", "step / least"]
-        limit = own[0]["roofline"]
+        rows = [row for row in found["rows"] if row["case"] == case]
+        lines = [_parts_line(row) for row in sorted(rows, key=_median_time)]
+        limit = rows[0]["roofline"]
         least = f"Least: products {limit['least products']:.2f} ms, passes {limit['least passes']:.2f} ms."
-        made += [f"## {case}\n", table(head, lines), f"\n{least}\n"]
+        sections += [f"## {case}\n", table(head, lines), f"\n{least}\n"]
     peaks = found["rows"][0]["peaks"]
-    rates = ", ".join(f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in peaks["flops"].items())
-    return "\n".join([*made, f"Peaks: {rates}; a copy {peaks['bytes'] / 1e9:.1f} GB/s.\n", f"{machine_line(found)}\n"])
+    rates = ", ".join([f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in peaks["flops"].items()])
+    sections.append(f"Peaks: {rates}; a copy {peaks['bytes'] / 1e9:.1f} GB/s.\n")
+    return "\n".join([*sections, f"{machine_line(found)}\n"])
+
+
+def _parts_line(row: dict[str, Any]) -> list[str]:
+    """Return the cells of one candidate: its times by part, its work, and its ratios to the limits."""
+    line = [row["candidate"], _milliseconds(row["milliseconds"])]
+    line += [f"{row['parts'][part]:.2f}" for part in ("products", "passes", "python")]
+    line.append(f"{row['sum over step']:.2f}")
+    line.append(f"{sum(row['flops'].values()) / 1e9:.1f}")
+    for ratio in ("products over peak", "passes over least", "step over least"):
+        line.append(f"{row['roofline'][ratio]:.2f}")
+    return line
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -385,14 +436,15 @@ Curves = dict[str, dict[float, list[float]]]
 def curves(found: dict[str, Any], size: str) -> Curves:
     """Return the losses of a model size by candidate and rate, ordered by seed, without rates with missing seeds."""
     rows = [row for row in found["rows"] if row["size"] == size]
-    seeds = sorted({row["seed"] for row in rows})
-    by_run = {(row["candidate"], row["rate"], row["seed"]): row["loss"] for row in rows}
-    made: Curves = {}
-    for candidate, rate, _ in sorted(by_run, key=lambda run: run[1]):
-        losses = [by_run.get((candidate, rate, seed)) for seed in seeds]
-        if None not in losses:
-            made.setdefault(candidate, {})[rate] = [loss for loss in losses if loss is not None]
-    return made
+    rows.sort(key=lambda row: (row["rate"], row["seed"]))
+    seeds = {row["seed"] for row in rows}
+    losses_of: Curves = {}
+    for row in rows:
+        losses_of.setdefault(row["candidate"], {}).setdefault(row["rate"], []).append(row["loss"])
+    complete: Curves = {}
+    for candidate, losses_at in losses_of.items():
+        complete[candidate] = {rate: losses for rate, losses in losses_at.items() if len(losses) == len(seeds)}
+    return {candidate: losses_at for candidate, losses_at in complete.items() if losses_at}
 
 
 def training() -> str:
@@ -400,31 +452,46 @@ def training() -> str:
     found = load("training_quality")
     if found is None:
         return ""
-    parts: list[str] = []
+    sections: list[str] = []
     for size in dict.fromkeys(row["size"] for row in found["rows"]):
-        own = curves(found, size)
-        best = {name: min(by_rate.items(), key=lambda item: fmean(item[1])) for name, by_rate in own.items()}
-        base, default_rate = best[BASELINE][1], best["polar_express_5"][0]
-        lines: list[list[str]] = []
-        for name, (rate, losses) in sorted(best.items(), key=lambda item: fmean(item[1][1])):
-            apart = [mine - theirs for mine, theirs in zip(losses, base, strict=True)]
-            error = "" if name == BASELINE else f"{fmean(apart):+.4f} ± {stdev(apart) / len(apart) ** 0.5:.4f}"
-            spent = [r for r in found["rows"] if (r["size"], r["candidate"], r["rate"]) == (size, name, rate)]
-            share = fmean(r["optimizer_seconds"] / (r["optimizer_seconds"] + r["model_seconds"]) for r in spent)
-            rates = ", ".join(f"{rate:g}" for rate in sorted(own[name]))
-            at_default = f"{fmean(own[name][default_rate]):.4f}" if default_rate in own[name] else ""
-            lines.append([name, rates, f"{rate:g}", f"{fmean(losses):.4f}", error, at_default, f"{share:.0%}"])
-        head = [
-            "",
-            "rates tried",
-            "best rate",
-            "mean loss",
-            f"minus {BASELINE}, ± standard error",
-            f"mean loss at {default_rate:g}",
-            "optimizer's share",
-        ]
-        parts += [f"## {size} parameters\n", table(head, lines), ""]
-    return "\n".join([*parts, f"{machine_line(found, 'one thread')}\n"])
+        rows = [row for row in found["rows"] if row["size"] == size]
+        sections += [f"## {size} parameters\n", _training_table(rows, curves(found, size)), ""]
+    return "\n".join([*sections, f"{machine_line(found, 'one thread')}\n"])
+
+
+def _training_table(rows: list[dict[str, Any]], losses_of: Curves) -> str:
+    """Return the table of one model size, the candidate with the least mean loss first."""
+    best_rate = {name: min(losses_at, key=lambda rate: fmean(losses_at[rate])) for name, losses_at in losses_of.items()}
+    best_losses = {name: losses_of[name][rate] for name, rate in best_rate.items()}
+    default_rate = best_rate["polar_express_5"]
+    lines: list[list[str]] = []
+    for name in sorted(best_losses, key=lambda name: fmean(best_losses[name])):
+        rates = ", ".join([f"{rate:g}" for rate in sorted(losses_of[name])])
+        difference = "" if name == BASELINE else _mean_difference(best_losses[name], best_losses[BASELINE])
+        at_default = ""
+        if default_rate in losses_of[name]:
+            at_default = f"{fmean(losses_of[name][default_rate]):.4f}"
+        runs = [row for row in rows if (row["candidate"], row["rate"]) == (name, best_rate[name])]
+        loss = f"{fmean(best_losses[name]):.4f}"
+        share = f"{_optimizer_share(runs):.0%}"
+        lines.append([name, rates, f"{best_rate[name]:g}", loss, difference, at_default, share])
+    head = ["", "rates tried", "best rate", "mean loss", f"minus {BASELINE}, ± standard error"]
+    head += [f"mean loss at {default_rate:g}", "optimizer's share"]
+    return table(head, lines)
+
+
+def _mean_difference(losses: list[float], baseline: list[float]) -> str:
+    """Format the mean difference of losses with the same seeds, with its standard error: "+0.0050 ± 0.0014"."""
+    differences = [loss - other for loss, other in zip(losses, baseline, strict=True)]
+    return f"{fmean(differences):+.4f} ± {stdev(differences) / len(differences) ** 0.5:.4f}"
+
+
+def _optimizer_share(runs: list[dict[str, Any]]) -> float:
+    """Return the mean share of the optimizer in the time of some runs."""
+    shares: list[float] = []
+    for run in runs:
+        shares.append(run["optimizer_seconds"] / (run["optimizer_seconds"] + run["model_seconds"]))
+    return fmean(shares)
 
 
 # ------------------------------------------------------------------------------------------------------- findings
@@ -435,22 +502,25 @@ GATHERED = "full_tensor() on every rank"
 def _sharded() -> str:
     """Return the finding on a step under FSDP2, compared with gathering all matrices on all ranks."""
     found = load("sharding_speed")
-    rows = [row for row in found["rows"] if row["case"] == "FSDP2"] if found else []
+    if found is None:
+        return ""
     by_processes: dict[int, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        by_processes.setdefault(row["processes"], {})[row["candidate"]] = row
+    for row in found["rows"]:
+        if row["case"] == "FSDP2":
+            by_processes.setdefault(row["processes"], {})[row["candidate"]] = row
     if not by_processes:
         return ""
-    times = " and ".join(
-        f"{own['muonfx']['ratio']['median']:.2f} (on {processes} processes)" for processes, own in by_processes.items()
-    )
+    ratios: list[str] = []
+    for processes, row_of in by_processes.items():
+        ratios.append(f"{row_of['muonfx']['ratio']['median']:.2f} (on {processes} processes)")
+    times = " and ".join(ratios)
     most = max(by_processes)
     ours, theirs = by_processes[most]["muonfx"], by_processes[most][GATHERED]
     return (
         f"**Under sharding, each matrix is orthogonalized once.** Under FSDP2, a step takes {times} of the time of a "
         f"step that gathers every matrix on every rank. On {most} processes, a rank sends {_bytes(ours['sent'])} "
         f"instead of {_bytes(theirs['sent'])}, and all ranks together orthogonalize {ours['matrices']} matrices "
-        f"instead of {theirs['matrices']}. All processes share {found['machine']['cores'] if found else 0} cores; no "
+        f"instead of {theirs['matrices']}. All processes share {found['machine']['cores']} cores; no "
         f"network was measured. See [several processes](#several-processes)."
     )
 
@@ -461,37 +531,41 @@ def _alone() -> str:
     if found is None:
         return ""
     cases = list(dict.fromkeys(row["case"] for row in reversed(found["rows"])))
-    own = {(row["candidate"], row["case"]): row["ratio"] for row in found["rows"]}
-    ours = "; ".join(f"{_ratio(own['muonfx', case])} for {case.replace('^2', '²').replace('x', '×')}" for case in cases)
-    others = [row["candidate"] for row in found["rows"] if row["default"] and not row["candidate"].startswith("mfx.")]
-    peers = ", ".join(
-        f"{name} " + " and ".join(f"{own[name, case]['median']:.2f}" for case in cases)
-        for name in dict.fromkeys(others)
-        if name != BASELINE
-    )
-    medians = [own["muonfx", case]["median"] for case in cases]
-    around = " to ".join(f"{median:.2f}" for median in dict.fromkeys((min(medians), max(medians))))
+    ratio_of = {(row["candidate"], row["case"]): row["ratio"] for row in found["rows"]}
+    ours: list[str] = []
+    for case in cases:
+        ours.append(f"{_ratio(ratio_of['muonfx', case])} for {case.replace('^2', '²').replace('x', '×')}")
+    names = [row["candidate"] for row in found["rows"] if row["default"] and row["candidate"] != BASELINE]
+    peers: list[str] = []
+    for name in dict.fromkeys(names):
+        if not name.startswith("mfx."):
+            medians = [f"{ratio_of[name, case]['median']:.2f}" for case in cases]
+            peers.append(f"{name} {' and '.join(medians)}")
+    our_medians = [ratio_of["muonfx", case]["median"] for case in cases]
+    least, largest = f"{min(our_medians):.2f}", f"{max(our_medians):.2f}"
+    around = least if least == largest else f"{least} to {largest}"
     return (
-        f"**In one process, a step takes {around} of the time of {BASELINE}** and computes the same update: {ours}, "
-        f"with the 10th and 90th percentiles in brackets. Other packages, with their defaults: {peers}. "
-        f"See [the optimizer step](#the-optimizer-step)."
+        f"**In one process, a step takes {around} of the time of {BASELINE}** and computes the same update: "
+        f"{'; '.join(ours)}, with the 10th and 90th percentiles in brackets. Other packages, with their defaults: "
+        f"{', '.join(peers)}. See [the optimizer step](#the-optimizer-step)."
     )
 
 
 def _slower() -> str:
     """Return the finding on the cases in which muonfx is slower."""
-    times, saved = load("polar_speed"), load("checkpoint_speed")
+    orthogonalizations = load("polar_speed") or {"rows": []}
+    checkpoints = load("checkpoint_speed") or {"rows": []}
     slower: list[str] = []
-    for row in times["rows"] if times else ():
-        if row["candidate"] == "muonfx" and row["ratio"]["median"] > 1.1:
-            slower.append(
-                f"orthogonalizing {shape_name(row['shape'])} takes {row['ratio']['median']:.2f} times as long as "
-                f"PyTorch's function"
-            )
-    for row in saved["rows"] if saved else ():
-        if (rate := 1 / row["muonfx"]["ratio"]["median"]) < 0.9:
+    for row in orthogonalizations["rows"]:
+        ratio = row["ratio"]["median"]
+        if row["candidate"] == "muonfx" and ratio > 1.1:
+            shape = shape_name(row["shape"])
+            slower.append(f"orthogonalizing {shape} takes {ratio:.2f} times as long as PyTorch's function")
+    for row in checkpoints["rows"]:
+        throughput = 1 / row["muonfx"]["ratio"]["median"]
+        if throughput < 0.9:
             what = f"the {row['what']} of a checkpoint of {row['leaves']:,} leaves"
-            slower.append(f"{what} has {rate:.2f} of the throughput of plain safetensors")
+            slower.append(f"{what} has {throughput:.2f} of the throughput of plain safetensors")
     if not slower:
         return ""
     return (
@@ -502,30 +576,34 @@ def _slower() -> str:
 
 def findings() -> str:
     """Return the findings as a numbered list."""
-    found = [made for make in (_sharded, _alone, _slower) if (made := make())]
-    return "\n".join(f"{number}. {text}" for number, text in enumerate(found, 1)) + "\n"
+    texts = filter(None, [_sharded(), _alone(), _slower()])
+    return "".join([f"{number}. {text}\n" for number, text in enumerate(texts, 1)])
 
 
 def saved() -> str:
     """Return the table of the times of a checkpoint, divided by the times of plain safetensors."""
     found = load("checkpoint_speed")
-    by_what: dict[str, dict[int, str]] = {}
-    for row in found["rows"] if found else ():
-        by_what.setdefault(row["what"], {})[row["leaves"]] = f"{row['muonfx']['ratio']['median']:.2f}"
-    counts = list(next(iter(by_what.values()), {}))
-    lines = [[what, *(own[count] for count in counts)] for what, own in by_what.items()]
-    return table(["", *(f"{count:,} leaves" for count in counts)], lines) + "\n"
+    rows = found["rows"] if found else []
+    ratio_of = {(row["what"], row["leaves"]): row["muonfx"]["ratio"]["median"] for row in rows}
+    counts = list(dict.fromkeys(row["leaves"] for row in rows))
+    lines: list[list[str]] = []
+    for what in dict.fromkeys(row["what"] for row in rows):
+        lines.append([what, *[f"{ratio_of[what, count]:.2f}" for count in counts]])
+    return table(["", *[f"{count:,} leaves" for count in counts]], lines) + "\n"
 
 
 def zero() -> str:
     """Return the table of iterations under ZeRO, divided by iterations with DeepSpeed's own Muon."""
     found = load("sharding_speed")
-    rows = [row for row in found["rows"] if row["candidate"] == "muonfx, whole"] if found else []
+    rows: list[dict[str, Any]] = []
+    if found is not None:
+        rows = [row for row in found["rows"] if row["candidate"] == "muonfx, whole"]
+    ratio_of = {(row["case"], row["processes"]): row["ratio"]["median"] for row in rows}
     sizes = list(dict.fromkeys(row["processes"] for row in rows))
-    ratio = {(row["case"], row["processes"]): f"{row['ratio']['median']:.2f}" for row in rows}
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    lines = [[case, *(ratio[case, size] for size in sizes)] for case in cases]
-    return table(["", *(f"{size} processes" for size in sizes)], lines) + "\n"
+    lines: list[list[str]] = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        lines.append([case, *[f"{ratio_of[case, size]:.2f}" for size in sizes]])
+    return table(["", *[f"{size} processes" for size in sizes]], lines) + "\n"
 
 
 def gpu() -> str:
