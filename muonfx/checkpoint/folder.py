@@ -203,11 +203,11 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 def _has_index(path: Path) -> bool:
     """Return whether a folder has an index, or may have one that cannot be read."""
-    if path.is_symlink() and not path.is_dir():  # count it: the attempt to read it raises an error with the reason
-        return True
     try:
-        return (path / INDEX).exists()
-    except OSError:  # count it: the attempt to read it raises an error with the reason
+        is_link_to_nowhere = path.is_symlink() and not path.is_dir()
+        # A link to nowhere counts: the attempt to read it raises an error with the reason.
+        return is_link_to_nowhere or (path / INDEX).exists()
+    except OSError:  # it counts for the same reason
         return True
 
 
@@ -259,7 +259,7 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
             return path
         if isinstance(problem, FormatError):
             raise problem
-        if isinstance(problem, NotFoundError) and not path.is_symlink():
+        if isinstance(problem, NotFoundError) and not os.path.islink(path):
             continue  # removed since the folder was listed
         warnings.warn(f"{path.name} is not used, and an older checkpoint is tried: {problem}", stacklevel=2)
     return None

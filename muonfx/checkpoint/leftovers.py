@@ -113,8 +113,7 @@ def _judged(folder: Path, save_id: str) -> Generator[Verdict]:
             # Files without a lock belong to a save that has ended, or to a checkpoint that was removed by half. An
             # unfinished index without a lock is of another program or version. It is searched for after the lock: a
             # save that ends in these moments has renamed its index before it removes its lock.
-            is_unfinished = (folder / unfinished_index_name(save_id)).exists()
-            yield "unknown" if is_unfinished else "dead"
+            yield "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
             return
         except OSError:
             yield "unknown"
@@ -123,6 +122,14 @@ def _judged(folder: Path, save_id: str) -> Generator[Verdict]:
             yield "unknown"
             return
         yield "dead" if lock(file) else "alive"
+
+
+def _may_exist(path: Path) -> bool:
+    """Return True if a file exists, or if an error of the disk hides it."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
 
 
 def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:
@@ -140,7 +147,7 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
     # An ordinary checkpoint has an index and no lock. Its index is read only if a caller searches thoroughly.
     has_lock = any(name.startswith(".save-") for name in names)
     is_thorough = "unknown" in verdicts
-    if not is_thorough and not has_lock and (folder / INDEX).exists():
+    if not is_thorough and not has_lock and _may_exist(folder / INDEX):
         return []
     unnamed: list[Path] = []
     for save_id in sorted({save_id_of(name) for name in names}):

@@ -1,11 +1,15 @@
 """Files of killed saves do not accumulate, and the files of a running save are never removed."""
 
+import errno
+import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -183,3 +187,47 @@ def test_a_save_that_ends_while_it_makes_its_lock_leaves_no_file(tmp_path: Path,
     with pytest.raises(KeyboardInterrupt):
         leftovers.SaveLock(tmp_path, "0123456789abcdef").acquire()
     assert not list(tmp_path.iterdir())
+
+
+QUERIES: dict[str, Callable[[Path], object]] = {
+    "latest": ck.latest,
+    "checkpoints": ck.checkpoints,
+    "clean": ck.clean,
+    "prune": lambda folder: ck.prune(folder, keep=1),
+    "save": lambda folder: ck.save(ck.step_path(folder, 3), STATE, keep=2),
+}
+
+
+class FailingStat:
+    """Replaces `os.stat`: fails for a folder and the files in it, from the call numbered ``first_failure`` on."""
+
+    def __init__(self, folder: Path, first_failure: int) -> None:
+        self.folder, self.first_failure = folder, first_failure
+        self.stat, self.calls = os.stat, 0
+
+    def __call__(self, path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(self.folder)):
+            self.calls += 1
+            if self.calls > self.first_failure:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return self.stat(path, *args, **options)
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_file_whose_status_cannot_be_read_is_an_error_of_ours_and_stays(tmp_path: Path, monkeypatch, query: str):
+    for first_failure in itertools.count():
+        folder = tmp_path / str(first_failure)
+        for step in (1, 2):
+            ck.save(ck.step_path(folder, step), STATE, step=step)
+        (ck.step_path(folder, 1) / "data-0123456789abcdef-00000-of-00001.safetensors").touch()  # of a save that ended
+        failing_stat = FailingStat(folder, first_failure)
+        with monkeypatch.context() as patched, warnings.catch_warnings(), suppress(ck.CheckpointError):
+            patched.setattr(os, "stat", failing_stat)
+            warnings.simplefilter("ignore")
+            QUERIES[query](folder)
+        newest = ck.latest(folder)
+        assert newest is not None
+        assert_same_tree(ck.load(newest, like=STATE), STATE)
+        if failing_stat.calls <= first_failure:  # it made no further call
+            break
+    assert first_failure > 1
