@@ -63,6 +63,25 @@ def test_an_older_torch_is_refused_at_import():
     assert said.splitlines() == [advice, "imported"]
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_pages_name_the_versions_that_the_metadata_require():
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    required = {
+        "Python": re.findall(r'requires-python = ">=([\d.]+)"', metadata)[0],
+        "PyTorch": re.findall(r'"torch>=([\d.]+)"', metadata)[0],
+    }
+    named: list[tuple[str, str, str]] = []
+    for page in PAGES:
+        for package, version in re.findall(
+            r"(Python|PyTorch) (\d+\.\d+) (?:or|and) later", page.read_text(encoding="utf-8")
+        ):
+            named.append((page.name, package, version))
+    assert len(named) >= 8
+    assert [(page, package, version) for page, package, version in named if version != required[package]] == []
+
+
 # Parts of torch and others that take longer to import than all of the package, or are not needed by most who import it.
 HEAVY = {
     "argparse",
