@@ -107,6 +107,8 @@ class Page:
         if isinstance(node, ast.Name):
             return None if self.in_sentence else self.number(self.variables.get(node.id))
         if isinstance(node, ast.Call):
+            if ast.unparse(node.func) == "torch.tensor":
+                return self.number(node.args[0])
             return self.peak(node)
         try:
             return float(eval(compile(ast.Expression(node), "page", "eval"), {"__builtins__": {}}))  # type: ignore[arg-type]
@@ -275,6 +277,8 @@ def problems_of_snippet(page: Page, snippet: Snippet) -> list[str]:
         for call in calls_in(tree):
             problems += problems_of_call(page, call, snippet.place)
         problems += problems_of_literals(page, tree, snippet.place)
+        if not page.in_sentence:
+            problems += one_rate_for_all_groups(tree, snippet.place)
     for configuration in configurations_of(snippet):
         problems += problems_of_configuration(configuration, snippet.place)
     if snippet.language in ("sh", "bash", "inline"):
@@ -300,6 +304,20 @@ def problems_of_literals(page: Page, tree: ast.AST, place: str) -> list[str]:
             if name == "max_lr" and len(node.value.elts) == 2:
                 matrices, rest = node.value.elts
                 problems += Rates(place, page.number(matrices), page.number(rest)).problems()
+    return problems
+
+
+def one_rate_for_all_groups(tree: ast.AST, place: str) -> list[str]:
+    """Return a problem for each loop over groups that replaces their rates, such as ``group["lr"] = 0.02 / step``."""
+    problems: list[str] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Subscript):
+            continue
+        is_rate = ast.unparse(node.targets[0].slice) == "'lr'"
+        if is_rate and "lr']" not in ast.unparse(node.value):  # neither the group's "lr" nor its "initial_lr"
+            problems.append(
+                f"{place}: {ast.unparse(node)} erases the second rate, expected a multiple of the group's own"
+            )
     return problems
 
 
@@ -363,6 +381,8 @@ FENCED = "```{}\n{}\n```\n"
         "Pass `mfx.Muon(model, lr=0.02)`.\n",
         "Set `lr=0.02` and `adamw_lr=3e-4`.\n",
         "Groups follow, so `max_lr=[0.02, 1e-3]` sets both.\n",
+        "A tensor: `mfx.Muon(model, lr=torch.tensor(0.02), adamw_lr=torch.tensor(0.08))`.\n",
+        FENCED.format("python", 'for group in optimizer.param_groups:\n    group["lr"] = 1e-3 / step'),
     ],
 )
 def test_a_wrong_rate_or_name_is_read_in_every_kind_of_code(page: str):
@@ -377,6 +397,7 @@ def test_a_wrong_rate_or_name_is_read_in_every_kind_of_code(page: str):
         "<!-- not checked: shows a rate that is too large -->\n" + FENCED.format("python", "mfx.muon(0.02)"),
         FENCED.format("yaml", "optim_config: {name: adamw, lr: 0.02}"),
         FENCED.format("python", "torch.optim.Muon(matrices, lr=0.02)"),
+        FENCED.format("python", 'for group in groups:\n    group["lr"] = 0.5 * group["initial_lr"]'),
     ],
 )
 def test_a_rate_of_another_scaling_or_optimizer_is_no_problem(page: str):
