@@ -36,15 +36,18 @@ def make(megabytes: int, device: str = "cpu", *, small: bool = False) -> dict[st
 
     If ``small`` is True, all matrices have 64 KiB.
     """
-    side = 128 if small else 4096 if megabytes >= 512 else 1024
+    side = 4096 if megabytes >= 512 else 1024
+    if small:
+        side = 128
     number = max(1, round(megabytes * 2**20 / (4 * side * side)))
     torch.manual_seed(0)
     matrices = {f"blocks.{i}.weight": torch.randn(side, side, device=device) for i in range(number)}
-    vectors = {
-        moment: {f"blocks.{i}.bias": torch.randn(side, device=device) for i in range(0 if small else number)}
-        for moment in ("mu", "nu")
-    }
-    return {"momentum": {"trace": matrices}, "adam": vectors}
+    moments: dict[str, dict[str, Tensor]] = {"mu": {}, "nu": {}}
+    if not small:
+        for vectors in moments.values():
+            for i in range(number):
+                vectors[f"blocks.{i}.bias"] = torch.randn(side, device=device)
+    return {"momentum": {"trace": matrices}, "adam": moments}
 
 
 def flat(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -71,7 +74,10 @@ def speed(megabytes: int, rounds: int, folder: str | None = None) -> list[dict[s
     With fsync, a save of either side ends when the bytes are on the disk. Without, they are in the file cache; muonfx
     always calls fsync, so the benchmark replaces it by a function that does nothing.
     """
-    return [row for leaves in (100, 3000) for row in _speed(even(megabytes, leaves), rounds, folder)]
+    rows: list[dict[str, Any]] = []
+    for leaves in (100, 3000):
+        rows += _speed(even(megabytes, leaves), rounds, folder)
+    return rows
 
 
 def _speed(state: dict[str, Any], rounds: int, folder: str | None) -> list[dict[str, Any]]:

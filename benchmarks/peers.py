@@ -79,7 +79,9 @@ def one_by_one(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.
     """Return a function that applies a function of one matrix to a batch in a loop, as its optimizer does."""
 
     def loop(x: torch.Tensor) -> torch.Tensor:
-        return call(x) if x.ndim == 2 else torch.stack([call(one) for one in x])
+        if x.ndim == 2:
+            return call(x)
+        return torch.stack([call(matrix) for matrix in x])
 
     return loop
 

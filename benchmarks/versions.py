@@ -197,11 +197,13 @@ def speed(
 
 def line(rows: list[dict[str, Any]]) -> str:
     """Format the rows of a case: median and minimum milliseconds, and the ratios with their percentiles."""
-    before, after, again = (next(row for row in rows if row["candidate"] == name) for name in VERSIONS)
-
-    def ratio(row: dict[str, Any]) -> str:
-        return "{median:.2f} ({p10:.2f} to {p90:.2f})".format(**row["ratio"])
-
-    took = " to ".join(f"{row['milliseconds']['median']:.2f} ({row['least']:.2f})" for row in (before, after))
+    row_of = {row["candidate"]: row for row in rows}
+    before, after, again = [row_of[name] for name in VERSIONS]
+    times = [f"{row['milliseconds']['median']:.2f} ({row['least']:.2f})" for row in (before, after)]
     bits = "" if after["same bits"] else ", other bits"
-    return f"{after['case']}: {took} ms, {ratio(after)}, noise {ratio(again)}{bits}"
+    return f"{after['case']}: {' to '.join(times)} ms, {_ratio_text(after)}, noise {_ratio_text(again)}{bits}"
+
+
+def _ratio_text(row: dict[str, Any]) -> str:
+    """Format the ratio of a row with its percentiles: "1.02 (0.75 to 1.15)"."""
+    return "{median:.2f} ({p10:.2f} to {p90:.2f})".format(**row["ratio"])

@@ -86,8 +86,12 @@ def rows(on: Setting, cluster: Cluster, schemes: Sequence[Scheme]) -> list[Row]:
 
     A group that spans several nodes sends all bytes at the rate between nodes.
     """
-    tallies = [(scheme, scheme.tally(on)) for scheme in schemes]
-    return [_row(scheme, tally, cluster, on.least) for scheme, tally in tallies if tally is not None]
+    supported: list[Row] = []
+    for scheme in schemes:
+        tally = scheme.tally(on)
+        if tally is not None:
+            supported.append(_row(scheme, tally, cluster, on.least))
+    return supported
 
 
 def _row(scheme: Scheme, tally: Tally, cluster: Cluster, least: float) -> Row:
@@ -124,12 +128,12 @@ def table(on: Setting, cluster: Cluster, schemes: Sequence[Scheme]) -> str:
     found = rows(on, cluster, schemes)
     lines = [*_heading(on, cluster), "", _line([name for name, _, _ in _COLUMNS], "scheme")]
     for title, ours in (("muonfx", True), ("other libraries", False)):
-        group = [row for row in found if row.ours is ours]
-        lines += ["-" * WIDTH, title] if group else []
-        lines += [
-            _line([show(getattr(row, field)) for _, field, show in _COLUMNS], f"  {row.scheme}", row.layout)
-            for row in group
-        ]
+        rows_of_title = [row for row in found if row.ours is ours]
+        if rows_of_title:
+            lines += ["-" * WIDTH, title]
+        for row in rows_of_title:
+            cells = [show(getattr(row, field)) for _, field, show in _COLUMNS]
+            lines.append(_line(cells, f"  {row.scheme}", row.layout))
     lines += ["-" * WIDTH, "", *_KEY, ""]
     fitting = {row.scheme for row in found}
     lines += ["Schemes:"]

@@ -56,8 +56,13 @@ class Tally(NamedTuple):
         >>> Tally([], {(4, cost): [1.0, 2.0]}, [], 0.0).weighted(lambda side, cost: side)
         [4.0, 8.0]
         """
-        columns = [[weight(*kind) * number for number in numbers] for kind, numbers in self.work.items()]
-        return [sum(of_rank) for of_rank in zip(*columns, strict=True)]
+        size = len(next(iter(self.work.values())))
+        sums = [0.0] * size
+        for (side, cost), matrices_of_rank in self.work.items():
+            weight_of_matrix = weight(side, cost)
+            for rank, matrices in enumerate(matrices_of_rank):
+                sums[rank] += weight_of_matrix * matrices
+        return sums
 
     @property
     def flops(self) -> list[float]:

@@ -76,12 +76,13 @@ def differences(ranked: list[Standing]) -> dict[str, tuple[float, float]]:
     Runs of one seed share their initial weights and batches, so differences are taken seed by seed. The variance of
     such a difference is pooled over all contenders, because five seeds give no good estimate for one of them.
     """
-    base = next(one for one in ranked if one.name == DEFAULT)
-    logs = {
-        one.name: [math.log(a / b) for a, b in zip(one.steps, base.steps, strict=True)] for one in ranked if one.steps
-    }
-    pooled = fmean(variance(own) for name, own in logs.items() if name != DEFAULT)
-    return {name: (fmean(own), math.sqrt(pooled / len(own))) for name, own in logs.items()}
+    steps_of = {standing.name: standing.steps for standing in ranked if standing.steps}
+    logs_of: dict[str, list[float]] = {}
+    for name, steps in steps_of.items():
+        ratios = [own / default for own, default in zip(steps, steps_of[DEFAULT], strict=True)]
+        logs_of[name] = [math.log(ratio) for ratio in ratios]
+    pooled_variance = fmean([variance(logs) for name, logs in logs_of.items() if name != DEFAULT])
+    return {name: (fmean(logs), math.sqrt(pooled_variance / len(logs))) for name, logs in logs_of.items()}
 
 
 def track() -> str:
@@ -89,13 +90,19 @@ def track() -> str:
     if (found := load("track_quality")) is None:
         return ""
     ranked = standings(found)
-    apart = differences(ranked)
-    lines = []
-    for one in ranked:
-        settings = ", ".join(f"{name} {value:g}" for name, value in one.settings.items())
-        steps = f"{one.mean:.0f} ± {stdev(one.steps) / len(one.steps) ** 0.5:.0f}" if one.steps else "not reached"
-        against = "" if one.name == DEFAULT or not one.steps else _against(*apart[one.name])
-        lines.append([f"`{one.name}`: {one.title}", settings, steps, against, f"{one.optimizer_ms:.1f}"])
+    difference_of = differences(ranked)
+    lines: list[list[str]] = []
+    for standing in ranked:
+        settings = ", ".join([f"{name} {value:g}" for name, value in standing.settings.items()])
+        steps = "not reached"
+        against = ""
+        if standing.steps:
+            error = stdev(standing.steps) / math.sqrt(len(standing.steps))
+            steps = f"{standing.mean:.0f} ± {error:.0f}"
+            if standing.name != DEFAULT:
+                against = _against(*difference_of[standing.name])
+        title = f"`{standing.name}`: {standing.title}"
+        lines.append([title, settings, steps, against, f"{standing.optimizer_ms:.1f}"])
     head = ["contender", "tuned", "steps ± standard error", f"against `{DEFAULT}`", "optimizer, ms per step"]
     return f"{table(head, lines)}\n\n{machine_line(found, 'one thread')}\n"
 
@@ -106,24 +113,34 @@ def _against(difference: float, error: float) -> str:
     return f"**{text}**" if abs(difference) > CLEAR * error else text
 
 
+def _color_of(name: str) -> str:
+    """Return the color of a contender in the picture."""
+    if name == DEFAULT:
+        return LINE
+    return COLORS["torch"] if name.startswith("torch") else COLORS["muonfx"]
+
+
 def draw_track() -> None:
     """Plot the steps to the target; do nothing without results or matplotlib."""
-    if (found := load("track_quality")) is None or (plt := pyplot()) is None:
+    found = load("track_quality")
+    plt = pyplot()
+    if found is None or plt is None:
         return
-    ranked = [one for one in standings(found) if one.steps][::-1]
+    ranked = [standing for standing in standings(found) if standing.steps]
+    ranked.reverse()  # the best on top
     figure, axes = plt.subplots(figsize=(9.6, 0.8 + 0.3 * len(ranked)), layout="constrained")
-    for place, one in enumerate(ranked):
-        color = LINE if one.name == DEFAULT else COLORS["torch"] if one.name.startswith("torch") else COLORS["muonfx"]
-        axes.plot(one.steps, [place] * len(one.steps), "o", color=color, alpha=0.35, markersize=4)
-        axes.plot([one.mean], [place], "D", color=color, markersize=7)
-    axes.set_yticks(range(len(ranked)), [one.name for one in ranked])
+    for row, standing in enumerate(ranked):
+        color = _color_of(standing.name)
+        axes.plot(standing.steps, [row] * len(standing.steps), "o", color=color, alpha=0.35, markersize=4)
+        axes.plot([standing.mean], [row], "D", color=color, markersize=7)
+    axes.set_yticks(range(len(ranked)), [standing.name for standing in ranked])
     axes.set_xlabel(f"steps to a validation loss of {found['task']['target']:g} nats per byte", color=GREY)
     axes.set_xscale("log")
     ticks = [200, 250, 300, 400, 500, 600, 800, 1000, 1300]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    least, most = (pick(min(one.steps) if pick is min else max(one.steps) for one in ranked) for pick in (min, max))
-    axes.set_xlim(0.95 * least, 1.05 * most)
+    all_steps = [steps for standing in ranked for steps in standing.steps]
+    axes.set_xlim(0.95 * min(all_steps), 1.05 * max(all_steps))
     axes.grid(axis="x", alpha=0.25)
     for spine in axes.spines.values():
         spine.set_visible(False)
