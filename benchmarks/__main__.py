@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,9 +65,22 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments[:1] == ["simulator"]:
         simulate(arguments[1:])
         return
-    results = [name for names in BENCHMARKS.values() for name in names.split()]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    options = read_options(arguments)
+    torch.set_num_threads(options.threads)
+    measures = measures_for(options)
+    for name in options.names:
+        for result in BENCHMARKS.get(name, name).split():
+            print(f"saved {save(result, measures[result]()).name}", flush=True)
+    if not options.no_report:
+        print(report.tables())
+        write_report()
+
+
+def read_options(arguments: list[str]) -> argparse.Namespace:
+    """Parse and check the command line. In the result, `cases` are cases of `versions`, not words."""
+    results = [result for results in BENCHMARKS.values() for result in results.split()]
     known = [*BENCHMARKS, *results]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"benchmarks or results to run: {', '.join(known)}")
     parser.add_argument("--rounds", type=int, default=60, help="number of rounds; each round runs every candidate once")
     parser.add_argument("--seconds", type=float, default=60, help="time limit for one case, after at least ten rounds")
@@ -77,56 +92,65 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-compile", action="store_true", help="skip candidates that use torch.compile")
     parser.add_argument("--no-report", action="store_true", help="write results only, not the documentation")
     options = parser.parse_args(arguments)
-    if unknown := set(options.names) - set(known):
+    unknown = set(options.names) - set(known)
+    if unknown:
         parser.error(f"name: found {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")
-    chosen = options.names or [name for name in BENCHMARKS if name != "versions" or options.before]
-    if options.before is None and {"versions", "versions_speed"} & set(chosen):
+    if not options.names:
+        options.names = [name for name in BENCHMARKS if name != "versions" or options.before]
+    if options.before is None and not {"versions", "versions_speed"}.isdisjoint(options.names):
         parser.error("versions: found no other checkout of muonfx, expected one: give its folder with --before")
     cases = [case for case in versions.CASES if any(word in case.name for word in options.cases)]
     if not cases:
-        every = ", ".join(case.name for case in versions.CASES)
+        every = ", ".join([case.name for case in versions.CASES])
         parser.error(f"--cases: found {options.cases}, which no case contains, expected a word of: {every}")
-    torch.set_num_threads(options.threads)
-    rounds, compiled = options.rounds, not options.no_compile
-    measures = {
+    options.cases = cases
+    return options
+
+
+def measures_for(options: argparse.Namespace) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+    """Return the function that measures each result."""
+    rounds, seconds = options.rounds, options.seconds
+    megabytes, folder = options.megabytes, options.folder
+    compiled = not options.no_compile
+    return {
         "adapter_speed": lambda: adapter.speed(rounds),
         "adapter_memory": adapter.memory,
-        "polar_speed": lambda: polar.speed(rounds, compiled=compiled, seconds=options.seconds),
+        "polar_speed": lambda: polar.speed(rounds, compiled=compiled, seconds=seconds),
         "polar_quality": lambda: polar.quality(compiled=compiled),
         "polar_scratch": polar.scratch,
-        "step_speed": lambda: step.speed(rounds, compiled=compiled, seconds=options.seconds),
+        "step_speed": lambda: step.speed(rounds, compiled=compiled, seconds=seconds),
         "step_quality": lambda: step.quality(compiled=compiled),
-        "parts_speed": lambda: parts.speed(rounds, compiled=compiled, seconds=options.seconds),
-        "checkpoint_speed": lambda: checkpoint.speed(options.megabytes, min(rounds, 10), options.folder),
-        "checkpoint_fresh": lambda: checkpoint.fresh(options.megabytes, min(rounds, 10), options.folder),
-        "checkpoint_memory": lambda: checkpoint.memory(options.megabytes, options.folder),
-        "planner_speed": lambda: planner.speed(rounds, seconds=options.seconds),
-        "sharding_speed": lambda: sharding.speed(rounds, seconds=options.seconds),
+        "parts_speed": lambda: parts.speed(rounds, compiled=compiled, seconds=seconds),
+        "checkpoint_speed": lambda: checkpoint.speed(megabytes, min(rounds, 10), folder),
+        "checkpoint_fresh": lambda: checkpoint.fresh(megabytes, min(rounds, 10), folder),
+        "checkpoint_memory": lambda: checkpoint.memory(megabytes, folder),
+        "planner_speed": lambda: planner.speed(rounds, seconds=seconds),
+        "sharding_speed": lambda: sharding.speed(rounds, seconds=seconds),
         "sharding_timeline": sharding_timeline.times,
         "engines_speed": lambda: engines.speed(max(2, min(rounds, 5))),
         "bind_speed": lambda: bind.speed(min(rounds, 3)),
         "leaves_speed": lambda: leaves.speed(rounds),
         "operations_count": operations.counts,
-        "overhead_speed": lambda: overhead.speed(min(rounds, 30), seconds=options.seconds),
-        "versions_speed": lambda: versions.speed(options.before, rounds, cases=cases, seconds=options.seconds),
+        "overhead_speed": lambda: overhead.speed(min(rounds, 30), seconds=seconds),
+        "versions_speed": lambda: versions.speed(options.before, rounds, cases=options.cases, seconds=seconds),
     }
-    for result in [result for name in chosen for result in BENCHMARKS.get(name, name).split()]:
-        print(f"saved {save(result, measures[result]()).name}", flush=True)
-    if not options.no_report:
-        print(report.tables())
-        report.rewrite(report.PAGE, report.FINDINGS_SECTIONS)
-        report.rewrite()
-        report.rewrite(report.PARTS_PAGE, report.PARTS_SECTIONS)
-        report.rewrite(report.GPU_PAGE, report.OPERATIONS_SECTIONS)
-        plots.draw()
-        plots.draw_findings()
-        plots.draw_parts()
-        report.rewrite(report.TRAINING_PAGE, report.TRAINING_SECTIONS)
-        plots.draw_training()
-        report.rewrite(rates_table.PAGE, rates_table.SECTIONS)
-        report.rewrite(standings.PAGE, standings.SECTIONS)
-        standings.draw_track()
-        sharding_timeline.draw()
+
+
+def write_report() -> None:
+    """Write all tables and pictures of the documentation from the saved results."""
+    report.rewrite(report.PAGE, report.FINDINGS_SECTIONS)
+    report.rewrite()
+    report.rewrite(report.PARTS_PAGE, report.PARTS_SECTIONS)
+    report.rewrite(report.GPU_PAGE, report.OPERATIONS_SECTIONS)
+    report.rewrite(report.TRAINING_PAGE, report.TRAINING_SECTIONS)
+    report.rewrite(rates_table.PAGE, rates_table.SECTIONS)
+    report.rewrite(standings.PAGE, standings.SECTIONS)
+    plots.draw()
+    plots.draw_findings()
+    plots.draw_parts()
+    plots.draw_training()
+    standings.draw_track()
+    sharding_timeline.draw()
 
 
 if __name__ == "__main__":
