@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +16,9 @@ from muonfx.optimizer.routes import Route, distinct_routes, group_hyperparams, k
 from muonfx.optimizer.unread_keys import unread_key_warning
 
 Routes = Mapping[str, Route]
+
+_UNREAD_RATE = "lr that no transform reads"
+"""The entry of `BoundGroups._reported` for this warning."""
 
 _LISTED = 10
 """The largest number of lines that `BoundGroups.warn_once` lists."""
@@ -33,32 +35,20 @@ class BoundGroups:
         self.groups: list[BoundGroup] = []
         """The groups as `note` has recorded them."""
         self._parameters = parameters
-        self._named: dict[str, Tensor] = {}
-        """The result of `named`, which is computed again if the two attributes below have changed."""
-        self._named_in: list[BoundGroup] | None = None
-        """The groups whose parameters are in `_named`."""
-        self._named_version = -1
         self._key_counts: list[int] = []
         """How many keys each group had when the keys were last read."""
         self._reported = set[str]()
         """The keys and the lines of which a warning was given."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle, without parameters. A restored optimizer records its own."""
-        return {**self.__dict__, "_named": {}, "_named_in": None}
-
     @property
     def named(self) -> dict[str, Tensor]:
         """A dict from name to parameter, for the parameters that have optimizer state, in the order of the groups."""
-        if self._named_in is not self.groups or self._named_version != self._parameters.version:
-            bound_parameters = self._parameters.bound
-            self._named = {}
-            for bound in self.groups:
-                for name in bound.names:
-                    self._named[name] = bound_parameters[name].param
-            self._named_in = self.groups
-            self._named_version = self._parameters.version
-        return self._named
+        bound_parameters = self._parameters.bound
+        named: dict[str, Tensor] = {}
+        for bound in self.groups:
+            for name in bound.names:
+                named[name] = bound_parameters[name].param
+        return named
 
     def are_current(self, groups: Sequence[Group]) -> bool:
         """Return True if no parameter was replaced, resized or moved, in the param groups or in the models."""
@@ -68,38 +58,42 @@ class BoundGroups:
         """Return True if these are the param groups that `note` recorded, with the same parameters and names."""
         if len(groups) != len(self.groups):
             return False
-        named = self.named
+        params: list[Tensor] = []
         for group, bound in zip(groups, self.groups, strict=True):
             if group is not bound.group or group.get("param_names") != bound.names:
                 return False
-            params = group["params"]
-            if len(params) != len(bound.names) or not all(map(is_, params, map(named.get, bound.names))):
+            if len(group["params"]) != len(bound.names):
                 return False
-        return True
+            params += group["params"]
+        return all(map(is_, params, self.named.values()))
 
     def note(self, groups: Iterable[Group], routes: Routes) -> None:
         """Record the param groups from which later steps read the hyperparameters."""
-        numbers_of_group = {id(bound.group): bound.numbers for bound in self.groups}
-        numbers_of_name = {name: bound.numbers for bound in self.groups for name in bound.names}
         bound_groups: list[BoundGroup] = []
         for group in groups:
             names: list[str] = list(group["param_names"])
-            members = distinct_routes(names, routes)
-            hyperparams = group_hyperparams(members, group) if members else ()
+            distinct = distinct_routes(names, routes)
+            hyperparams = group_hyperparams(distinct, group) if distinct else ()
             # Where one key such as "weight_decay" sets a number of all labels, "adamw.weight_decay" has no effect.
-            for key in keys_by_label(members) - {hyperparam.key for hyperparam in hyperparams}:
+            for key in keys_by_label(distinct) - {hyperparam.key for hyperparam in hyperparams}:
                 group.pop(key, None)
-            former_numbers = numbers_of_group.get(id(group))
-            if former_numbers is None and names:
-                former_numbers = numbers_of_name.get(names[0])
+            numbers = GroupNumbers(hyperparams)
+            former_numbers = self._former_numbers(group, names)
             if former_numbers is not None and former_numbers.hyperparams == hyperparams:
-                # They show which of two keys of a number is changed next.
-                numbers = copy.copy(former_numbers)
-            else:
-                numbers = GroupNumbers(hyperparams)
+                numbers = copy.copy(former_numbers)  # they show which of two keys of a number is changed next
             bound_groups.append(BoundGroup(group, names, numbers))
         self.groups = bound_groups
         self._key_counts = []
+
+    def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
+        """Return the object that has read a group so far, or the group in which its first parameter was; else None."""
+        for bound in self.groups:
+            if bound.group is group:
+                return bound.numbers
+        for bound in self.groups:
+            if names and names[0] in bound.names:
+                return bound.numbers
+        return None
 
     def follow(self, groups: Sequence[Group], routes: Routes, *, may_repeat: bool = False) -> None:
         """Record param groups that a user or engine has edited, and set "param_names". Raise if they do not fit."""
@@ -107,7 +101,7 @@ class BoundGroups:
             return
         if may_repeat:  # as ``param_groups.extend(param_groups)`` makes them
             groups = list({id(group): group for group in groups}.values())
-        names_per_group = self._parameters.names_of(list(groups))
+        names_per_group = self._parameters.names_of(groups)
         for group, names in zip(groups, names_per_group, strict=True):  # check all groups before any is changed
             _require_all_hyperparams(group, names, routes)
         for group, names in zip(groups, names_per_group, strict=True):
@@ -125,13 +119,28 @@ class BoundGroups:
         self._key_counts = self._count_keys()
         all_keys = set[str]().union(*[bound.numbers.keys for bound in self.groups])
         for bound in self.groups:
-            group_keys = bound.numbers.keys
             first_name = bound.names[0] if bound.names else "no parameter"
-            for key in bound.group.keys() - group_keys - all_keys - self._reported:
-                message = unread_key_warning(key, bound.group[key], first_name, group_keys, all_keys)
+            for key in bound.group.keys() - all_keys - self._reported:
+                message = unread_key_warning(key, bound.group[key], first_name, set(bound.numbers.keys), all_keys)
                 if message is not None:
                     self._reported.add(key)
                     warn_caller(message)
+
+    def warn_of_unread_rate(self) -> None:
+        """Warn once if a group has an "lr" that somebody has set, and no transform of any group reads it."""
+        if _UNREAD_RATE in self._reported or any("lr" in bound.numbers.keys for bound in self.groups):
+            return
+        for index, bound in enumerate(self.groups):
+            rate = bound.group["lr"]
+            is_set = not isinstance(rate, Tensor) and rate != 0.0
+            if is_set or "initial_lr" in bound.group:  # a scheduler adds the latter
+                self._reported.add(_UNREAD_RATE)
+                warn_caller(
+                    f"param_groups[{index}]: 'lr' is {rate!r}, expected no value: the chain has a schedule or no "
+                    "learning rate, and ignores it. To set the rate in groups, create the chain with a number as "
+                    "learning rate"
+                )
+                return
 
     def _count_keys(self) -> list[int]:
         return [len(bound.group) for bound in self.groups]
@@ -150,8 +159,8 @@ class BoundGroups:
 
 def _require_all_hyperparams(group: Group, names: Sequence[str], routes: Routes) -> None:
     """Raise if parameters of other transforms were moved into a group, which lacks the hyperparameters of these."""
-    members = distinct_routes(names, routes)
-    if len(members) < 2 or all(hyperparam.key in group for hyperparam in group_hyperparams(members, group)):
+    distinct = distinct_routes(names, routes)
+    if len(distinct) < 2 or all(hyperparam.key in group for hyperparam in group_hyperparams(distinct, group)):
         return
     first = names[0]
     for name in names:

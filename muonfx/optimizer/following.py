@@ -39,15 +39,19 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
         check_real(named)
     if layout is not None and layout.is_flat:
         return  # the caller's layout describes these shards
-    views: list[str] = []
     for name, param in named.items():
-        if getattr(param, "_fsdp_flattened", False):  # part of a flat tensor, or, if it has one dim, perhaps all of it
-            views.append(name)
-        elif getattr(param, "_is_flat_param", False):  # a flat tensor without that mark
+        is_flat_tensor = getattr(param, "_is_flat_param", False) and not _is_flattened(param)
+        if is_flat_tensor:
             raise errors.flattened(name, param)
     # A sharded view has one dim. On one rank, and with NO_SHARD, views keep their shapes and can be used.
-    if views and all(named[name].ndim < 2 for name in views):
-        raise errors.flattened(views[0], named[views[0]])
+    views = {name: param for name, param in named.items() if _is_flattened(param)}
+    if views and all(view.ndim < 2 for view in views.values()):
+        raise errors.flattened(*next(iter(views.items())))
+
+
+def _is_flattened(param: Tensor) -> bool:
+    """Return True for a view of FSDP1's flat tensor, or, if it has one dim, perhaps for all of the flat tensor."""
+    return getattr(param, "_fsdp_flattened", False)
 
 
 def check_real(named: Mapping[str, Tensor]) -> None:
@@ -58,7 +62,7 @@ def check_real(named: Mapping[str, Tensor]) -> None:
 
 
 class Slot(NamedTuple):
-    """The module that has a parameter, as a weak reference, and the parameter's attribute name in it."""
+    """A position in a model: a weak reference to a module, and the name of an attribute that is a parameter."""
 
     module: weakref.ref[nn.Module]
     attribute: str
@@ -82,8 +86,18 @@ class BoundParameter(NamedTuple):
     """Its position in a known model, or None, as for a copy that an engine has put into the groups."""
 
 
+class KnownModel(NamedTuple):
+    """A model that contains parameters of an optimizer."""
+
+    ref: weakref.ref[nn.Module]
+    has_others: bool
+    """True if the optimizer may have only some of its parameters, because the caller gave it by ``model=``."""
+
+
 class FollowedParameters:
     """Records for which tensors an optimizer has state, and where its models have these parameters.
+
+    A parameter is identified by its name. Its tensor may be replaced, in a module of a model or in a param group.
 
     Args:
         models: models of which the optimizer has all parameters.
@@ -102,19 +116,17 @@ class FollowedParameters:
         frozen: Mapping[str, Tensor],
         left_out: Mapping[str, Tensor],
     ) -> None:
-        # models: the optimizer has all of their parameters; model_of_names: it may have only some
-        # frozen and left_out (by the label None): what was given to the optimizer, but is in no group
-        self._models: list[tuple[weakref.ref[nn.Module], bool]] = []
-        """Weak references to the models; True for a model of which the optimizer may have only some parameters."""
+        self._models: list[KnownModel] = []
         if model_of_names is not None:
-            self._models.append((weakref.ref(model_of_names), True))
+            self._models.append(KnownModel(weakref.ref(model_of_names), has_others=True))
+        self.add_models(models)
+        self._frozen = self._slots_or_tensors(frozen)
+        self._left_out = self._slots_or_tensors(left_out)
         self.bound: dict[str, BoundParameter] = {}
+        """The parameters that have state, by name."""
         self.version = 0
         """How often `bound` was changed."""
-        self._frozen: dict[str, Slot | Tensor] = {}
-        self.bind(trained, models)
-        self._left_out = self._slots_or_tensors(left_out)
-        self.leave_out(frozen)
+        self.bind(trained)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle, without models and parameters. A restored optimizer records its own."""
@@ -129,14 +141,22 @@ class FollowedParameters:
     @property
     def names(self) -> dict[Tensor, str]:
         """The name of each parameter that has state, belongs to a model, or was left out because it is frozen."""
-        names = {param: name for name, param in _present(self._frozen).items()}
+        names = {param: name for name, param in _existing(self._frozen).items()}
         names |= names_in(self.models)
         return names | {bound.param: name for name, bound in self.bound.items()}
 
-    def bind(self, named: Mapping[str, Tensor], models: Iterable[nn.Module] = ()) -> None:
-        """Record the named tensors for which the optimizer now has state, and further models that contain them."""
+    @property
+    def on_meta(self) -> bool:
+        """True if a parameter is on the meta device, so that it has no values yet."""
+        return any(bound.param.is_meta for bound in self.bound.values())
+
+    def add_models(self, models: Iterable[nn.Module]) -> None:
+        """Record models of which the optimizer has all parameters."""
         for model in models:
-            self._models.append((weakref.ref(model), False))
+            self._models.append(KnownModel(weakref.ref(model), has_others=False))
+
+    def bind(self, named: Mapping[str, Tensor]) -> None:
+        """Record the named tensors for which the optimizer now has state, and their positions in the models."""
         slot_of: dict[Tensor, Slot] | None = None  # only made if a parameter is in another position than before
         for name, param in named.items():
             bound = self.bound.get(name)
@@ -149,7 +169,6 @@ class FollowedParameters:
             self.bound[name] = BoundParameter(param, param.shape, param.device, _placement(param), slot)
             self._frozen.pop(name, None)
         self.version += 1
-        self.on_meta = any(bound.param.is_meta for bound in self.bound.values())
 
     def leave_out(self, frozen: Mapping[str, Tensor]) -> None:
         """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
@@ -187,17 +206,30 @@ class FollowedParameters:
 
     def are_current(self) -> bool:
         """Return True if no parameter was replaced, resized or moved, as far as the models show."""
-        for param, shape, device, _, slot in self.bound.values():
-            if param.shape != shape or param.device != device:
+        for bound in self.bound.values():
+            if bound.param.shape != bound.shape or bound.param.device != bound.device:
                 return False
-            if slot is not None and (module := slot.module()) is not None:  # `slot.current()` would be one more call
-                current = module._parameters.get(slot.attribute)
-                if current is not None and current is not param:
-                    return False
-        return True
+        return not self._others_in_models()
+
+    def _others_in_models(self) -> dict[str, Tensor]:
+        """Return, by name, the tensors that modules have at the positions of parameters, if they are others.
+
+        They have replaced the parameters, or FSDP2 has put gathered tensors there during forward and backward.
+        """
+        others: dict[str, Tensor] = {}
+        for name, bound in self.bound.items():
+            if bound.slot is None:
+                continue
+            current = bound.slot.current()
+            if current is not None and current is not bound.param:
+                others[name] = current
+        return others
 
     def replaced(self, named: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
-        """Return, by name, the parameters that were replaced by other tensors or moved since the last `bind`."""
+        """Return, by name, the parameters that were replaced by other tensors or moved since the last `bind`.
+
+        ``named`` are the parameters in the groups. ``at_step``: raise if gradients belong to the replaced tensors.
+        """
         current = {**named, **self._replaced_in_models(named)}
         if at_step:
             self._require_new_gradients(current)
@@ -225,32 +257,19 @@ class FollowedParameters:
 
     def replaced_in_models(self) -> dict[Tensor, Tensor]:
         """Return a dict from each parameter that was replaced in the models to the new tensor. It is empty if none."""
-        if self.are_in_models():  # the usual case, in which the models need no walk
-            return {}
         named = {name: bound.param for name, bound in self.bound.items()}
         return {named[name]: param for name, param in self._replaced_in_models(named).items()}
 
-    def are_in_models(self) -> bool:
-        """Return True if the models still have each parameter that they had."""
-        for param, _, _, _, slot in self.bound.values():
-            if slot is None:
-                continue
-            module = slot.module()  # `slot.current()` would be one more call
-            if module is not None and module._parameters.get(slot.attribute) is not param:
-                return False
-        return True
-
     def _replaced_in_models(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return, by name, the new tensors of parameters that were replaced in the models."""
+        """Return, by name, the new tensors of parameters that were replaced in the models.
+
+        ``named`` are the parameters in the groups. A tensor that an engine has put there takes precedence over the
+        model.
+        """
         replaced: dict[str, Tensor] = {}
-        for name, param in named.items():
-            bound = self.bound[name]
-            # A tensor that an engine has put into the groups takes precedence over the model.
-            if bound.slot is None or bound.param is not param:
-                continue
-            current = bound.slot.current()
-            if current is not None and current is not param:
-                replaced[name] = current
+        for name, param in self._others_in_models().items():
+            if named.get(name) is self.bound[name].param:
+                replaced[name] = param
         if not replaced:
             return replaced
         gathered = self._gathered_by_fsdp2()
@@ -262,7 +281,8 @@ class FollowedParameters:
         """Return the ids of the gathered plain parameters that FSDP2 has in modules during forward and backward."""
         gathered: set[int] = set()
         for module in self._modules():
-            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            class_names = [base.__name__ for base in type(module).__mro__]
+            if "FSDPModule" in class_names:
                 gathered.update([id(param) for param in module.parameters() if not is_dtensor(param)])
         return gathered
 
@@ -283,8 +303,11 @@ class FollowedParameters:
                 added[name] = param
         return added
 
-    def names_of(self, groups: list[Group]) -> list[list[str]]:
-        """Return one list of parameter names per group. A new tensor gets the name of the tensor that it replaces."""
+    def names_of(self, groups: Iterable[Group]) -> list[list[str]]:
+        """Return one list of parameter names per group. A new tensor gets the name of the tensor that it replaces.
+
+        Raise ValueError if a tensor replaces no parameter, or if a parameter is in the groups twice or not at all.
+        """
         name_of = self._names_of_tensors()
         names_per_group: list[list[str]] = []
         times: Counter[str] = Counter()
@@ -312,20 +335,14 @@ class FollowedParameters:
 
     def _names_of_tensors(self) -> dict[Tensor, str]:
         """Return the name of each parameter with state, and of the tensors that the models have in their places."""
-        name_of: dict[Tensor, str] = {}
-        for name, bound in self.bound.items():
-            current = None if bound.slot is None else bound.slot.current()
-            if current is not None:
-                name_of[current] = name
-        for name, bound in self.bound.items():
-            name_of[bound.param] = name
-        return name_of
+        name_of = {param: name for name, param in self._others_in_models().items()}
+        return name_of | {bound.param: name for name, bound in self.bound.items()}
 
     # ---------------------------------------------------------------------------------- parameters that are in no group
 
     def not_trained_params(self) -> dict[str, Tensor]:
         """Return the parameters that were given to the optimizer and are in no group, by name."""
-        return {**_present(self._left_out), **_present(self._frozen)}
+        return {**_existing(self._left_out), **_existing(self._frozen)}
 
     def not_trained(self) -> set[str]:
         """Return the names of parameters that are known, but have no state, as they are frozen or have label None."""
@@ -333,7 +350,7 @@ class FollowedParameters:
 
     def check_frozen(self) -> None:
         """Raise if a parameter that was frozen at construction is trained now, because it is in no group."""
-        for name, param in _present(self._frozen).items():
+        for name, param in _existing(self._frozen).items():
             if param.requires_grad and param.grad is not None:
                 raise errors.frozen_is_trained(name)
 
@@ -341,21 +358,24 @@ class FollowedParameters:
         """Return the models' parameters, by name, that are not in the optimizer. ``named`` are those that are."""
         known_ids = {id(param) for param in named.values()}
         outside: dict[str, Tensor] = {}
-        for ref, gives_names_only in self._models:
+        for ref, has_others in self._models:
             model = ref()
             if model is None:
                 continue
             for name, param in model.named_parameters():
                 if id(param) in known_ids or name in self._left_out:
                     continue
-                # In a model that only provides names (`model=`), consider only parameters whose names we have.
-                if name in named or not gives_names_only:
+                # A model that has others as well counts only where it has a new tensor under a name that we have.
+                if name in named or not has_others:
                     outside[name] = param
         return outside
 
 
 def _remove_tied(replaced: dict[str, Tensor], named: Mapping[str, Tensor]) -> None:
-    """Remove tensors that would be in two positions: a tied parameter keeps the name that it has."""
+    """Remove tensors that would be in two positions: a tied parameter keeps the tensor that it has.
+
+    A removal may put another tensor into two positions, so this repeats until none is.
+    """
     while True:
         times = Counter(id(replaced.get(name, param)) for name, param in named.items())
         tied = [name for name, param in replaced.items() if times[id(param)] > 1]
@@ -365,14 +385,14 @@ def _remove_tied(replaced: dict[str, Tensor], named: Mapping[str, Tensor]) -> No
             del replaced[name]
 
 
-def _present(slots_or_tensors: Mapping[str, Slot | Tensor]) -> dict[str, Tensor]:
+def _existing(slots_or_tensors: Mapping[str, Slot | Tensor]) -> dict[str, Tensor]:
     """Return the parameters that exist, by name: those of a model that was deleted do not."""
-    present: dict[str, Tensor] = {}
+    existing: dict[str, Tensor] = {}
     for name, slot_or_tensor in slots_or_tensors.items():
         param = slot_or_tensor.current() if isinstance(slot_or_tensor, Slot) else slot_or_tensor
         if param is not None:
-            present[name] = param
-    return present
+            existing[name] = param
+    return existing
 
 
 def _placement(param: Tensor) -> tuple[object, ...]:

@@ -28,50 +28,46 @@ class GradientCheck:
         _count_registrations()  # from now on, `_registrations.count` changes if a model gets a new parameter
         self._parameters = parameters
         self._is_alone = is_alone
-        self._last: object = None
-        """At the last step: ``(names without a gradient, version of the parameters, count of registrations)``.
-
-        If a step has another tuple, the parameters outside the optimizer may be others, so the models are searched.
-        """
         self._outside: dict[str, Tensor] = {}
-        """The models' parameters that are not in the optimizer, by name."""
+        """The models' parameters that are not in the optimizer, by name, as the last search has found them."""
+        self._searched: object = None
+        """What the last search depended on; if it is the same in a step, `_outside` is still right."""
         self._reported: dict[str, Tensor] = {}
-        """Those of them that had gradients at the last search, and that a warning has named."""
+        """Those of `_outside` that had gradients, and that a warning has reported."""
         self._has_warned_of_none = False
         """True after the warning that no parameter has a gradient."""
 
     def check(self, named: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
         """Raise or warn if gradients are missing. ``named`` are the parameters, and ``gradients`` theirs."""
-        if self._parameters.on_meta:
-            check_real(named)
+        check_real(named)
         self._parameters.check_frozen()
-        absent: tuple[str, ...] = ()
-        if type(None) in set(map(type, gradients.values())):  # faster than a loop, in the usual step without None
-            absent = tuple([name for name, gradient in gradients.items() if gradient is None])
-        current = (absent, self._parameters.version, _registrations.count)
-        has_changed = current != self._last
-        if has_changed:  # walking through a model takes time
-            self._last = current
-            self._outside = self._parameters.outside(named)
-        elif not self._outside:
-            return  # as at the last step, and all parameters of the models are in the optimizer
+        absent = tuple([name for name, gradient in gradients.items() if gradient is None])
+        self._search_outside(named, absent)
         elsewhere = {name: param for name, param in self._outside.items() if param.grad is not None}
-        unreported = [name for name, param in elsewhere.items() if self._reported.get(name) is not param]
-        if not has_changed and not unreported:
-            return
         has_none = len(absent) == len(gradients)
         if has_none and elsewhere:
-            self._last = None  # check again at the next step
             name, param = next(iter(elsewhere.items()))
             raise errors.gradients_elsewhere(name, param, len(named))
-        self._reported = elsewhere
+        self._warn_of_others(elsewhere)
+        if has_none:
+            self._warn_of_none(named)
+
+    def _search_outside(self, named: Mapping[str, Tensor], absent: tuple[str, ...]) -> None:
+        """Find the models' parameters that are not in the optimizer. ``absent`` are names without a gradient."""
+        depends_on = (absent, self._parameters.version, _registrations.count)
+        if depends_on != self._searched:  # a search walks through the models, which takes time
+            self._searched = depends_on
+            self._outside = self._parameters.outside(named)
+
+    def _warn_of_others(self, elsewhere: dict[str, Tensor]) -> None:
+        """Warn once of each of the parameters that have a gradient and are not in the optimizer."""
+        unreported = [name for name, param in elsewhere.items() if self._reported.get(name) is not param]
+        self._reported.update(elsewhere)
         if unreported:
             warn_caller(
                 f"{len(elsewhere)} parameters of the model have gradients and are not in the optimizer, such as "
                 f"{unreported[0]!r}; they are not updated: {errors.CAUSES}, or use add_param_group"
             )
-        if has_none:
-            self._warn_of_none(named)
 
     def _warn_of_none(self, named: Mapping[str, Tensor]) -> None:
         """Warn once, in one process, that no parameter has a gradient."""

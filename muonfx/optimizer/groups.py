@@ -12,11 +12,10 @@ from muonfx.core.value import prepared
 from muonfx.optimizer.group_numbers import Group, GroupNumbers, fitted, own_copy
 from muonfx.optimizer.routes import (
     Route,
-    distinct_routes,
     group_hyperparams,
     holders_of,
     label_of,
-    split_by_route,
+    pairs_by_route,
     with_agreed,
 )
 from muonfx.optimizer.stepping import Stepping
@@ -40,47 +39,46 @@ def new_groups(stepping: Stepping, entries: Group, pairs: list[tuple[str, Tensor
     With ``as_one``, they are one group, unless the parameters have different rates and ``entries`` has none. Else they
     are split, so that the same transforms update all parameters of a group.
     """
-    routes = stepping.routes
-    members = distinct_routes([name for name, _ in pairs], routes)
-    warn_of_unread_keys(entries, pairs[0][0], members, routes)
+    pairs_of = pairs_by_route(pairs, stepping.routes)
+    routes = list(pairs_of)
+    warn_of_unread_keys(entries, pairs[0][0], routes, stepping.routes)
     if as_one:
-        with_common_numbers = with_agreed(members, entries, stepping.defaults)
-        has_one_rate = "lr" in with_common_numbers or len(holders_of(members).get("lr", ())) < 2
+        with_common_numbers = with_agreed(routes, entries, stepping.defaults)
+        has_one_rate = "lr" in with_common_numbers or len(holders_of(routes).get("lr", ())) < 2
         if has_one_rate:
-            return [_complete_group(stepping, members, with_common_numbers, pairs)]
+            return [_complete_group(stepping, routes, with_common_numbers, pairs)]
     groups: list[Group] = []
-    all_keys = set[str]().union(*map(read_keys, members))
-    for part in split_by_route(pairs, routes):
-        route = routes[part[0][0]]
-        keys_of_other_parts = all_keys - read_keys(route) - NOT_HYPERPARAMS
-        part_entries = {key: value for key, value in entries.items() if key not in keys_of_other_parts}
-        groups.append(_complete_group(stepping, [route], part_entries, part))
+    all_keys = set[str]().union(*map(read_keys, routes))
+    for route, route_pairs in pairs_of.items():
+        keys_of_others = all_keys - read_keys(route) - NOT_HYPERPARAMS
+        route_entries = {key: value for key, value in entries.items() if key not in keys_of_others}
+        groups.append(_complete_group(stepping, [route], route_entries, route_pairs))
     return groups
 
 
 def _complete_group(
-    stepping: Stepping, members: Sequence[Route], entries: Group, pairs: list[tuple[str, Tensor]]
+    stepping: Stepping, routes: Sequence[Route], entries: Group, pairs: list[tuple[str, Tensor]]
 ) -> Group:
     """Return a param group of named parameters with all hyperparameters: from ``entries``, else from the transform.
 
-    ``members`` are the different routes (labels and transforms) of the parameters.
+    ``routes`` are the different routes (labels and transforms) of the parameters.
     """
-    group: Group = {"label": label_of(members)}
+    group: Group = {"label": label_of(routes)}
     for key, value in entries.items():
         group[key] = own_copy(value)
     group["params"] = pairs
-    complete_entries(stepping, members, group)
+    complete_entries(stepping, routes, group)
     return {"label": group["label"], "lr": group["lr"], **group}  # the rate first, as it is what people look for
 
 
-def complete_entries(stepping: Stepping, members: Sequence[Route], group: Group) -> None:
+def complete_entries(stepping: Stepping, routes: Sequence[Route], group: Group) -> None:
     """Put the hyperparameters that a group lacks into it, from the transform. Raise if a number is out of range."""
     defaults = stepping.defaults
-    entries = with_agreed(members, group, defaults)
-    numbers = GroupNumbers(group_hyperparams(members, entries))
+    entries = with_agreed(routes, group, defaults)
+    numbers = GroupNumbers(group_hyperparams(routes, entries))
     values = {name: own_copy(value) for name, value in numbers.complete(entries, defaults).items()}
     if any(value is not defaults[name] for name, value in values.items()):
         # A transform checks its numbers when it is prepared.
-        prepared(with_hyperparams(stepping.tx, fitted(defaults, [values])[0]))
+        prepared(with_hyperparams(stepping.tx, fitted(defaults, values)))
     group.update(numbers.entries(values))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it

@@ -44,7 +44,7 @@ def schedule_texts(tx: Transform, bound: BoundGroup) -> dict[str, str]:
     names = schedules_of(tx, bound)
     if not names:
         return {}
-    numbers = fitted(hyperparams(tx), [bound.numbers.read(bound.group)])[0]
+    numbers = fitted(hyperparams(tx), bound.numbers.read(bound.group))
     current = schedules_in(with_hyperparams(tx, numbers))
     return {name: repr(current[name]) for name in names}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
@@ -84,15 +83,15 @@ def _rank_of_group(is_left_out: bool, keys: Set[str]) -> int:
 
 def warn_of_ascent(root: Visit, routes: Mapping[str, Route], params: Mapping[str, Tensor]) -> None:
     """Warn of trained parameters whose updates keep the sign of the gradient, so that a step increases the loss."""
-    keeps_sign: dict[Route, bool] = {}  # checked for one parameter of each route, as the same transforms update others
+    may_keep_sign: dict[Route, bool] = {}
     ascending: list[str] = []
     for name, param in params.items():
-        route = routes[name]
-        if route.is_left_out or not param.requires_grad:
+        if not param.requires_grad:
             continue
-        if route not in keeps_sign:
-            keeps_sign[route] = 1 in _signs(root, name)
-        if keeps_sign[route]:
+        route = routes[name]
+        if route not in may_keep_sign:  # one parameter of a route suffices: the same transforms update the others
+            may_keep_sign[route] = 1 in _signs(root, name)
+        if may_keep_sign[route]:
             ascending.append(name)
     if ascending:
         warn_caller(
@@ -118,9 +117,8 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     times = Counter(key for visited in visits for key in visited.numbers.keys)
     hyperparams: list[Hyperparam] = []
     for visited in visits:
-        numbers = visited.numbers
         with_short_key = set[str]()
-        for key, target in numbers.short_names.items():
+        for key, target in visited.numbers.short_names.items():
             if times_short[key] > 1:
                 continue
             is_tuple = isinstance(target, tuple)
@@ -128,18 +126,21 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
             is_mirror = with_short_key.issuperset(names)
             with_short_key.update(names)
             hyperparams.append(Hyperparam(key, names, is_tuple, is_mirror))
-        for name, key in zip(numbers.names, numbers.keys, strict=True):
-            if name not in with_short_key:
-                hyperparams.append(Hyperparam(key if times[key] == 1 else name, (name,)))
+        for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
+            if name in with_short_key:
+                continue
+            hyperparams.append(Hyperparam(key if times[key] == 1 else name, (name,)))
     return hyperparams
 
 
-def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route]) -> list[list[tuple[str, Tensor]]]:
-    """Split (name, tensor) pairs into one list per route (the list of transforms that update a parameter)."""
-    parts: dict[Route, list[tuple[str, Tensor]]] = {}
+def pairs_by_route(
+    pairs: Iterable[tuple[str, Tensor]], routes: Mapping[str, Route]
+) -> dict[Route, list[tuple[str, Tensor]]]:
+    """Divide (name, tensor) pairs by route, in the order of groups: Muon's, Adam's, then others."""
+    pairs_of: dict[Route, list[tuple[str, Tensor]]] = {}
     for name, param in pairs:
-        parts.setdefault(routes[name], []).append((name, param))
-    return [parts[route] for route in sorted(parts, key=lambda route: route.order)]
+        pairs_of.setdefault(routes[name], []).append((name, param))
+    return {route: pairs_of[route] for route in sorted(pairs_of, key=lambda route: route.order)}
 
 
 def distinct_routes(names: Iterable[str], routes: Mapping[str, Route]) -> list[Route]:
@@ -155,14 +156,16 @@ def group_hyperparams(routes: Sequence[Route], group: Group) -> tuple[Hyperparam
     """
     if len(routes) == 1:
         return routes[0].hyperparams
-    merged: list[Hyperparam] = []
+    hyperparams: list[Hyperparam] = []
     for key, holders in holders_of(routes).items():
-        alike = _merged(key, holders)
-        if alike is not None and (key in group or alike.copies == 1):
-            merged.append(alike)
+        distinct = dict.fromkeys(holders.values())
+        has_one_form = len({(hyperparam.is_tuple, len(hyperparam.names)) for hyperparam in distinct}) == 1
+        sets_all = key in group and has_one_form
+        if len(distinct) == 1 or sets_all:
+            hyperparams += distinct
         else:
-            merged += [hyperparam._replace(key=f"{label}.{key}") for label, hyperparam in holders.items()]
-    return tuple(merged)
+            hyperparams += [hyperparam._replace(key=f"{label}.{key}") for label, hyperparam in holders.items()]
+    return tuple(hyperparams)
 
 
 def keys_by_label(routes: Sequence[Route]) -> set[str]:
@@ -186,17 +189,6 @@ def holders_of(routes: Iterable[Route]) -> dict[str, dict[str, Hyperparam]]:
                 label = hyperparam.names[0]
             holders_of_key[label] = hyperparam
     return holders
-
-
-def _merged(key: str, holders: Mapping[str, Hyperparam]) -> Hyperparam | None:
-    """Return one `Hyperparam` that sets the numbers of several; None if their values have different forms."""
-    first, *others = holders.values()
-    for other in others:
-        if other.is_tuple != first.is_tuple or other.length != first.length:
-            return None
-    distinct_names = list(dict.fromkeys([hyperparam.names for hyperparam in holders.values()]))
-    names = tuple(itertools.chain(*distinct_names))
-    return Hyperparam(key, names, first.is_tuple, copies=len(distinct_names))
 
 
 def with_agreed(routes: Sequence[Route], group: Group, defaults: Mapping[str, Number]) -> Group:

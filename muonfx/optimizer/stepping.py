@@ -21,7 +21,7 @@ from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import check_extras, patterns_in
 from muonfx.core.value import prepared, with_numbers
 from muonfx.core.visit import Visit, check_resolved_extras
-from muonfx.optimizer.by_groups import CommonTensors, for_groups
+from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
 from muonfx.optimizer.group_numbers import BoundGroup, Number, fitted, read_numbers, separate_tensors
 from muonfx.optimizer.local_values import Load, on_this_rank
 from muonfx.optimizer.routes import routes_of
@@ -60,7 +60,7 @@ class Stepping:
         """The groups whose numbers `_placed` has."""
         self._values: list[dict[str, Number]] = []
         """These numbers, for each group."""
-        self._common = CommonTensors(visits, ())
+        self._common = CommonTensors((), ())
         """The tensors in several groups that must have one value."""
         self._has_branches = any(visited.tx.factory is accumulate for visited in visits)
         """True if a transform uses torch.cond, which `accumulate` does."""
@@ -163,18 +163,15 @@ class Stepping:
         """
         values = read_numbers(groups)
         # `read_numbers` returns the dict objects of the last call if no number has changed.
-        has_same_numbers = self._groups is groups and all(map(is_, values, self._values))
-        if has_same_numbers:
-            if self._common.tensors:  # a caller may have written into a tensor
-                self._common.check()
+        if self._groups is groups and all(map(is_, values, self._values)):
+            self._common.check()  # a caller may have written into a tensor
             return
         if not torch.compiler.is_compiling():
             separate_tensors(groups)
             values = read_numbers(groups)
         self._common = CommonTensors(self.visits, values)
         self._common.check()
-        tx = self._with_numbers(groups, values)
-        self._prepare(tx, params)
+        self._prepare(self._with_numbers(groups, values), params)
         # Only now: if a line above raises an error, the next step reads the groups again.
         self._groups = groups
         self._values = values
@@ -185,15 +182,13 @@ class Stepping:
         ``values`` has the numbers of each group by dotted name. A transform for which groups have different numbers
         becomes a `by_groups`, which has one version of it for each set of numbers.
         """
-        members_and_values: list[tuple[list[str], dict[str, Number]]] = []  # parameter names, and their numbers
-        for bound, group_values in zip(groups, fitted(self.defaults, values), strict=True):
+        members: list[GroupMembers] = []
+        for bound, numbers in zip(groups, values, strict=True):
             if bound.names:  # a group without parameters needs no version
-                members_and_values.append((sorted(bound.names), group_values))
+                members.append(GroupMembers(sorted(bound.names), fitted(self.defaults, numbers)))
         # By names: the order of groups may differ between ranks, but the order of versions must not.
-        members_and_values.sort(key=lambda pair: pair[0])
-        members = [names for names, _ in members_and_values]
-        sorted_values = [group_values for _, group_values in members_and_values]
-        tx = for_groups(self._inner, self.visits, sorted_values, members)
+        members.sort(key=lambda group: group.names)
+        tx = for_groups(self._inner, self.visits[0], members)
         if torch.compiler.is_compiling() and self._has_branches:
             tx = as_tensors(tx)  # torch.cond accepts no float that changes between calls
         return prepared(tx)

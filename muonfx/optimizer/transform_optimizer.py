@@ -51,7 +51,6 @@ from muonfx.optimizer.routes import distinct_routes, warn_of_ascent
 from muonfx.optimizer.state_dict import StateToLoad, read_state_dict
 from muonfx.optimizer.state_entries import StateEntries
 from muonfx.optimizer.stepping import Stepping
-from muonfx.optimizer.unread_keys import warn_of_unread_rates
 from muonfx.placement.arguments import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
@@ -275,7 +274,8 @@ class TransformOptimizer(Optimizer):
                 )
             self._add_groups(param_group, labelled, as_one=True)
             self._start(before)
-            self._parameters.bind(dict(labelled), models_of([param_group]))
+            self._parameters.add_models(models_of([param_group]))
+            self._parameters.bind(dict(labelled))
             self._parameters.leave_out(frozen)
 
     def _add_groups(self, group: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> None:
@@ -383,8 +383,8 @@ class TransformOptimizer(Optimizer):
         """
         numbers: dict[str, Number] = {}
         differing = set[str]()  # the names of numbers that differ between groups: they keep their initial values
-        for group_numbers in fitted(self._stepping.defaults, read_numbers(self._bound_groups.groups)):
-            for name, number in group_numbers.items():
+        for group_numbers in read_numbers(self._bound_groups.groups):
+            for name, number in fitted(self._stepping.defaults, group_numbers).items():
                 if name in numbers and not equal(numbers[name], number):
                     differing.add(name)
                 numbers[name] = number
@@ -638,9 +638,7 @@ class TransformOptimizer(Optimizer):
             if not self._bound_groups.are_current(self._groups):
                 self._rebind("step")
             self._bound_groups.read_new_keys(self._stepping.routes)
-            if not self._live.get("checked_rates"):  # at the first step: schedulers exist by now
-                is_read = len(self.groups_without_rate) < len(self._groups)
-                self._live["checked_rates"] = is_read or warn_of_unread_rates(self._groups)
+            self._bound_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
             params = self._bound_groups.named
             gradients = _gradients_of(params)
             self._stepping.check_gradients(gradients)

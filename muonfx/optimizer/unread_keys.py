@@ -6,8 +6,6 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from torch import Tensor
-
 from muonfx.core.checks import warn_caller
 from muonfx.optimizer.group_numbers import Group
 from muonfx.optimizer.routes import Route, group_hyperparams
@@ -77,12 +75,15 @@ def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], al
     return f"{start} it is no hyperparameter of the group: {advice}"
 
 
-def warn_of_unread_keys(entries: Group, name: str, members: Sequence[Route], routes: Mapping[str, Route]) -> None:
-    """Warn of keys of a new group that look like hyperparameters and set none."""
+def warn_of_unread_keys(entries: Group, name: str, distinct: Sequence[Route], routes: Mapping[str, Route]) -> None:
+    """Warn of keys of a new group that look like hyperparameters and set none.
+
+    ``name`` is a parameter of the group, and ``distinct`` are the routes of all of its parameters.
+    """
     if not entries:
         return
-    group_keys = {hyperparam.key for hyperparam in group_hyperparams(members, entries)}
-    group_keys = group_keys.union(*map(read_keys, members))
+    group_keys = {hyperparam.key for hyperparam in group_hyperparams(distinct, entries)}
+    group_keys = group_keys.union(*map(read_keys, distinct))
     all_keys = set[str]().union(*map(read_keys, set(routes.values())))
     for key, value in entries.items():
         message = unread_key_warning(key, value, name, group_keys, all_keys)
@@ -93,17 +94,3 @@ def warn_of_unread_keys(entries: Group, name: str, members: Sequence[Route], rou
 def read_keys(route: Route) -> set[str]:
     """Return the keys of a new group from which a route takes its numbers."""
     return {hyperparam.key for hyperparam in route.hyperparams if not hyperparam.is_mirror}
-
-
-def warn_of_unread_rates(groups: Sequence[Group]) -> bool:
-    """Warn of the first param group with an "lr" that no transform reads. Return True after a warning."""
-    for index, group in enumerate(groups):
-        is_set = not isinstance(group["lr"], Tensor) and group["lr"] != 0.0
-        if is_set or "initial_lr" in group:  # a scheduler adds the latter
-            warn_caller(
-                f"param_groups[{index}]: 'lr' is {group['lr']!r}, expected no value: the chain has a schedule or no "
-                "learning rate, and ignores it. To set the rate in groups, create the chain with a number as "
-                "learning rate"
-            )
-            return True
-    return False

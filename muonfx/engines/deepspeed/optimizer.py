@@ -30,7 +30,7 @@ from muonfx.engines.deepspeed.unit import Unit
 from muonfx.optimizer.group_numbers import GroupNumbers
 from muonfx.optimizer.groups import defaults_for_schedulers
 from muonfx.optimizer.owned_groups import OwnedGroup, own_groups
-from muonfx.optimizer.routes import Route, routes_of, split_by_route
+from muonfx.optimizer.routes import Route, pairs_by_route, routes_of
 
 
 class ZeroOptimizer(Optimizer):
@@ -80,8 +80,7 @@ class ZeroOptimizer(Optimizer):
         self._units: dict[Tensor, Unit] = {}
         """A unit for each flat tensor; at stage 0 for each group, by its first tensor."""
         groups: list[dict[str, Any]] = []
-        for route_pairs in split_by_route(list(self._params.items()), routes):
-            route = routes[route_pairs[0][0]]
+        for route, route_pairs in pairs_by_route(self._params.items(), routes).items():
             for expert_group, pairs in _by_expert_group(route_pairs).items():
                 groups.append(self._new_group(route, expert_group, pairs))
         super().__init__(groups, {})
