@@ -95,11 +95,11 @@ class BoundGroups:
                 return bound.numbers
         return None
 
-    def follow(self, groups: Sequence[Group], routes: Routes, *, may_repeat: bool = False) -> None:
+    def follow(self, groups: Sequence[Group], routes: Routes, *, may_list_twice: bool = False) -> None:
         """Record param groups that a user or engine has edited, and set "param_names". Raise if they do not fit."""
         if self._have(groups):
             return
-        if may_repeat:  # as ``param_groups.extend(param_groups)`` makes them
+        if may_list_twice:  # as ``param_groups.extend(param_groups)`` makes them
             groups = list({id(group): group for group in groups}.values())
         names_per_group = self._parameters.names_of(groups)
         for group, names in zip(groups, names_per_group, strict=True):  # check all groups before any is changed

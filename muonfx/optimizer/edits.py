@@ -14,8 +14,9 @@ from torch import Tensor
 
 from muonfx.core.checks import warn_caller
 from muonfx.optimizer.group_numbers import Group
-from muonfx.optimizer.local_values import Load, Take
+from muonfx.optimizer.local_values import Load, Misfit
 from muonfx.optimizer.state_entries import StateEntries
+from muonfx.optimizer.stepping import Stepping
 
 
 class Edits(NamedTuple):
@@ -30,7 +31,10 @@ class Edits(NamedTuple):
 
 
 def read_edits(
-    entries: StateEntries, state: Mapping[Tensor, Group], params: Mapping[str, tuple[Tensor, Tensor]], take: Take
+    entries: StateEntries,
+    state: Mapping[Tensor, Group],
+    params: Mapping[str, tuple[Tensor, Tensor]],
+    stepping: Stepping,
 ) -> Edits:
     """Return the changes in ``state`` (``optimizer.state``), or raise ValueError.
 
@@ -39,44 +43,38 @@ def read_edits(
         state: ``optimizer.state``.
         params: a dict from name to two tensors: the parameter for which the state was shown, and the one that has
             replaced it in the groups. Usually both are the same.
-        take: converts an assigned tensor to the values of this rank, or returns an error message.
+        stepping: converts an assigned tensor to the values of this rank.
     """
-    # A place is the index of a leaf in the state: {"momentum.trace": 3} for a parameter.
-    place_of: dict[int, dict[str, int]] = {id(param): {} for param, _ in params.values()}
-    shared: dict[str, int] = {}
-    for place, (owner, key) in enumerate(entries.slots):
-        if owner is None:
-            shared[key] = place
-        else:
-            place_of[id(owner)][key] = place
     _require_known(state, params)
-    edits = Edits([], [], list(shared))
-    assigned_shared: dict[str, dict[str, Tensor]] = {}
+    edits = Edits([], [], [key for owner, key in entries.slots if owner is None])
+    assigned: dict[int, dict[str, Tensor]] = {}  # for a leaf of the state, the tensors by the name of the parameter
     for name, (param, replaced_by) in params.items():
+        indices = entries.indices[name]
         entry = state.get(replaced_by) or state.get(param)
-        places = place_of[id(param)] | shared
         if not entry:
-            if places:
+            if indices:
                 edits.emptied.append(name)
             continue
-        _require_keys(name, entry, places)
-        for key, place in places.items():
+        _require_keys(name, entry, indices)
+        for key, index in indices.items():
             value = entry[key]
-            leaf = entries.shown[place]
-            if value is leaf:  # not assigned
-                continue
-            _require_like(name, key, value, leaf)
-            if key in shared:
-                assigned_shared.setdefault(key, {})[name] = value
-                continue
-            local_value = take(place, leaf, value)
-            if isinstance(local_value, str):
-                raise ValueError(f"optimizer.state: {key!r} of {name!r} {local_value}")
-            edits.loads.append((f"{key!r} of {name!r}", place, local_value))
+            leaf = entries.shown[index]
+            if value is not leaf:
+                _require_like(name, key, value, leaf)
+                assigned.setdefault(index, {})[name] = value
     number_with_entries = len(params) - len(edits.emptied)
-    for key, values in assigned_shared.items():
-        value = _one_value(key, values, number_with_entries)
-        edits.loads.append((key, shared[key], value))
+    for index, value_of in assigned.items():
+        owner, key = entries.slots[index]
+        if owner is None:  # a tensor that all parameters share
+            edits.loads.append(Load(key, index, _common_value(key, value_of, number_with_entries)))
+            continue
+        for name, value in value_of.items():  # the owner alone
+            title = f"{key!r} of {name!r}"
+            try:
+                local_value = stepping.local_value(index, entries.shown[index], value)
+            except Misfit as misfit:
+                raise ValueError(f"optimizer.state: {title} {misfit}") from None
+            edits.loads.append(Load(title, index, local_value))
     return edits
 
 
@@ -102,17 +100,17 @@ def _require_known(state: Mapping[Tensor, Group], params: Mapping[str, tuple[Ten
             )
 
 
-def _require_keys(name: str, entry: Group, places: Mapping[str, int]) -> None:
-    """Raise ValueError unless the entries of a parameter have exactly the keys of ``places``."""
-    if missing := sorted(places.keys() - entry.keys()):
+def _require_keys(name: str, entry: Group, indices: Mapping[str, int]) -> None:
+    """Raise ValueError unless the entries of a parameter have exactly the keys of ``indices``."""
+    if missing := sorted(indices.keys() - entry.keys()):
         raise ValueError(
-            f"optimizer.state: {name!r} has no {missing[0]!r}, expected {sorted(places)}: put it back, write zeros "
+            f"optimizer.state: {name!r} has no {missing[0]!r}, expected {sorted(indices)}: put it back, write zeros "
             "into it, or remove all entries of the parameter to start its state again"
         )
-    if unknown := sorted(map(str, entry.keys() - places.keys())):
+    if unknown := sorted(map(str, entry.keys() - indices.keys())):
         raise ValueError(
             f"optimizer.state: {name!r} has an entry {unknown[0]!r} that no transform reads, expected only "
-            f"{sorted(places)}: keep it in a dict of your own"
+            f"{sorted(indices)}: keep it in a dict of your own"
         )
 
 
@@ -135,7 +133,7 @@ def _kind_text(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
 
 
-def _one_value(key: str, values: Mapping[str, Tensor], number: int) -> Tensor:
+def _common_value(key: str, values: Mapping[str, Tensor], number: int) -> Tensor:
     """Return the value that was assigned to a shared tensor for every parameter; raise if only some have it."""
     first = next(iter(values.values()))
     if len(values) < number or not all(torch.equal(first, value) for value in values.values()):

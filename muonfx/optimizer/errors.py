@@ -105,3 +105,26 @@ def without_hyperparams(labels: Mapping[str, str | None]) -> ValueError:
 def other_labels(name: str) -> ValueError:
     """Return an error for a parameter whose labels changed when it was replaced."""
     return ValueError(f"{name!r} has other labels now than when the optimizer was created: recreate the optimizer")
+
+
+def emptied_over_ranks(name: str) -> ValueError:
+    """Return an error for an emptied state over ranks: they create a state together, and one may have emptied alone."""
+    return ValueError(
+        f"optimizer.state: the state of {name!r} was emptied, which an optimizer over ranks cannot "
+        "start again: write into its tensors instead, as in optimizer.state[param]['momentum.trace'].zero_()"
+    )
+
+
+def label_is_none(name: str) -> ValueError:
+    """Return an error for a parameter that is added to the optimizer, but has the label None."""
+    return ValueError(
+        f"{name!r} has the label None, so that it is not trained: recreate the optimizer with another label for it"
+    )
+
+
+def listed_without_label(name: str) -> ValueError:
+    """Return an error for a parameter that somebody has put into the groups, but that has the label None."""
+    return ValueError(
+        f"param_groups: {name!r} was added, but its label is None, so that it is not "
+        "trained: remove it from the groups, or recreate the optimizer with other labels"
+    )

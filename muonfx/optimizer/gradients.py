@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+import torch
 from torch import Tensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-from muonfx.core.checks import warn_caller
+from muonfx.core.checks import all_usable, is_usable, warn_caller
 from muonfx.optimizer import errors
 from muonfx.optimizer.following import FollowedParameters, check_real
 
@@ -79,6 +80,23 @@ class GradientCheck:
             f"step() found no gradient on any of {len(named)} parameters and changes nothing: is backward() called "
             f"before it, on these parameters? If so: {errors.CAUSES}"
         )
+
+
+def require_dense_and_real(gradients: Mapping[str, Tensor | None]) -> None:
+    """Raise TypeError if a gradient is sparse or complex."""
+    if all_usable(gradients.values()):
+        return
+    for name, grad in gradients.items():
+        if grad is not None and not is_usable(grad):
+            raise _not_dense_and_real(name, grad)
+
+
+def _not_dense_and_real(name: str, grad: Tensor) -> TypeError:
+    """Return the error for a gradient that is sparse or complex."""
+    advice = ""
+    if grad.layout is not torch.strided:
+        advice = ": use Embedding(sparse=False), or give the parameter the label None and torch.optim.SparseAdam"
+    return TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}{advice}")
 
 
 class _Registrations:

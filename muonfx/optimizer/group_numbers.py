@@ -32,7 +32,7 @@ class Hyperparam(NamedTuple):
     """True if other keys have the same numbers, as "momentum" repeats the first of "betas" for schedulers."""
 
     def numbers_in(self, value: Number | Sequence[Number]) -> Sequence[Number]:
-        """Return one number for each of ``names``: ``(0.9,)`` for the value 0.9. Raise if its count or type is wrong."""
+        """Return one number for each of ``names``: ``(0.9,)`` for the value 0.9. Raise unless it has their count."""
         values = value if isinstance(value, Sequence) else (value,)
         if self.is_tuple != isinstance(value, Sequence) or len(values) != len(self.names):
             expected = f"{len(self.names)} numbers" if self.is_tuple else "a number"

@@ -8,9 +8,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from muonfx.core import Transform
@@ -19,7 +18,7 @@ from muonfx.internal.arguments import bind, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import scalar
-from muonfx.optimizer.named_parameters import NamedParameters, named_pairs, names_in, require_parameters, resolve_groups
+from muonfx.optimizer.named_parameters import NamedParameters, named_pairs, resolve_groups
 from muonfx.optimizer.transform_optimizer import TransformOptimizer
 from muonfx.recipes import check_roles, muon_with_adamw, with_views
 from muonfx.routing import Labels, Route, default_labels
@@ -100,15 +99,12 @@ class Muon(TransformOptimizer):
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
     ) -> None:
-        require_parameters(params)
-        if not isinstance(params, nn.Module | Mapping):
-            params = cast("list[tuple[str, torch.Tensor]]", list(params))
         self._labels = labels  # for parameters that are added later
         model_or_named: nn.Module | dict[str, Tensor] = {}
         if isinstance(params, nn.Module):
             model_or_named = params
         else:
-            for group in resolve_groups(params, {} if model is None else names_in([model])):
+            for group in resolve_groups(params, model):
                 model_or_named.update(group["params"])
         tx = Muon.transform_for(
             model_or_named,

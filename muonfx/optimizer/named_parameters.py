@@ -12,8 +12,6 @@ from muonfx.core import Transform
 from muonfx.optimizer.group_numbers import Group
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
-
-
 """The parameters of an optimizer: a model, named parameters, tensors of a known model, or groups of these."""
 
 
@@ -22,15 +20,20 @@ def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
     return {param: name for model in models for name, param in model.named_parameters()}
 
 
-def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> list[Group]:
-    """Convert the argument `params` of an optimizer to a list of groups whose "params" are (name, tensor) pairs."""
-    groups: list[Group]
-    if isinstance(params, nn.Module | Mapping):
-        groups = [{"params": params}]
-    else:
+def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
+    """Convert the argument ``params`` of an optimizer to a list of groups whose "params" are (name, tensor) pairs.
+
+    ``model`` provides the names of tensors without names. Raise unless each parameter is given once.
+    """
+    require_parameters(params)
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
+    known = {} if model is None else names_in([model])
+    groups: list[Group] = [{"params": params}]
+    if not isinstance(params, nn.Module | Mapping):
         items: list[Any] = list(params)
-        are_groups = bool(items) and all(isinstance(item, dict) for item in items)
-        groups = items if are_groups else [{"params": items}]
+        if items and all(isinstance(item, dict) for item in items):
+            groups = items
     named_groups: list[Group] = []
     all_pairs: list[tuple[str, Tensor]] = []
     for group in groups:

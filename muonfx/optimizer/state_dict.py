@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from muonfx.core import Transform
 from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename
 from muonfx.optimizer.group_numbers import BoundGroup, Group
-from muonfx.optimizer.local_values import Load, Take, misfit
+from muonfx.optimizer.local_values import Load, Misfit, require_fit
 from muonfx.optimizer.resuming import keys_of_schedules
 from muonfx.optimizer.saved_groups import groups_with_names, match_groups
+from muonfx.optimizer.state_entries import StateEntries
+from muonfx.optimizer.stepping import Stepping
 
 _LISTED = 20
 """The largest number of differences that an error lists."""
@@ -32,18 +32,21 @@ class StateToLoad(NamedTuple):
 
 def read_state_dict(
     state_dict: Mapping[str, Any],
-    tx: Transform,
+    stepping: Stepping,
     groups: Sequence[BoundGroup],
-    state: Mapping[Tensor, Group],
-    places: Mapping[tuple[int, str], int],
-    take: Take,
+    entries: StateEntries,
     rename: Rename | None,
     not_trained: Set[str],
 ) -> StateToLoad:
-    """Check a saved state dict against an optimizer, and return what to load.
+    """Check a saved state dict against an optimizer, and return what to load. Raise ValueError with all differences.
 
-    ``groups`` are the optimizer's groups and ``state`` is ``optimizer.state``. ``not_trained`` are names of parameters
-    whose saved state is not needed, because they are frozen now. Raise ValueError with all differences.
+    Args:
+        state_dict: the saved state and groups.
+        stepping: converts a saved tensor to the values of this rank.
+        groups: the optimizer's groups.
+        entries: the tensors that ``optimizer.state`` shows.
+        rename: how saved parameter names map to this optimizer's names.
+        not_trained: names of parameters whose saved state is not needed, because they are frozen now.
     """
     saved_groups = groups_with_names(state_dict, groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
@@ -51,36 +54,54 @@ def read_state_dict(
     loads: list[Load] = []
     without_state: list[str] = []
     for bound, saved in zip(groups, matched_groups, strict=True):
-        # The key of each parameter in state_dict["state"], by name: usually a number. Empty if no parameter was saved.
-        index_of: dict[str, Any] = {}
+        saved_entries_of: dict[str, Group] = {}  # the saved state of each parameter, by name
         if saved is not None:
-            problems += _missing_hyperparams(tx, bound, saved)
-            index_of = dict(zip(saved["param_names"], saved["params"], strict=True))
+            problems += _missing_hyperparams(stepping.tx, bound, saved)
+            saved_entries_of = _saved_entries(saved, state_dict["state"])
         for name, param in zip(bound.names, bound.group["params"], strict=True):
-            entries = state[param]
-            saved_entries = state_dict["state"].get(index_of.get(name))
-            if saved_entries is None:
+            if name in saved_entries_of:
+                loads_of_param, problems_of_param = _read_entries(name, saved_entries_of[name], entries, stepping)
+                loads += loads_of_param
+                problems += problems_of_param
+            elif entries.indices[name] and param.requires_grad:
                 # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
-                if entries and param.requires_grad:
-                    without_state.append(name)
-                continue
-            problems += [f"{name!r} has no {key!r}" for key in entries.keys() - saved_entries.keys()]
-            problems += [f"{name!r} has an unexpected {key!r}" for key in saved_entries.keys() - entries.keys()]
-            for key in entries.keys() & saved_entries.keys():
-                leaf = entries[key]
-                value = saved_entries[key]
-                if leaf is None and value is None:
-                    continue
-                place = places[id(param), key]
-                local_value = misfit(leaf, value) or take(place, leaf, value)
-                if isinstance(local_value, str):
-                    problems.append(f"{name!r}: {key!r} {local_value}")
-                else:
-                    loads.append((f"{key!r} of {name!r}", place, local_value))
+                without_state.append(name)
     if problems:
         raise _does_not_fit(problems)
-    loads.sort(key=lambda load: load[0])  # all ranks load in this order
+    loads.sort(key=lambda load: load.title)  # all ranks load in this order
     return StateToLoad(matched_groups, loads, without_state, _warnings(groups, saved_groups, without_state))
+
+
+def _saved_entries(saved: Group, state: Mapping[Any, Group]) -> dict[str, Group]:
+    """Return the saved state of each parameter of a group by name. ``state`` has it by index, usually a number."""
+    entries_of: dict[str, Group] = {}
+    for name, index in zip(saved["param_names"], saved["params"], strict=True):
+        if index in state:
+            entries_of[name] = state[index]
+    return entries_of
+
+
+def _read_entries(
+    name: str, saved_entries: Group, entries: StateEntries, stepping: Stepping
+) -> tuple[list[Load], list[str]]:
+    """Return the values to load into the state of a parameter, and a line for each saved entry that does not fit."""
+    indices = entries.indices[name]
+    loads: list[Load] = []
+    problems = [f"{name!r} has no {key!r}" for key in indices.keys() - saved_entries.keys()]
+    problems += [f"{name!r} has an unexpected {key!r}" for key in saved_entries.keys() - indices.keys()]
+    for key in indices.keys() & saved_entries.keys():
+        leaf = entries.shown[indices[key]]
+        value = saved_entries[key]
+        if leaf is None and value is None:
+            continue
+        try:
+            require_fit(leaf, value)
+            local_value = stepping.local_value(indices[key], leaf, value)
+        except Misfit as misfit:
+            problems.append(f"{name!r}: {key!r} {misfit}")
+        else:
+            loads.append(Load(f"{key!r} of {name!r}", indices[key], local_value))
+    return loads, problems
 
 
 def _missing_hyperparams(tx: Transform, bound: BoundGroup, saved: Group) -> list[str]:
@@ -88,11 +109,8 @@ def _missing_hyperparams(tx: Transform, bound: BoundGroup, saved: Group) -> list
     bound.numbers.parse(saved)
     # Only hyperparameters are required: schedulers add other entries, and schedules come from the code.
     from_code = keys_of_schedules(tx, bound)
-    missing: list[str] = []
-    for hyperparam in bound.numbers.hyperparams:
-        if hyperparam.key not in saved and not hyperparam.key.startswith(from_code):
-            missing.append(f"missing hyperparameter {hyperparam.key!r}")
-    return missing
+    required = [key for key in bound.numbers.keys if not key.startswith(from_code)]
+    return [f"missing hyperparameter {key!r}" for key in required if key not in saved]
 
 
 def _does_not_fit(problems: list[str]) -> ValueError:

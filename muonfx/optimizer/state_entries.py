@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -12,11 +12,22 @@ from muonfx.optimizer.group_numbers import Group
 from muonfx.tree import PyTree
 from muonfx.tree.members import ownership_of
 
+Holder = TypeVar("Holder", Tensor, str)
+
 
 def path_of(entries: tuple[object, ...]) -> str:
     """Join the path of a tensor in the state to a key for ``optimizer.state``, such as "momentum.trace"."""
     # Dots, because tools that write a state dict to flat files separate its levels by slashes.
     return ".".join(map(str, entries))
+
+
+class StateSlot(NamedTuple):
+    """The position of a leaf of the state in ``optimizer.state``."""
+
+    owner: Tensor | None
+    """The parameter under which it is shown; None if it is shown under every parameter, such as a step count."""
+    key: str
+    """Its key there, such as "momentum.trace"."""
 
 
 class StateEntries:
@@ -28,11 +39,15 @@ class StateEntries:
     """
 
     def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
-        self.slots: list[tuple[Tensor | None, str]] = []
-        """For each leaf, its parameter, or None if it is shown under each, and its key in ``optimizer.state``."""
-        for ownership in ownership_of(state, named):
-            param = None if ownership.parameter is None else named[ownership.parameter]
-            self.slots.append((param, path_of(ownership.path)))
+        self.slots: list[StateSlot] = []
+        """The position of each leaf of the state."""
+        self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
+        """For each parameter, the index of the leaf under each key: ``{"bias": {"momentum.trace": 0, "count": 1}}``."""
+        for index, (parameter, path) in enumerate(ownership_of(state, named)):
+            key = path_of(path)
+            self.slots.append(StateSlot(None if parameter is None else named[parameter], key))
+            for name in _holders(parameter, named):
+                self.indices[name][key] = index
         self._leaves: list[Any] = [...] * len(self.slots)  # the leaves as last shown: none so far
         self.shown: list[Any] = list(self._leaves)
         """For each leaf, its form in ``optimizer.state``."""
@@ -40,37 +55,29 @@ class StateEntries:
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
         """Put the changed tensors, converted by ``show(index, tensor)``, into ``entries`` (``optimizer.state``)."""
         leaves = tree.leaves(state)
-        for place, (new, shown) in enumerate(zip(leaves, self._leaves, strict=True)):
-            if new is not shown:
-                owner, key = self.slots[place]
-                leaf = show(place, new)
-                self.shown[place] = leaf
-                for param in _holders(owner, entries):
-                    entries[param][key] = leaf
+        for index, (leaf, last_leaf) in enumerate(zip(leaves, self._leaves, strict=True)):
+            if leaf is last_leaf:
+                continue
+            owner, key = self.slots[index]
+            self.shown[index] = show(index, leaf)
+            for param in _holders(owner, entries):
+                entries[param][key] = self.shown[index]
         self._leaves = leaves
 
     def is_edited(self, entries: Mapping[Tensor, Group], named: Mapping[str, Tensor]) -> bool:
         """Return True if a caller has assigned, added or removed an entry of ``entries`` (``optimizer.state``)."""
         if len(entries) != len(named):
             return True
-        number = 0  # of the entries that were shown: if ``entries`` has more, some were added
+        number_shown = 0  # if ``entries`` has more, some were added
         for (owner, key), leaf in zip(self.slots, self.shown, strict=True):
             for param in _holders(owner, named.values()):
                 entry = entries.get(param)
                 if entry is None or entry.get(key, ...) is not leaf:
                     return True
-                number += 1
-        return number != sum(map(len, entries.values()))
-
-    def places(self, entries: Mapping[Tensor, Group]) -> dict[tuple[int, str], int]:
-        """Map (id of a parameter, key in ``optimizer.state``) to the index of a tensor in the state."""
-        return {
-            (id(param), key): place
-            for place, (owner, key) in enumerate(self.slots)
-            for param in _holders(owner, entries)
-        }
+                number_shown += 1
+        return number_shown != sum(map(len, entries.values()))
 
 
-def _holders(owner: Tensor | None, params: Iterable[Tensor]) -> Iterable[Tensor]:
+def _holders(owner: Holder | None, params: Iterable[Holder]) -> Iterable[Holder]:
     """Return the parameters under which a tensor of the state is shown: its owner, or all if it has none."""
     return params if owner is None else (owner,)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.checks import all_usable, check_params, check_updates_fit, is_usable
+from muonfx.core.checks import check_params, check_updates_fit
 from muonfx.core.donation import Donation, unshared
 from muonfx.core.hyperparams import as_tensors, hyperparams
 from muonfx.core.patterns import warn_of_unmatched
@@ -34,8 +34,15 @@ from muonfx.transforms.accumulate import accumulate
 from muonfx.tree import PyTree
 
 
+class FormerState(NamedTuple):
+    """The state of an optimizer before its parameters were replaced or added, and the object that created it."""
+
+    stepping: Stepping
+    state: PyTree
+
+
 class Stepping:
-    """Creates the optimizer state and runs steps in one process. ``place`` is the index of a tensor in the state.
+    """Creates the optimizer state and runs steps in one process. ``index`` is that of a leaf in the list of its leaves.
 
     Args:
         tx: the transform, with the hyperparameters from construction.
@@ -48,10 +55,9 @@ class Stepping:
     def __init__(self, tx: Transform, visits: Sequence[Visit], bucket_bytes: int | None) -> None:
         self.tx = tx
         self.visits = visits
+        """For each transform in ``tx``, the parameters that it updates, and the names of its hyperparameters."""
         self.routes = routes_of(visits)
         """For each parameter, its label and the transforms that update it."""
-        self.left_out = {name for name, route in self.routes.items() if route.is_left_out}
-        """The names of the parameters with the label None."""
         self.defaults = hyperparams(tx)
         """The numbers in ``tx`` by dotted name, such as ``{"momentum.decay": 0.95}``."""
         self._inner = inner_of(tx)
@@ -62,8 +68,6 @@ class Stepping:
         """These numbers, for each group."""
         self._common = CommonTensors((), ())
         """The tensors in several groups that must have one value."""
-        self._has_branches = any(visited.tx.factory is accumulate for visited in visits)
-        """True if a transform uses torch.cond, which `accumulate` does."""
         self._store = store_of(tx)
         """The memory of the state, such as host memory under `offload`."""
         self._placed_transforms = PlacedTransforms(Where(None, self._store, bucket_bytes))
@@ -76,55 +80,60 @@ class Stepping:
         """Return the transform that updates the parameters: ``tx``, or a sharded transform over several ranks."""
         return tx
 
-    def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
-        """Return the initial state for named parameters, and read the hyperparameters in the param groups."""
+    def init(
+        self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup], former: FormerState | None = None
+    ) -> PyTree:
+        """Read the hyperparameters in the param groups, and return the state of named parameters.
+
+        Where ``former`` has a leaf at the same path, the state has its value, else the initial value.
+        """
         check_params(params)
         warn_of_unmatched(patterns_in(self.tx), params)
         state = self._placed_transforms(self._inner, params, self.visits[0]).functions.init(params)
         self.refresh(params, groups)
-        return state
+        return self._with_former_values(state, former)
 
-    def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
-        """Return ``state`` with the values of ``old``, the state of ``other``, for all paths that both have.
-
-        A leaf that ``old`` lacks, as for a parameter that was added, keeps its initial value.
-        """
-        old_leaves = tree.leaves(old)
-        old_place_of = {path: old_place for old_place, path in enumerate(tree.paths(old))}
+    def _with_former_values(self, state: PyTree, former: FormerState | None) -> PyTree:
+        """Return ``state`` with the values of a former state, if any, for all paths that both have."""
+        if former is None:
+            return state
+        former_leaves = tree.leaves(former.state)
+        former_index_of = {path: index for index, path in enumerate(tree.paths(former.state))}
         leaves, treedef = tree.flatten(state)
-        for place, path in enumerate(tree.paths(state)):
-            if path in old_place_of:
-                old_place = old_place_of[path]
-                old_value = other.whole(old_place, old_leaves[old_place])
-                if old_value is not None:
-                    leaves[place] = self._part_like(place, leaves[place], old_value)
+        for index, path in enumerate(tree.paths(state)):
+            if path not in former_index_of:  # of a parameter that was added
+                continue
+            former_index = former_index_of[path]
+            former_value = former.stepping.whole(former_index, former_leaves[former_index])
+            if former_value is not None:
+                leaves[index] = self._part_like(index, leaves[index], former_value)
         return tree.unflatten(treedef, leaves)
 
-    def _part_like(self, place: int, leaf: Any, whole: Tensor) -> Any:
+    def _part_like(self, index: int, leaf: Any, whole: Tensor) -> Any:
         """Return this rank's part of a full state tensor to replace ``leaf``, or ``leaf`` if the shapes differ."""
         return whole.to(leaf.device) if whole.shape == leaf.shape else leaf
 
-    def whole(self, place: int, leaf: Any) -> Any:
-        """Return the full state tensor with index ``place``. Over several ranks, all of them gather it together."""
+    def whole(self, index: int, leaf: Any) -> Any:
+        """Return a leaf of the state in full. Over several ranks, all of them gather it together."""
         return leaf
 
-    def show(self, place: int, leaf: Any) -> Any:
-        """Convert the state tensor with index ``place`` to its form in ``optimizer.state``, such as a DTensor."""
+    def show(self, index: int, leaf: Any) -> Any:
+        """Convert a leaf of the state to its form in ``optimizer.state``, such as a DTensor."""
         return leaf
 
     def shown(self, state: PyTree) -> PyTree:
         """Return the state in the form that ``update`` of `transform` takes: DTensors if the parameters are."""
         return state
 
-    def share(self, state: PyTree) -> None:
-        """After a step under DDP, start to copy the state of single ranks to all ranks, for ``state_dict``."""
-
     def exported(self, state: PyTree) -> Mapping[int, Any]:
-        """Return the state tensors, by index, that ``state_dict`` needs in another form than ``optimizer.state``."""
+        """Return the leaves, by index, that ``state_dict`` needs in another form than ``optimizer.state``."""
         return {}
 
-    def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
-        """Return the values to load into the state tensor with index ``place``, or an error message."""
+    def local_value(self, index: int, leaf: Any, value: Any) -> Tensor:
+        """Return the part of a saved tensor to load on this rank. ``leaf`` is what ``optimizer.state`` has for it.
+
+        Raise `Misfit` if the saved tensor is sharded in another way.
+        """
         return on_this_rank(leaf, value)
 
     def load(
@@ -141,20 +150,12 @@ class Stepping:
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
         """Copy values into the state on this rank alone."""
         leaves = tree.leaves(state)
-        for _, place, value in loads:
-            leaves[place].copy_(value)
+        for load in loads:
+            leaves[load.index].copy_(load.value)
 
     def initial(self, params: Mapping[str, Tensor]) -> PyTree:
-        """Return the initial state for named parameters with the current hyperparameters."""
+        """Return the initial state for named parameters, in one process."""
         return self._placed.functions.init(params)
-
-    def check_gradients(self, updates: Mapping[str, Tensor | None]) -> None:
-        """Raise if a gradient is sparse or complex."""
-        if all_usable(updates.values()):
-            return
-        for name, grad in updates.items():
-            if grad is not None and not is_usable(grad):
-                raise _not_dense_and_real(name, grad)
 
     def refresh(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> None:
         """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them.
@@ -189,8 +190,8 @@ class Stepping:
         # By names: the order of groups may differ between ranks, but the order of versions must not.
         members.sort(key=lambda group: group.names)
         tx = for_groups(self._inner, self.visits[0], members)
-        if torch.compiler.is_compiling() and self._has_branches:
-            tx = as_tensors(tx)  # torch.cond accepts no float that changes between calls
+        if torch.compiler.is_compiling() and any(visited.tx.factory is accumulate for visited in self.visits):
+            tx = as_tensors(tx)  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
         return prepared(tx)
 
     def snapshot(
@@ -201,7 +202,7 @@ class Stepping:
         if self._inner is not self.tx:
             tx = self.tx.replace(tx=tx)  # `offload` around it
         leaves, treedef = tree.flatten(state)
-        whole_leaves = [self.whole(place, leaf) for place, leaf in enumerate(leaves)]
+        whole_leaves = [self.whole(index, leaf) for index, leaf in enumerate(leaves)]
         return tx, tree.unflatten(treedef, whole_leaves), params, grads
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
@@ -220,9 +221,8 @@ class Stepping:
         """
         if problem is not None:
             raise problem
-        check_extras(self.tx, call.extras)
-        if call.extras:
-            check_resolved_extras(self.visits, call.extras)
+        check_extras(self.tx, call.extras)  # their names
+        check_resolved_extras(self.visits, call.extras)  # their values
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             call = call._replace(donate=Donation(updates=False, state=True))
         else:
@@ -235,23 +235,12 @@ class Stepping:
         return state
 
 
-def _not_dense_and_real(name: str, grad: Tensor) -> TypeError:
-    """Return the error for a gradient that is sparse or complex."""
-    advice = ""
-    if grad.layout is not torch.strided:
-        advice = ": use Embedding(sparse=False), or give the parameter the label None and torch.optim.SparseAdam"
-    return TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}{advice}")
-
-
 def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
     """Add updates to parameters in place; raise ValueError if the shapes differ."""
-    into: list[Tensor] = []
-    added: list[Tensor] = []
-    for name, update in updates.items():
-        if update is not None:
-            if update.shape != params[name].shape:  # would be broadcast
-                check_updates_fit(params, updates)
-            into.append(params[name])
-            added.append(update)
-    if into:
-        torch._foreach_add_(into, added)
+    dense = {name: update for name, update in updates.items() if update is not None}
+    updated = [params[name] for name in dense]
+    for param, update in zip(updated, dense.values(), strict=True):
+        if update.shape != param.shape:  # would be broadcast
+            check_updates_fit(params, updates)
+    if updated:
+        torch._foreach_add_(updated, list(dense.values()))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from muonfx.optimizer.bound_groups import BoundGroups
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.edits import read_edits, warn_of_shared
 from muonfx.optimizer.following import FollowedParameters, check_real, check_usable, models_of
-from muonfx.optimizer.gradients import GradientCheck
+from muonfx.optimizer.gradients import GradientCheck, require_dense_and_real
 from muonfx.optimizer.group_numbers import CallersTensors, Group, Number, equal, fitted, read_numbers
 from muonfx.optimizer.groups import complete_entries, defaults_for_schedulers, new_groups
 from muonfx.optimizer.local_values import Load
@@ -40,8 +40,6 @@ from muonfx.optimizer.named_parameters import (
     NamedParameters,
     check_once,
     named_pairs,
-    names_in,
-    require_parameters,
     resolve_groups,
 )
 from muonfx.optimizer.over_ranks import stepping_for
@@ -50,7 +48,7 @@ from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, s
 from muonfx.optimizer.routes import distinct_routes, warn_of_ascent
 from muonfx.optimizer.state_dict import StateToLoad, read_state_dict
 from muonfx.optimizer.state_entries import StateEntries
-from muonfx.optimizer.stepping import Stepping
+from muonfx.optimizer.stepping import FormerState, Stepping
 from muonfx.placement.arguments import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
@@ -58,8 +56,8 @@ from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
 
-Moment = Literal["step", "save", "clear", "else"]
-"""The method that looks for replaced parameters: ``step``, ``state_dict``, ``zero_grad``, or another one."""
+LayoutLike = Layout | Callable[[Mapping[str, Tensor]], Layout] | None
+"""A layout, or a function that returns the layout of named parameters."""
 
 
 class TransformOptimizer(Optimizer):
@@ -156,44 +154,36 @@ class TransformOptimizer(Optimizer):
         *,
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
-        layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
+        layout: LayoutLike = None,
         model: nn.Module | None = None,
     ) -> None:
-        settings = Settings()
-        if isinstance(tx, Sharded):  # it has the arguments of `sharded`: use the transform in it
-            if layout is not None:
-                raise TypeError(f"layout: tx is sharded already, over {tx.arguments['layout']!r}; leave layout out")
-            settings = settings_of(tx)
-            layout = tx.arguments["layout"]
-            tx = tx.arguments["tx"]
+        tx, layout, settings = _without_sharding(tx, layout)
         require_transform("tx", tx)
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, found {bucket_bytes}")
         self.donate_grads = donate_grads
         self.bucket_bytes = bucket_bytes
         self._live = {}
-        require_parameters(params)
-        if not isinstance(params, nn.Module | Mapping):
-            params = cast("Any", list(params))  # a generator such as model.named_parameters() is read more than once
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-        groups = resolve_groups(params, {} if model is None else names_in([model]))
-        named = {name: param for group in groups for name, param in group["params"]}
+        groups = resolve_groups(params, model)
+        named: dict[str, Tensor] = {}
+        for group in groups:
+            named.update(group["params"])
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
-        self._settings = _layout_for(named, layout), settings
+        self._settings = (_layout_for(named, layout), settings)
         # Frozen parameters and those with the label None are in no group.
         frozen = {name: param for name, param in named.items() if is_frozen(param)}
-        trained = {name: param for name, param in named.items() if name not in frozen}
-        self._stepping = self._stepping_for_trained(tx, trained, frozen)
-        left_out = {name: param for name, param in trained.items() if name not in self._stepping.routes}
-        trained = {name: param for name, param in trained.items() if name not in left_out}
+        unfrozen = {name: param for name, param in named.items() if name not in frozen}
+        self._stepping = self._stepping_for(tx, unfrozen, frozen)
+        routes = self._stepping.routes
+        trained = {name: param for name, param in unfrozen.items() if name in routes}
+        left_out = {name: param for name, param in unfrozen.items() if name not in routes}
         self._parameters = FollowedParameters(models_of(params), model, trained, frozen, left_out)
         self._bound_groups = BoundGroups(self._parameters)
         self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
         self._callers_tensors = CallersTensors()
         self._callers_tensors.note(self._stepping.defaults)
-        warn_of_ascent(self._stepping.visits[0], self._stepping.routes, trained)
+        warn_of_ascent(self._stepping.visits[0], routes, trained)
         super().__init__(groups, {})  # calls `add_param_group` for each group
         self._start()
         if not self._parameters.on_meta:
@@ -223,7 +213,7 @@ class TransformOptimizer(Optimizer):
         self._groups = state["param_groups"]
         super().__setstate__({key: value for key, value in state.items() if key not in ("tx", "param_groups")})
         named = self._named()
-        self._stepping = self._stepping_for(state["tx"], named)
+        self._stepping = self._stepping_for(state["tx"], named, {})
         self._parameters.bind(named)
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
@@ -259,23 +249,21 @@ class TransformOptimizer(Optimizer):
         pairs = named_pairs(param_group["params"], self._parameters.names)
         check_once([*named.items(), *pairs])
         frozen = {name: param for name, param in pairs if is_frozen(param)}
-        new = {name: param for name, param in pairs if name not in frozen}
-        if pairs and not new:
+        unfrozen = {name: param for name, param in pairs if name not in frozen}
+        if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
-        before = self._stepping
+        former = FormerState(self._stepping, self._live["state"])
         with self._all_or_nothing():
             not_trained = self._parameters.not_trained_params()
-            self._stepping = self._stepping_for_trained(self._transform_for(new), {**named, **new}, not_trained)
-            labelled = [(name, param) for name, param in new.items() if name in self._stepping.routes]
-            if pairs and not labelled:
-                raise ValueError(
-                    f"{pairs[0][0]!r} has the label None, so that it is not trained: recreate the optimizer with "
-                    "another label for it"
-                )
-            self._add_groups(param_group, labelled, as_one=True)
-            self._start(before)
+            tx = self._transform_for(unfrozen)
+            self._stepping = self._stepping_for(tx, {**named, **unfrozen}, not_trained)
+            trained = {name: param for name, param in unfrozen.items() if name in self._stepping.routes}
+            if pairs and not trained:
+                raise errors.label_is_none(pairs[0][0])
+            self._add_groups(param_group, list(trained.items()), as_one=True)
+            self._start(former)
             self._parameters.add_models(models_of([param_group]))
-            self._parameters.bind(dict(labelled))
+            self._parameters.bind(trained)
             self._parameters.leave_out(frozen)
 
     def _add_groups(self, group: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> None:
@@ -340,30 +328,20 @@ class TransformOptimizer(Optimizer):
         """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
         return self._stepping.tx
 
-    def _stepping_for_trained(
-        self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor]
-    ) -> Stepping:
-        """Return the stepping for the named parameters, without those that have the label None.
+    def _stepping_for(self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor]) -> Stepping:
+        """Return the object that creates the state of the named parameters and steps on them.
 
-        The parameters in ``not_trained`` get no state, but are in the layout.
+        Parameters with the label None, and those in ``not_trained``, get no state, but are in the layout.
         """
-        stepping = self._stepping_for(tx, named, not_trained)
-        left_out = {name: param for name, param in named.items() if name in stepping.left_out}
-        if not left_out:
-            return stepping
-        trained = {name: param for name, param in named.items() if name not in left_out}
-        return self._stepping_for(tx, trained, {**not_trained, **left_out})
-
-    def _stepping_for(
-        self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor] | None = None
-    ) -> Stepping:
-        """Return the object that creates the state of the named parameters and steps on them."""
-        if not_trained is None:
-            not_trained = self._parameters.not_trained_params()
         layout, settings = self._settings
         check_usable(named, layout)
         others = {name: param for name, param in not_trained.items() if name not in named}
-        return stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
+        stepping = stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
+        left_out = {name: named[name] for name, route in stepping.routes.items() if route.is_left_out}
+        if not left_out:
+            return stepping
+        trained = {name: param for name, param in named.items() if name not in left_out}
+        return stepping_for(tx, trained, {**others, **left_out}, layout, settings, self.bucket_bytes)
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -419,18 +397,15 @@ class TransformOptimizer(Optimizer):
         grads = _gradients_of(named)
         return self._stepping.snapshot(self._live["state"], params, grads, self._bound_groups.groups)
 
-    def _start(self, before: Stepping | None = None) -> None:
+    def _start(self, former: FormerState | None = None) -> None:
         """Create the optimizer state for the current parameters, and show it in ``optimizer.state``.
 
-        ``before`` is the stepping of the former state, whose values are copied to the new state; None at construction.
+        ``former`` is the state whose values are copied to the new state; None for the initial values.
         """
         self._bound_groups.note(self._groups, self._stepping.routes)
-        state = self._stepping.init(self._named(), self._bound_groups.groups)
-        if before is not None:
-            state = self._stepping.taken_from(before, state, self._live["state"])
-        self._live["state"] = state
-        self._show_all(self._named())
-        self._stepping.share(state)
+        named = self._named()
+        self._live["state"] = self._stepping.init(named, self._bound_groups.groups, former)
+        self._show_all(named)
 
     def _show_all(self, named: Mapping[str, Tensor]) -> None:
         """Fill ``optimizer.state`` with the current state tensors of the named parameters."""
@@ -455,51 +430,56 @@ class TransformOptimizer(Optimizer):
         for group in self._groups:
             current.update(zip(group.get("param_names", ()), group["params"], strict=False))
         params = {name: (param, current.get(name, param)) for name, param in bound.items()}
-        edits = read_edits(entries, self.state, params, self._stepping.take)
-        loads = edits.loads + self._loads_of_emptied(edits.emptied)
+        edits = read_edits(entries, self.state, params, self._stepping)
+        loads = edits.loads + self._loads_of_emptied(edits.emptied, bound)
         with torch.no_grad():
             self._stepping.assign(loads, self._live["state"])
         self._show_all(bound)
         warn_of_shared(edits, len(bound))
 
-    def _loads_of_emptied(self, emptied: list[str]) -> list[Load]:
+    def _loads_of_emptied(self, emptied: list[str], bound: dict[str, Tensor]) -> list[Load]:
         """Return the initial values of the state of parameters whose entries were removed.
 
         A leaf that all parameters share, such as a step count, is included only if the entries of all were removed.
         """
-        loads: list[Load] = []
         if not emptied:
-            return loads
-        bound = self._bound_groups.named
-        emptied_ids = {id(bound[name]) for name in emptied}
-        starts_all = len(emptied_ids) == len(bound)
+            return []
+        if self._stepping.is_over_ranks:
+            raise errors.emptied_over_ranks(next(iter(bound)))
+        starts_all = len(emptied) == len(bound)
+        emptied_params = {bound[name] for name in emptied}
         initial_leaves = tree.leaves(self._stepping.initial(bound))
-        for place, (owner, key) in enumerate(self._live["entries"].slots):
-            if starts_all or id(owner) in emptied_ids:
-                loads.append((key, place, initial_leaves[place]))
+        loads: list[Load] = []
+        for index, (owner, key) in enumerate(self._live["entries"].slots):
+            if starts_all or owner in emptied_params:
+                loads.append(Load(key, index, initial_leaves[index]))
         return loads
 
     # ------------------------------------------------------------------------------------------- replaced parameters
 
-    def _rebind(self, moment: Moment = "else") -> None:
+    def _rebind(self, *, at_step: bool = False, may_list_twice: bool = False, may_communicate: bool = True) -> None:
         """If parameters were replaced in the groups or the model, use the new tensors and move the state to them.
 
         Examples are ``model.to("cuda")``, ``fully_shard(model)`` after construction, and an engine that puts copies of
-        the parameters into the groups. ``moment`` is the method that calls this.
+        the parameters into the groups.
+
+        Args:
+            at_step: True if a step follows, so that the new tensors must have the gradients.
+            may_list_twice: True if the list of groups may have a group twice, as torch's tests save it.
+            may_communicate: True if all ranks call this together. False leaves changes that need all ranks to the next
+                step.
         """
-        # All ranks call this together, because it may communicate. Exceptions: "clear" (zero_grad) leaves communication
-        # to the next step, and "save" (state_dict) communicates only if the sharding has changed.
         self._adopt_state()
         if self._bound_groups.are_current(self._groups):
             return  # the usual case
         added = self._parameters.added_in(self._groups)
         if added:
-            if moment == "clear" and self._stepping.is_over_ranks:
-                return  # the next step, which all ranks take together, creates the state
+            if self._stepping.is_over_ranks and not may_communicate:
+                return
             self._add_listed(added)
-        self._bound_groups.follow(self._groups, self._stepping.routes, may_repeat=moment == "save")
+        self._bound_groups.follow(self._groups, self._stepping.routes, may_list_twice=may_list_twice)
         named = self._named()
-        replaced = self._parameters.replaced(named, at_step=moment == "step")
+        replaced = self._parameters.replaced(named, at_step=at_step)
         if not replaced:
             return
         named |= replaced
@@ -509,8 +489,8 @@ class TransformOptimizer(Optimizer):
             self._parameters.bind(named)
             return
         is_over_ranks = self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
-        if moment == "clear" and is_over_ranks:
-            self._put(named)  # the next step, which all ranks take together, moves the state
+        if is_over_ranks and not may_communicate:
+            self._put(named)  # the next step moves the state
             return
         self._move_state(named)
 
@@ -519,37 +499,38 @@ class TransformOptimizer(Optimizer):
 
         The new tensors may be on another device, or sharded in another way.
         """
-        before = self._stepping
-        with self._all_or_nothing():
-            self._stepping = self._stepping_for(before.tx, named)
+        former = FormerState(self._stepping, self._live["state"])
+        if self._parameters.on_meta:  # the former state has no values
+            former = None
+        routes = self._stepping.routes
+        with self._all_or_nothing(), warnings.catch_warnings():  # construction has given the warnings
+            warnings.simplefilter("ignore")
+            self._stepping = self._stepping_for(self.tx, named, self._parameters.not_trained_params())
             for name, route in self._stepping.routes.items():
-                if route != before.routes[name]:
+                if route != routes[name]:
                     raise errors.other_labels(name)
             self._put(named)
-            with warnings.catch_warnings():  # construction has given the warnings
-                warnings.simplefilter("ignore")
-                # The state of parameters on the meta device has no values that could be copied.
-                self._start(None if self._parameters.on_meta else before)
+            self._start(former)
         self._parameters.bind(named)
 
     def _add_listed(self, added: dict[str, Tensor]) -> None:
         """Create state for parameters of the model that somebody has put into the param groups."""
-        before = self._stepping
+        former = FormerState(self._stepping, self._live["state"])
         with self._all_or_nothing():
-            stepping = self._stepping_for(self._transform_for(added), {**self._bound_groups.named, **added})
-            if stepping.left_out:
-                raise ValueError(
-                    f"param_groups: {min(stepping.left_out)!r} was added, but its label is None, so that it is not "
-                    "trained: remove it from the groups, or recreate the optimizer with other labels"
-                )
-            self._stepping = stepping
+            named = {**self._bound_groups.named, **added}
+            not_trained = self._parameters.not_trained_params()
+            self._stepping = self._stepping_for(self._transform_for(added), named, not_trained)
+            routes = self._stepping.routes
+            left_out = added.keys() - routes.keys()
+            if left_out:
+                raise errors.listed_without_label(min(left_out))
             self._parameters.bind(added)
             names_per_group = self._parameters.names_of(self._groups)
             for group, names in zip(self._groups, names_per_group, strict=True):
                 if not added.keys().isdisjoint(names):
-                    complete_entries(stepping, distinct_routes(names, stepping.routes), group)
-            self._bound_groups.follow(self._groups, stepping.routes)
-            self._start(before)
+                    complete_entries(self._stepping, distinct_routes(names, routes), group)
+            self._bound_groups.follow(self._groups, routes)
+            self._start(former)
 
     @contextmanager
     def _all_or_nothing(self) -> Generator[None]:
@@ -579,7 +560,7 @@ class TransformOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None or zeros, also of tensors that replaced parameters of the model."""
         if not torch.compiler.is_compiling():
-            self._rebind("clear")
+            self._rebind(may_communicate=False)
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -632,16 +613,16 @@ class TransformOptimizer(Optimizer):
         if torch.compiler.is_compiling():  # a traced graph is valid for the current parameters only
             params = self._named()
             gradients = _gradients_of(params)
-            self._stepping.check_gradients(gradients)
+            require_dense_and_real(gradients)
         else:
             self._adopt_state()
             if not self._bound_groups.are_current(self._groups):
-                self._rebind("step")
+                self._rebind(at_step=True)
             self._bound_groups.read_new_keys(self._stepping.routes)
             self._bound_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
             params = self._bound_groups.named
             gradients = _gradients_of(params)
-            self._stepping.check_gradients(gradients)
+            require_dense_and_real(gradients)
             check_writable("step: params", params)
             self._gradient_check.check(params, gradients)
             self._callers_tensors.warn_of_written()
@@ -661,7 +642,7 @@ class TransformOptimizer(Optimizer):
         Raises:
             ShardingError: all ranks must call this together, and a rank did not.
         """
-        self._rebind("save")
+        self._rebind(may_list_twice=True)
         read_numbers(self._bound_groups.groups)  # so that all keys of a number agree
         saved = super().state_dict()
         # By identity: torch's own tests list the groups twice.
@@ -672,8 +653,8 @@ class TransformOptimizer(Optimizer):
                 saved_group[SCHEDULES] = schedules
         index_of = {id(param): index for index, param in enumerate(self._named().values())}
         saved["state"] = _unshared(saved["state"])
-        for place, leaf in self._stepping.exported(self._live["state"]).items():
-            owner, key = self._live["entries"].slots[place]
+        for index, leaf in self._stepping.exported(self._live["state"]).items():
+            owner, key = self._live["entries"].slots[index]
             saved["state"][index_of[id(owner)]][key] = leaf
         return saved
 
@@ -714,13 +695,12 @@ class TransformOptimizer(Optimizer):
             if changed is not None:
                 state_dict = changed
         groups = self._bound_groups.groups
-        places = self._live["entries"].places(self.state)
-        not_trained = self._parameters.not_trained()
+        entries: StateEntries = self._live["entries"]
         to_load = StateToLoad([], [], [], [])
         problem: Exception | None = None
         try:
             to_load = read_state_dict(
-                state_dict, self.tx, groups, self.state, places, self._stepping.take, rename, not_trained
+                state_dict, self._stepping, groups, entries, rename, self._parameters.not_trained()
             )
         except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
             problem = error
@@ -742,9 +722,16 @@ class TransformOptimizer(Optimizer):
             hook(self)
 
 
-def _layout_for(
-    named: Mapping[str, Tensor], layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None
-) -> Layout | None:
+def _without_sharding(tx: Transform, layout: LayoutLike) -> tuple[Transform, LayoutLike, Settings]:
+    """Return the transform in ``sharded(tx, layout)`` with its layout and settings, or the arguments unchanged."""
+    if not isinstance(tx, Sharded):
+        return tx, layout, Settings()
+    if layout is not None:
+        raise TypeError(f"layout: tx is sharded already, over {tx.arguments['layout']!r}; leave layout out")
+    return tx.arguments["tx"], tx.arguments["layout"], settings_of(tx)
+
+
+def _layout_for(named: Mapping[str, Tensor], layout: LayoutLike) -> Layout | None:
     """Return the argument ``layout``, or its result if it is a function of the named parameters."""
     if callable(layout):
         layout = layout(named)
