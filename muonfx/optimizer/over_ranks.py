@@ -115,7 +115,7 @@ class SteppingOverRanks(Stepping):
         self._placements: Sequence[LeafPlacement | None] = ()
         """For each leaf of the state, its shape and the ranks that hold it; None for a leaf that is None."""
         self._hidden: dict[int, LeafPlacement] = {}
-        """The leaves, by index, that `optimizer.state` shows on one rank only, so that `state_dict` must gather them."""
+        """The leaves, by index, that only one rank shows in `optimizer.state`, so that `state_dict` gathers them."""
         self._is_distributed = layout.group is not None and layout.size > 1
         self._is_replicated = layout.is_replicated and not layout.dtensors
         self._gathering: Gathering | None = None
@@ -147,7 +147,7 @@ class SteppingOverRanks(Stepping):
         return state
 
     def _is_hidden(self, placement: LeafPlacement) -> bool:
-        """Return True if only one rank has a leaf of the state, and no DTensor on the parameter's mesh can express it."""
+        """Return True if only one rank has a leaf, and no DTensor on the parameter's mesh can express that."""
         if not self._is_distributed or not placement.owned or all(shard.owner is None for shard in placement.shards):
             return False
         if placement.name is None or placement.name not in self.layout.dtensors or len(placement.shards) == 1:
