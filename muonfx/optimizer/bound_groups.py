@@ -12,10 +12,10 @@ from muonfx.core.checks import warn_caller
 from muonfx.optimizer import errors
 from muonfx.optimizer.following import FollowedParameters
 from muonfx.optimizer.group_numbers import BoundGroup, Group, GroupNumbers
-from muonfx.optimizer.routes import Route, distinct_routes, group_hyperparams, keys_by_label, label_of
+from muonfx.optimizer.update_rules import UpdateRule, distinct_rules, group_hyperparams, keys_by_label, label_of
 from muonfx.optimizer.unread_keys import unread_key_warning
 
-Routes = Mapping[str, Route]
+UpdateRules = Mapping[str, UpdateRule]
 
 _UNREAD_RATE = "lr that no transform reads"
 """The entry of `BoundGroups._reported` for this warning."""
@@ -67,12 +67,12 @@ class BoundGroups:
             params += group["params"]
         return all(map(is_, params, self.named.values()))
 
-    def note(self, groups: Iterable[Group], routes: Routes) -> None:
+    def note(self, groups: Iterable[Group], rules: UpdateRules) -> None:
         """Record the param groups from which later steps read the hyperparameters."""
         bound_groups: list[BoundGroup] = []
         for group in groups:
             names: list[str] = list(group["param_names"])
-            distinct = distinct_routes(names, routes)
+            distinct = distinct_rules(names, rules)
             hyperparams = group_hyperparams(distinct, group) if distinct else ()
             # Where one key such as "weight_decay" sets a number of all labels, "adamw.weight_decay" has no effect.
             for key in keys_by_label(distinct) - {hyperparam.key for hyperparam in hyperparams}:
@@ -95,7 +95,7 @@ class BoundGroups:
                 return bound.numbers
         return None
 
-    def follow(self, groups: Sequence[Group], routes: Routes, *, may_list_twice: bool = False) -> None:
+    def follow(self, groups: Sequence[Group], rules: UpdateRules, *, may_list_twice: bool = False) -> None:
         """Record param groups that a user or engine has edited, and set "param_names". Raise if they do not fit."""
         if self._have(groups):
             return
@@ -103,19 +103,19 @@ class BoundGroups:
             groups = list({id(group): group for group in groups}.values())
         names_per_group = self._parameters.names_of(groups)
         for group, names in zip(groups, names_per_group, strict=True):  # check all groups before any is changed
-            _require_all_hyperparams(group, names, routes)
+            _require_all_hyperparams(group, names, rules)
         for group, names in zip(groups, names_per_group, strict=True):
             group["params"] = list(group["params"])
             group["param_names"] = names
-            group.setdefault("label", label_of(distinct_routes(names, routes)))
-        self.note(groups, routes)
+            group.setdefault("label", label_of(distinct_rules(names, rules)))
+        self.note(groups, rules)
 
-    def read_new_keys(self, routes: Routes) -> None:
+    def read_new_keys(self, rules: UpdateRules) -> None:
         """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay"."""
         if self._count_keys() == self._key_counts:  # a step must not compare all keys
             return
         # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
-        self.note([bound.group for bound in self.groups], routes)
+        self.note([bound.group for bound in self.groups], rules)
         self._key_counts = self._count_keys()
         all_keys = set[str]().union(*[bound.numbers.keys for bound in self.groups])
         for bound in self.groups:
@@ -157,12 +157,12 @@ class BoundGroups:
         warn_caller(before + "; ".join(shown) + after)
 
 
-def _require_all_hyperparams(group: Group, names: Sequence[str], routes: Routes) -> None:
+def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRules) -> None:
     """Raise if parameters of other transforms were moved into a group, which lacks the hyperparameters of these."""
-    distinct = distinct_routes(names, routes)
+    distinct = distinct_rules(names, rules)
     if len(distinct) < 2 or all(hyperparam.key in group for hyperparam in group_hyperparams(distinct, group)):
         return
     first = names[0]
     for name in names:
-        if routes[name] != routes[first]:
-            raise errors.without_hyperparams({first: routes[first].label, name: routes[name].label})
+        if rules[name] != rules[first]:
+            raise errors.without_hyperparams({first: rules[first].label, name: rules[name].label})

@@ -10,12 +10,12 @@ from torch import Tensor
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.value import prepared
 from muonfx.optimizer.group_numbers import Group, GroupNumbers, fitted, own_copy
-from muonfx.optimizer.routes import (
-    Route,
+from muonfx.optimizer.update_rules import (
+    UpdateRule,
     group_hyperparams,
     holders_of,
     label_of,
-    pairs_by_route,
+    pairs_by_rule,
     with_agreed,
 )
 from muonfx.optimizer.stepping import Stepping
@@ -39,43 +39,43 @@ def new_groups(stepping: Stepping, entries: Group, pairs: list[tuple[str, Tensor
     With ``as_one``, they are one group, unless the parameters have different rates and ``entries`` has none. Else they
     are split, so that the same transforms update all parameters of a group.
     """
-    pairs_of = pairs_by_route(pairs, stepping.routes)
-    routes = list(pairs_of)
-    warn_of_unread_keys(entries, pairs[0][0], routes, stepping.routes)
+    pairs_of = pairs_by_rule(pairs, stepping.rules)
+    rules = list(pairs_of)
+    warn_of_unread_keys(entries, pairs[0][0], rules, stepping.rules)
     if as_one:
-        with_common_numbers = with_agreed(routes, entries, stepping.defaults)
-        has_one_rate = "lr" in with_common_numbers or len(holders_of(routes).get("lr", ())) < 2
+        with_common_numbers = with_agreed(rules, entries, stepping.defaults)
+        has_one_rate = "lr" in with_common_numbers or len(holders_of(rules).get("lr", ())) < 2
         if has_one_rate:
-            return [_complete_group(stepping, routes, with_common_numbers, pairs)]
+            return [_complete_group(stepping, rules, with_common_numbers, pairs)]
     groups: list[Group] = []
-    all_keys = set[str]().union(*map(read_keys, routes))
-    for route, route_pairs in pairs_of.items():
-        keys_of_others = all_keys - read_keys(route) - NOT_HYPERPARAMS
-        route_entries = {key: value for key, value in entries.items() if key not in keys_of_others}
-        groups.append(_complete_group(stepping, [route], route_entries, route_pairs))
+    all_keys = set[str]().union(*map(read_keys, rules))
+    for rule, rule_pairs in pairs_of.items():
+        keys_of_others = all_keys - read_keys(rule) - NOT_HYPERPARAMS
+        rule_entries = {key: value for key, value in entries.items() if key not in keys_of_others}
+        groups.append(_complete_group(stepping, [rule], rule_entries, rule_pairs))
     return groups
 
 
 def _complete_group(
-    stepping: Stepping, routes: Sequence[Route], entries: Group, pairs: list[tuple[str, Tensor]]
+    stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, pairs: list[tuple[str, Tensor]]
 ) -> Group:
     """Return a param group of named parameters with all hyperparameters: from ``entries``, else from the transform.
 
-    ``routes`` are the different routes (labels and transforms) of the parameters.
+    ``rules`` are the different rules (labels and transforms) of the parameters.
     """
-    group: Group = {"label": label_of(routes)}
+    group: Group = {"label": label_of(rules)}
     for key, value in entries.items():
         group[key] = own_copy(value)
     group["params"] = pairs
-    complete_entries(stepping, routes, group)
+    complete_entries(stepping, rules, group)
     return {"label": group["label"], "lr": group["lr"], **group}  # the rate first, as it is what people look for
 
 
-def complete_entries(stepping: Stepping, routes: Sequence[Route], group: Group) -> None:
+def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Group) -> None:
     """Put the hyperparameters that a group lacks into it, from the transform. Raise if a number is out of range."""
     defaults = stepping.defaults
-    entries = with_agreed(routes, group, defaults)
-    numbers = GroupNumbers(group_hyperparams(routes, entries))
+    entries = with_agreed(rules, group, defaults)
+    numbers = GroupNumbers(group_hyperparams(rules, entries))
     values = {name: own_copy(value) for name, value in numbers.complete(entries, defaults).items()}
     if any(value is not defaults[name] for name, value in values.items()):
         # A transform checks its numbers when it is prepared.

@@ -24,7 +24,7 @@ from muonfx.core.visit import Visit, check_resolved_extras
 from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
 from muonfx.optimizer.group_numbers import BoundGroup, Number, fitted, read_numbers, separate_tensors
 from muonfx.optimizer.local_values import Load, on_this_rank
-from muonfx.optimizer.routes import routes_of
+from muonfx.optimizer.update_rules import update_rules_of
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.offload import inner_of, store_of
@@ -56,7 +56,7 @@ class Stepping:
         self.tx = tx
         self.visits = visits
         """For each transform in ``tx``, the parameters that it updates, and the names of its hyperparameters."""
-        self.routes = routes_of(visits)
+        self.rules = update_rules_of(visits)
         """For each parameter, its label and the transforms that update it."""
         self.defaults = hyperparams(tx)
         """The numbers in ``tx`` by dotted name, such as ``{"momentum.decay": 0.95}``."""

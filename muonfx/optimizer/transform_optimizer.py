@@ -1,8 +1,8 @@
 """`TransformOptimizer`: any transform as a ``torch.optim.Optimizer``.
 
-Terms of this file: the *route* of a parameter is the list of transforms that update it, for example those under its
-label. Parameters of one route form a *group*, unless the caller passes groups. A *hyperparameter* is a numeric argument
-of the transform. Each group holds the hyperparameters of its route, and every step reads them. A `Stepping` creates
+Terms of this file: the *update rule* of a parameter is the list of transforms that update it, for example those under its
+label. Parameters of one update rule form a *group*, unless the caller passes groups. A *hyperparameter* is a numeric argument
+of the transform. Each group holds the hyperparameters of its rule, and every step reads them. A `Stepping` creates
 the state and runs the steps, in one process or over ranks. `FollowedParameters` finds tensors that were replaced, and
 `BoundGroups` finds groups that were edited.
 """
@@ -45,7 +45,7 @@ from muonfx.optimizer.named_parameters import (
 from muonfx.optimizer.over_ranks import stepping_for
 from muonfx.optimizer.owned_groups import own_groups
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
-from muonfx.optimizer.routes import distinct_routes, warn_of_ascent
+from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
 from muonfx.optimizer.state_dict import StateToLoad, read_state_dict
 from muonfx.optimizer.state_entries import StateEntries
 from muonfx.optimizer.stepping import FormerState, Stepping
@@ -175,15 +175,15 @@ class TransformOptimizer(Optimizer):
         frozen = {name: param for name, param in named.items() if is_frozen(param)}
         unfrozen = {name: param for name, param in named.items() if name not in frozen}
         self._stepping = self._stepping_for(tx, unfrozen, frozen)
-        routes = self._stepping.routes
-        trained = {name: param for name, param in unfrozen.items() if name in routes}
-        left_out = {name: param for name, param in unfrozen.items() if name not in routes}
+        rules = self._stepping.rules
+        trained = {name: param for name, param in unfrozen.items() if name in rules}
+        left_out = {name: param for name, param in unfrozen.items() if name not in rules}
         self._parameters = FollowedParameters(models_of(params), model, trained, frozen, left_out)
         self._bound_groups = BoundGroups(self._parameters)
         self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
         self._callers_tensors = CallersTensors()
         self._callers_tensors.note(self._stepping.defaults)
-        warn_of_ascent(self._stepping.visits[0], routes, trained)
+        warn_of_ascent(self._stepping.visits[0], rules, trained)
         super().__init__(groups, {})  # calls `add_param_group` for each group
         self._start()
         if not self._parameters.on_meta:
@@ -196,7 +196,7 @@ class TransformOptimizer(Optimizer):
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
         self._adopt_state()
-        self._bound_groups.follow(self._groups, self._stepping.routes)  # a copy finds the tensors by "param_names"
+        self._bound_groups.follow(self._groups, self._stepping.rules)  # a copy finds the tensors by "param_names"
         attributes = {
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
@@ -217,7 +217,7 @@ class TransformOptimizer(Optimizer):
         self._parameters.bind(named)
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
-        self._bound_groups.follow(self._groups, self._stepping.routes)
+        self._bound_groups.follow(self._groups, self._stepping.rules)
         self._stepping.refresh(named, self._bound_groups.groups)  # now, because the first step may be traced
         own_groups(self)
 
@@ -241,7 +241,7 @@ class TransformOptimizer(Optimizer):
             UserWarning: a key looks like a misspelt hyperparameter.
         """
         if "state" not in self._live:  # torch's constructor adds the groups one by one
-            pairs = [pair for pair in named_pairs(param_group["params"]) if pair[0] in self._stepping.routes]
+            pairs = [pair for pair in named_pairs(param_group["params"]) if pair[0] in self._stepping.rules]
             self._add_groups(param_group, pairs, as_one=False)
             return
         self._rebind()
@@ -257,7 +257,7 @@ class TransformOptimizer(Optimizer):
             not_trained = self._parameters.not_trained_params()
             tx = self._transform_for(unfrozen)
             self._stepping = self._stepping_for(tx, {**named, **unfrozen}, not_trained)
-            trained = {name: param for name, param in unfrozen.items() if name in self._stepping.routes}
+            trained = {name: param for name, param in unfrozen.items() if name in self._stepping.rules}
             if pairs and not trained:
                 raise errors.label_is_none(pairs[0][0])
             self._add_groups(param_group, list(trained.items()), as_one=True)
@@ -337,7 +337,7 @@ class TransformOptimizer(Optimizer):
         check_usable(named, layout)
         others = {name: param for name, param in not_trained.items() if name not in named}
         stepping = stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
-        left_out = {name: named[name] for name, route in stepping.routes.items() if route.is_left_out}
+        left_out = {name: named[name] for name, rule in stepping.rules.items() if rule.is_left_out}
         if not left_out:
             return stepping
         trained = {name: param for name, param in named.items() if name not in left_out}
@@ -402,7 +402,7 @@ class TransformOptimizer(Optimizer):
 
         ``former`` is the state whose values are copied to the new state; None for the initial values.
         """
-        self._bound_groups.note(self._groups, self._stepping.routes)
+        self._bound_groups.note(self._groups, self._stepping.rules)
         named = self._named()
         self._live["state"] = self._stepping.init(named, self._bound_groups.groups, former)
         self._show_all(named)
@@ -477,7 +477,7 @@ class TransformOptimizer(Optimizer):
             if self._stepping.is_over_ranks and not may_communicate:
                 return
             self._add_listed(added)
-        self._bound_groups.follow(self._groups, self._stepping.routes, may_list_twice=may_list_twice)
+        self._bound_groups.follow(self._groups, self._stepping.rules, may_list_twice=may_list_twice)
         named = self._named()
         replaced = self._parameters.replaced(named, at_step=at_step)
         if not replaced:
@@ -502,12 +502,12 @@ class TransformOptimizer(Optimizer):
         former = FormerState(self._stepping, self._live["state"])
         if self._parameters.on_meta:  # the former state has no values
             former = None
-        routes = self._stepping.routes
+        rules = self._stepping.rules
         with self._all_or_nothing(), warnings.catch_warnings():  # construction has given the warnings
             warnings.simplefilter("ignore")
             self._stepping = self._stepping_for(self.tx, named, self._parameters.not_trained_params())
-            for name, route in self._stepping.routes.items():
-                if route != routes[name]:
+            for name, rule in self._stepping.rules.items():
+                if rule != rules[name]:
                     raise errors.other_labels(name)
             self._put(named)
             self._start(former)
@@ -520,16 +520,16 @@ class TransformOptimizer(Optimizer):
             named = {**self._bound_groups.named, **added}
             not_trained = self._parameters.not_trained_params()
             self._stepping = self._stepping_for(self._transform_for(added), named, not_trained)
-            routes = self._stepping.routes
-            left_out = added.keys() - routes.keys()
+            rules = self._stepping.rules
+            left_out = added.keys() - rules.keys()
             if left_out:
                 raise errors.listed_without_label(min(left_out))
             self._parameters.bind(added)
             names_per_group = self._parameters.names_of(self._groups)
             for group, names in zip(self._groups, names_per_group, strict=True):
                 if not added.keys().isdisjoint(names):
-                    complete_entries(self._stepping, distinct_routes(names, routes), group)
-            self._bound_groups.follow(self._groups, routes)
+                    complete_entries(self._stepping, distinct_rules(names, rules), group)
+            self._bound_groups.follow(self._groups, rules)
             self._start(former)
 
     @contextmanager
@@ -618,7 +618,7 @@ class TransformOptimizer(Optimizer):
             self._adopt_state()
             if not self._bound_groups.are_current(self._groups):
                 self._rebind(at_step=True)
-            self._bound_groups.read_new_keys(self._stepping.routes)
+            self._bound_groups.read_new_keys(self._stepping.rules)
             self._bound_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
             params = self._bound_groups.named
             gradients = _gradients_of(params)

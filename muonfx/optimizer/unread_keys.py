@@ -8,7 +8,7 @@ from typing import Any
 
 from muonfx.core.checks import warn_caller
 from muonfx.optimizer.group_numbers import Group
-from muonfx.optimizer.routes import Route, group_hyperparams
+from muonfx.optimizer.update_rules import UpdateRule, group_hyperparams
 
 NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}
 """The keys that a group may have even if they are not hyperparameters of its transforms."""
@@ -75,22 +75,22 @@ def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], al
     return f"{start} it is no hyperparameter of the group: {advice}"
 
 
-def warn_of_unread_keys(entries: Group, name: str, distinct: Sequence[Route], routes: Mapping[str, Route]) -> None:
+def warn_of_unread_keys(entries: Group, name: str, distinct: Sequence[UpdateRule], rules: Mapping[str, UpdateRule]) -> None:
     """Warn of keys of a new group that look like hyperparameters and set none.
 
-    ``name`` is a parameter of the group, and ``distinct`` are the routes of all of its parameters.
+    ``name`` is a parameter of the group, and ``distinct`` are the rules of all of its parameters.
     """
     if not entries:
         return
     group_keys = {hyperparam.key for hyperparam in group_hyperparams(distinct, entries)}
     group_keys = group_keys.union(*map(read_keys, distinct))
-    all_keys = set[str]().union(*map(read_keys, set(routes.values())))
+    all_keys = set[str]().union(*map(read_keys, set(rules.values())))
     for key, value in entries.items():
         message = unread_key_warning(key, value, name, group_keys, all_keys)
         if message is not None:
             warn_caller(message)
 
 
-def read_keys(route: Route) -> set[str]:
-    """Return the keys of a new group from which a route takes its numbers."""
-    return {hyperparam.key for hyperparam in route.hyperparams if not hyperparam.is_mirror}
+def read_keys(rule: UpdateRule) -> set[str]:
+    """Return the keys of a new group from which a rule takes its numbers."""
+    return {hyperparam.key for hyperparam in rule.hyperparams if not hyperparam.is_mirror}

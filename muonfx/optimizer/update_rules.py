@@ -1,4 +1,4 @@
-"""Routes: the list of transforms that update a parameter, and the hyperparameters of these transforms."""
+"""Update rules: the list of transforms that update a parameter, and the hyperparameters of these transforms."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from muonfx.optimizer.group_numbers import Group, Hyperparam, Number, equal
 from muonfx.placement.placed import needs_matrices
 
 
-class Route(NamedTuple):
+class UpdateRule(NamedTuple):
     """The list of transforms that update a parameter. All parameters of one param group have the same list."""
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     """The indices of these transforms among all visits of the optimizer's transform."""
     label: str | None
     """The labels by which partitions select the parameter, joined by "/", or None without labels."""
@@ -30,24 +30,24 @@ class Route(NamedTuple):
     """The sort key of the group: first Muon's, then Adam's, others, and groups that are not trained."""
 
 
-def routes_of(visits: Sequence[Visit]) -> dict[str, Route]:
-    """Return a dict from parameter name to `Route` (the list of transforms that update the parameter)."""
+def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
+    """Return a dict from parameter name to `UpdateRule` (the list of transforms that update the parameter)."""
     indices_of: dict[str, list[int]] = {}
     for index, visited in enumerate(visits):
         for name in visited.names:
             indices_of.setdefault(name, []).append(index)
-    known: dict[tuple[int, ...], Route] = {}
-    routes: dict[str, Route] = {}
+    known: dict[tuple[int, ...], UpdateRule] = {}
+    rules: dict[str, UpdateRule] = {}
     for name, indices in indices_of.items():
         places = tuple(indices)
         if places not in known:
-            known[places] = _route(name, places, [visits[index] for index in places])
-        routes[name] = known[places]
-    return routes
+            known[places] = _update_rule(name, places, [visits[index] for index in places])
+        rules[name] = known[places]
+    return rules
 
 
-def _route(name: str, places: tuple[int, ...], visits: Sequence[Visit]) -> Route:
-    """Return the route of a parameter from the visits of the transforms that update it."""
+def _update_rule(name: str, places: tuple[int, ...], visits: Sequence[Visit]) -> UpdateRule:
+    """Return the rule of a parameter from the visits of the transforms that update it."""
     labels: list[str] = []
     is_left_out = False
     has_matrices = False
@@ -59,7 +59,7 @@ def _route(name: str, places: tuple[int, ...], visits: Sequence[Visit]) -> Route
     hyperparams = tuple(hyperparams_of(visits))
     rank = _rank_of_group(is_left_out, {hyperparam.key for hyperparam in hyperparams})
     order = (rank, not has_matrices, places)
-    return Route(places, "/".join(labels) or None, is_left_out, hyperparams, order)
+    return UpdateRule(places, "/".join(labels) or None, is_left_out, hyperparams, order)
 
 
 def _leaves_out(visited: Visit, name: str) -> bool:
@@ -81,17 +81,17 @@ def _rank_of_group(is_left_out: bool, keys: Set[str]) -> int:
     return 0 if "momentum" in keys else 2
 
 
-def warn_of_ascent(root: Visit, routes: Mapping[str, Route], params: Mapping[str, Tensor]) -> None:
+def warn_of_ascent(root: Visit, rules: Mapping[str, UpdateRule], params: Mapping[str, Tensor]) -> None:
     """Warn of trained parameters whose updates keep the sign of the gradient, so that a step increases the loss."""
-    may_keep_sign: dict[Route, bool] = {}
+    may_keep_sign: dict[UpdateRule, bool] = {}
     ascending: list[str] = []
     for name, param in params.items():
         if not param.requires_grad:
             continue
-        route = routes[name]
-        if route not in may_keep_sign:  # one parameter of a route suffices: the same transforms update the others
-            may_keep_sign[route] = 1 in _signs(root, name)
-        if may_keep_sign[route]:
+        rule = rules[name]
+        if rule not in may_keep_sign:  # one parameter of a rule suffices: the same transforms update the others
+            may_keep_sign[rule] = 1 in _signs(root, name)
+        if may_keep_sign[rule]:
             ascending.append(name)
     if ascending:
         warn_caller(
@@ -133,31 +133,31 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     return hyperparams
 
 
-def pairs_by_route(
-    pairs: Iterable[tuple[str, Tensor]], routes: Mapping[str, Route]
-) -> dict[Route, list[tuple[str, Tensor]]]:
-    """Divide (name, tensor) pairs by route, in the order of groups: Muon's, Adam's, then others."""
-    pairs_of: dict[Route, list[tuple[str, Tensor]]] = {}
+def pairs_by_rule(
+    pairs: Iterable[tuple[str, Tensor]], rules: Mapping[str, UpdateRule]
+) -> dict[UpdateRule, list[tuple[str, Tensor]]]:
+    """Divide (name, tensor) pairs by rule, in the order of groups: Muon's, Adam's, then others."""
+    pairs_of: dict[UpdateRule, list[tuple[str, Tensor]]] = {}
     for name, param in pairs:
-        pairs_of.setdefault(routes[name], []).append((name, param))
-    return {route: pairs_of[route] for route in sorted(pairs_of, key=lambda route: route.order)}
+        pairs_of.setdefault(rules[name], []).append((name, param))
+    return {rule: pairs_of[rule] for rule in sorted(pairs_of, key=lambda rule: rule.order)}
 
 
-def distinct_routes(names: Iterable[str], routes: Mapping[str, Route]) -> list[Route]:
-    """Return each route of the named parameters once, in the order of groups: Muon's, Adam's, then others."""
-    return sorted({routes[name] for name in names}, key=lambda route: route.order)
+def distinct_rules(names: Iterable[str], rules: Mapping[str, UpdateRule]) -> list[UpdateRule]:
+    """Return each rule of the named parameters once, in the order of groups: Muon's, Adam's, then others."""
+    return sorted({rules[name] for name in names}, key=lambda rule: rule.order)
 
 
-def group_hyperparams(routes: Sequence[Route], group: Group) -> tuple[Hyperparam, ...]:
-    """Return the hyperparameters of a param group whose parameters have these routes.
+def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperparam, ...]:
+    """Return the hyperparameters of a param group whose parameters have these rules.
 
-    A key that several routes have, such as "lr", sets the numbers of all of them. If the group lacks the key, each
-    route has its own, with its label in front: "muon.weight_decay" and "adamw.weight_decay".
+    A key that several rules have, such as "lr", sets the numbers of all of them. If the group lacks the key, each
+    rule has its own, with its label in front: "muon.weight_decay" and "adamw.weight_decay".
     """
-    if len(routes) == 1:
-        return routes[0].hyperparams
+    if len(rules) == 1:
+        return rules[0].hyperparams
     hyperparams: list[Hyperparam] = []
-    for key, holders in holders_of(routes).items():
+    for key, holders in holders_of(rules).items():
         distinct = dict.fromkeys(holders.values())
         has_one_form = len({(hyperparam.is_tuple, len(hyperparam.names)) for hyperparam in distinct}) == 1
         sets_all = key in group and has_one_form
@@ -168,43 +168,43 @@ def group_hyperparams(routes: Sequence[Route], group: Group) -> tuple[Hyperparam
     return tuple(hyperparams)
 
 
-def keys_by_label(routes: Sequence[Route]) -> set[str]:
+def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
     """Return all keys such as "adamw.weight_decay" that a group of several labels may have."""
-    if len(routes) < 2:
+    if len(rules) < 2:
         return set()
-    return {f"{label}.{key}" for key, holders in holders_of(routes).items() for label in holders}
+    return {f"{label}.{key}" for key, holders in holders_of(rules).items() for label in holders}
 
 
-def holders_of(routes: Iterable[Route]) -> dict[str, dict[str, Hyperparam]]:
-    """Return, for each key such as "lr", a dict from label to the `Hyperparam` that the route of the label has."""
+def holders_of(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
+    """Return, for each key such as "lr", a dict from label to the `Hyperparam` that the rule of the label has."""
     holders: dict[str, dict[str, Hyperparam]] = {}
-    for route in routes:
-        for hyperparam in route.hyperparams:
+    for rule in rules:
+        for hyperparam in rule.hyperparams:
             # "momentum" would set Muon's momentum and repeat Adam's first beta: only the former.
             if hyperparam.is_mirror:
                 continue
             holders_of_key = holders.setdefault(hyperparam.key, {})
-            label = str(route.label)
-            if label in holders_of_key:  # two routes have one label if a mask selects some of its parameters
+            label = str(rule.label)
+            if label in holders_of_key:  # two rules have one label if a mask selects some of its parameters
                 label = hyperparam.names[0]
             holders_of_key[label] = hyperparam
     return holders
 
 
-def with_agreed(routes: Sequence[Route], group: Group, defaults: Mapping[str, Number]) -> Group:
-    """Return a group with an entry for each key of several routes in whose numbers the routes agree."""
-    if len(routes) < 2:
+def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Mapping[str, Number]) -> Group:
+    """Return a group with an entry for each key of several rules in whose numbers the rules agree."""
+    if len(rules) < 2:
         return group
     agreed: Group = {}
-    for key, holders in holders_of(routes).items():
+    for key, holders in holders_of(rules).items():
         values = [hyperparam.value_of(defaults) for hyperparam in holders.values()]
         if len(values) > 1 and all(equal(values[0], value) for value in values):
             agreed[key] = values[0]
     return {**agreed, **group}
 
 
-def label_of(routes: Sequence[Route]) -> str | None:
+def label_of(rules: Sequence[UpdateRule]) -> str | None:
     """Return the label of a group: that of its parameters, or all of their labels, as in "muon+adamw"."""
-    if len(routes) < 2:
-        return routes[0].label if routes else None
-    return "+".join(dict.fromkeys([str(route.label) for route in routes])) or None
+    if len(rules) < 2:
+        return rules[0].label if rules else None
+    return "+".join(dict.fromkeys([str(rule.label) for rule in rules])) or None
