@@ -1,10 +1,10 @@
 """`TransformOptimizer`: any transform as a ``torch.optim.Optimizer``.
 
-Terms of this file: the *update rule* of a parameter is the list of transforms that update it, for example those under its
-label. Parameters of one update rule form a *group*, unless the caller passes groups. A *hyperparameter* is a numeric argument
-of the transform. Each group holds the hyperparameters of its rule, and every step reads them. A `Stepping` creates
-the state and runs the steps, in one process or over ranks. `FollowedParameters` finds tensors that were replaced, and
-`BoundGroups` finds groups that were edited.
+Terms of this file: the *update rule* of a parameter is the list of transforms that update it, for example those under
+its label. Parameters of one update rule form a *group*, unless the caller passes groups. A *hyperparameter* is a
+numeric argument of the transform. Each group holds the hyperparameters of its rule, and every step reads them. A
+`Stepping` creates the state and runs the steps, in one process or over ranks. `FollowedParameters` finds tensors that
+were replaced, and `BoundGroups` finds groups that were edited.
 """
 
 from __future__ import annotations
@@ -27,13 +27,8 @@ from muonfx.core.transform import require_transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.renaming import Rename
 from muonfx.optimizer import errors
-from muonfx.optimizer.bound_groups import BoundGroups
 from muonfx.optimizer.constructing import constructed_together
-from muonfx.optimizer.edits import read_edits, warn_of_shared
-from muonfx.optimizer.following import FollowedParameters, check_real, check_usable, models_of
-from muonfx.optimizer.gradients import GradientCheck, require_dense_and_real
 from muonfx.optimizer.group_numbers import CallersTensors, Group, Number, equal, fitted, read_numbers
-from muonfx.optimizer.groups import complete_entries, defaults_for_schedulers, new_groups
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_lost_decay
 from muonfx.optimizer.named_parameters import (
@@ -43,12 +38,20 @@ from muonfx.optimizer.named_parameters import (
     resolve_groups,
 )
 from muonfx.optimizer.over_ranks import stepping_for
-from muonfx.optimizer.owned_groups import own_groups
+from muonfx.optimizer.param_groups import BoundGroups, complete_entries, defaults_for_schedulers, new_groups, own_groups
+from muonfx.optimizer.parameters import (
+    FollowedParameters,
+    GradientCheck,
+    check_real,
+    check_usable,
+    models_of,
+    require_dense_and_real,
+)
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
-from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
 from muonfx.optimizer.state_dict import StateToLoad, read_state_dict
-from muonfx.optimizer.state_entries import StateEntries
+from muonfx.optimizer.state_entries import StateEntries, read_edits, warn_of_shared
 from muonfx.optimizer.stepping import FormerState, Stepping
+from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
 from muonfx.placement.arguments import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings

@@ -28,8 +28,7 @@ from muonfx.engines.deepspeed.rates import GroupRates
 from muonfx.engines.deepspeed.tensor_parallel import tensor_group_of, whole_shape_of
 from muonfx.engines.deepspeed.unit import Unit
 from muonfx.optimizer.group_numbers import GroupNumbers
-from muonfx.optimizer.groups import defaults_for_schedulers
-from muonfx.optimizer.owned_groups import OwnedGroup, own_groups
+from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
 
 
