@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -93,10 +92,10 @@ class GroupMembers(NamedTuple):
     """The values by dotted name, such as ``{"muon.momentum.decay": 0.95}``."""
 
 
-def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Transform:
-    """Return a transform with the hyperparameters of all param groups. ``root`` is the visit of ``tx``.
+def common_numbers(groups: Iterable[GroupMembers]) -> tuple[dict[str, Number], set[str]]:
+    """Return the numbers in groups by dotted name, and the names of those that differ between groups.
 
-    If groups have different numbers for a transform within ``tx``, that transform is replaced by `by_groups`.
+    A number that differs has the value of the first group.
     """
     common: dict[str, Number] = {}
     conflicts: set[str] = set()
@@ -104,6 +103,15 @@ def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Tr
         for name, number in group.numbers.items():
             if not equal(common.setdefault(name, number), number):
                 conflicts.add(name)
+    return common, conflicts
+
+
+def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Transform:
+    """Return a transform with the hyperparameters of all param groups. ``root`` is the visit of ``tx``.
+
+    If groups have different numbers for a transform within ``tx``, that transform is replaced by `by_groups`.
+    """
+    common, conflicts = common_numbers(groups)
     tx = with_hyperparams(tx, common)
     if not conflicts:
         return tx
@@ -124,18 +132,16 @@ def _in_versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers], 
         return _versions(tx, visited, groups)
     _require_tensors(visited, differing, groups)
     # The numbers of ``tx`` itself agree. Replace transforms within it.
-    calls = iter(visited.calls)
-    parts: list[Any] = []
-    for part in tx.parts:
-        if isinstance(part, Transform):
-            part = _in_versions(part, next(calls), groups, conflicts)
-        parts.append(part)
-    if all(map(is_, parts, tx.parts)):
+    children: list[Transform] = []
+    for child, call in zip(tx.children, visited.calls, strict=True):
+        children.append(_in_versions(child, call, groups, conflicts))
+    if all(map(is_, children, tx.children)):
         return tx
     entries = chain_entries(tx)
     if entries is not None:  # rebuilt with its names, under which the state has its entries
-        return as_chain(dict(zip(entries, parts, strict=True)))
-    return Transform._from(dataclasses.replace(tx.structure, derived={}), parts)
+        return as_chain(dict(zip(entries, children, strict=True)))
+    remaining = iter(children)
+    return tx.with_children(lambda _: next(remaining))
 
 
 def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> Transform:

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer: find tensors that were replaced in models or groups, and gradients that are missing."""
+"""The parameters of an optimizer: find tensors that were replaced in models or groups, and missing gradients."""
 
 from __future__ import annotations
 

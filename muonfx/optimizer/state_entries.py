@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,6 @@ from muonfx.optimizer.stepping import Stepping
 from muonfx.tree import PyTree
 from muonfx.tree.members import ownership_of
 
-Holder = TypeVar("Holder", Tensor, str)
-
 
 def path_of(entries: tuple[object, ...]) -> str:
     """Join the path of a tensor in the state to a key for ``optimizer.state``, such as "momentum.trace"."""
@@ -28,10 +26,12 @@ def path_of(entries: tuple[object, ...]) -> str:
 class StateSlot(NamedTuple):
     """The position of a leaf of the state in ``optimizer.state``."""
 
-    owner: Tensor | None
-    """The parameter under which it is shown; None if it is shown under every parameter, such as a step count."""
+    params: tuple[Tensor, ...]
+    """The parameters under which it is shown: its own, or all for a leaf such as a step count."""
     key: str
     """Its key there, such as "momentum.trace"."""
+    is_shared: bool
+    """True if it belongs to no single parameter."""
 
 
 class StateEntries:
@@ -47,10 +47,11 @@ class StateEntries:
         """The position of each leaf of the state."""
         self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
         """For each parameter, the index of the leaf under each key: ``{"bias": {"momentum.trace": 0, "count": 1}}``."""
-        for index, (parameter, path) in enumerate(ownership_of(state, named)):
+        for index, (owner, path) in enumerate(ownership_of(state, named)):
+            names = list(named) if owner is None else [owner]
             key = path_of(path)
-            self.slots.append(StateSlot(None if parameter is None else named[parameter], key))
-            for name in _holders(parameter, named):
+            self.slots.append(StateSlot(tuple([named[name] for name in names]), key, owner is None))
+            for name in names:
                 self.indices[name][key] = index
         self._leaves: list[Any] = [...] * len(self.slots)  # the leaves as last shown: none so far
         self.shown: list[Any] = list(self._leaves)
@@ -62,29 +63,22 @@ class StateEntries:
         for index, (leaf, last_leaf) in enumerate(zip(leaves, self._leaves, strict=True)):
             if leaf is last_leaf:
                 continue
-            owner, key = self.slots[index]
             self.shown[index] = show(index, leaf)
-            for param in _holders(owner, entries):
-                entries[param][key] = self.shown[index]
+            for param in self.slots[index].params:
+                entries[param][self.slots[index].key] = self.shown[index]
         self._leaves = leaves
 
-    def is_edited(self, entries: Mapping[Tensor, Group], named: Mapping[str, Tensor]) -> bool:
+    def is_edited(self, entries: Mapping[Tensor, Group]) -> bool:
         """Return True if a caller has assigned, added or removed an entry of ``entries`` (``optimizer.state``)."""
-        if len(entries) != len(named):
+        if len(entries) != len(self.indices):
             return True
         number_shown = 0  # if ``entries`` has more, some were added
-        for (owner, key), leaf in zip(self.slots, self.shown, strict=True):
-            for param in _holders(owner, named.values()):
-                entry = entries.get(param)
-                if entry is None or entry.get(key, ...) is not leaf:
+        for slot, leaf in zip(self.slots, self.shown, strict=True):
+            for param in slot.params:
+                if param not in entries or entries[param].get(slot.key, ...) is not leaf:
                     return True
-                number_shown += 1
+            number_shown += len(slot.params)
         return number_shown != sum(map(len, entries.values()))
-
-
-def _holders(owner: Holder | None, params: Iterable[Holder]) -> Iterable[Holder]:
-    """Return the parameters under which a tensor of the state is shown: its owner, or all if it has none."""
-    return params if owner is None else (owner,)
 
 
 class Edits(NamedTuple):
@@ -114,7 +108,7 @@ def read_edits(
         stepping: converts an assigned tensor to the values of this rank.
     """
     _require_known(state, params)
-    edits = Edits([], [], [key for owner, key in entries.slots if owner is None])
+    edits = Edits([], [], [slot.key for slot in entries.slots if slot.is_shared])
     assigned: dict[int, dict[str, Tensor]] = {}  # for a leaf of the state, the tensors by the name of the parameter
     for name, (param, replaced_by) in params.items():
         indices = entries.indices[name]
@@ -132,12 +126,13 @@ def read_edits(
                 assigned.setdefault(index, {})[name] = value
     number_with_entries = len(params) - len(edits.emptied)
     for index, value_of in assigned.items():
-        owner, key = entries.slots[index]
-        if owner is None:  # a tensor that all parameters share
-            edits.loads.append(Load(key, index, _common_value(key, value_of, number_with_entries)))
+        slot = entries.slots[index]
+        if slot.is_shared:
+            value = _common_value(slot.key, value_of, number_with_entries)
+            edits.loads.append(Load(slot.key, index, value))
             continue
-        for name, value in value_of.items():  # the owner alone
-            title = f"{key!r} of {name!r}"
+        for name, value in value_of.items():  # the parameter alone
+            title = f"{slot.key!r} of {name!r}"
             try:
                 local_value = stepping.local_value(index, entries.shown[index], value)
             except Misfit as misfit:

@@ -178,21 +178,24 @@ class Stepping:
         self._values = values
 
     def _with_numbers(self, groups: Sequence[BoundGroup], values: Sequence[Mapping[str, Number]]) -> Transform:
-        """Return the transform with the hyperparameters of the param groups.
+        """Return the transform with the hyperparameters of the param groups, ``values``.
 
-        ``values`` has the numbers of each group by dotted name. A transform for which groups have different numbers
-        becomes a `by_groups`, which has one version of it for each set of numbers.
+        A transform for which groups have different numbers becomes a `by_groups`, which has one version of it for each
+        set of numbers.
         """
-        members: list[GroupMembers] = []
-        for bound, numbers in zip(groups, values, strict=True):
-            if bound.names:  # a group without parameters needs no version
-                members.append(GroupMembers(sorted(bound.names), fitted(self.defaults, numbers)))
-        # By names: the order of groups may differ between ranks, but the order of versions must not.
-        members.sort(key=lambda group: group.names)
-        tx = for_groups(self._inner, self.visits[0], members)
+        tx = for_groups(self._inner, self.visits[0], self.members(groups, values))
         if torch.compiler.is_compiling() and any(visited.tx.factory is accumulate for visited in self.visits):
             tx = as_tensors(tx)  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
         return prepared(tx)
+
+    def members(self, groups: Sequence[BoundGroup], values: Sequence[Mapping[str, Number]]) -> list[GroupMembers]:
+        """Return the parameter names of each group, and its hyperparameters in the types of the transform's."""
+        members: list[GroupMembers] = []
+        for bound, numbers in zip(groups, values, strict=True):
+            if bound.names:  # a group without parameters has no effect
+                members.append(GroupMembers(sorted(bound.names), fitted(self.defaults, numbers)))
+        # The order of groups may differ between ranks, but that of versions in `by_groups` must not: sort by names.
+        return sorted(members, key=lambda group: group.names)
 
     def snapshot(
         self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]

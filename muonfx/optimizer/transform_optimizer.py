@@ -27,8 +27,9 @@ from muonfx.core.transform import require_transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.renaming import Rename
 from muonfx.optimizer import errors
+from muonfx.optimizer.by_groups import common_numbers
 from muonfx.optimizer.constructing import constructed_together
-from muonfx.optimizer.group_numbers import CallersTensors, Group, Number, equal, fitted, read_numbers
+from muonfx.optimizer.group_numbers import CallersTensors, Group, read_numbers
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_lost_decay
 from muonfx.optimizer.named_parameters import (
@@ -49,7 +50,7 @@ from muonfx.optimizer.parameters import (
 )
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
 from muonfx.optimizer.state_dict import StateToLoad, read_state_dict
-from muonfx.optimizer.state_entries import StateEntries, read_edits, warn_of_shared
+from muonfx.optimizer.state_entries import StateEntries, StateSlot, read_edits, warn_of_shared
 from muonfx.optimizer.stepping import FormerState, Stepping
 from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
 from muonfx.placement.arguments import Arguments
@@ -362,14 +363,9 @@ class TransformOptimizer(Optimizer):
 
         It has the current hyperparameters where all groups agree, so a checkpoint that is saved with it records them.
         """
-        numbers: dict[str, Number] = {}
-        differing = set[str]()  # the names of numbers that differ between groups: they keep their initial values
-        for group_numbers in read_numbers(self._bound_groups.groups):
-            for name, number in fitted(self._stepping.defaults, group_numbers).items():
-                if name in numbers and not equal(numbers[name], number):
-                    differing.add(name)
-                numbers[name] = number
-        agreed = {name: number for name, number in numbers.items() if name not in differing}
+        groups = self._bound_groups.groups
+        common, conflicts = common_numbers(self._stepping.members(groups, read_numbers(groups)))
+        agreed = {name: number for name, number in common.items() if name not in conflicts}
         return self._stepping.transform_with(with_hyperparams(self.tx, agreed))
 
     @property
@@ -424,10 +420,10 @@ class TransformOptimizer(Optimizer):
 
         Examples are ``optimizer.state[param]["momentum.trace"] = tensor`` and ``optimizer.state.clear()``.
         """
-        bound = self._bound_groups.named
         entries: StateEntries = self._live["entries"]
-        if not entries.is_edited(self.state, bound):
+        if not entries.is_edited(self.state):
             return
+        bound = self._bound_groups.named
         # The caller may have put another tensor into a group, and assigned the state under it.
         current: dict[str, Tensor] = {}
         for group in self._groups:
@@ -450,12 +446,13 @@ class TransformOptimizer(Optimizer):
         if self._stepping.is_over_ranks:
             raise errors.emptied_over_ranks(next(iter(bound)))
         starts_all = len(emptied) == len(bound)
-        emptied_params = {bound[name] for name in emptied}
         initial_leaves = tree.leaves(self._stepping.initial(bound))
+        entries: StateEntries = self._live["entries"]
         loads: list[Load] = []
-        for index, (owner, key) in enumerate(self._live["entries"].slots):
-            if starts_all or owner in emptied_params:
-                loads.append(Load(key, index, initial_leaves[index]))
+        for name in emptied:
+            for key, index in entries.indices[name].items():
+                if starts_all or not entries.slots[index].is_shared:
+                    loads.append(Load(key, index, initial_leaves[index]))
         return loads
 
     # ------------------------------------------------------------------------------------------- replaced parameters
@@ -657,8 +654,9 @@ class TransformOptimizer(Optimizer):
         index_of = {id(param): index for index, param in enumerate(self._named().values())}
         saved["state"] = _unshared(saved["state"])
         for index, leaf in self._stepping.exported(self._live["state"]).items():
-            owner, key = self._live["entries"].slots[index]
-            saved["state"][index_of[id(owner)]][key] = leaf
+            slot: StateSlot = self._live["entries"].slots[index]
+            for param in slot.params:
+                saved["state"][index_of[id(param)]][slot.key] = leaf
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Rename | None = None) -> None:
@@ -709,20 +707,24 @@ class TransformOptimizer(Optimizer):
             problem = error
         with torch.no_grad():
             self._stepping.load(to_load.loads, self._live["state"], problem, to_load.without_state)
+        self._load_groups(to_load.groups)
+        for message in to_load.warnings:
+            warn_caller(message)
+        for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load_groups(self, saved_groups: list[Group | None]) -> None:
+        """Copy the entries of each saved group, if there is one, and warn once of numbers that differ."""
         lines: list[str] = []
-        for bound, saved_group in zip(groups, to_load.groups, strict=True):
+        for bound, saved_group in zip(self._bound_groups.groups, saved_groups, strict=True):
             if saved_group is not None:
                 lines += differences(self.tx, bound, saved_group)
                 bound.group.update(entries_to_load(self.tx, bound, saved_group))
-        for message in to_load.warnings:
-            warn_caller(message)
         self._bound_groups.warn_once(
             "load_state_dict: the state dict was saved with other numbers: ",
             lines,
             ". To use the code's numbers, write them into param_groups after loading",
         )
-        for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
 
 
 def _without_sharding(tx: Transform, layout: LayoutLike) -> tuple[Transform, LayoutLike, Settings]:
