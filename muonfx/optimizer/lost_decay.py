@@ -14,7 +14,7 @@ from muonfx.optimizer.group_numbers import BoundGroup
 from muonfx.optimizer.resuming import schedules_in, schedules_of
 from muonfx.transforms.average import master_params
 
-_COUNTS = (0, *(2**power for power in range(21)))
+_COUNTS = (0, *[2**power for power in range(21)])
 """The steps at which a schedule is evaluated: 0, 1, 2, 4, ..., 2**20. One of them is near the end of any warmup."""
 
 
@@ -26,33 +26,30 @@ def warn_of_lost_decay(
     A step multiplies a parameter by ``1 - lr * weight_decay``. In bfloat16, the result is rounded to the same number if
     ``lr * weight_decay`` is small.
     """
-    has_master: set[str] = set()
+    with_float32_copy: set[str] = set()
     for visited in visits:
         if visited.tx.factory is master_params:
-            has_master.update(visited.names)
-    lost: list[str] = []
-    largest = 0.0
+            with_float32_copy.update(visited.names)
+    relative_changes: dict[str, float] = {}  # by a step, of parameters that it does not change
     for bound in groups:
-        trained = [name for name in bound.names if params[name].requires_grad and name not in has_master]
-        narrow = [name for name in trained if params[name].dtype in (torch.bfloat16, torch.float16)]
-        if not narrow:
-            continue
         decay = float(bound.group.get("weight_decay", 0.0))
-        if decay == 0.0:
+        narrow = [name for name in bound.names if params[name].dtype in (torch.bfloat16, torch.float16)]
+        if not narrow or decay == 0.0:
             continue
-        relative_change = decay * _largest_rate(tx, bound)
+        change = decay * _largest_rate(tx, bound)
         for name in narrow:
-            # A unit in the last place of x is between eps / 2 and eps times x.
-            if 0.0 < relative_change < torch.finfo(params[name].dtype).eps / 4:
-                lost.append(name)
-                largest = max(largest, relative_change)
-    if lost:
-        dtype = params[lost[0]].dtype
+            if name in with_float32_copy or not params[name].requires_grad:
+                continue
+            # A unit in the last place of x is between eps / 2 and eps times x, and half a unit is rounded away.
+            if 0.0 < change < torch.finfo(params[name].dtype).eps / 4:
+                relative_changes[name] = change
+    if relative_changes:
+        name = next(iter(relative_changes))
         warn_caller(
-            f"weight decay has no effect on {len(lost)} of {len(params)} parameters, such as {lost[0]!r}: a step "
-            f"changes it by {largest:.2g} of its value, which is rounded away in {dtype}. Wrap the whole chain, "
-            "muonfx.master_params(tx), which keeps a float32 copy (muonfx.Muon.transform_for(model, ...) is Muon's "
-            "chain), or set weight_decay=0"
+            f"weight decay has no effect on {len(relative_changes)} of {len(params)} parameters, such as {name!r}: a "
+            f"step changes it by {max(relative_changes.values()):.2g} of its value, which is rounded away in "
+            f"{params[name].dtype}. Wrap the whole chain, muonfx.master_params(tx), which keeps a float32 copy "
+            "(muonfx.Muon.transform_for(model, ...) is Muon's chain), or set weight_decay=0"
         )
 
 

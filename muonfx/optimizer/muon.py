@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -106,7 +105,7 @@ class Muon(TransformOptimizer):
         else:
             for group in resolve_groups(params, model):
                 model_or_named.update(group["params"])
-        tx = Muon.transform_for(
+        tx = _transform(
             model_or_named,
             lr,
             weight_decay=weight_decay,
@@ -145,27 +144,7 @@ class Muon(TransformOptimizer):
         parameters = [parameter for name, parameter in signature.parameters.items() if name not in of_optimizer]
         bound = bind("Muon", signature.replace(parameters=parameters), (params, lr), options)
         bound.apply_defaults()
-        arguments = SimpleNamespace(**bound.arguments)
-        adamw_numbers = {"adamw_lr": arguments.adamw_lr, "adamw_weight_decay": arguments.adamw_weight_decay}
-        # A dict has a number for each role, such as {"embedding": 1e-3, "head": 3e-4}: then labels are roles.
-        by_role = any(isinstance(number, Mapping) for number in adamw_numbers.values())
-        adam = _adam(arguments.betas)
-        labels = _labels_for(arguments.labels, params, arguments.model, roles=by_role)
-        check_roles("Muon", adamw_numbers, labels, float)
-        adamw_weight_decay = arguments.adamw_weight_decay
-        if adamw_weight_decay is None:
-            adamw_weight_decay = arguments.weight_decay
-        return muon_with_adamw(
-            arguments.lr,
-            arguments.adamw_lr,
-            decay=arguments.momentum,
-            orthogonalize=arguments.orthogonalize,
-            lr_scaling=arguments.lr_scaling,
-            weight_decay=arguments.weight_decay,
-            adam=adam,
-            adamw_weight_decay=adamw_weight_decay,
-            labels=labels,
-        )
+        return _transform(**bound.arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to copy or pickle, as `TransformOptimizer` does."""
@@ -199,6 +178,40 @@ class Muon(TransformOptimizer):
             if all(params.get(name) is param for name, param in new.items()):
                 return model
         return None
+
+
+def _transform(
+    params: nn.Module | Mapping[str, Tensor],
+    lr: float,
+    *,
+    weight_decay: float,
+    momentum: float,
+    orthogonalize: Transform,
+    lr_scaling: ShapeRule,
+    adamw_lr: float | Mapping[str, float] | None,
+    adamw_weight_decay: float | Mapping[str, float] | None,
+    betas: tuple[float, float],
+    labels: LabelsLike,
+    model: nn.Module | None,
+) -> Transform:
+    """Return the transform of `Muon` for its arguments. ``params`` are the model, or its parameters by name."""
+    adamw_numbers = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
+    # A dict has a number for each role, such as {"embedding": 1e-3, "head": 3e-4}: then labels are roles.
+    by_role = any(isinstance(number, Mapping) for number in adamw_numbers.values())
+    adam = _adam(betas)
+    label_of = _labels_for(labels, params, model, roles=by_role)
+    check_roles("Muon", adamw_numbers, label_of, float)
+    return muon_with_adamw(
+        lr,
+        adamw_lr,
+        decay=momentum,
+        orthogonalize=orthogonalize,
+        lr_scaling=lr_scaling,
+        weight_decay=weight_decay,
+        adam=adam,
+        adamw_weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+        labels=label_of,
+    )
 
 
 def _adam(betas: Any) -> Transform:
@@ -261,13 +274,12 @@ def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
     """Warn if AdamW trains all parameters."""
     if not named or not {"muon", "hidden"}.isdisjoint(labels.values()):
         return
-    if all(param.ndim < 2 for param in named.values()):
-        reason = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
-    else:
-        trained_first = sorted(labels.items(), key=lambda pair: pair[1] is None)
-        reasons = [f"{name!r} is {label!r}: {labels.reason(name)}" for name, label in trained_first[:5]]
-        reason = "; ".join(reasons)
     trained = [name for name, label in labels.items() if label is not None]
+    reason = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
+    if any(param.ndim >= 2 for param in named.values()):
+        not_trained = [name for name, label in labels.items() if label is None]
+        first_names = [*trained, *not_trained][:5]
+        reason = "; ".join([f"{name!r} is {labels[name]!r}: {labels.reason(name)}" for name in first_names])
     warn_caller(
         f"Muon: found no parameter with the label 'muon' or 'hidden' ({reason}), expected at least one; AdamW trains "
         f"{len(trained)} of {len(named)} parameters, and none is orthogonalized. Give labels=, or use "

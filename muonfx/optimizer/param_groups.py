@@ -124,11 +124,10 @@ def read_keys(rule: UpdateRule) -> set[str]:
 def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
     """Return ``optimizer.defaults``, as OneCycleLR needs it: each key with the value of the first group that has it."""
     defaults: dict[str, Any] = {}
-    for key in ("lr", "weight_decay", "momentum"):
-        for group in groups:
+    for group in groups:
+        for key in ("lr", "weight_decay", "momentum"):
             if key in group:
-                defaults[key] = group[key]
-                break
+                defaults.setdefault(key, group[key])
     return defaults
 
 
@@ -185,9 +184,6 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
 
 UpdateRules = Mapping[str, UpdateRule]
 
-_UNREAD_RATE = "lr that no transform reads"
-"""The entry of `BoundGroups._reported` for this warning."""
-
 _LISTED = 10
 """The largest number of lines that `BoundGroups.warn_once` lists."""
 
@@ -207,6 +203,8 @@ class BoundGroups:
         """How many keys each group had when the keys were last read."""
         self._reported = set[str]()
         """The keys and the lines of which a warning was given."""
+        self._has_warned_of_rate = False
+        """True after the warning of an "lr" that no transform reads."""
 
     @property
     def named(self) -> dict[str, Tensor]:
@@ -296,13 +294,13 @@ class BoundGroups:
 
     def warn_of_unread_rate(self) -> None:
         """Warn once if a group has an "lr" that somebody has set, and no transform of any group reads it."""
-        if _UNREAD_RATE in self._reported or any("lr" in bound.numbers.keys for bound in self.groups):
+        if self._has_warned_of_rate or any("lr" in bound.numbers.keys for bound in self.groups):
             return
         for index, bound in enumerate(self.groups):
             rate = bound.group["lr"]
             is_set = not isinstance(rate, Tensor) and rate != 0.0
             if is_set or "initial_lr" in bound.group:  # a scheduler adds the latter
-                self._reported.add(_UNREAD_RATE)
+                self._has_warned_of_rate = True
                 warn_caller(
                     f"param_groups[{index}]: 'lr' is {rate!r}, expected no value: the chain has a schedule or no "
                     "learning rate, and ignores it. To set the rate in groups, create the chain with a number as "

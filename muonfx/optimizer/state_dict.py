@@ -36,25 +36,34 @@ def groups_with_names(state_dict: Mapping[str, Any], groups: Sequence[BoundGroup
 
 
 def _named_by_path(saved_groups: list[Group], groups: Sequence[BoundGroup]) -> list[Group]:
-    """Take "param_names" from "params", where torch.distributed.checkpoint saves names such as ``"0.weight"``."""
-    # These paths are in the order of the loading optimizer, but "param_names" are in the order of the saving optimizer.
+    """Take "param_names" from "params", where torch.distributed.checkpoint has put names of the model's parameters.
+
+    It returns ``{"params": ["0.bias", "0.weight"], "param_names": ["0.weight", "0.bias"]}``: the paths under "params"
+    are in the order of the optimizer that loads, and "param_names" in the order of the optimizer that saved.
+    """
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
     if not paths or not all(isinstance(path, str) for path in paths):
         return saved_groups
     plain_names = set(unwrapped(name for bound in groups for name in bound.names).values())
     if plain_names <= set(unwrapped(paths).values()):
         return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
+    # The optimizer has names that are not those of the model, so its parameters are found by the order of the groups.
+    _require_same_order(paths[0], saved_groups, groups)
+    return saved_groups
+
+
+def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[BoundGroup]) -> None:
+    """Raise if the names in saved groups are those of the optimizer in another order. ``path`` is one for the error."""
     names_per_group = [bound.names for bound in groups]
     saved_names_per_group = [saved.get("param_names", []) for saved in saved_groups]
-    is_same_order = saved_names_per_group == names_per_group
-    has_same_names = sorted(map(sorted, saved_names_per_group)) == sorted(map(sorted, names_per_group))
-    if has_same_names and not is_same_order:
+    if saved_names_per_group == names_per_group:
+        return
+    if sorted(map(sorted, saved_names_per_group)) == sorted(map(sorted, names_per_group)):
         raise ValueError(
-            f"nothing was loaded: the state dict has paths such as {paths[0]!r}, and the optimizer has names such as "
+            f"nothing was loaded: the state dict has paths such as {path!r}, and the optimizer has names such as "
             f"{names_per_group[0][0]!r} in another order: create both optimizers from the model or its "
             "named_parameters()"
         )
-    return saved_groups
 
 
 def _named_by_order(saved_groups: list[Group], groups: Sequence[BoundGroup], rename: Rename) -> list[Group]:
@@ -100,20 +109,20 @@ def match_groups(
     names = {name for bound in groups for name in bound.names}
     saved_names = {name for saved in saved_groups for name in saved["param_names"]}
     _require_known(names, saved_names, not_trained)
+    if names == saved_names and len(saved_groups) != len(groups):
+        raise ValueError(
+            f"nothing was loaded: the state dict has {len(saved_groups)} groups, expected {len(groups)}: create this "
+            "optimizer with the groups of the optimizer that was saved"
+        )
     common_names = names & saved_names
-    saved_with: dict[frozenset[str], Group] = {}  # by those members of the group that this optimizer has, too
-    saved_without_names: list[Group] = []  # groups of which this optimizer has no parameter
+    saved_with: dict[frozenset[str], Group] = {}  # saved groups by those of their members that this optimizer has
+    saved_without_names: list[Group] = []  # saved groups of which this optimizer has no parameter
     for saved in saved_groups:
         members = common_names.intersection(saved["param_names"])
         if members:
             saved_with[frozenset(members)] = saved
         else:
             saved_without_names.append(saved)
-    if names == saved_names and len(saved_groups) != len(groups):
-        raise ValueError(
-            f"nothing was loaded: the state dict has {len(saved_groups)} groups, expected {len(groups)}: create this "
-            "optimizer with the groups of the optimizer that was saved"
-        )
     matched: list[Group | None] = []
     empty_groups = iter(saved_without_names)
     for bound in groups:

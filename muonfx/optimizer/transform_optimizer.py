@@ -278,9 +278,9 @@ class TransformOptimizer(Optimizer):
             return
         self._callers_tensors.note(entries)
         for new_group in new_groups(self._stepping, entries, pairs, as_one=as_one):
-            foreign_keys = self.defaults.keys() - new_group.keys()
-            super().add_param_group(new_group)  # adds all defaults to every group
-            for key in foreign_keys:
+            unread_keys = self.defaults.keys() - new_group.keys()
+            super().add_param_group(new_group)
+            for key in unread_keys:  # torch's method has added all of `defaults`
                 del self._groups[-1][key]
 
     @property
@@ -615,9 +615,7 @@ class TransformOptimizer(Optimizer):
             gradients = _gradients_of(params)
             require_dense_and_real(gradients)
         else:
-            self._adopt_state()
-            if not self._bound_groups.are_current(self._groups):
-                self._rebind(at_step=True)
+            self._rebind(at_step=True)
             self._bound_groups.read_new_keys(self._stepping.rules)
             self._bound_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
             params = self._bound_groups.named
