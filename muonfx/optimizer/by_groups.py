@@ -221,7 +221,7 @@ class CommonTensors:
     """
 
     def __init__(self, visits: Sequence[Visit], values: Sequence[Mapping[str, Number]]) -> None:
-        self._tensors: list[CommonTensor] = []
+        self.tensors: list[CommonTensor] = []
         self._versions: list[int] = []
         """The versions of all tensors when they were compared. Writing into a tensor increases its version."""
         copies_of: dict[str, list[Tensor]] = {}
@@ -232,16 +232,16 @@ class CommonTensors:
         for visited in visits:
             names = [name for name in visited.numbers.names if len(copies_of.get(name, ())) > 1]
             if names and _has_common_numbers(visited):
-                self._tensors += [CommonTensor(visited, name, copies_of[name]) for name in names]
+                self.tensors += [CommonTensor(visited, name, copies_of[name]) for name in names]
 
     def check(self) -> None:
         """Raise ValueError if two groups have tensors of different values. Compare only if a tensor was written to."""
         if torch.compiler.is_compiling():
             return
-        versions = [tensor._version for common in self._tensors for tensor in common.copies]
+        versions = [tensor._version for common in self.tensors for tensor in common.copies]
         if versions == self._versions:
             return
-        for visited, name, copies in self._tensors:
+        for visited, name, copies in self.tensors:
             if not all(torch.equal(copies[0], tensor) for tensor in copies):
                 raise _different_values(visited, name)
         self._versions = versions

@@ -1,4 +1,4 @@
-"""The texts of errors of parameters that were replaced, moved, frozen, removed or flattened."""
+"""The texts of errors, most of parameters that were replaced, moved, frozen, removed or flattened."""
 
 from __future__ import annotations
 
@@ -128,3 +128,11 @@ def listed_without_label(name: str) -> ValueError:
         f"param_groups: {name!r} was added, but its label is None, so that it is not "
         "trained: remove it from the groups, or recreate the optimizer with other labels"
     )
+
+
+def first_lines(lines: Sequence[str], limit: int) -> str:
+    """Join the first lines of a message, with a count of the others: "a; b; and 3 more" for a limit of 2."""
+    shown = list(lines[:limit])
+    if len(lines) > limit:
+        shown.append(f"and {len(lines) - limit} more")
+    return "; ".join(shown)

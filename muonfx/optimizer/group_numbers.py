@@ -121,10 +121,8 @@ class GroupNumbers:
 
         If no number has changed, return the same dict object as in the last call.
         """
-        # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
-        may_skip = self._entries and not torch.compiler.is_compiling()
-        if may_skip and all(map(is_, map(group.get, self._entries), self._entries.values())):
-            return self._last  # the usual step: each entry is the object that the last call has read
+        if self._is_unchanged(group):
+            return self._last
         numbers = self.parse(group)
         for hyperparam in self.hyperparams:
             # torch.compile with dynamic=True cannot trace a comparison of sets.
@@ -133,10 +131,16 @@ class GroupNumbers:
         for hyperparam in self.hyperparams:
             self._synchronize(group, hyperparam, numbers)
         self._entries = {key: group[key] for key in self.keys}
-        last = self._last
-        if last.keys() != numbers.keys() or not all(equal(last[name], number) for name, number in numbers.items()):
+        if self._last.keys() != numbers.keys() or not all(self._was_read(*item) for item in numbers.items()):
             self._last = numbers
         return self._last
+
+    def _is_unchanged(self, group: Group) -> bool:
+        """Return True if each entry is the object that the last `read` has left in the group, as in most steps."""
+        # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
+        if torch.compiler.is_compiling() or not self._entries:
+            return False
+        return all(map(is_, map(group.get, self._entries), self._entries.values()))
 
     def _synchronize(self, group: Group, hyperparam: Hyperparam, numbers: Mapping[str, Number]) -> None:
         """Write current numbers into a key of a group that has others: into "betas" if "momentum" was changed."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
 
 from muonfx.core import Transform
+from muonfx.core.checks import is_frozen
 from muonfx.optimizer.group_numbers import Group
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
@@ -57,6 +58,21 @@ def require_parameters(params: object) -> None:
         "params must be a model, model.named_parameters(), or a dict from names to tensors, found "
         f"{type(params).__name__}{advice}"
     )
+
+
+def divide(named: Mapping[str, Tensor], names: Container[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters whose names are in ``names``, and the others."""
+    inside: dict[str, Tensor] = {}
+    outside: dict[str, Tensor] = {}
+    for name, param in named.items():
+        part = inside if name in names else outside
+        part[name] = param
+    return inside, outside
+
+
+def divide_frozen(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the frozen parameters, and the others."""
+    return divide(named, {name for name, param in named.items() if is_frozen(param)})
 
 
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:

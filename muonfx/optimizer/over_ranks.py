@@ -38,7 +38,7 @@ from muonfx.sharding.transform import bind, init_sharded, sharded_with, step_sha
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DeviceMesh
+    from torch.distributed.tensor import DeviceMesh, Placement
 
 SMALL_BUCKET = 1 << 22
 """The smallest default of ``bucket_bytes``: for small parameters, larger buckets save kernel launches."""
@@ -106,7 +106,7 @@ class SteppingOverRanks(Stepping):
         self.binding: Binding = bind(layout, settings, store_of(tx))
         """The layout with the plan of its communication, which the functions of `muonfx.sharding` take."""
         self._progress = Progress()
-        self._now = self._inner
+        self._current = self._inner
         """The transform with the current hyperparameters."""
         self._like: dict[str, Tensor | None] = {}
         """All parameters in full, as meta tensors."""
@@ -227,12 +227,13 @@ class SteppingOverRanks(Stepping):
     def local_value(self, index: int, leaf: Any, value: Any) -> Tensor:
         """Return the part of a saved tensor to load on this rank, or all of it for a leaf that owners hold."""
         placement = self._placements[index]
-        is_owned = placement is not None and placement.name is not None and placement.owned
-        if placement is None or not is_owned or isinstance(value, FlatShardTensor):
+        if placement is None or placement.name is None or not placement.owned:
             return on_this_rank(leaf, value)
-        if not is_dtensor(value):
+        if isinstance(value, FlatShardTensor):
+            return on_this_rank(leaf, value)
+        if not is_dtensor(value):  # `assign` copies the part of this rank, and that of others into gathered copies
             return value
-        spec = self.layout.dtensors.get(str(placement.name))
+        spec = self.layout.dtensors.get(placement.name)
         is_of_one_owner = is_dtensor(leaf) and value.device_mesh == leaf.device_mesh
         if spec is None or value.device_mesh != spec.mesh or is_of_one_owner:
             return on_this_rank(leaf, value)
@@ -279,12 +280,12 @@ class SteppingOverRanks(Stepping):
         return super().snapshot(state, self.layout.gather(params), self.layout.gather(grads), groups)
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
-        self._now = tx
+        self._current = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run a step together with all ranks. If one rank has a ``problem``, all ranks raise before any change."""
         _, after = step_sharded(
-            self.binding, self._progress, self._now, call, problem=problem, apply_to_params=add_in_place
+            self.binding, self._progress, self._current, call, problem=problem, apply_to_params=add_in_place
         )
         self._share(after)
         return after
@@ -303,7 +304,8 @@ def _evenly_sharded(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return a full tensor as a DTensor that is sharded over the last dim of a mesh."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    last = Shard(0) if whole.ndim else Replicate()
-    placements = [*[Replicate()] * (mesh.ndim - 1), last]
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    if whole.ndim:
+        placements[-1] = Shard(0)
     # Cloned, because a shard is a view that would keep the full tensor in memory.
     return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()

@@ -314,13 +314,9 @@ class BoundGroups:
     def warn_once(self, before: str, lines: list[str], after: str) -> None:
         """Warn of those lines that this optimizer has not reported, with the text before and after them."""
         new_lines = [line for line in lines if line not in self._reported]
-        if not new_lines:
-            return
         self._reported.update(new_lines)
-        shown = new_lines[:_LISTED]
-        if len(new_lines) > _LISTED:
-            shown.append(f"and {len(new_lines) - _LISTED} more")
-        warn_caller(before + "; ".join(shown) + after)
+        if new_lines:
+            warn_caller(before + errors.first_lines(new_lines, _LISTED) + after)
 
 
 def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRules) -> None:

@@ -9,6 +9,7 @@ from muonfx.core import Transform
 from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename, new_names
 from muonfx.internal.wrappers import unwrapped
+from muonfx.optimizer.errors import first_lines
 from muonfx.optimizer.group_numbers import BoundGroup, Group
 from muonfx.optimizer.local_values import Load, Misfit, require_fit
 from muonfx.optimizer.resuming import keys_of_schedules
@@ -284,12 +285,9 @@ def _missing_hyperparams(tx: Transform, bound: BoundGroup, saved: Group) -> list
 
 def _does_not_fit(problems: list[str]) -> ValueError:
     """Return an error that lists the first problems in alphabetical order, and the number of others."""
-    shown = sorted(problems)[:_LISTED]
-    if len(problems) > _LISTED:
-        shown.append(f"and {len(problems) - _LISTED} more")
     return ValueError(
-        f"the state does not fit this optimizer, nothing was loaded: {'; '.join(shown)}. Load it into an optimizer for "
-        "the same model, with the same transform"
+        f"the state does not fit this optimizer, nothing was loaded: {first_lines(sorted(problems), _LISTED)}. Load it "
+        "into an optimizer for the same model, with the same transform"
     )
 
 

@@ -165,7 +165,8 @@ class Stepping:
         values = read_numbers(groups)
         # `read_numbers` returns the dict objects of the last call if no number has changed.
         if self._groups is groups and all(map(is_, values, self._values)):
-            self._common.check()  # a caller may have written into a tensor
+            if self._common.tensors:  # a caller may have written into one
+                self._common.check()
             return
         if not torch.compiler.is_compiling():
             separate_tensors(groups)
@@ -224,8 +225,9 @@ class Stepping:
         """
         if problem is not None:
             raise problem
-        check_extras(self.tx, call.extras)  # their names
-        check_resolved_extras(self.visits, call.extras)  # their values
+        check_extras(self.tx, call.extras)
+        if call.extras:  # their names are right: check the values
+            check_resolved_extras(self.visits, call.extras)
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             call = call._replace(donate=Donation(updates=False, state=True))
         else:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from muonfx import tree
 from muonfx.core import Donation, Transform
-from muonfx.core.checks import is_frozen, warn_caller
+from muonfx.core.checks import warn_caller
 from muonfx.core.donation import check_writable
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import require_transform
@@ -35,6 +35,8 @@ from muonfx.optimizer.lost_decay import warn_of_lost_decay
 from muonfx.optimizer.named_parameters import (
     NamedParameters,
     check_once,
+    divide,
+    divide_frozen,
     named_pairs,
     resolve_groups,
 )
@@ -176,12 +178,10 @@ class TransformOptimizer(Optimizer):
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
         self._settings = (_layout_for(named, layout), settings)
         # Frozen parameters and those with the label None are in no group.
-        frozen = {name: param for name, param in named.items() if is_frozen(param)}
-        unfrozen = {name: param for name, param in named.items() if name not in frozen}
+        frozen, unfrozen = divide_frozen(named)
         self._stepping = self._stepping_for(tx, unfrozen, frozen)
         rules = self._stepping.rules
-        trained = {name: param for name, param in unfrozen.items() if name in rules}
-        left_out = {name: param for name, param in unfrozen.items() if name not in rules}
+        trained, left_out = divide(unfrozen, rules)
         self._parameters = FollowedParameters(models_of(params), model, trained, frozen, left_out)
         self._bound_groups = BoundGroups(self._parameters)
         self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
@@ -252,8 +252,7 @@ class TransformOptimizer(Optimizer):
         named = self._named()
         pairs = named_pairs(param_group["params"], self._parameters.names)
         check_once([*named.items(), *pairs])
-        frozen = {name: param for name, param in pairs if is_frozen(param)}
-        unfrozen = {name: param for name, param in pairs if name not in frozen}
+        frozen, unfrozen = divide_frozen(dict(pairs))
         if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
         former = FormerState(self._stepping, self._live["state"])
@@ -261,7 +260,7 @@ class TransformOptimizer(Optimizer):
             not_trained = self._parameters.not_trained_params()
             tx = self._transform_for(unfrozen)
             self._stepping = self._stepping_for(tx, {**named, **unfrozen}, not_trained)
-            trained = {name: param for name, param in unfrozen.items() if name in self._stepping.rules}
+            trained, _ = divide(unfrozen, self._stepping.rules)
             if pairs and not trained:
                 raise errors.label_is_none(pairs[0][0])
             self._add_groups(param_group, list(trained.items()), as_one=True)
@@ -339,12 +338,11 @@ class TransformOptimizer(Optimizer):
         """
         layout, settings = self._settings
         check_usable(named, layout)
-        others = {name: param for name, param in not_trained.items() if name not in named}
+        _, others = divide(not_trained, named)
         stepping = stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
-        left_out = {name: named[name] for name, rule in stepping.rules.items() if rule.is_left_out}
+        left_out, trained = divide(named, {name for name, rule in stepping.rules.items() if rule.is_left_out})
         if not left_out:
             return stepping
-        trained = {name: param for name, param in named.items() if name not in left_out}
         return stepping_for(tx, trained, {**others, **left_out}, layout, settings, self.bucket_bytes)
 
     # -------------------------------------------------------------------------------------------------------- state
