@@ -168,7 +168,7 @@ def _missing(key: str, group: Group, last: object) -> ValueError:
     )
 
 
-class BoundGroup(NamedTuple):
+class TrackedGroup(NamedTuple):
     """A param group as it was when its state was created or last moved."""
 
     group: Group
@@ -179,9 +179,9 @@ class BoundGroup(NamedTuple):
     """The object that reads the hyperparameters of the group."""
 
 
-def read_numbers(groups: Iterable[BoundGroup]) -> list[dict[str, Number]]:
+def read_numbers(groups: Iterable[TrackedGroup]) -> list[dict[str, Number]]:
     """Return the current hyperparameters of each param group by dotted name, as `GroupNumbers.read` returns them."""
-    return [bound.numbers.read(bound.group) for bound in groups]
+    return [tracked.numbers.read(tracked.group) for tracked in groups]
 
 
 def own_copy(value: Any) -> Any:
@@ -189,11 +189,11 @@ def own_copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def separate_tensors(groups: Iterable[BoundGroup]) -> None:
+def separate_tensors(groups: Iterable[TrackedGroup]) -> None:
     """Replace a tensor that several groups or several hyperparameters have in common by a copy for each of them."""
     tensor_ids = set[int]()  # of hyperparameters of earlier groups, or of this one
-    for bound in groups:
-        numbers = dict(bound.numbers.read(bound.group))
+    for tracked in groups:
+        numbers = dict(tracked.numbers.read(tracked.group))
         has_changed = False
         for name, value in numbers.items():
             if id(value) in tensor_ids:
@@ -202,7 +202,7 @@ def separate_tensors(groups: Iterable[BoundGroup]) -> None:
             if isinstance(value, Tensor):
                 tensor_ids.add(id(numbers[name]))
         if has_changed:
-            bound.group.update(bound.numbers.entries(numbers))
+            tracked.group.update(tracked.numbers.entries(numbers))
 
 
 def scalar(name: str, value: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.visit import Visit
-from muonfx.optimizer.group_numbers import BoundGroup
+from muonfx.optimizer.group_numbers import TrackedGroup
 from muonfx.optimizer.resuming import schedules_in, schedules_of
 from muonfx.transforms.average import master_params
 
@@ -19,7 +19,7 @@ _COUNTS = (0, *[2**power for power in range(21)])
 
 
 def warn_of_lost_decay(
-    tx: Transform, visits: Sequence[Visit], groups: Sequence[BoundGroup], params: Mapping[str, Tensor]
+    tx: Transform, visits: Sequence[Visit], groups: Sequence[TrackedGroup], params: Mapping[str, Tensor]
 ) -> None:
     """Warn if no step of weight decay changes a parameter, because each is below half a unit in its last place.
 
@@ -31,12 +31,12 @@ def warn_of_lost_decay(
         if visited.tx.factory is master_params:
             with_float32_copy.update(visited.names)
     relative_changes: dict[str, float] = {}  # by a step, of parameters that it does not change
-    for bound in groups:
-        decay = float(bound.group.get("weight_decay", 0.0))
-        narrow = [name for name in bound.names if params[name].dtype in (torch.bfloat16, torch.float16)]
+    for tracked in groups:
+        decay = float(tracked.group.get("weight_decay", 0.0))
+        narrow = [name for name in tracked.names if params[name].dtype in (torch.bfloat16, torch.float16)]
         if not narrow or decay == 0.0:
             continue
-        change = decay * _largest_rate(tx, bound)
+        change = decay * _largest_rate(tx, tracked)
         for name in narrow:
             if name in with_float32_copy or not params[name].requires_grad:
                 continue
@@ -53,16 +53,16 @@ def warn_of_lost_decay(
         )
 
 
-def _largest_rate(tx: Transform, bound: BoundGroup) -> float:
+def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:
     """Return the learning rate of a group, or the largest value of its schedule at the steps ``_COUNTS``.
 
     Return 0.0 for a group without a learning rate.
     """
-    if "lr" in bound.numbers.keys:  # a number, not a schedule
-        return float(bound.group["lr"])
+    if "lr" in tracked.numbers.keys:  # a number, not a schedule
+        return float(tracked.group["lr"])
     schedules = schedules_in(tx)
     largest = 0.0
-    for name in schedules_of(tx, bound):  # such as "scale_by_learning_rate.learning_rate"
+    for name in schedules_of(tx, tracked):  # such as "scale_by_learning_rate.learning_rate"
         argument = name.split(".")[-1]
         if argument != "learning_rate":  # a schedule of another number, such as the decay of a momentum
             continue

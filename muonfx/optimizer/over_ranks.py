@@ -12,7 +12,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.visit import Visit, visit
 from muonfx.optimizer.gathering import Gathering
-from muonfx.optimizer.group_numbers import BoundGroup
+from muonfx.optimizer.group_numbers import TrackedGroup
 from muonfx.optimizer.local_values import Load, on_this_rank, require_same_position
 from muonfx.optimizer.stepping import FormerState, Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
@@ -126,7 +126,7 @@ class SteppingOverRanks(Stepping):
         return sharded_with(self._progress, tx, self.layout, self._settings)
 
     def init(
-        self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup], former: FormerState | None = None
+        self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup], former: FormerState | None = None
     ) -> PyTree:
         """Return the state of this rank's shards, and record where each leaf of the state is.
 
@@ -274,7 +274,7 @@ class SteppingOverRanks(Stepping):
                 leaf.copy_(value.view(leaf.shape))
 
     def snapshot(
-        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]
+        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[TrackedGroup]
     ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
         """Return the transform with the current hyperparameters, and the state, parameters and gradients, gathered."""
         return super().snapshot(state, self.layout.gather(params), self.layout.gather(grads), groups)

@@ -19,8 +19,8 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.value import prepared
 from muonfx.optimizer import errors
-from muonfx.optimizer.group_numbers import BoundGroup, Group, GroupNumbers, fitted, own_copy
-from muonfx.optimizer.parameters import FollowedParameters
+from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup, fitted, own_copy
+from muonfx.optimizer.parameters import TrackedParameters
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.update_rules import (
     UpdateRule,
@@ -185,19 +185,19 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
 UpdateRules = Mapping[str, UpdateRule]
 
 _LISTED = 10
-"""The largest number of lines that `BoundGroups.warn_once` lists."""
+"""The largest number of lines that `TrackedGroups.warn_once` lists."""
 
 
-class BoundGroups:
+class TrackedGroups:
     """Records the param groups from which the steps of an optimizer read the hyperparameters.
 
     Args:
         parameters: the parameters of the optimizer, from which the names of tensors in the groups are read.
     """
 
-    def __init__(self, parameters: FollowedParameters) -> None:
-        self.groups: list[BoundGroup] = []
-        """The groups as `note` has recorded them."""
+    def __init__(self, parameters: TrackedParameters) -> None:
+        self.groups: list[TrackedGroup] = []
+        """The groups as `record` has recorded them."""
         self._parameters = parameters
         self._key_counts: list[int] = []
         """How many keys each group had when the keys were last read."""
@@ -209,11 +209,11 @@ class BoundGroups:
     @property
     def named(self) -> dict[str, Tensor]:
         """A dict from name to parameter, for the parameters that have optimizer state, in the order of the groups."""
-        bound_parameters = self._parameters.bound
+        tracked_parameters = self._parameters.tracked
         named: dict[str, Tensor] = {}
-        for bound in self.groups:
-            for name in bound.names:
-                named[name] = bound_parameters[name].param
+        for tracked in self.groups:
+            for name in tracked.names:
+                named[name] = tracked_parameters[name].param
         return named
 
     def are_current(self, groups: Sequence[Group]) -> bool:
@@ -221,21 +221,21 @@ class BoundGroups:
         return self._have(groups) and self._parameters.are_current()
 
     def _have(self, groups: Sequence[Group]) -> bool:
-        """Return True if these are the param groups that `note` recorded, with the same parameters and names."""
+        """Return True if these are the param groups that `record` recorded, with the same parameters and names."""
         if len(groups) != len(self.groups):
             return False
         params: list[Tensor] = []
-        for group, bound in zip(groups, self.groups, strict=True):
-            if group is not bound.group or group.get("param_names") != bound.names:
+        for group, tracked in zip(groups, self.groups, strict=True):
+            if group is not tracked.group or group.get("param_names") != tracked.names:
                 return False
-            if len(group["params"]) != len(bound.names):
+            if len(group["params"]) != len(tracked.names):
                 return False
             params += group["params"]
         return all(map(is_, params, self.named.values()))
 
-    def note(self, groups: Iterable[Group], rules: UpdateRules) -> None:
+    def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
         """Record the param groups from which later steps read the hyperparameters."""
-        bound_groups: list[BoundGroup] = []
+        tracked_groups: list[TrackedGroup] = []
         for group in groups:
             names: list[str] = list(group["param_names"])
             distinct = distinct_rules(names, rules)
@@ -247,18 +247,18 @@ class BoundGroups:
             former_numbers = self._former_numbers(group, names)
             if former_numbers is not None and former_numbers.hyperparams == hyperparams:
                 numbers = copy.copy(former_numbers)  # they show which of two keys of a number is changed next
-            bound_groups.append(BoundGroup(group, names, numbers))
-        self.groups = bound_groups
+            tracked_groups.append(TrackedGroup(group, names, numbers))
+        self.groups = tracked_groups
         self._key_counts = []
 
     def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
         """Return the object that has read a group so far, or the group in which its first parameter was; else None."""
-        for bound in self.groups:
-            if bound.group is group:
-                return bound.numbers
-        for bound in self.groups:
-            if names and names[0] in bound.names:
-                return bound.numbers
+        for tracked in self.groups:
+            if tracked.group is group:
+                return tracked.numbers
+        for tracked in self.groups:
+            if names and names[0] in tracked.names:
+                return tracked.numbers
         return None
 
     def follow(self, groups: Sequence[Group], rules: UpdateRules, *, may_list_twice: bool = False) -> None:
@@ -274,32 +274,32 @@ class BoundGroups:
             group["params"] = list(group["params"])
             group["param_names"] = names
             group.setdefault("label", label_of(distinct_rules(names, rules)))
-        self.note(groups, rules)
+        self.record(groups, rules)
 
     def read_new_keys(self, rules: UpdateRules) -> None:
         """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay"."""
         if self._count_keys() == self._key_counts:  # a step must not compare all keys
             return
         # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
-        self.note([bound.group for bound in self.groups], rules)
+        self.record([tracked.group for tracked in self.groups], rules)
         self._key_counts = self._count_keys()
-        all_keys = set[str]().union(*[bound.numbers.keys for bound in self.groups])
-        for bound in self.groups:
-            first_name = bound.names[0] if bound.names else "no parameter"
-            for key in bound.group.keys() - all_keys - self._reported:
-                message = unread_key_warning(key, bound.group[key], first_name, set(bound.numbers.keys), all_keys)
+        all_keys = set[str]().union(*[tracked.numbers.keys for tracked in self.groups])
+        for tracked in self.groups:
+            first_name = tracked.names[0] if tracked.names else "no parameter"
+            for key in tracked.group.keys() - all_keys - self._reported:
+                message = unread_key_warning(key, tracked.group[key], first_name, set(tracked.numbers.keys), all_keys)
                 if message is not None:
                     self._reported.add(key)
                     warn_caller(message)
 
     def warn_of_unread_rate(self) -> None:
         """Warn once if a group has an "lr" that somebody has set, and no transform of any group reads it."""
-        if self._has_warned_of_rate or any("lr" in bound.numbers.keys for bound in self.groups):
+        if self._has_warned_of_rate or any("lr" in tracked.numbers.keys for tracked in self.groups):
             return
-        for index, bound in enumerate(self.groups):
-            rate = bound.group["lr"]
+        for index, tracked in enumerate(self.groups):
+            rate = tracked.group["lr"]
             is_set = not isinstance(rate, Tensor) and rate != 0.0
-            if is_set or "initial_lr" in bound.group:  # a scheduler adds the latter
+            if is_set or "initial_lr" in tracked.group:  # a scheduler adds the latter
                 self._has_warned_of_rate = True
                 warn_caller(
                     f"param_groups[{index}]: 'lr' is {rate!r}, expected no value: the chain has a schedule or no "
@@ -309,7 +309,7 @@ class BoundGroups:
                 return
 
     def _count_keys(self) -> list[int]:
-        return [len(bound.group) for bound in self.groups]
+        return [len(tracked.group) for tracked in self.groups]
 
     def warn_once(self, before: str, lines: list[str], after: str) -> None:
         """Warn of those lines that this optimizer has not reported, with the text before and after them."""

@@ -81,7 +81,7 @@ class Slot(NamedTuple):
         return module._parameters.get(self.attribute)
 
 
-class BoundParameter(NamedTuple):
+class TrackedParameter(NamedTuple):
     """A parameter with its shape, device and sharding at the time when its state was created or last moved."""
 
     param: Tensor
@@ -100,7 +100,7 @@ class KnownModel(NamedTuple):
     """True if the optimizer may have only some of its parameters, because the caller gave it by ``model=``."""
 
 
-class FollowedParameters:
+class TrackedParameters:
     """Records for which tensors an optimizer has state, and where its models have these parameters.
 
     A parameter is identified by its name. Its tensor may be replaced, in a module of a model or in a param group.
@@ -128,16 +128,16 @@ class FollowedParameters:
         self.add_models(models)
         self._frozen = self._slots_or_tensors(frozen)
         self._left_out = self._slots_or_tensors(left_out)
-        self.bound: dict[str, BoundParameter] = {}
+        self.tracked: dict[str, TrackedParameter] = {}
         """The parameters that have state, by name."""
         self.version = 0
-        """How often `bound` was changed."""
-        self.bind(trained)
+        """How often `tracked` was changed."""
+        self.track(trained)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle, without models and parameters. A restored optimizer records its own."""
         # Frozen weights may be large, and the copy of an optimizer is of the trained ones.
-        return {**self.__dict__, "_models": [], "bound": {}, "_frozen": {}, "_left_out": {}}
+        return {**self.__dict__, "_models": [], "tracked": {}, "_frozen": {}, "_left_out": {}}
 
     @property
     def models(self) -> list[nn.Module]:
@@ -149,30 +149,30 @@ class FollowedParameters:
         """The name of each parameter that has state, belongs to a model, or was left out because it is frozen."""
         names = {param: name for name, param in _existing(self._frozen).items()}
         names |= names_in(self.models)
-        return names | {bound.param: name for name, bound in self.bound.items()}
+        return names | {tracked.param: name for name, tracked in self.tracked.items()}
 
     @property
     def on_meta(self) -> bool:
         """True if a parameter is on the meta device, so that it has no values yet."""
-        return any(bound.param.is_meta for bound in self.bound.values())
+        return any(tracked.param.is_meta for tracked in self.tracked.values())
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Record models of which the optimizer has all parameters."""
         for model in models:
             self._models.append(KnownModel(weakref.ref(model), has_others=False))
 
-    def bind(self, named: Mapping[str, Tensor]) -> None:
+    def track(self, named: Mapping[str, Tensor]) -> None:
         """Record the named tensors for which the optimizer now has state, and their positions in the models."""
         slot_of: dict[Tensor, Slot] | None = None  # only made if a parameter is in another position than before
         for name, param in named.items():
-            bound = self.bound.get(name)
-            slot = None if bound is None else bound.slot
+            tracked = self.tracked.get(name)
+            slot = None if tracked is None else tracked.slot
             if slot is None or slot.current() is not param:
                 if slot_of is None:
                     slot_of = self._slots()
                 slot = slot_of.get(param)
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
-            self.bound[name] = BoundParameter(param, param.shape, param.device, _placement(param), slot)
+            self.tracked[name] = TrackedParameter(param, param.shape, param.device, _placement(param), slot)
             self._frozen.pop(name, None)
         self.version += 1
 
@@ -199,21 +199,21 @@ class FollowedParameters:
         for model in self.models:
             yield from model.modules()
 
-    def saved(self) -> tuple[dict[str, BoundParameter], dict[str, Slot | Tensor]]:
-        """Return what `restore` needs to undo `bind` and `leave_out`."""
-        return dict(self.bound), dict(self._frozen)
+    def saved(self) -> tuple[dict[str, TrackedParameter], dict[str, Slot | Tensor]]:
+        """Return what `restore` needs to undo `track` and `leave_out`."""
+        return dict(self.tracked), dict(self._frozen)
 
-    def restore(self, saved: tuple[dict[str, BoundParameter], dict[str, Slot | Tensor]]) -> None:
+    def restore(self, saved: tuple[dict[str, TrackedParameter], dict[str, Slot | Tensor]]) -> None:
         """Undo all changes since `saved` was called."""
-        self.bound, self._frozen = saved
+        self.tracked, self._frozen = saved
         self.version += 1
 
     # ------------------------------------------------------------------------------------------ replaced parameters
 
     def are_current(self) -> bool:
         """Return True if no parameter was replaced, resized or moved, as far as the models show."""
-        for bound in self.bound.values():
-            if bound.param.shape != bound.shape or bound.param.device != bound.device:
+        for tracked in self.tracked.values():
+            if tracked.param.shape != tracked.shape or tracked.param.device != tracked.device:
                 return False
         return not self._others_in_models()
 
@@ -223,16 +223,16 @@ class FollowedParameters:
         They have replaced the parameters, or FSDP2 has put gathered tensors there during forward and backward.
         """
         others: dict[str, Tensor] = {}
-        for name, bound in self.bound.items():
-            if bound.slot is None:
+        for name, tracked in self.tracked.items():
+            if tracked.slot is None:
                 continue
-            current = bound.slot.current()
-            if current is not None and current is not bound.param:
+            current = tracked.slot.current()
+            if current is not None and current is not tracked.param:
                 others[name] = current
         return others
 
     def replaced(self, named: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
-        """Return, by name, the parameters that were replaced by other tensors or moved since the last `bind`.
+        """Return, by name, the parameters that were replaced by other tensors or moved since the last `track`.
 
         ``named`` are the parameters in the groups. ``at_step``: raise if gradients belong to the replaced tensors.
         """
@@ -241,10 +241,10 @@ class FollowedParameters:
             self._require_new_gradients(current)
         replaced: dict[str, Tensor] = {}
         for name, param in current.items():
-            bound = self.bound[name]
-            if param.shape != bound.shape:
-                raise errors.other_shape(name, param, bound.shape)
-            if bound.param is not param or param.device != bound.device:
+            tracked = self.tracked[name]
+            if param.shape != tracked.shape:
+                raise errors.other_shape(name, param, tracked.shape)
+            if tracked.param is not param or param.device != tracked.device:
                 replaced[name] = param
         return replaced
 
@@ -253,17 +253,17 @@ class FollowedParameters:
         if any(param.grad is not None for param in current.values()):
             return
         for name, param in current.items():
-            former_param = self.bound[name].param
+            former_param = self.tracked[name].param
             if former_param is not param and former_param.grad is not None:
                 raise errors.replaced_after_backward(name)
 
     def is_swap(self, replaced: Mapping[str, Tensor]) -> bool:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
-        return all(self.bound[name].placement == _placement(param) for name, param in replaced.items())
+        return all(self.tracked[name].placement == _placement(param) for name, param in replaced.items())
 
     def replaced_in_models(self) -> dict[Tensor, Tensor]:
         """Return a dict from each parameter that was replaced in the models to the new tensor. It is empty if none."""
-        named = {name: bound.param for name, bound in self.bound.items()}
+        named = {name: tracked.param for name, tracked in self.tracked.items()}
         return {named[name]: param for name, param in self._replaced_in_models(named).items()}
 
     def _replaced_in_models(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -274,7 +274,7 @@ class FollowedParameters:
         """
         replaced: dict[str, Tensor] = {}
         for name, param in self._others_in_models().items():
-            if named.get(name) is self.bound[name].param:
+            if named.get(name) is self.tracked[name].param:
                 replaced[name] = param
         if not replaced:
             return replaced
@@ -297,7 +297,7 @@ class FollowedParameters:
 
         Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed.
         """
-        known_params = {bound.param for bound in self.bound.values()}
+        known_params = {tracked.param for tracked in self.tracked.values()}
         unknown_params = [param for group in groups for param in group["params"] if param not in known_params]
         added: dict[str, Tensor] = {}
         if not unknown_params:
@@ -305,7 +305,7 @@ class FollowedParameters:
         names = self.names
         for param in unknown_params:
             name = names.get(param)
-            if name and name not in self.bound:  # a new tensor under a known name replaces a parameter
+            if name and name not in self.tracked:  # a new tensor under a known name replaces a parameter
                 added[name] = param
         return added
 
@@ -320,7 +320,7 @@ class FollowedParameters:
         for index, group in enumerate(groups):
             params: list[Tensor] = list(group["params"])
             former_names = list(group.get("param_names", ()))
-            has_former_names = len(former_names) == len(params) and self.bound.keys() >= set(former_names)
+            has_former_names = len(former_names) == len(params) and self.tracked.keys() >= set(former_names)
             names: list[str] = []
             for position, param in enumerate(params):
                 if param in name_of:
@@ -334,15 +334,15 @@ class FollowedParameters:
         for name, count in times.items():
             if count > 1:
                 raise errors.listed_twice(name, count)
-        removed = [name for name in self.bound if name not in times]
+        removed = [name for name in self.tracked if name not in times]
         if removed:
-            raise errors.removed(removed, len(self.bound))
+            raise errors.removed(removed, len(self.tracked))
         return names_per_group
 
     def _names_of_tensors(self) -> dict[Tensor, str]:
         """Return the name of each parameter with state, and of the tensors that the models have in their places."""
         name_of = {param: name for name, param in self._others_in_models().items()}
-        return name_of | {bound.param: name for name, bound in self.bound.items()}
+        return name_of | {tracked.param: name for name, tracked in self.tracked.items()}
 
     # ---------------------------------------------------------------------------------- parameters that are in no group
 
@@ -352,7 +352,7 @@ class FollowedParameters:
 
     def not_trained(self) -> set[str]:
         """Return the names of parameters that are known, but have no state, as they are frozen or have label None."""
-        return {*self._frozen, *self._left_out, *names_in(self.models).values()} - self.bound.keys()
+        return {*self._frozen, *self._left_out, *names_in(self.models).values()} - self.tracked.keys()
 
     def check_frozen(self) -> None:
         """Raise if a parameter that was frozen at construction is trained now, because it is in no group."""
@@ -416,7 +416,7 @@ class GradientCheck:
         is_alone: True in one process, where no other rank has the gradients that are missing here.
     """
 
-    def __init__(self, parameters: FollowedParameters, *, is_alone: bool) -> None:
+    def __init__(self, parameters: TrackedParameters, *, is_alone: bool) -> None:
         _count_registrations()  # from now on, `_registrations.count` changes if a model gets a new parameter
         self._parameters = parameters
         self._is_alone = is_alone

@@ -16,7 +16,7 @@ from muonfx.core import Transform
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.schedules import Schedule
 from muonfx.core.value import walk
-from muonfx.optimizer.group_numbers import BoundGroup, Group, fitted
+from muonfx.optimizer.group_numbers import Group, TrackedGroup, fitted
 
 SCHEDULES = "schedules"
 """The key in a saved group with a dict from the name of each schedule to the code that creates it."""
@@ -35,42 +35,42 @@ def schedules_in(tx: Transform) -> dict[str, Schedule]:
     return schedules
 
 
-def schedule_texts(tx: Transform, bound: BoundGroup) -> dict[str, str]:
+def schedule_texts(tx: Transform, tracked: TrackedGroup) -> dict[str, str]:
     """Return the code of each schedule of a group with the group's current numbers, by dotted name.
 
     An example is ``{"scale_by_learning_rate.learning_rate": "cosine(peak=0.1, steps=100)"}``.
     """
-    names = schedules_of(tx, bound)
+    names = schedules_of(tx, tracked)
     if not names:
         return {}
-    numbers = fitted(hyperparams(tx), bound.numbers.read(bound.group))
+    numbers = fitted(hyperparams(tx), tracked.numbers.read(tracked.group))
     current = schedules_in(with_hyperparams(tx, numbers))
     return {name: repr(current[name]) for name in names}
 
 
-def schedules_of(tx: Transform, bound: BoundGroup) -> list[str]:
+def schedules_of(tx: Transform, tracked: TrackedGroup) -> list[str]:
     """Return the dotted names of the schedules of which a group has numbers."""
-    numbers = bound.numbers.names
+    numbers = tracked.numbers.names
     return [name for name in schedules_in(tx) if any(number.startswith(f"{name}.") for number in numbers)]
 
 
-def keys_of_schedules(tx: Transform, bound: BoundGroup) -> tuple[str, ...]:
+def keys_of_schedules(tx: Transform, tracked: TrackedGroup) -> tuple[str, ...]:
     """Return the first levels of the keys of schedules, such as "scale_by_learning_rate.learning_rate.".
 
     A key that begins with one of them, such as "scale_by_learning_rate.learning_rate.peak", is a schedule's number.
     """
     levels: list[str] = []
-    for name in schedules_of(tx, bound):
-        for hyperparam in bound.numbers.hyperparams:
+    for name in schedules_of(tx, tracked):
+        for hyperparam in tracked.numbers.hyperparams:
             if hyperparam.names[0].startswith(f"{name}."):
                 argument = hyperparam.names[0].removeprefix(f"{name}.")  # such as "peak"
                 levels.append(hyperparam.key.removesuffix(argument))
     return tuple(levels)
 
 
-def entries_to_load(tx: Transform, bound: BoundGroup, saved: Group) -> Group:
+def entries_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> Group:
     """Return copies of the entries of a saved group that replace those of the optimizer's group."""
-    from_code = keys_of_schedules(tx, bound)
+    from_code = keys_of_schedules(tx, tracked)
     entries: Group = {}
     for key, value in saved.items():
         is_of_schedule = isinstance(key, str) and key.startswith(from_code)
@@ -79,7 +79,7 @@ def entries_to_load(tx: Transform, bound: BoundGroup, saved: Group) -> Group:
     return copy.deepcopy(entries)
 
 
-def differences(tx: Transform, bound: BoundGroup, saved: Group) -> list[str]:
+def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
     """Return a line for each number of a group that differs between the state dict and the code.
 
     ``saved`` is the saved group. A line is such as "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is
@@ -87,22 +87,22 @@ def differences(tx: Transform, bound: BoundGroup, saved: Group) -> list[str]:
     has no code of schedules.
     """
     lines: list[str] = []
-    label = f"group {bound.group.get('label')!r}"
+    label = f"group {tracked.group.get('label')!r}"
     saved_schedules: Mapping[str, str] = saved.get(SCHEDULES, {})
-    for name, code in schedule_texts(tx, bound).items():
+    for name, code in schedule_texts(tx, tracked).items():
         saved_code = saved_schedules.get(name, code)
         if saved_code != code:
             lines.append(f"{label}, {name}: {saved_code} in the file, {code} in the code; the code's is used")
-    from_code = keys_of_schedules(tx, bound)
-    for key in bound.numbers.keys:
+    from_code = keys_of_schedules(tx, tracked)
+    for key in tracked.numbers.keys:
         is_of_schedule = key.startswith(from_code)
         is_compared_above = is_of_schedule and saved_schedules
-        if key in bound.numbers.mirrors or key not in saved or is_compared_above:
+        if key in tracked.numbers.mirrors or key not in saved or is_compared_above:
             continue
-        if _is_cycled(key, bound.group, saved):  # its value before that is unknown
+        if _is_cycled(key, tracked.group, saved):  # its value before that is unknown
             continue
         file_value = _before_schedulers(key, saved)
-        code_value = _before_schedulers(key, bound.group)
+        code_value = _before_schedulers(key, tracked.group)
         source = "code" if is_of_schedule else "file"
         if not _are_close(file_value, code_value):
             lines.append(

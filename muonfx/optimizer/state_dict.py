@@ -10,14 +10,14 @@ from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename, new_names
 from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.errors import first_lines
-from muonfx.optimizer.group_numbers import BoundGroup, Group
+from muonfx.optimizer.group_numbers import Group, TrackedGroup
 from muonfx.optimizer.local_values import Load, Misfit, require_fit
 from muonfx.optimizer.resuming import keys_of_schedules
 from muonfx.optimizer.state_entries import StateEntries
 from muonfx.optimizer.stepping import Stepping
 
 
-def groups_with_names(state_dict: Mapping[str, Any], groups: Sequence[BoundGroup], rename: Rename) -> list[Group]:
+def groups_with_names(state_dict: Mapping[str, Any], groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
     """Return the groups of a state dict, in which "param_names" are this optimizer's names of the parameters.
 
     Names are translated by ``rename``, and the prefixes of wrappers are ignored. Saved groups without names are matched
@@ -36,7 +36,7 @@ def groups_with_names(state_dict: Mapping[str, Any], groups: Sequence[BoundGroup
     return renamed_groups
 
 
-def _named_by_path(saved_groups: list[Group], groups: Sequence[BoundGroup]) -> list[Group]:
+def _named_by_path(saved_groups: list[Group], groups: Sequence[TrackedGroup]) -> list[Group]:
     """Take "param_names" from "params", where torch.distributed.checkpoint has put names of the model's parameters.
 
     It returns ``{"params": ["0.bias", "0.weight"], "param_names": ["0.weight", "0.bias"]}``: the paths under "params"
@@ -45,7 +45,7 @@ def _named_by_path(saved_groups: list[Group], groups: Sequence[BoundGroup]) -> l
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
     if not paths or not all(isinstance(path, str) for path in paths):
         return saved_groups
-    plain_names = set(unwrapped(name for bound in groups for name in bound.names).values())
+    plain_names = set(unwrapped(name for tracked in groups for name in tracked.names).values())
     if plain_names <= set(unwrapped(paths).values()):
         return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
     # The optimizer has names that are not those of the model, so its parameters are found by the order of the groups.
@@ -53,9 +53,9 @@ def _named_by_path(saved_groups: list[Group], groups: Sequence[BoundGroup]) -> l
     return saved_groups
 
 
-def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[BoundGroup]) -> None:
+def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[TrackedGroup]) -> None:
     """Raise if the names in saved groups are those of the optimizer in another order. ``path`` is one for the error."""
-    names_per_group = [bound.names for bound in groups]
+    names_per_group = [tracked.names for tracked in groups]
     saved_names_per_group = [saved.get("param_names", []) for saved in saved_groups]
     if saved_names_per_group == names_per_group:
         return
@@ -67,25 +67,25 @@ def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[B
         )
 
 
-def _named_by_order(saved_groups: list[Group], groups: Sequence[BoundGroup], rename: Rename) -> list[Group]:
+def _named_by_order(saved_groups: list[Group], groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
     """Give saved groups without names the names of this optimizer, whose order torchtitan and other engines keep."""
     problem = None
     if rename:
         problem = "rename= needs names"
-    elif [len(saved["params"]) for saved in saved_groups] != [len(bound.names) for bound in groups]:
+    elif [len(saved["params"]) for saved in saved_groups] != [len(tracked.names) for tracked in groups]:
         problem = "its groups have other sizes than this optimizer's"
     if problem is not None:
         raise ValueError(
             f"nothing was loaded: the state dict has no 'param_names' to find parameters by, and {problem}"
         )
-    return [{**saved, "param_names": list(bound.names)} for bound, saved in zip(groups, saved_groups, strict=True)]
+    return [{**saved, "param_names": list(tracked.names)} for tracked, saved in zip(groups, saved_groups, strict=True)]
 
 
-def _new_name_of(saved_groups: list[Group], groups: Sequence[BoundGroup], rename: Rename) -> dict[str, str]:
+def _new_name_of(saved_groups: list[Group], groups: Sequence[TrackedGroup], rename: Rename) -> dict[str, str]:
     """Return a dict from each saved parameter name to the name that this optimizer has for it."""
     plain_saved_names = unwrapped(name for saved in saved_groups for name in saved["param_names"])
     new_name_of, problems = new_names(plain_saved_names, rename, level=".", what="parameter")
-    plain_names = unwrapped(name for bound in groups for name in bound.names)
+    plain_names = unwrapped(name for tracked in groups for name in tracked.names)
     wrapped_name_of = {plain_name: name for name, plain_name in plain_names.items()}
     saved_names_of: dict[str, list[str]] = {}
     for saved_name, plain_name in new_name_of.items():
@@ -101,13 +101,13 @@ def _new_name_of(saved_groups: list[Group], groups: Sequence[BoundGroup], rename
 
 
 def match_groups(
-    saved_groups: Sequence[Group], groups: Sequence[BoundGroup], not_trained: Set[str]
+    saved_groups: Sequence[Group], groups: Sequence[TrackedGroup], not_trained: Set[str]
 ) -> list[Group | None]:
     """Return the saved group of each group of this optimizer, or None if no parameter of the group was saved.
 
     A parameter that is in the optimizer and was not saved, or that was saved and is not trained now, is ignored.
     """
-    names = {name for bound in groups for name in bound.names}
+    names = {name for tracked in groups for name in tracked.names}
     saved_names = {name for saved in saved_groups for name in saved["param_names"]}
     _require_known(names, saved_names, not_trained)
     if names == saved_names and len(saved_groups) != len(groups):
@@ -126,12 +126,12 @@ def match_groups(
             saved_without_names.append(saved)
     matched: list[Group | None] = []
     empty_groups = iter(saved_without_names)
-    for bound in groups:
-        members = frozenset(common_names.intersection(bound.names))
+    for tracked in groups:
+        members = frozenset(common_names.intersection(tracked.names))
         if members:
             _require_same_group(members, saved_with)
             matched.append(saved_with[members])
-        elif bound.names:  # all of its parameters were frozen when the state was saved
+        elif tracked.names:  # all of its parameters were frozen when the state was saved
             matched.append(None)
         else:  # an empty group, which has no names to match it by
             matched.append(next(empty_groups, None))
@@ -203,7 +203,7 @@ class StateToLoad(NamedTuple):
 def read_state_dict(
     state_dict: Mapping[str, Any],
     stepping: Stepping,
-    groups: Sequence[BoundGroup],
+    groups: Sequence[TrackedGroup],
     entries: StateEntries,
     rename: Rename | None,
     not_trained: Set[str],
@@ -223,12 +223,12 @@ def read_state_dict(
     problems: list[str] = []
     loads: list[Load] = []
     without_state: list[str] = []
-    for bound, saved in zip(groups, matched_groups, strict=True):
+    for tracked, saved in zip(groups, matched_groups, strict=True):
         saved_entries_of: dict[str, Group] = {}  # the saved state of each parameter, by name
         if saved is not None:
-            problems += _missing_hyperparams(stepping.tx, bound, saved)
+            problems += _missing_hyperparams(stepping.tx, tracked, saved)
             saved_entries_of = _saved_entries(saved, state_dict["state"])
-        for name, param in zip(bound.names, bound.group["params"], strict=True):
+        for name, param in zip(tracked.names, tracked.group["params"], strict=True):
             if name in saved_entries_of:
                 loads_of_param, problems_of_param = _read_entries(name, saved_entries_of[name], entries, stepping)
                 loads += loads_of_param
@@ -274,12 +274,12 @@ def _read_entries(
     return loads, problems
 
 
-def _missing_hyperparams(tx: Transform, bound: BoundGroup, saved: Group) -> list[str]:
+def _missing_hyperparams(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
     """Return a line for each hyperparameter that a saved group lacks. Raise if a saved value is not a number."""
-    bound.numbers.parse(saved)
+    tracked.numbers.parse(saved)
     # Only hyperparameters are required: schedulers add other entries, and schedules come from the code.
-    from_code = keys_of_schedules(tx, bound)
-    required = [key for key in bound.numbers.keys if not key.startswith(from_code)]
+    from_code = keys_of_schedules(tx, tracked)
+    required = [key for key in tracked.numbers.keys if not key.startswith(from_code)]
     return [f"missing hyperparameter {key!r}" for key in required if key not in saved]
 
 
@@ -291,9 +291,9 @@ def _does_not_fit(problems: list[str]) -> ValueError:
     )
 
 
-def _warnings(groups: Sequence[BoundGroup], saved_groups: Sequence[Group], without_state: Sequence[str]) -> list[str]:
+def _warnings(groups: Sequence[TrackedGroup], saved_groups: Sequence[Group], without_state: Sequence[str]) -> list[str]:
     """Return a warning if state was saved for parameters that are not trained now, or the other way round."""
-    trained = {name for bound in groups for name in bound.names}
+    trained = {name for tracked in groups for name in tracked.names}
     saved_names = [name for saved in saved_groups for name in saved["param_names"]]
     not_loaded = [name for name in saved_names if name not in trained]
     warnings: list[str] = []

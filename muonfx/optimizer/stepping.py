@@ -22,7 +22,7 @@ from muonfx.core.transform import check_extras, patterns_in
 from muonfx.core.value import prepared, with_numbers
 from muonfx.core.visit import Visit, check_resolved_extras
 from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
-from muonfx.optimizer.group_numbers import BoundGroup, Number, fitted, read_numbers, separate_tensors
+from muonfx.optimizer.group_numbers import Number, TrackedGroup, fitted, read_numbers, separate_tensors
 from muonfx.optimizer.local_values import Load, on_this_rank
 from muonfx.optimizer.update_rules import update_rules_of
 from muonfx.placement.arguments import Arguments
@@ -62,7 +62,7 @@ class Stepping:
         """The numbers in ``tx`` by dotted name, such as ``{"momentum.decay": 0.95}``."""
         self._inner = inner_of(tx)
         """``tx`` without `offload` around it."""
-        self._groups: Sequence[BoundGroup] | None = None
+        self._groups: Sequence[TrackedGroup] | None = None
         """The groups whose numbers `_placed` has."""
         self._values: list[dict[str, Number]] = []
         """These numbers, for each group."""
@@ -81,7 +81,7 @@ class Stepping:
         return tx
 
     def init(
-        self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup], former: FormerState | None = None
+        self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup], former: FormerState | None = None
     ) -> PyTree:
         """Read the hyperparameters in the param groups, and return the state of named parameters.
 
@@ -157,7 +157,7 @@ class Stepping:
         """Return the initial state for named parameters, in one process."""
         return self._placed.functions.init(params)
 
-    def refresh(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> None:
+    def refresh(self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup]) -> None:
         """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them.
 
         Raise ValueError if two groups have different tensors for a number that one transform reads for all parameters.
@@ -178,7 +178,7 @@ class Stepping:
         self._groups = groups
         self._values = values
 
-    def _with_numbers(self, groups: Sequence[BoundGroup], values: Sequence[Mapping[str, Number]]) -> Transform:
+    def _with_numbers(self, groups: Sequence[TrackedGroup], values: Sequence[Mapping[str, Number]]) -> Transform:
         """Return the transform with the hyperparameters of the param groups, ``values``.
 
         A transform for which groups have different numbers becomes a `by_groups`, which has one version of it for each
@@ -189,17 +189,17 @@ class Stepping:
             tx = as_tensors(tx)  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
         return prepared(tx)
 
-    def members(self, groups: Sequence[BoundGroup], values: Sequence[Mapping[str, Number]]) -> list[GroupMembers]:
+    def members(self, groups: Sequence[TrackedGroup], values: Sequence[Mapping[str, Number]]) -> list[GroupMembers]:
         """Return the parameter names of each group, and its hyperparameters in the types of the transform's."""
         members: list[GroupMembers] = []
-        for bound, numbers in zip(groups, values, strict=True):
-            if bound.names:  # a group without parameters has no effect
-                members.append(GroupMembers(sorted(bound.names), fitted(self.defaults, numbers)))
+        for tracked, numbers in zip(groups, values, strict=True):
+            if tracked.names:  # a group without parameters has no effect
+                members.append(GroupMembers(sorted(tracked.names), fitted(self.defaults, numbers)))
         # The order of groups may differ between ranks, but that of versions in `by_groups` must not: sort by names.
         return sorted(members, key=lambda group: group.names)
 
     def snapshot(
-        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]
+        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[TrackedGroup]
     ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
         """Return the transform with the current hyperparameters, and the whole state, parameters and gradients."""
         tx = self._with_numbers(groups, read_numbers(groups))

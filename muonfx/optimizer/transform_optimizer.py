@@ -3,8 +3,8 @@
 Terms of this file: the *update rule* of a parameter is the list of transforms that update it, for example those under
 its label. Parameters of one update rule form a *group*, unless the caller passes groups. A *hyperparameter* is a
 numeric argument of the transform. Each group holds the hyperparameters of its rule, and every step reads them. A
-`Stepping` creates the state and runs the steps, in one process or over ranks. `FollowedParameters` finds tensors that
-were replaced, and `BoundGroups` finds groups that were edited.
+`Stepping` creates the state and runs the steps, in one process or over ranks. `TrackedParameters` finds tensors that
+were replaced, and `TrackedGroups` finds groups that were edited.
 """
 
 from __future__ import annotations
@@ -41,10 +41,16 @@ from muonfx.optimizer.named_parameters import (
     resolve_groups,
 )
 from muonfx.optimizer.over_ranks import stepping_for
-from muonfx.optimizer.param_groups import BoundGroups, complete_entries, defaults_for_schedulers, new_groups, own_groups
+from muonfx.optimizer.param_groups import (
+    TrackedGroups,
+    complete_entries,
+    defaults_for_schedulers,
+    new_groups,
+    own_groups,
+)
 from muonfx.optimizer.parameters import (
-    FollowedParameters,
     GradientCheck,
+    TrackedParameters,
     check_real,
     check_usable,
     models_of,
@@ -145,8 +151,8 @@ class TransformOptimizer(Optimizer):
     _live: dict[str, Any]
     _settings: tuple[Layout | None, Settings]  # the layout of the parameters, and options of the communication
     _stepping: Stepping  # creates the state and runs the steps, in one process or over ranks
-    _parameters: FollowedParameters  # the tensors that have state, and their positions in the models
-    _bound_groups: BoundGroups  # the param groups, from which each step reads the hyperparameters
+    _parameters: TrackedParameters  # the tensors that have state, and their positions in the models
+    _tracked_groups: TrackedGroups  # the param groups, from which each step reads the hyperparameters
     _gradient_check: GradientCheck
     _callers_tensors: CallersTensors  # the tensors that were hyperparameters in arguments
     _groups: list[Group]  # the list that the property `param_groups` returns
@@ -182,8 +188,8 @@ class TransformOptimizer(Optimizer):
         self._stepping = self._stepping_for(tx, unfrozen, frozen)
         rules = self._stepping.rules
         trained, left_out = divide(unfrozen, rules)
-        self._parameters = FollowedParameters(models_of(params), model, trained, frozen, left_out)
-        self._bound_groups = BoundGroups(self._parameters)
+        self._parameters = TrackedParameters(models_of(params), model, trained, frozen, left_out)
+        self._tracked_groups = TrackedGroups(self._parameters)
         self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
         self._callers_tensors = CallersTensors()
         self._callers_tensors.note(self._stepping.defaults)
@@ -191,7 +197,7 @@ class TransformOptimizer(Optimizer):
         super().__init__(groups, {})  # calls `add_param_group` for each group
         self._start()
         if not self._parameters.on_meta:
-            warn_of_lost_decay(tx, self._stepping.visits, self._bound_groups.groups, named)
+            warn_of_lost_decay(tx, self._stepping.visits, self._tracked_groups.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
 
@@ -200,14 +206,14 @@ class TransformOptimizer(Optimizer):
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
         self._adopt_state()
-        self._bound_groups.follow(self._groups, self._stepping.rules)  # a copy finds the tensors by "param_names"
+        self._tracked_groups.follow(self._groups, self._stepping.rules)  # a copy finds the tensors by "param_names"
         attributes = {
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
             "_live": self._live,
             "_settings": self._settings,
             "_parameters": self._parameters,
-            "_bound_groups": self._bound_groups,
+            "_tracked_groups": self._tracked_groups,
         }
         return {**super().__getstate__(), **attributes, "tx": self._stepping.tx}
 
@@ -218,11 +224,11 @@ class TransformOptimizer(Optimizer):
         super().__setstate__({key: value for key, value in state.items() if key not in ("tx", "param_groups")})
         named = self._named()
         self._stepping = self._stepping_for(state["tx"], named, {})
-        self._parameters.bind(named)
+        self._parameters.track(named)
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
-        self._bound_groups.follow(self._groups, self._stepping.rules)
-        self._stepping.refresh(named, self._bound_groups.groups)  # now, because the first step may be traced
+        self._tracked_groups.follow(self._groups, self._stepping.rules)
+        self._stepping.refresh(named, self._tracked_groups.groups)  # now, because the first step may be traced
         own_groups(self)
 
     # ------------------------------------------------------------------------------------------------------- groups
@@ -248,7 +254,7 @@ class TransformOptimizer(Optimizer):
             pairs = [pair for pair in named_pairs(param_group["params"]) if pair[0] in self._stepping.rules]
             self._add_groups(param_group, pairs, as_one=False)
             return
-        self._rebind()
+        self._use_replacements()
         named = self._named()
         pairs = named_pairs(param_group["params"], self._parameters.names)
         check_once([*named.items(), *pairs])
@@ -266,7 +272,7 @@ class TransformOptimizer(Optimizer):
             self._add_groups(param_group, list(trained.items()), as_one=True)
             self._start(former)
             self._parameters.add_models(models_of([param_group]))
-            self._parameters.bind(trained)
+            self._parameters.track(trained)
             self._parameters.leave_out(frozen)
 
     def _add_groups(self, group: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> None:
@@ -289,8 +295,8 @@ class TransformOptimizer(Optimizer):
         Their transforms use a schedule or no learning rate. PyTorch's schedulers require an ``lr``, so it is 0 there.
         """
         without_rate: list[int] = []
-        for index, bound in enumerate(self._bound_groups.groups):
-            if "lr" not in bound.numbers.keys:
+        for index, tracked in enumerate(self._tracked_groups.groups):
+            if "lr" not in tracked.numbers.keys:
                 without_rate.append(index)
         return tuple(without_rate)
 
@@ -361,7 +367,7 @@ class TransformOptimizer(Optimizer):
 
         It has the current hyperparameters where all groups agree, so a checkpoint that is saved with it records them.
         """
-        groups = self._bound_groups.groups
+        groups = self._tracked_groups.groups
         common, conflicts = common_numbers(self._stepping.members(groups, read_numbers(groups)))
         agreed = {name: number for name, number in common.items() if name not in conflicts}
         return self._stepping.transform_with(with_hyperparams(self.tx, agreed))
@@ -388,20 +394,20 @@ class TransformOptimizer(Optimizer):
             >>> tx.update(grads, state, params)[0]
             {'weight': tensor([[-0.1000, -0.1000]])}
         """
-        self._rebind()
+        self._use_replacements()
         named = self._named()
         params = {name: param.detach() for name, param in named.items()}
         grads = _gradients_of(named)
-        return self._stepping.snapshot(self._live["state"], params, grads, self._bound_groups.groups)
+        return self._stepping.snapshot(self._live["state"], params, grads, self._tracked_groups.groups)
 
     def _start(self, former: FormerState | None = None) -> None:
         """Create the optimizer state for the current parameters, and show it in ``optimizer.state``.
 
         ``former`` is the state whose values are copied to the new state; None for the initial values.
         """
-        self._bound_groups.note(self._groups, self._stepping.rules)
+        self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named()
-        self._live["state"] = self._stepping.init(named, self._bound_groups.groups, former)
+        self._live["state"] = self._stepping.init(named, self._tracked_groups.groups, former)
         self._show_all(named)
 
     def _show_all(self, named: Mapping[str, Tensor]) -> None:
@@ -421,20 +427,20 @@ class TransformOptimizer(Optimizer):
         entries: StateEntries = self._live["entries"]
         if not entries.is_edited(self.state):
             return
-        bound = self._bound_groups.named
+        tracked = self._tracked_groups.named
         # The caller may have put another tensor into a group, and assigned the state under it.
         current: dict[str, Tensor] = {}
         for group in self._groups:
             current.update(zip(group.get("param_names", ()), group["params"], strict=False))
-        params = {name: (param, current.get(name, param)) for name, param in bound.items()}
+        params = {name: (param, current.get(name, param)) for name, param in tracked.items()}
         edits = read_edits(entries, self.state, params, self._stepping)
-        loads = edits.loads + self._loads_of_emptied(edits.emptied, bound)
+        loads = edits.loads + self._loads_of_emptied(edits.emptied, tracked)
         with torch.no_grad():
             self._stepping.assign(loads, self._live["state"])
-        self._show_all(bound)
-        warn_of_shared(edits, len(bound))
+        self._show_all(tracked)
+        warn_of_shared(edits, len(tracked))
 
-    def _loads_of_emptied(self, emptied: list[str], bound: dict[str, Tensor]) -> list[Load]:
+    def _loads_of_emptied(self, emptied: list[str], tracked: dict[str, Tensor]) -> list[Load]:
         """Return the initial values of the state of parameters whose entries were removed.
 
         A leaf that all parameters share, such as a step count, is included only if the entries of all were removed.
@@ -442,9 +448,9 @@ class TransformOptimizer(Optimizer):
         if not emptied:
             return []
         if self._stepping.is_over_ranks:
-            raise errors.emptied_over_ranks(next(iter(bound)))
-        starts_all = len(emptied) == len(bound)
-        initial_leaves = tree.leaves(self._stepping.initial(bound))
+            raise errors.emptied_over_ranks(next(iter(tracked)))
+        starts_all = len(emptied) == len(tracked)
+        initial_leaves = tree.leaves(self._stepping.initial(tracked))
         entries: StateEntries = self._live["entries"]
         loads: list[Load] = []
         for name in emptied:
@@ -455,7 +461,9 @@ class TransformOptimizer(Optimizer):
 
     # ------------------------------------------------------------------------------------------- replaced parameters
 
-    def _rebind(self, *, at_step: bool = False, may_list_twice: bool = False, may_communicate: bool = True) -> None:
+    def _use_replacements(
+        self, *, at_step: bool = False, may_list_twice: bool = False, may_communicate: bool = True
+    ) -> None:
         """If parameters were replaced in the groups or the model, use the new tensors and move the state to them.
 
         Examples are ``model.to("cuda")``, ``fully_shard(model)`` after construction, and an engine that puts copies of
@@ -468,14 +476,14 @@ class TransformOptimizer(Optimizer):
                 step.
         """
         self._adopt_state()
-        if self._bound_groups.are_current(self._groups):
+        if self._tracked_groups.are_current(self._groups):
             return  # the usual case
         added = self._parameters.added_in(self._groups)
         if added:
             if self._stepping.is_over_ranks and not may_communicate:
                 return
             self._add_listed(added)
-        self._bound_groups.follow(self._groups, self._stepping.rules, may_list_twice=may_list_twice)
+        self._tracked_groups.follow(self._groups, self._stepping.rules, may_list_twice=may_list_twice)
         named = self._named()
         replaced = self._parameters.replaced(named, at_step=at_step)
         if not replaced:
@@ -484,7 +492,7 @@ class TransformOptimizer(Optimizer):
         if self._parameters.is_swap(replaced):  # same device, dtype and sharding: the state stays where it is
             self._put(named)
             self._show_all(named)
-            self._parameters.bind(named)
+            self._parameters.track(named)
             return
         is_over_ranks = self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
         if is_over_ranks and not may_communicate:
@@ -509,25 +517,25 @@ class TransformOptimizer(Optimizer):
                     raise errors.other_labels(name)
             self._put(named)
             self._start(former)
-        self._parameters.bind(named)
+        self._parameters.track(named)
 
     def _add_listed(self, added: dict[str, Tensor]) -> None:
         """Create state for parameters of the model that somebody has put into the param groups."""
         former = FormerState(self._stepping, self._live["state"])
         with self._all_or_nothing():
-            named = {**self._bound_groups.named, **added}
+            named = {**self._tracked_groups.named, **added}
             not_trained = self._parameters.not_trained_params()
             self._stepping = self._stepping_for(self._transform_for(added), named, not_trained)
             rules = self._stepping.rules
             left_out = added.keys() - rules.keys()
             if left_out:
                 raise errors.listed_without_label(min(left_out))
-            self._parameters.bind(added)
+            self._parameters.track(added)
             names_per_group = self._parameters.names_of(self._groups)
             for group, names in zip(self._groups, names_per_group, strict=True):
                 if not added.keys().isdisjoint(names):
                     complete_entries(self._stepping, distinct_rules(names, rules), group)
-            self._bound_groups.follow(self._groups, rules)
+            self._tracked_groups.follow(self._groups, rules)
             self._start(former)
 
     @contextmanager
@@ -538,14 +546,14 @@ class TransformOptimizer(Optimizer):
         """
         stepping = self._stepping
         parameters = self._parameters.saved()
-        bound_groups = self._bound_groups.groups
+        tracked_groups = self._tracked_groups.groups
         groups = [(group, group.get("param_names"), group["params"]) for group in self._groups]
         try:
             yield
         except BaseException:
             self._stepping = stepping
             self._parameters.restore(parameters)
-            self._bound_groups.groups = bound_groups
+            self._tracked_groups.groups = tracked_groups
             for group, names, params in groups:
                 group["params"] = params
                 if names is not None:
@@ -558,7 +566,7 @@ class TransformOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None or zeros, also of tensors that replaced parameters of the model."""
         if not torch.compiler.is_compiling():
-            self._rebind(may_communicate=False)
+            self._use_replacements(may_communicate=False)
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -594,7 +602,7 @@ class TransformOptimizer(Optimizer):
             params, gradients = self._read_step()
         except Exception as error:  # raised by the stepping, on all ranks together
             problem = error
-            params = self._bound_groups.named
+            params = self._tracked_groups.named
             gradients = _gradients_of(params)
         call = Arguments(gradients, self._live["state"], params, Donation(self.donate_grads, True), extras)
         state = self._stepping.step(call, problem)
@@ -613,16 +621,16 @@ class TransformOptimizer(Optimizer):
             gradients = _gradients_of(params)
             require_dense_and_real(gradients)
         else:
-            self._rebind(at_step=True)
-            self._bound_groups.read_new_keys(self._stepping.rules)
-            self._bound_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
-            params = self._bound_groups.named
+            self._use_replacements(at_step=True)
+            self._tracked_groups.read_new_keys(self._stepping.rules)
+            self._tracked_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
+            params = self._tracked_groups.named
             gradients = _gradients_of(params)
             require_dense_and_real(gradients)
             check_writable("step: params", params)
             self._gradient_check.check(params, gradients)
             self._callers_tensors.warn_of_written()
-        self._stepping.refresh(params, self._bound_groups.groups)
+        self._stepping.refresh(params, self._tracked_groups.groups)
         return params, gradients
 
     # -------------------------------------------------------------------------------------------------- persistence
@@ -638,11 +646,11 @@ class TransformOptimizer(Optimizer):
         Raises:
             ShardingError: all ranks must call this together, and a rank did not.
         """
-        self._rebind(may_list_twice=True)
-        read_numbers(self._bound_groups.groups)  # so that all keys of a number agree
+        self._use_replacements(may_list_twice=True)
+        read_numbers(self._tracked_groups.groups)  # so that all keys of a number agree
         saved = super().state_dict()
         # By identity: torch's own tests list the groups twice.
-        schedules_of = {id(bound.group): schedule_texts(self.tx, bound) for bound in self._bound_groups.groups}
+        schedules_of = {id(tracked.group): schedule_texts(self.tx, tracked) for tracked in self._tracked_groups.groups}
         for group, saved_group in zip(self._groups, saved["param_groups"], strict=True):
             schedules = schedules_of[id(group)]
             if schedules:
@@ -684,14 +692,14 @@ class TransformOptimizer(Optimizer):
                 numbers of the groups or schedules differ between the state dict and this optimizer: the schedules of
                 this optimizer and the other numbers of the state dict are used.
         """
-        self._rebind()
+        self._use_replacements()
         check_real(self._named())
         state_dict = dict(state_dict)
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             if changed is not None:
                 state_dict = changed
-        groups = self._bound_groups.groups
+        groups = self._tracked_groups.groups
         entries: StateEntries = self._live["entries"]
         to_load = StateToLoad([], [], [], [])
         problem: Exception | None = None
@@ -712,11 +720,11 @@ class TransformOptimizer(Optimizer):
     def _load_groups(self, saved_groups: list[Group | None]) -> None:
         """Copy the entries of each saved group, if there is one, and warn once of numbers that differ."""
         lines: list[str] = []
-        for bound, saved_group in zip(self._bound_groups.groups, saved_groups, strict=True):
+        for tracked, saved_group in zip(self._tracked_groups.groups, saved_groups, strict=True):
             if saved_group is not None:
-                lines += differences(self.tx, bound, saved_group)
-                bound.group.update(entries_to_load(self.tx, bound, saved_group))
-        self._bound_groups.warn_once(
+                lines += differences(self.tx, tracked, saved_group)
+                tracked.group.update(entries_to_load(self.tx, tracked, saved_group))
+        self._tracked_groups.warn_once(
             "load_state_dict: the state dict was saved with other numbers: ",
             lines,
             ". To use the code's numbers, write them into param_groups after loading",
