@@ -15,7 +15,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.sharding.transform import Sharded
 
-Constructor = TypeVar("Constructor", tracked=Callable[..., None])
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
 def constructed_together(constructor: Constructor) -> Constructor:

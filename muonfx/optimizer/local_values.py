@@ -20,7 +20,7 @@ class Load(NamedTuple):
 
     title: str
     """The leaf in messages, such as "'momentum.trace' of 'weight'"."""
-    index: int
+    leaf_index: int
     """The index of the leaf in the state."""
     value: Tensor
     """The values, of this rank or of the whole leaf."""

@@ -219,6 +219,7 @@ class SteppingOverRanks(Stepping):
         leaves = tree.leaves(state)
         exported: dict[int, Any] = {}
         for index, placement in self._hidden.items():
+            assert placement.name is not None
             exported[index] = self.whole(index, leaves[index])
             if placement.name in self.layout.dtensors:
                 exported[index] = _evenly_sharded(exported[index], self.layout.dtensors[placement.name].mesh)
@@ -263,12 +264,12 @@ class SteppingOverRanks(Stepping):
         # The gathered copies are loaded too, not gathered again, because this rank may load alone.
         gathered = {} if self._gathering is None else self._gathering.wait()
         for load in loads:
-            placement = self._placements[load.index]
-            leaf = leaves[load.index]
+            placement = self._placements[load.leaf_index]
+            leaf = leaves[load.leaf_index]
             value = load.value.full_tensor() if is_dtensor(load.value) else load.value
             if placement is not None and placement.owned and tuple(value.shape) == placement.shape:
-                if load.index in gathered:
-                    gathered[load.index].copy_(value)
+                if load.leaf_index in gathered:
+                    gathered[load.leaf_index].copy_(value)
                 value = _interval(placement, value)
             if leaf is not None:
                 leaf.copy_(value.view(leaf.shape))

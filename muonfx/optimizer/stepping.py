@@ -151,7 +151,7 @@ class Stepping:
         """Copy values into the state on this rank alone."""
         leaves = tree.leaves(state)
         for load in loads:
-            leaves[load.index].copy_(load.value)
+            leaves[load.leaf_index].copy_(load.value)
 
     def initial(self, params: Mapping[str, Tensor]) -> PyTree:
         """Return the initial state for named parameters, in one process."""
