@@ -223,7 +223,7 @@ class TransformOptimizer(Optimizer):
         self._groups = state["param_groups"]
         super().__setstate__({key: value for key, value in state.items() if key not in ("tx", "param_groups")})
         named = self._named()
-        self._stepping = self._stepping_for(state["tx"], named, {})
+        self._stepping = self._stepping_for(state["tx"], named)
         self._parameters.track(named)
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
@@ -261,11 +261,8 @@ class TransformOptimizer(Optimizer):
         frozen, unfrozen = divide_frozen(dict(pairs))
         if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
-        former = FormerState(self._stepping, self._live["state"])
-        with self._all_or_nothing():
-            not_trained = self._parameters.not_trained_params()
-            tx = self._transform_for(unfrozen)
-            self._stepping = self._stepping_for(tx, {**named, **unfrozen}, not_trained)
+        with self._all_or_nothing() as former:
+            self._stepping = self._stepping_for(self._transform_for(unfrozen), {**named, **unfrozen})
             trained, _ = divide(unfrozen, self._stepping.rules)
             if pairs and not trained:
                 raise errors.label_is_none(pairs[0][0])
@@ -337,11 +334,16 @@ class TransformOptimizer(Optimizer):
         """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
         return self._stepping.tx
 
-    def _stepping_for(self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor]) -> Stepping:
+    def _stepping_for(
+        self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor] | None = None
+    ) -> Stepping:
         """Return the object that creates the state of the named parameters and steps on them.
 
         Parameters with the label None, and those in ``not_trained``, get no state, but are in the layout.
+        ``not_trained`` is None after construction, when `_parameters` knows them.
         """
+        if not_trained is None:
+            not_trained = self._parameters.not_trained_params()
         layout, settings = self._settings
         check_usable(named, layout)
         _, others = divide(not_trained, named)
@@ -505,27 +507,22 @@ class TransformOptimizer(Optimizer):
 
         The new tensors may be on another device, or sharded in another way.
         """
-        former = FormerState(self._stepping, self._live["state"])
-        if self._parameters.on_meta:  # the former state has no values
-            former = None
-        rules = self._stepping.rules
-        with self._all_or_nothing(), warnings.catch_warnings():  # construction has given the warnings
+        with self._all_or_nothing() as former, warnings.catch_warnings():  # construction has given the warnings
             warnings.simplefilter("ignore")
-            self._stepping = self._stepping_for(self.tx, named, self._parameters.not_trained_params())
+            self._stepping = self._stepping_for(self.tx, named)
             for name, rule in self._stepping.rules.items():
-                if rule != rules[name]:
+                if rule != former.stepping.rules[name]:
                     raise errors.other_labels(name)
             self._put(named)
-            self._start(former)
+            # The state of parameters on the meta device has no values that could be copied.
+            self._start(None if self._parameters.on_meta else former)
         self._parameters.track(named)
 
     def _add_listed(self, added: dict[str, Tensor]) -> None:
         """Create state for parameters of the model that somebody has put into the param groups."""
-        former = FormerState(self._stepping, self._live["state"])
-        with self._all_or_nothing():
+        with self._all_or_nothing() as former:
             named = {**self._tracked_groups.named, **added}
-            not_trained = self._parameters.not_trained_params()
-            self._stepping = self._stepping_for(self._transform_for(added), named, not_trained)
+            self._stepping = self._stepping_for(self._transform_for(added), named)
             rules = self._stepping.rules
             left_out = added.keys() - rules.keys()
             if left_out:
@@ -539,26 +536,26 @@ class TransformOptimizer(Optimizer):
             self._start(former)
 
     @contextmanager
-    def _all_or_nothing(self) -> Generator[None]:
+    def _all_or_nothing(self) -> Generator[FormerState]:
         """Return a context manager that undoes changes if an error is raised in its block.
 
-        It restores the stepping, the recorded parameters and the param groups, and removes groups that were added.
+        It restores the stepping, the records of parameters and groups, and the param groups, and removes groups that
+        were added. Its value is the state before the block.
         """
-        stepping = self._stepping
+        former = FormerState(self._stepping, self._live["state"])
         parameters = self._parameters.saved()
         tracked_groups = self._tracked_groups.groups
-        groups = [(group, group.get("param_names"), group["params"]) for group in self._groups]
+        former_groups = [dict(group) for group in self._groups]
         try:
-            yield
+            yield former
         except BaseException:
-            self._stepping = stepping
+            self._stepping = former.stepping
             self._parameters.restore(parameters)
             self._tracked_groups.groups = tracked_groups
-            for group, names, params in groups:
-                group["params"] = params
-                if names is not None:
-                    group["param_names"] = names
-            del self._groups[len(groups) :]
+            del self._groups[len(former_groups) :]
+            for group, former_group in zip(self._groups, former_groups, strict=True):
+                group.clear()
+                group.update(former_group)
             raise
 
     # ----------------------------------------------------------------------------------------------------- stepping
