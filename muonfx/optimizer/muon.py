@@ -231,22 +231,27 @@ def _labels_for(
     labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: nn.Module | None, *, roles: bool
 ) -> Labels:
     """Return the label of each parameter, from a dict or a function of the model. ``roles``: by default its role."""
-    names = [name for name, _ in named_pairs(params)]
     if labels is None:
         labels = partial(default_labels, roles=roles)
-    if not (isinstance(labels, Mapping) or callable(labels)):
-        raise TypeError(
-            "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
-            f"labels=lambda model: muonfx.default_labels(model, rules); found {labels!r}"
-        )
     if not isinstance(labels, Mapping):
+        if not callable(labels):
+            raise _wrong_labels(labels)
         labels = labels(params if model is None else model)
+    names = [name for name, _ in named_pairs(params)]
     missing = [name for name in names if name not in labels]
     if missing:
         raise ValueError(f"labels: found none for {format_list(missing)}, expected a label for every parameter")
     if not isinstance(labels, Labels):
         labels = Labels(labels)
     return labels.restrict(names)
+
+
+def _wrong_labels(labels: object) -> TypeError:
+    """Return an error for an argument that is no dict of labels, and no function that returns one."""
+    return TypeError(
+        "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
+        f"labels=lambda model: muonfx.default_labels(model, rules); found {labels!r}"
+    )
 
 
 @contextmanager

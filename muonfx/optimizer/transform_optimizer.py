@@ -585,15 +585,7 @@ class TransformOptimizer(Optimizer):
             TypeError: a gradient is sparse or complex, or no transform accepts an extra argument. No parameter or state
                 has been changed when an error is raised.
         """
-        loss = None
-        if closure is not None:
-            if not callable(closure):
-                raise TypeError(
-                    f"closure must be a function that returns the loss, found a {type(closure).__name__}: call step(), "
-                    "or step(value=loss) if a transform such as reduce_on_plateau reads the loss"
-                )
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else _evaluate(closure)
         problem: Exception | None = None
         try:
             params, gradients = self._read_step()
@@ -613,17 +605,15 @@ class TransformOptimizer(Optimizer):
         This also adopts changes that the caller has made in ``optimizer.state``, the groups and the model, and rebuilds
         the transform if hyperparameters have changed.
         """
-        if torch.compiler.is_compiling():  # a traced graph is valid for the current parameters only
-            params = self._named()
-            gradients = _gradients_of(params)
-            require_dense_and_real(gradients)
-        else:
+        is_traced = torch.compiler.is_compiling()
+        if not is_traced:  # a traced graph is valid for the current parameters and groups only
             self._use_replacements(at_step=True)
             self._tracked_groups.read_new_keys(self._stepping.rules)
             self._tracked_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
-            params = self._tracked_groups.named
-            gradients = _gradients_of(params)
-            require_dense_and_real(gradients)
+        params = self._named()
+        gradients = _gradients_of(params)
+        require_dense_and_real(gradients)
+        if not is_traced:
             check_writable("step: params", params)
             self._gradient_check.check(params, gradients)
             self._callers_tensors.warn_of_written()
@@ -747,6 +737,17 @@ def _layout_for(named: Mapping[str, Tensor], layout: LayoutLike) -> Layout | Non
             f"{type(layout).__name__}: create one, as in muonfx.sharding.zero(params)"
         )
     return layout
+
+
+def _evaluate(closure: Callable[[], Any]) -> Any:
+    """Return the result of the closure of a step, which computes gradients."""
+    if not callable(closure):
+        raise TypeError(
+            f"closure must be a function that returns the loss, found a {type(closure).__name__}: call step(), "
+            "or step(value=loss) if a transform such as reduce_on_plateau reads the loss"
+        )
+    with torch.enable_grad():
+        return closure()
 
 
 def _gradients_of(params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:

@@ -27,39 +27,33 @@ class UpdateRule(NamedTuple):
     hyperparams: tuple[Hyperparam, ...]
     """The hyperparameters of these transforms."""
     order: tuple[int, bool, tuple[int, ...]]
-    """The sort key of the group: first Muon's, then Adam's, others, and groups that are not trained."""
+    """The sort key of the group: first Muon's, then Adam's, others, and those without hyperparameters."""
 
 
 def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
-    """Return a dict from parameter name to `UpdateRule` (the list of transforms that update the parameter)."""
+    """Return the update rule of each parameter by name. Parameters with the same transforms have the same rule."""
     indices_of: dict[str, list[int]] = {}
     for index, visited in enumerate(visits):
         for name in visited.names:
             indices_of.setdefault(name, []).append(index)
-    known: dict[tuple[int, ...], UpdateRule] = {}
+    rule_of_indices: dict[tuple[int, ...], UpdateRule] = {}
     rules: dict[str, UpdateRule] = {}
-    for name, indices in indices_of.items():
-        places = tuple(indices)
-        if places not in known:
-            known[places] = _update_rule(name, places, [visits[index] for index in places])
-        rules[name] = known[places]
+    for name, index_list in indices_of.items():
+        indices = tuple(index_list)
+        if indices not in rule_of_indices:
+            rule_of_indices[indices] = _update_rule(name, indices, [visits[index] for index in indices])
+        rules[name] = rule_of_indices[indices]
     return rules
 
 
-def _update_rule(name: str, places: tuple[int, ...], visits: Sequence[Visit]) -> UpdateRule:
-    """Return the rule of a parameter from the visits of the transforms that update it."""
-    labels: list[str] = []
-    is_left_out = False
-    has_matrices = False
-    for visited in visits:
-        if visited.label is not None:
-            labels.append(visited.label)
-        is_left_out = is_left_out or _leaves_out(visited, name)
-        has_matrices = has_matrices or needs_matrices(visited.tx)
+def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -> UpdateRule:
+    """Return the update rule of a parameter. ``visits`` are those of the transforms that update it."""
+    labels = [visited.label for visited in visits if visited.label is not None]
+    is_left_out = any(_leaves_out(visited, name) for visited in visits)
+    has_matrices = any(needs_matrices(visited.tx) for visited in visits)
     hyperparams = tuple(hyperparams_of(visits))
-    rank = _rank_of_group(is_left_out, {hyperparam.key for hyperparam in hyperparams})
-    order = (rank, not has_matrices, places)
-    return UpdateRule(places, "/".join(labels) or None, is_left_out, hyperparams, order)
+    order = (_rank_of_group({hyperparam.key for hyperparam in hyperparams}), not has_matrices, indices)
+    return UpdateRule(indices, "/".join(labels) or None, is_left_out, hyperparams, order)
 
 
 def _leaves_out(visited: Visit, name: str) -> bool:
@@ -72,9 +66,9 @@ def _leaves_out(visited: Visit, name: str) -> bool:
     return is_partition
 
 
-def _rank_of_group(is_left_out: bool, keys: Set[str]) -> int:
-    """Return the place of a group in the order of groups: Muon's, Adam's, others, and those that are not trained."""
-    if is_left_out or not keys:
+def _rank_of_group(keys: Set[str]) -> int:
+    """Return the rank of a group with these hyperparameters: Muon's are first, then Adam's, and those without last."""
+    if not keys:
         return 3
     if "betas" in keys:
         return 1
@@ -117,19 +111,19 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     times = Counter(key for visited in visits for key in visited.numbers.keys)
     hyperparams: list[Hyperparam] = []
     for visited in visits:
-        with_short_key = set[str]()
+        with_short_key = set[str]()  # the numbers of this transform that have a short key
         for key, target in visited.numbers.short_names.items():
             if times_short[key] > 1:
                 continue
-            is_tuple = isinstance(target, tuple)
             names = target if isinstance(target, tuple) else (target,)
             is_mirror = with_short_key.issuperset(names)
+            hyperparams.append(Hyperparam(key, names, isinstance(target, tuple), is_mirror))
             with_short_key.update(names)
-            hyperparams.append(Hyperparam(key, names, is_tuple, is_mirror))
         for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
             if name in with_short_key:
                 continue
-            hyperparams.append(Hyperparam(key if times[key] == 1 else name, (name,)))
+            unique_key = key if times[key] == 1 else name
+            hyperparams.append(Hyperparam(unique_key, (name,)))
     return hyperparams
 
 
@@ -183,11 +177,11 @@ def holders_of(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
             # "momentum" would set Muon's momentum and repeat Adam's first beta: only the former.
             if hyperparam.is_mirror:
                 continue
-            holders_of_key = holders.setdefault(hyperparam.key, {})
+            by_label = holders.setdefault(hyperparam.key, {})
             label = str(rule.label)
-            if label in holders_of_key:  # two rules have one label if a mask selects some of its parameters
+            if label in by_label:  # two rules have one label if a mask selects some of its parameters
                 label = hyperparam.names[0]
-            holders_of_key[label] = hyperparam
+            by_label[label] = hyperparam
     return holders
 
 
@@ -196,10 +190,10 @@ def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Mapping[str
     if len(rules) < 2:
         return group
     agreed: Group = {}
-    for key, holders in holders_of(rules).items():
-        values = [hyperparam.value_of(defaults) for hyperparam in holders.values()]
-        if len(values) > 1 and all(equal(values[0], value) for value in values):
-            agreed[key] = values[0]
+    for key, by_label in holders_of(rules).items():
+        first, *others = [hyperparam.value_of(defaults) for hyperparam in by_label.values()]
+        if others and all(equal(first, value) for value in others):
+            agreed[key] = first
     return {**agreed, **group}
 
 
