@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,23 +84,93 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
     return init, update
 
 
-def for_groups(
-    tx: Transform, visits: Sequence[Visit], values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
-) -> Transform:
-    """Return a transform with the hyperparameters of all param groups; ``members`` are each group's parameters.
+class GroupMembers(NamedTuple):
+    """A param group: the names of its parameters, and the values of the hyperparameters in it."""
 
-    If groups have different numbers for a transform within ``tx``, that transform is replaced by `by_groups`.
+    names: list[str]
+    numbers: Mapping[str, Number]
+    """The values by dotted name, such as ``{"muon.momentum.decay": 0.95}``."""
+
+
+def common_numbers(groups: Iterable[GroupMembers]) -> tuple[dict[str, Number], set[str]]:
+    """Return the numbers in groups by dotted name, and the names of those that differ between groups.
+
+    A number that differs has the value of the first group.
     """
     common: dict[str, Number] = {}
     conflicts: set[str] = set()
-    for group_values in values:
-        for name, number in group_values.items():
+    for group in groups:
+        for name, number in group.numbers.items():
             if not equal(common.setdefault(name, number), number):
                 conflicts.add(name)
+    return common, conflicts
+
+
+def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Transform:
+    """Return a transform with the hyperparameters of all param groups. ``root`` is the visit of ``tx``.
+
+    If groups have different numbers for a transform within ``tx``, that transform is replaced by `by_groups`.
+    """
+    common, conflicts = common_numbers(groups)
     tx = with_hyperparams(tx, common)
     if not conflicts:
         return tx
-    return _in_versions(tx, visits[0], values, members, conflicts)
+    return _in_versions(tx, root, groups, conflicts)
+
+
+def _in_versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers], conflicts: Set[str]) -> Transform:
+    """Return ``tx`` in which each transform that has a number in ``conflicts`` is replaced by a `by_groups`.
+
+    Args:
+        tx: a transform with the numbers of one group.
+        visited: the visit of ``tx``, whose ``calls`` are the visits of the transforms that it calls.
+        groups: the parameters and the numbers of each group.
+        conflicts: the dotted names of the numbers that differ between groups.
+    """
+    differing = [name for name in visited.numbers.names if name in conflicts]
+    if differing and not _has_common_numbers(visited):  # run it once for each set of numbers
+        return _versions(tx, visited, groups)
+    _require_tensors(visited, differing, groups)
+    # The numbers of ``tx`` itself agree. Replace transforms within it.
+    children: list[Transform] = []
+    for child, call in zip(tx.children, visited.calls, strict=True):
+        children.append(_in_versions(child, call, groups, conflicts))
+    if all(map(is_, children, tx.children)):
+        return tx
+    entries = chain_entries(tx)
+    if entries is not None:  # rebuilt with its names, under which the state has its entries
+        return as_chain(dict(zip(entries, children, strict=True)))
+    remaining = iter(children)
+    return tx.with_children(lambda _: next(remaining))
+
+
+def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> Transform:
+    """Return `by_groups` with one version of a transform for all groups that have the same numbers."""
+    number_of = dict(zip(visited.numbers.names, tree.leaves(tx), strict=True))
+    versions: dict[tuple[object, ...], Transform] = {}
+    members_of: dict[tuple[object, ...], tuple[str, ...]] = {}
+    for group in groups:
+        numbers = [group.numbers.get(name, number) for name, number in number_of.items()]
+        key = tuple([_identity(number) for number in numbers])
+        if key not in versions:
+            versions[key] = with_numbers(tx, iter(numbers))
+        members_of[key] = (*members_of.get(key, ()), *group.names)
+    return by_groups(tuple(versions.values()), tuple(members_of.values()))
+
+
+def _identity(number: Number) -> object:
+    """Return a value that is equal for two numbers if they are equal, or are one tensor."""
+    if isinstance(number, Tensor):
+        return (id(number), None)  # a tuple, so that no float equals it
+    return number
+
+
+# ------------------------------------------ numbers that one transform reads for the parameters of all groups
+
+
+def _has_common_numbers(visited: Visit) -> bool:
+    """Return True if a transform runs once for all parameters, so that all groups must have the same numbers."""
+    return bool(visited.calls) or visited.tx.locality is Locality.TREE or _keeps_a_number(visited)
 
 
 def _keeps_a_number(visited: Visit) -> bool:
@@ -113,9 +182,15 @@ def _keeps_a_number(visited: Visit) -> bool:
     return False
 
 
-def _has_common_numbers(visited: Visit) -> bool:
-    """Return True if a transform runs once for all parameters, so that all groups have the same numbers."""
-    return bool(visited.calls) or visited.tx.locality is Locality.TREE or _keeps_a_number(visited)
+def _require_tensors(visited: Visit, names: Sequence[str], groups: Sequence[GroupMembers]) -> None:
+    """Raise if groups differ in numbers of a transform that runs once, unless the numbers are tensors.
+
+    `CommonTensors` compares the values of tensors, so the tensor of the first group is used.
+    """
+    for name in names:
+        for group in groups:
+            if not isinstance(group.numbers.get(name), Tensor | None):
+                raise _different_values(visited, name)
 
 
 def _different_values(visited: Visit, name: str) -> ValueError:
@@ -127,8 +202,18 @@ def _different_values(visited: Visit, name: str) -> ValueError:
     )
 
 
+class CommonTensor(NamedTuple):
+    """A number that one transform reads for all parameters, and that is a tensor in several groups."""
+
+    visited: Visit
+    """The visit of the transform."""
+    name: str
+    copies: list[Tensor]
+    """The tensor in each group. All must have the same value."""
+
+
 class CommonTensors:
-    """Tensors of several groups that must have the same value, because one transform reads them for all parameters.
+    """Compares the tensors of several groups that must have the same value, because one transform reads them.
 
     Args:
         visits: the visits of all transforms in the optimizer's transform.
@@ -136,101 +221,27 @@ class CommonTensors:
     """
 
     def __init__(self, visits: Sequence[Visit], values: Sequence[Mapping[str, Number]]) -> None:
-        self.tensors: list[tuple[Visit, str, list[Tensor]]] = []
-        """The transform that reads a number, the name of the number, and its tensor in each group."""
-        self._versions: list[int] = []  # of all tensors when they were compared
-        tensors_of: dict[str, list[Tensor]] = {}
+        self.tensors: list[CommonTensor] = []
+        self._versions: list[int] = []
+        """The versions of all tensors when they were compared. Writing into a tensor increases its version."""
+        copies_of: dict[str, list[Tensor]] = {}
         for numbers in values:
             for name, number in numbers.items():
                 if isinstance(number, Tensor):
-                    tensors_of.setdefault(name, []).append(number)
-        repeated = {name for name, tensors in tensors_of.items() if len(tensors) > 1}
-        if not repeated:
-            return
+                    copies_of.setdefault(name, []).append(number)
         for visited in visits:
-            names = [name for name in visited.numbers.names if name in repeated]
+            names = [name for name in visited.numbers.names if len(copies_of.get(name, ())) > 1]
             if names and _has_common_numbers(visited):
-                self.tensors += [(visited, name, tensors_of[name]) for name in names]
+                self.tensors += [CommonTensor(visited, name, copies_of[name]) for name in names]
 
     def check(self) -> None:
         """Raise ValueError if two groups have tensors of different values. Compare only if a tensor was written to."""
-        if not self.tensors or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
-        versions = [tensor._version for _, _, tensors in self.tensors for tensor in tensors]
+        versions = [tensor._version for common in self.tensors for tensor in common.copies]
         if versions == self._versions:
             return
-        for visited, name, tensors in self.tensors:
-            if not all(torch.equal(tensors[0], tensor) for tensor in tensors[1:]):
+        for visited, name, copies in self.tensors:
+            if not all(torch.equal(copies[0], tensor) for tensor in copies):
                 raise _different_values(visited, name)
         self._versions = versions
-
-
-def _in_versions(
-    tx: Transform,
-    visited: Visit,
-    values: Sequence[Mapping[str, Number]],
-    members: Sequence[Sequence[str]],
-    conflicts: Set[str],
-) -> Transform:
-    """Return ``tx`` in which each transform that has a number in ``conflicts`` is replaced by a `by_groups`.
-
-    Args:
-        tx: a transform with the numbers of one group.
-        visited: the visit of ``tx``, whose ``calls`` are the visits of the transforms that it calls.
-        values: the numbers of each group by dotted name.
-        members: the parameter names of each group.
-        conflicts: the dotted names of the numbers that differ between groups.
-    """
-    own_conflicts = [name for name in visited.numbers.names if name in conflicts]
-    if own_conflicts and _has_common_numbers(visited):  # it runs once, so the numbers must be equal
-        _require_tensors(visited, own_conflicts, values)
-    elif own_conflicts:  # it updates each parameter separately: run it once for each set of numbers
-        return _versions(tx, visited, values, members)
-    # The numbers of ``tx`` itself agree. Replace transforms within it.
-    calls = iter(visited.calls)
-    parts: list[Any] = []
-    for part in tx.parts:
-        if isinstance(part, Transform):
-            part = _in_versions(part, next(calls), values, members, conflicts)
-        parts.append(part)
-    if all(map(is_, parts, tx.parts)):
-        return tx
-    entries = chain_entries(tx)
-    if entries is not None:  # rebuilt with its names, under which the state has its entries
-        return as_chain(dict(zip(entries, parts, strict=True)))
-    return Transform._from(dataclasses.replace(tx.structure, derived={}), parts)
-
-
-def _require_tensors(visited: Visit, names: Sequence[str], values: Sequence[Mapping[str, Number]]) -> None:
-    """Raise if groups differ in numbers of a transform that runs once, unless the numbers are tensors.
-
-    `CommonTensors` compares the values of tensors, so the tensor of the first group is used.
-    """
-    for name in names:
-        for group_values in values:
-            if name in group_values and not isinstance(group_values[name], Tensor):
-                raise _different_values(visited, name)
-
-
-def _versions(
-    tx: Transform, visited: Visit, values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
-) -> Transform:
-    """Return `by_groups` with one version of a transform for all groups that have the same numbers."""
-    number_of = dict(zip(visited.numbers.names, tree.leaves(tx), strict=True))
-    versions: dict[tuple[object, ...], Transform] = {}
-    members_of: dict[tuple[object, ...], list[str]] = {}
-    for group_values, names in zip(values, members, strict=True):
-        numbers = [group_values.get(name, number) for name, number in number_of.items()]
-        key = tuple([_identity(number) for number in numbers])
-        if key not in versions:
-            versions[key] = with_numbers(tx, iter(numbers))
-            members_of[key] = []
-        members_of[key].extend(names)
-    return by_groups(tuple(versions.values()), tuple([tuple(names) for names in members_of.values()]))
-
-
-def _identity(number: Number) -> object:
-    """Return a value that is equal for two numbers if they are equal, or are one tensor."""
-    if isinstance(number, Tensor):
-        return (id(number), None)  # a tuple, so that no float equals it
-    return number

@@ -23,8 +23,10 @@ def constructed_together(constructor: Constructor) -> Constructor:
 
     @functools.wraps(constructor)
     def construct(self: Any, *args: Any, **options: Any) -> None:
-        if args and isinstance(args[0], Iterator):
-            args = [*args[0]], *args[1:]  # an iterator can be read only once
+        # Such as model.named_parameters(), which can be read only once.
+        args = tuple([list(argument) if isinstance(argument, Iterator) else argument for argument in args])
+        if isinstance(options.get("params"), Iterator):
+            options["params"] = list(options["params"])
         with construction(lambda: _group_of(args, options)):
             constructor(self, *args, **options)
 
@@ -44,8 +46,10 @@ def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGr
     if layout is not None:
         group = getattr(layout, "keywords", {}).get("group")  # of a functools.partial
         return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    # DTensors: all ranks construct the optimizer together if every mesh has all of them.
     params = args[0] if args else options.get("params")
-    leaves = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
-    meshes = [leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]
-    is_of_all = bool(meshes) and all(mesh.size() == dist.get_world_size() for mesh in meshes)
-    return dist.group.WORLD if is_of_all else None
+    tensors = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
+    meshes = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]
+    if meshes and all(mesh.size() == dist.get_world_size() for mesh in meshes):
+        return dist.group.WORLD
+    return None

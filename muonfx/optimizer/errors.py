@@ -1,4 +1,4 @@
-"""The texts of errors of parameters that were replaced, moved, frozen, removed or flattened."""
+"""The texts of errors, most of parameters that were replaced, moved, frozen, removed or flattened."""
 
 from __future__ import annotations
 
@@ -105,3 +105,34 @@ def without_hyperparams(labels: Mapping[str, str | None]) -> ValueError:
 def other_labels(name: str) -> ValueError:
     """Return an error for a parameter whose labels changed when it was replaced."""
     return ValueError(f"{name!r} has other labels now than when the optimizer was created: recreate the optimizer")
+
+
+def emptied_over_ranks(name: str) -> ValueError:
+    """Return an error for an emptied state over ranks: they create a state together, and one may have emptied alone."""
+    return ValueError(
+        f"optimizer.state: the state of {name!r} was emptied, which an optimizer over ranks cannot "
+        "start again: write into its tensors instead, as in optimizer.state[param]['momentum.trace'].zero_()"
+    )
+
+
+def label_is_none(name: str) -> ValueError:
+    """Return an error for a parameter that is added to the optimizer, but has the label None."""
+    return ValueError(
+        f"{name!r} has the label None, so that it is not trained: recreate the optimizer with another label for it"
+    )
+
+
+def listed_without_label(name: str) -> ValueError:
+    """Return an error for a parameter that somebody has put into the groups, but that has the label None."""
+    return ValueError(
+        f"param_groups: {name!r} was added, but its label is None, so that it is not "
+        "trained: remove it from the groups, or recreate the optimizer with other labels"
+    )
+
+
+def first_lines(lines: Sequence[str], limit: int) -> str:
+    """Join the first lines of a message, with a count of the others: "a; b; and 3 more" for a limit of 2."""
+    shown = list(lines[:limit])
+    if len(lines) > limit:
+        shown.append(f"and {len(lines) - limit} more")
+    return "; ".join(shown)

@@ -33,15 +33,14 @@ class Gathering:
         self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
     ) -> None:
         # One buffer of bytes for all leaves, so that a single collective copies them.
-        sizes = {place: _bytes_of(placement) for place, (placement, _) in leaves.items()}
-        padded_sizes = [_padded(size) for size in sizes.values()]
+        padded_sizes = [_padded(_bytes_of(placement)) for placement, _ in leaves.values()]
         # Each byte is written by one rank, and is zero on the others, so the sum has the exact bits of the owners.
         buffer = torch.zeros(sum(padded_sizes), dtype=torch.uint8, device=device)
-        rooms = dict(zip(leaves, buffer.split(padded_sizes), strict=True))
         self._wholes: dict[int, Tensor] = {}
-        for place, (placement, leaf) in leaves.items():
-            flat = rooms[place][: sizes[place]].view(placement.dtype)
-            self._wholes[place] = flat.view(placement.shape)
+        for index, leaf_bytes in zip(leaves, buffer.split(padded_sizes), strict=True):
+            placement, leaf = leaves[index]
+            flat = leaf_bytes[: _bytes_of(placement)].view(placement.dtype)
+            self._wholes[index] = flat.view(placement.shape)
             shard = placement.shard
             if leaf is None or shard is None:
                 continue

@@ -20,49 +20,53 @@ Group = dict[str, Any]
 
 
 class Hyperparam(NamedTuple):
-    """An entry of a param group, such as "lr" or "betas", and the transform's numbers that the entry sets."""
+    """A key of a param group, such as "lr" or "betas", and the numbers of one transform that its value sets."""
 
     key: str
     """The key in the group, such as "betas"."""
     names: tuple[str, ...]
-    """The dotted names of the numbers in the transform, as in `muonfx.hyperparams`."""
+    """The dotted names of the numbers, as in `muonfx.hyperparams`: ("scale_by_adam.b1", "scale_by_adam.b2")."""
     is_tuple: bool = False
     """True if the value in the group is a tuple."""
     is_mirror: bool = False
     """True if other keys have the same numbers, as "momentum" repeats the first of "betas" for schedulers."""
-    copies: int = 1
-    """How many transforms the value sets: with 2, ``names`` are the numbers of one transform, then of the other."""
-
-    @property
-    def length(self) -> int:
-        """The count of numbers in the group's value: 2 for "betas", else 1."""
-        return len(self.names) // self.copies
 
     def numbers_in(self, value: Number | Sequence[Number]) -> Sequence[Number]:
-        """Return one number for each of ``names``, from a param group's value. Raise if its count or type is wrong."""
+        """Return one number for each of ``names``: ``(0.9,)`` for the value 0.9. Raise unless it has their count."""
         values = value if isinstance(value, Sequence) else (value,)
-        if self.is_tuple != isinstance(value, Sequence) or len(values) != self.length:
-            expected = f"{self.length} numbers" if self.is_tuple else "a number"
+        if self.is_tuple != isinstance(value, Sequence) or len(values) != len(self.names):
+            expected = f"{len(self.names)} numbers" if self.is_tuple else "a number"
             raise ValueError(f"{self.key!r} in a group must be {expected}, found {value!r}")
         for number in values:
             if not isinstance(number, int | float | Tensor | Real) or isinstance(number, bool):
                 raise TypeError(
                     f"{self.key!r} in a group must be a number or a tensor of one element, found {number!r}"
                 )
-        return [*values] * self.copies
+        return values
 
     def value_of(self, numbers: Mapping[str, Number]) -> Any:
         """Return the value for a param group, such as ``(0.9, 0.95)``, from numbers by dotted name."""
-        values = tuple([numbers[name] for name in self.names[: self.length]])
+        values = tuple([numbers[name] for name in self.names])
         return values if self.is_tuple else values[0]
 
 
 class GroupNumbers:
-    """Reads and writes the hyperparameters of one param group, in which two keys may hold the same number."""
+    """Reads and writes the hyperparameters of one param group.
+
+    Two keys may set the same number: schedulers write "momentum", which repeats the first of "betas". The key that was
+    changed last counts, and `read` writes its number into the other one.
+
+    Args:
+        hyperparams: the keys of the group, and the numbers that they set. A key that sets numbers of several
+            transforms, such as a common "lr", is there once for each transform.
+    """
 
     def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
         self.hyperparams = tuple(hyperparams)
-        self.keys = frozenset({hyperparam.key for hyperparam in hyperparams})
+        self.keys = tuple(dict.fromkeys([hyperparam.key for hyperparam in hyperparams]))
+        """The keys of the group that hold hyperparameters, such as ("lr", "betas", "momentum")."""
+        self.mirrors = frozenset([hyperparam.key for hyperparam in hyperparams if hyperparam.is_mirror])
+        """The keys that repeat numbers of other keys, such as "momentum"."""
         self._last: dict[str, Number] = {}
         """The numbers that the last `read` returned, by dotted name."""
         self._entries: Group = {}
@@ -73,26 +77,23 @@ class GroupNumbers:
         """The dotted names of the hyperparameters in the transform, such as "momentum.decay"."""
         return [name for hyperparam in self.hyperparams if not hyperparam.is_mirror for name in hyperparam.names]
 
-    def parse(self, values: Group, *, mirrors: bool = True) -> dict[str, Number]:
+    def parse(self, values: Group) -> dict[str, Number]:
         """Return a group's hyperparameters by dotted name: ``{"momentum.decay": 0.9}`` for ``{"momentum": 0.9}``.
 
-        Two keys may set one number: "momentum" repeats the first of "betas", because schedulers write it. If their
-        values differ, the value that has changed since the last `read` is returned. If both have changed, ValueError is
-        raised. With ``mirrors=False``, keys that repeat others, such as "momentum" here, are ignored.
+        If two keys set a number to different values, use the value that has changed since the last `read`. Raise
+        ValueError if both have changed.
         """
         numbers: dict[str, Number] = {}
         key_of: dict[str, str] = {}  # the key from which each number was taken
         for hyperparam in self.hyperparams:
             key = hyperparam.key
-            is_ignored = hyperparam.is_mirror and not mirrors
-            if key not in values or is_ignored:
+            if key not in values:
                 continue
             for name, number in zip(hyperparam.names, hyperparam.numbers_in(values[key]), strict=True):
-                differs_from_earlier_key = name in numbers and not equal(numbers[name], number)
-                if differs_from_earlier_key:
-                    if self._was_read(name, number):
-                        continue  # this key has the former value, so the earlier key was changed
-                    if not self._was_read(name, numbers[name]):  # both keys were changed
+                if name in numbers:  # an earlier key sets it, too
+                    if equal(numbers[name], number) or self._was_read(name, number):
+                        continue  # only the earlier key was changed, if any
+                    if not self._was_read(name, numbers[name]):
                         raise _set_twice(name, {key_of[name]: numbers[name], key: number})
                 numbers[name] = number
                 key_of[name] = key
@@ -105,37 +106,48 @@ class GroupNumbers:
     def complete(self, entries: Group, defaults: Mapping[str, Number]) -> dict[str, Number]:
         """Return a new group's hyperparameters by dotted name, from ``defaults`` if ``entries`` lacks them."""
         numbers = {name: defaults[name] for name in self.names}
-        return numbers | self.parse(entries, mirrors=False)
+        without_mirrors = {key: value for key, value in entries.items() if key not in self.mirrors}
+        return numbers | self.parse(without_mirrors)
 
     def entries(self, numbers: Mapping[str, Number]) -> Group:
         """Return the entries of a param group, such as ``lr`` and ``betas``, for numbers given by dotted name."""
-        return {hyperparam.key: hyperparam.value_of(numbers) for hyperparam in self.hyperparams}
+        entries: Group = {}
+        for hyperparam in self.hyperparams:
+            entries.setdefault(hyperparam.key, hyperparam.value_of(numbers))
+        return entries
 
     def read(self, group: Group) -> dict[str, Number]:
         """Return a group's current hyperparameters by dotted name, and synchronize keys that hold the same number.
 
         If no number has changed, return the same dict object as in the last call.
         """
-        # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
-        may_skip = self._entries and not torch.compiler.is_compiling()
-        if may_skip and all(map(is_, map(group.get, self._entries), self._entries.values())):
-            return self._last  # the usual step: each entry is the object that the last call has read
+        if self._is_unchanged(group):
+            return self._last
         numbers = self.parse(group)
         for hyperparam in self.hyperparams:
             # torch.compile with dynamic=True cannot trace a comparison of sets.
             if any(name not in numbers for name in hyperparam.names):
                 raise _missing(hyperparam.key, group, self._entries.get(hyperparam.key))
-        # If "momentum" was changed, "betas" still has the former number: write the new one into it.
         for hyperparam in self.hyperparams:
-            key = hyperparam.key
-            current = [numbers[name] for name in hyperparam.names]
-            if key not in group or not all(map(equal, hyperparam.numbers_in(group[key]), current)):
-                group[key] = hyperparam.value_of(numbers)
-        last = self._last
-        if last.keys() != numbers.keys() or not all(equal(last[name], number) for name, number in numbers.items()):
+            self._synchronize(group, hyperparam, numbers)
+        self._entries = {key: group[key] for key in self.keys}
+        if self._last.keys() != numbers.keys() or not all(self._was_read(*item) for item in numbers.items()):
             self._last = numbers
-        self._entries = {hyperparam.key: group[hyperparam.key] for hyperparam in self.hyperparams}
         return self._last
+
+    def _is_unchanged(self, group: Group) -> bool:
+        """Return True if each entry is the object that the last `read` has left in the group, as in most steps."""
+        # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
+        if torch.compiler.is_compiling() or not self._entries:
+            return False
+        return all(map(is_, map(group.get, self._entries), self._entries.values()))
+
+    def _synchronize(self, group: Group, hyperparam: Hyperparam, numbers: Mapping[str, Number]) -> None:
+        """Write current numbers into a key of a group that has others: into "betas" if "momentum" was changed."""
+        key = hyperparam.key
+        current = [numbers[name] for name in hyperparam.names]
+        if key not in group or not all(map(equal, hyperparam.numbers_in(group[key]), current)):
+            group[key] = hyperparam.value_of(numbers)
 
 
 def _set_twice(name: str, number_of: Mapping[str, Number]) -> ValueError:
@@ -156,17 +168,20 @@ def _missing(key: str, group: Group, last: object) -> ValueError:
     )
 
 
-class BoundGroup(NamedTuple):
-    """A param group, its parameter names at the last step, and the object that reads its hyperparameters."""
+class TrackedGroup(NamedTuple):
+    """A param group as it was when its state was created or last moved."""
 
     group: Group
+    """The dict in ``optimizer.param_groups``."""
     names: list[str]
+    """The names of its parameters."""
     numbers: GroupNumbers
+    """The object that reads the hyperparameters of the group."""
 
 
-def read_numbers(groups: Iterable[BoundGroup]) -> list[dict[str, Number]]:
+def read_numbers(groups: Iterable[TrackedGroup]) -> list[dict[str, Number]]:
     """Return the current hyperparameters of each param group by dotted name, as `GroupNumbers.read` returns them."""
-    return [bound.numbers.read(bound.group) for bound in groups]
+    return [tracked.numbers.read(tracked.group) for tracked in groups]
 
 
 def own_copy(value: Any) -> Any:
@@ -174,21 +189,20 @@ def own_copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def separate_tensors(groups: Iterable[BoundGroup]) -> None:
+def separate_tensors(groups: Iterable[TrackedGroup]) -> None:
     """Replace a tensor that several groups or several hyperparameters have in common by a copy for each of them."""
-    owned = set[int]()  # the ids of tensors that a hyperparameter of an earlier group, or of this one, has
-    for bound in groups:
-        numbers = dict(bound.numbers.read(bound.group))
+    tensor_ids = set[int]()  # of hyperparameters of earlier groups, or of this one
+    for tracked in groups:
+        numbers = dict(tracked.numbers.read(tracked.group))
         has_changed = False
         for name, value in numbers.items():
-            if not isinstance(value, Tensor):
-                continue
-            if id(value) in owned:
+            if id(value) in tensor_ids:
                 numbers[name] = own_copy(value)
                 has_changed = True
-            owned.add(id(numbers[name]))
+            if isinstance(value, Tensor):
+                tensor_ids.add(id(numbers[name]))
         if has_changed:
-            bound.group.update(bound.numbers.entries(numbers))
+            tracked.group.update(tracked.numbers.entries(numbers))
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -200,35 +214,28 @@ def scalar(name: str, value: Any) -> Any:
     return value.reshape(()) if value.ndim else value
 
 
-def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
-    """Convert the numbers of each group to the types and shapes of the transform's own numbers, ``defaults``.
+def fitted(defaults: Mapping[str, Number], numbers: Mapping[str, Number]) -> dict[str, Number]:
+    """Convert numbers from a param group to the types and shapes of the transform's own numbers, ``defaults``.
 
-    ``values`` has one dict from dotted name to number for each group, such as ``{"momentum.decay": 0.9}``. A tensor
-    stays a tensor that shares memory with the one in the group, because a scheduler may write into it. Raise ValueError
-    if its shape does not fit.
+    Both are by dotted name, such as ``{"momentum.decay": 0.9}``. A tensor stays a tensor that shares memory with the
+    one in the group, because a scheduler may write into it. Raise ValueError if its shape does not fit.
     """
-    views: dict[int, Number] = {}
-    """By id of a tensor, one 0-d view: numbers that have one tensor in the groups have one tensor in the result."""
+    return {name: _fit(name, number, defaults[name]) for name, number in numbers.items()}
 
-    def fit(name: str, value: Number) -> Number:
-        """Return the value of one number in a form that the transform accepts."""
-        if isinstance(value, int | float):
-            return value
-        if not isinstance(value, Tensor):  # another number type, such as numpy.float32
-            return float(value)
-        default = defaults[name]
-        if not isinstance(default, Tensor) or default.ndim == 0:  # the group may have a tensor of shape (1,)
-            return views.setdefault(id(value), scalar(name, value))
-        # The transform has a tensor with dims for this number, such as one rate for each model of an ensemble.
-        if value.shape != default.shape:
-            shapes = f"{tuple(default.shape)}, found {tuple(value.shape)}"
-            raise ValueError(f"{name} must be a number or a tensor of shape {shapes}")
+
+def _fit(name: str, value: Number, default: Number) -> Number:
+    """Return one number of a param group in the form that the transform accepts, which ``default`` has."""
+    if isinstance(value, int | float):
         return value
-
-    fitted_values: list[dict[str, Number]] = []
-    for group_values in values:
-        fitted_values.append({name: fit(name, value) for name, value in group_values.items()})
-    return fitted_values
+    if not isinstance(value, Tensor):  # another number type, such as numpy.float32
+        return float(value)
+    if not isinstance(default, Tensor) or default.ndim == 0:  # the group may have a tensor of shape (1,)
+        return scalar(name, value)
+    # The transform has a tensor with dims for this number, such as one rate for each model of an ensemble.
+    if value.shape != default.shape:
+        shapes = f"{tuple(default.shape)}, found {tuple(value.shape)}"
+        raise ValueError(f"{name} must be a number or a tensor of shape {shapes}")
+    return value
 
 
 def equal(a: object, b: object) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,24 +14,32 @@ from muonfx.tree.dtypes import widens
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
 
-Load = tuple[str, int, Tensor]
-"""One tensor to load: a text for messages, the index of the leaf in the state, and the values (this rank's or all)."""
 
-Take = Callable[[int, Any, Any], Tensor | str]
-"""A function ``(index of a leaf, the leaf in optimizer.state, saved value) -> values of the Load, or an error``."""
+class Load(NamedTuple):
+    """Values to copy into a leaf of the state."""
+
+    title: str
+    """The leaf in messages, such as "'momentum.trace' of 'weight'"."""
+    leaf_index: int
+    """The index of the leaf in the state."""
+    value: Tensor
+    """The values, of this rank or of the whole leaf."""
 
 
-def misfit(leaf: object, value: object) -> str | None:
-    """Return an error message if a saved value has the wrong shape or dtype for a state tensor, else None."""
+class Misfit(ValueError):
+    """An error for a value that does not fit a leaf of the state. The message continues the name of the leaf."""
+
+
+def require_fit(leaf: object, value: object) -> None:
+    """Raise `Misfit` if a saved value has the wrong shape or dtype for a state tensor."""
     if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
-        return f"is {_shape_text(value)}, expected {_shape_text(leaf)}"
+        raise Misfit(f"is {_shape_text(value)}, expected {_shape_text(leaf)}")
     # Eight-bit values are codes of quantized state, which are not numbers and have no meaning in another dtype.
     is_codes = value.dtype.itemsize == 1 or leaf.dtype.itemsize == 1
     if is_codes and value.dtype != leaf.dtype:
-        return f"holds codes of {value.dtype}, expected {leaf.dtype}"
+        raise Misfit(f"holds codes of {value.dtype}, expected {leaf.dtype}")
     if not widens(value.dtype, leaf.dtype):
-        return f"would narrow from {value.dtype} to {leaf.dtype}"
-    return None
+        raise Misfit(f"would narrow from {value.dtype} to {leaf.dtype}")
 
 
 def _shape_text(value: object) -> str:
@@ -40,45 +48,46 @@ def _shape_text(value: object) -> str:
     return repr(value)
 
 
-def on_this_rank(leaf: Any, value: Any) -> Tensor | str:
-    """Return this rank's part of a saved tensor, sharded like the state tensor ``leaf``, or an error message."""
+def on_this_rank(leaf: Any, value: Any) -> Tensor:
+    """Return this rank's part of a saved tensor, sharded like the state tensor ``leaf``, or raise `Misfit`."""
     if isinstance(leaf, FlatShardTensor):
         return _interval_of(leaf, value)
     if is_dtensor(leaf):
         return _shard_of(leaf, value)
     if is_dtensor(value) or isinstance(value, FlatShardTensor):
-        return _other_placement(leaf, value)
+        raise _other_placement(leaf, value)
     return value
 
 
-def _interval_of(leaf: FlatShardTensor, value: Any) -> Tensor | str:
+def _interval_of(leaf: FlatShardTensor, value: Any) -> Tensor:
     """Return the elements of a saved tensor in the interval of the flattened tensor that ``leaf`` holds."""
     if is_dtensor(value):
-        return _other_placement(leaf, value)
+        raise _other_placement(leaf, value)
     shard = leaf.shard
     if not isinstance(value, FlatShardTensor):
         return value.reshape(-1)[shard.start : shard.stop]
     if (value.shard.start, value.shard.stop) != (shard.start, shard.stop):
-        return _other_placement(leaf, value)
+        raise _other_placement(leaf, value)
     return value.shard.data
 
 
-def _shard_of(leaf: DTensor, value: Any) -> Tensor | str:
+def _shard_of(leaf: DTensor, value: Any) -> Tensor:
     """Return this rank's shard of a saved tensor, which is a DTensor like ``leaf``, or whole."""
     from torch.distributed.tensor import distribute_tensor
 
     if isinstance(value, FlatShardTensor):
-        return _other_placement(leaf, value)
+        raise _other_placement(leaf, value)
     if not is_dtensor(value):
         value = distribute_tensor(value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None)
     if value.device_mesh != leaf.device_mesh or value.placements != leaf.placements:
-        return _other_placement(leaf, value)
-    return shard_error(value, leaf.device_mesh) or local_of(value)
+        raise _other_placement(leaf, value)
+    require_same_position(value, leaf.device_mesh)
+    return local_of(value)
 
 
-def _other_placement(leaf: Any, value: Any) -> str:
-    """Return an error message for a saved value that is sharded in another way than ``leaf``."""
-    return (
+def _other_placement(leaf: Any, value: Any) -> Misfit:
+    """Return an error for a saved value that is sharded in another way than ``leaf``."""
+    return Misfit(
         f"is placed as {_placement_text(value)}, here as {_placement_text(leaf)}: load through "
         "torch.distributed.checkpoint or muonfx.checkpoint, which move values between layouts"
     )
@@ -93,18 +102,18 @@ def _placement_text(value: Any) -> str:
     return "a plain tensor"
 
 
-def shard_error(value: DTensor, mesh: DeviceMesh) -> str | None:
-    """Return an error message if a loaded DTensor is the shard of a rank at another mesh position, else None."""
+def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
+    """Raise `Misfit` if a loaded DTensor is the shard of a rank at another position in the mesh."""
     # A mesh is saved with the coordinates of the rank that saves it, and keeps them when it is loaded.
     saved_position = value.device_mesh.get_coordinate()
     position = mesh.get_coordinate()
     if saved_position == position:
-        return None
+        return
     if saved_position and position:
         sharded_dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
         if all(saved_position[dim] == position[dim] for dim in sharded_dims):
-            return None
-    return (
+            return
+    raise Misfit(
         f"is the shard of the rank at {_position_text(saved_position)} of the mesh, expected "
         f"{_position_text(position)}: load the state that this rank saved"
     )

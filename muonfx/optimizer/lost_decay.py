@@ -10,62 +10,59 @@ from torch import Tensor
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.visit import Visit
-from muonfx.optimizer.group_numbers import BoundGroup
+from muonfx.optimizer.group_numbers import TrackedGroup
 from muonfx.optimizer.resuming import schedules_in, schedules_of
 from muonfx.transforms.average import master_params
 
-_COUNTS = (0, *(2**power for power in range(21)))
+_COUNTS = (0, *[2**power for power in range(21)])
 """The steps at which a schedule is evaluated: 0, 1, 2, 4, ..., 2**20. One of them is near the end of any warmup."""
 
 
 def warn_of_lost_decay(
-    tx: Transform, visits: Sequence[Visit], groups: Sequence[BoundGroup], params: Mapping[str, Tensor]
+    tx: Transform, visits: Sequence[Visit], groups: Sequence[TrackedGroup], params: Mapping[str, Tensor]
 ) -> None:
     """Warn if no step of weight decay changes a parameter, because each is below half a unit in its last place.
 
     A step multiplies a parameter by ``1 - lr * weight_decay``. In bfloat16, the result is rounded to the same number if
     ``lr * weight_decay`` is small.
     """
-    has_master: set[str] = set()
+    with_float32_copy: set[str] = set()
     for visited in visits:
         if visited.tx.factory is master_params:
-            has_master.update(visited.names)
-    lost: list[str] = []
-    largest = 0.0
-    for bound in groups:
-        trained = [name for name in bound.names if params[name].requires_grad and name not in has_master]
-        narrow = [name for name in trained if params[name].dtype in (torch.bfloat16, torch.float16)]
-        if not narrow:
+            with_float32_copy.update(visited.names)
+    relative_changes: dict[str, float] = {}  # by a step, of parameters that it does not change
+    for tracked in groups:
+        decay = float(tracked.group.get("weight_decay", 0.0))
+        narrow = [name for name in tracked.names if params[name].dtype in (torch.bfloat16, torch.float16)]
+        if not narrow or decay == 0.0:
             continue
-        decay = float(bound.group.get("weight_decay", 0.0))
-        if decay == 0.0:
-            continue
-        relative_change = decay * _largest_rate(tx, bound)
+        change = decay * _largest_rate(tx, tracked)
         for name in narrow:
-            # A unit in the last place of x is between eps / 2 and eps times x.
-            if 0.0 < relative_change < torch.finfo(params[name].dtype).eps / 4:
-                lost.append(name)
-                largest = max(largest, relative_change)
-    if lost:
-        dtype = params[lost[0]].dtype
+            if name in with_float32_copy or not params[name].requires_grad:
+                continue
+            # A unit in the last place of x is between eps / 2 and eps times x, and half a unit is rounded away.
+            if 0.0 < change < torch.finfo(params[name].dtype).eps / 4:
+                relative_changes[name] = change
+    if relative_changes:
+        name = next(iter(relative_changes))
         warn_caller(
-            f"weight decay has no effect on {len(lost)} of {len(params)} parameters, such as {lost[0]!r}: a step "
-            f"changes it by {largest:.2g} of its value, which is rounded away in {dtype}. Wrap the whole chain, "
-            "muonfx.master_params(tx), which keeps a float32 copy (muonfx.Muon.transform_for(model, ...) is Muon's "
-            "chain), or set weight_decay=0"
+            f"weight decay has no effect on {len(relative_changes)} of {len(params)} parameters, such as {name!r}: a "
+            f"step changes it by {max(relative_changes.values()):.2g} of its value, which is rounded away in "
+            f"{params[name].dtype}. Wrap the whole chain, muonfx.master_params(tx), which keeps a float32 copy "
+            "(muonfx.Muon.transform_for(model, ...) is Muon's chain), or set weight_decay=0"
         )
 
 
-def _largest_rate(tx: Transform, bound: BoundGroup) -> float:
+def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:
     """Return the learning rate of a group, or the largest value of its schedule at the steps ``_COUNTS``.
 
     Return 0.0 for a group without a learning rate.
     """
-    if "lr" in bound.numbers.keys:  # a number, not a schedule
-        return float(bound.group["lr"])
+    if "lr" in tracked.numbers.keys:  # a number, not a schedule
+        return float(tracked.group["lr"])
     schedules = schedules_in(tx)
     largest = 0.0
-    for name in schedules_of(tx, bound):  # such as "scale_by_learning_rate.learning_rate"
+    for name in schedules_of(tx, tracked):  # such as "scale_by_learning_rate.learning_rate"
         argument = name.split(".")[-1]
         if argument != "learning_rate":  # a schedule of another number, such as the decay of a momentum
             continue

@@ -7,10 +7,8 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from muonfx.core import Transform
@@ -19,7 +17,7 @@ from muonfx.internal.arguments import bind, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import scalar
-from muonfx.optimizer.named_parameters import NamedParameters, named_pairs, names_in, require_parameters, resolve_groups
+from muonfx.optimizer.named_parameters import NamedParameters, named_pairs, resolve_groups
 from muonfx.optimizer.transform_optimizer import TransformOptimizer
 from muonfx.recipes import check_roles, muon_with_adamw, with_views
 from muonfx.routing import Labels, Route, default_labels
@@ -100,17 +98,14 @@ class Muon(TransformOptimizer):
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
     ) -> None:
-        require_parameters(params)
-        if not isinstance(params, nn.Module | Mapping):
-            params = cast("list[tuple[str, torch.Tensor]]", list(params))
         self._labels = labels  # for parameters that are added later
         model_or_named: nn.Module | dict[str, Tensor] = {}
         if isinstance(params, nn.Module):
             model_or_named = params
         else:
-            for group in resolve_groups(params, {} if model is None else names_in([model])):
+            for group in resolve_groups(params, model):
                 model_or_named.update(group["params"])
-        tx = Muon.transform_for(
+        tx = _transform(
             model_or_named,
             lr,
             weight_decay=weight_decay,
@@ -149,27 +144,7 @@ class Muon(TransformOptimizer):
         parameters = [parameter for name, parameter in signature.parameters.items() if name not in of_optimizer]
         bound = bind("Muon", signature.replace(parameters=parameters), (params, lr), options)
         bound.apply_defaults()
-        arguments = SimpleNamespace(**bound.arguments)
-        adamw_numbers = {"adamw_lr": arguments.adamw_lr, "adamw_weight_decay": arguments.adamw_weight_decay}
-        # A dict has a number for each role, such as {"embedding": 1e-3, "head": 3e-4}: then labels are roles.
-        by_role = any(isinstance(number, Mapping) for number in adamw_numbers.values())
-        adam = _adam(arguments.betas)
-        labels = _labels_for(arguments.labels, params, arguments.model, roles=by_role)
-        check_roles("Muon", adamw_numbers, labels, float)
-        adamw_weight_decay = arguments.adamw_weight_decay
-        if adamw_weight_decay is None:
-            adamw_weight_decay = arguments.weight_decay
-        return muon_with_adamw(
-            arguments.lr,
-            arguments.adamw_lr,
-            decay=arguments.momentum,
-            orthogonalize=arguments.orthogonalize,
-            lr_scaling=arguments.lr_scaling,
-            weight_decay=arguments.weight_decay,
-            adam=adam,
-            adamw_weight_decay=adamw_weight_decay,
-            labels=labels,
-        )
+        return _transform(**bound.arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to copy or pickle, as `TransformOptimizer` does."""
@@ -205,6 +180,40 @@ class Muon(TransformOptimizer):
         return None
 
 
+def _transform(
+    params: nn.Module | Mapping[str, Tensor],
+    lr: float,
+    *,
+    weight_decay: float,
+    momentum: float,
+    orthogonalize: Transform,
+    lr_scaling: ShapeRule,
+    adamw_lr: float | Mapping[str, float] | None,
+    adamw_weight_decay: float | Mapping[str, float] | None,
+    betas: tuple[float, float],
+    labels: LabelsLike,
+    model: nn.Module | None,
+) -> Transform:
+    """Return the transform of `Muon` for its arguments. ``params`` are the model, or its parameters by name."""
+    adamw_numbers = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
+    # A dict has a number for each role, such as {"embedding": 1e-3, "head": 3e-4}: then labels are roles.
+    by_role = any(isinstance(number, Mapping) for number in adamw_numbers.values())
+    adam = _adam(betas)
+    label_of = _labels_for(labels, params, model, roles=by_role)
+    check_roles("Muon", adamw_numbers, label_of, float)
+    return muon_with_adamw(
+        lr,
+        adamw_lr,
+        decay=momentum,
+        orthogonalize=orthogonalize,
+        lr_scaling=lr_scaling,
+        weight_decay=weight_decay,
+        adam=adam,
+        adamw_weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+        labels=label_of,
+    )
+
+
 def _adam(betas: Any) -> Transform:
     """Return the transform of AdamW's moments for its two decays."""
     if not isinstance(betas, tuple | list):
@@ -222,22 +231,27 @@ def _labels_for(
     labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: nn.Module | None, *, roles: bool
 ) -> Labels:
     """Return the label of each parameter, from a dict or a function of the model. ``roles``: by default its role."""
-    names = [name for name, _ in named_pairs(params)]
     if labels is None:
         labels = partial(default_labels, roles=roles)
-    if not (isinstance(labels, Mapping) or callable(labels)):
-        raise TypeError(
-            "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
-            f"labels=lambda model: muonfx.default_labels(model, rules); found {labels!r}"
-        )
     if not isinstance(labels, Mapping):
+        if not callable(labels):
+            raise _wrong_labels(labels)
         labels = labels(params if model is None else model)
+    names = [name for name, _ in named_pairs(params)]
     missing = [name for name in names if name not in labels]
     if missing:
         raise ValueError(f"labels: found none for {format_list(missing)}, expected a label for every parameter")
     if not isinstance(labels, Labels):
         labels = Labels(labels)
     return labels.restrict(names)
+
+
+def _wrong_labels(labels: object) -> TypeError:
+    """Return an error for an argument that is no dict of labels, and no function that returns one."""
+    return TypeError(
+        "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
+        f"labels=lambda model: muonfx.default_labels(model, rules); found {labels!r}"
+    )
 
 
 @contextmanager
@@ -265,13 +279,12 @@ def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
     """Warn if AdamW trains all parameters."""
     if not named or not {"muon", "hidden"}.isdisjoint(labels.values()):
         return
-    if all(param.ndim < 2 for param in named.values()):
-        reason = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
-    else:
-        trained_first = sorted(labels.items(), key=lambda pair: pair[1] is None)
-        reasons = [f"{name!r} is {label!r}: {labels.reason(name)}" for name, label in trained_first[:5]]
-        reason = "; ".join(reasons)
     trained = [name for name, label in labels.items() if label is not None]
+    reason = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
+    if any(param.ndim >= 2 for param in named.values()):
+        not_trained = [name for name, label in labels.items() if label is None]
+        first_names = [*trained, *not_trained][:5]
+        reason = "; ".join([f"{name!r} is {labels[name]!r}: {labels.reason(name)}" for name in first_names])
     warn_caller(
         f"Muon: found no parameter with the label 'muon' or 'hidden' ({reason}), expected at least one; AdamW trains "
         f"{len(trained)} of {len(named)} parameters, and none is orthogonalized. Give labels=, or use "

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
 
 from muonfx.core import Transform
+from muonfx.core.checks import is_frozen
 from muonfx.optimizer.group_numbers import Group
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
-
-
 """The parameters of an optimizer: a model, named parameters, tensors of a known model, or groups of these."""
 
 
@@ -22,15 +21,20 @@ def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
     return {param: name for model in models for name, param in model.named_parameters()}
 
 
-def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> list[Group]:
-    """Convert the argument `params` of an optimizer to a list of groups whose "params" are (name, tensor) pairs."""
-    groups: list[Group]
-    if isinstance(params, nn.Module | Mapping):
-        groups = [{"params": params}]
-    else:
+def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
+    """Convert the argument ``params`` of an optimizer to a list of groups whose "params" are (name, tensor) pairs.
+
+    ``model`` provides the names of tensors without names. Raise unless each parameter is given once.
+    """
+    require_parameters(params)
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
+    known = {} if model is None else names_in([model])
+    groups: list[Group] = [{"params": params}]
+    if not isinstance(params, nn.Module | Mapping):
         items: list[Any] = list(params)
-        are_groups = bool(items) and all(isinstance(item, dict) for item in items)
-        groups = items if are_groups else [{"params": items}]
+        if items and all(isinstance(item, dict) for item in items):
+            groups = items
     named_groups: list[Group] = []
     all_pairs: list[tuple[str, Tensor]] = []
     for group in groups:
@@ -54,6 +58,21 @@ def require_parameters(params: object) -> None:
         "params must be a model, model.named_parameters(), or a dict from names to tensors, found "
         f"{type(params).__name__}{advice}"
     )
+
+
+def divide(named: Mapping[str, Tensor], names: Container[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters whose names are in ``names``, and the others."""
+    inside: dict[str, Tensor] = {}
+    outside: dict[str, Tensor] = {}
+    for name, param in named.items():
+        part = inside if name in names else outside
+        part[name] = param
+    return inside, outside
+
+
+def divide_frozen(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the frozen parameters, and the others."""
+    return divide(named, {name for name, param in named.items() if is_frozen(param)})
 
 
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:

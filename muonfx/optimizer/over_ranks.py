@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.visit import Visit, visit
 from muonfx.optimizer.gathering import Gathering
-from muonfx.optimizer.group_numbers import BoundGroup
-from muonfx.optimizer.local_values import Load, on_this_rank, shard_error
-from muonfx.optimizer.stepping import Stepping, add_in_place
+from muonfx.optimizer.group_numbers import TrackedGroup
+from muonfx.optimizer.local_values import Load, on_this_rank, require_same_position
+from muonfx.optimizer.stepping import FormerState, Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.sharding.binding import Binding, Progress
@@ -37,7 +38,7 @@ from muonfx.sharding.transform import bind, init_sharded, sharded_with, step_sha
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DeviceMesh
+    from torch.distributed.tensor import DeviceMesh, Placement
 
 SMALL_BUCKET = 1 << 22
 """The smallest default of ``bucket_bytes``: for small parameters, larger buckets save kernel launches."""
@@ -55,23 +56,37 @@ def stepping_for(
 
     ``others`` are parameters that are not trained. The layout has them too, so that they can be saved with the others.
     """
-    all_params = {**params, **others}
-    dtensor_names = [name for name, param in all_params.items() if is_dtensor(param)]
-    if layout is None and not dtensor_names:
-        bucket_bytes = bucket_bytes or max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
-        return Stepping(tx, tuple(visit(inner_of(tx), meta_like(dict(params)))), bucket_bytes)
+    layout = _complete_layout(layout, params, others)
     if layout is None:
-        layout = from_dtensors(all_params)
-    elif dtensor_names and not layout.dtensors:
-        raise TypeError(
-            f"layout: found {layout!r}, expected none, because {dtensor_names[0]!r} is a DTensor: leave layout out"
-        )
-    elif not layout.is_flat and not layout.dtensors and not all(name in layout.specs for name in params):
-        # Every rank holds every parameter in full, so parameters that are added later are replicated too.
-        layout = replicated(all_params, layout.group or layout.size)
+        if bucket_bytes is None:
+            bucket_bytes = max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
+        return Stepping(tx, tuple(visit(inner_of(tx), meta_like(dict(params)))), bucket_bytes)
     if bucket_bytes is not None:
         settings = settings._replace(bucket_bytes=bucket_bytes)
     return SteppingOverRanks(tx, tuple(visit(inner_of(tx), layout.meta(list(params)))), layout, settings)
+
+
+def _complete_layout(
+    layout: Layout | None, params: Mapping[str, Tensor], others: Mapping[str, Tensor]
+) -> Layout | None:
+    """Return the layout of all parameters, trained or not; None in one process.
+
+    It is the caller's ``layout``, or that of DTensors. A layout in which every rank has every parameter in full is
+    extended to parameters that were added later.
+    """
+    all_params = {**params, **others}
+    dtensor_names = [name for name, param in all_params.items() if is_dtensor(param)]
+    if layout is None:
+        return from_dtensors(all_params) if dtensor_names else None
+    if layout.dtensors:
+        return layout
+    if dtensor_names:
+        raise TypeError(
+            f"layout: found {layout!r}, expected none, because {dtensor_names[0]!r} is a DTensor: leave layout out"
+        )
+    if layout.is_flat or params.keys() <= layout.specs.keys():
+        return layout
+    return replicated(all_params, layout.group or layout.size)
 
 
 class SteppingOverRanks(Stepping):
@@ -91,21 +106,29 @@ class SteppingOverRanks(Stepping):
         self.binding: Binding = bind(layout, settings, store_of(tx))
         """The layout with the plan of its communication, which the functions of `muonfx.sharding` take."""
         self._progress = Progress()
-        self._now = self._inner
+        self._current = self._inner
         """The transform with the current hyperparameters."""
         self._like: dict[str, Tensor | None] = {}
         """All parameters in full, as meta tensors."""
+        self._device = torch.device("cpu")
+        """The device of this rank's parameters."""
+        self._placements: Sequence[LeafPlacement | None] = ()
+        """For each leaf of the state, its shape and the ranks that hold it; None for a leaf that is None."""
+        self._hidden: dict[int, LeafPlacement] = {}
+        """The leaves, by index, that only one rank shows in `optimizer.state`, so that `state_dict` gathers them."""
         self._is_distributed = layout.group is not None and layout.size > 1
         self._is_replicated = layout.is_replicated and not layout.dtensors
         self._gathering: Gathering | None = None
-        """The copy of state from single ranks to all ranks that `share` has started; None before the first."""
+        """The copy of state from single ranks to all ranks that `_share` has started; None before the first."""
 
     def transform_with(self, tx: Transform) -> Transform:
         """Return the sharded transform that updates the optimizer's parameters."""
         return sharded_with(self._progress, tx, self.layout, self._settings)
 
-    def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
-        """Return the initial state of this rank's shards, and record where each tensor of the state is.
+    def init(
+        self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup], former: FormerState | None = None
+    ) -> PyTree:
+        """Return the state of this rank's shards, and record where each leaf of the state is.
 
         All ranks call this together, because they first compare their settings.
         """
@@ -113,29 +136,27 @@ class SteppingOverRanks(Stepping):
         state = init_sharded(self.binding, self._progress, self._inner, local)
         self._device = tree.device_of(local)
         self._like = self.binding.global_like(local)
-        # For each leaf of the state, its shape and the ranks that hold it; None for a leaf that is None.
         self._placements = describe_state(self.binding, self._inner, self._like)
-        # The leaves, by index, that `state_dict` must gather, because `optimizer.state` shows them on one rank only.
-        self._owned = {}
-        for place, placement in enumerate(self._placements):
-            if placement is None or not placement.owned:
-                continue
-            if self._is_distributed and self._is_hidden(placement):
-                self._owned[place] = placement
+        self._hidden = {}
+        for index, placement in enumerate(self._placements):
+            if placement is not None and self._is_hidden(placement):
+                self._hidden[index] = placement
         self.refresh(params, groups)
+        state = self._with_former_values(state, former)
+        self._share(state)
         return state
 
     def _is_hidden(self, placement: LeafPlacement) -> bool:
-        """Return True if only one rank has a state tensor and no DTensor on the parameter's mesh can express that."""
-        if all(shard.owner is None for shard in placement.shards):
+        """Return True if only one rank has a leaf, and no DTensor on the parameter's mesh can express that."""
+        if not self._is_distributed or not placement.owned or all(shard.owner is None for shard in placement.shards):
             return False
         if placement.name is None or placement.name not in self.layout.dtensors or len(placement.shards) == 1:
             return True
         return not own_what_they_hold(self.layout, placement.name, placement.shards, placement.shape)
 
-    def _part_like(self, place: int, leaf: Any, whole: Tensor) -> Any:
+    def _part_like(self, index: int, leaf: Any, whole: Tensor) -> Any:
         """Return this rank's part of a full state tensor to replace ``leaf``; None if the rank has no part of it."""
-        placement = self._placements[place]
+        placement = self._placements[index]
         if placement is None or tuple(whole.shape) != placement.shape:
             return leaf
         whole = whole.to(self._device)
@@ -147,20 +168,20 @@ class SteppingOverRanks(Stepping):
             return None
         return _interval(placement, whole).view(placement.local)
 
-    def whole(self, place: int, leaf: Any) -> Any:
-        """Gather the state tensor with index ``place`` and return it in full. All ranks must call this together."""
-        placement = self._placements[place]
+    def whole(self, index: int, leaf: Any) -> Any:
+        """Gather a leaf of the state and return it in full. All ranks must call this together."""
+        placement = self._placements[index]
         if placement is None or placement.name is None:  # of no parameter: every rank has it in full
             return leaf
         if not placement.owned:  # sharded like its parameter
             return self.layout.gather({placement.name: leaf})[placement.name]
         if not self._is_distributed:  # one rank owns all of it
             return leaf.view(placement.shape)
-        return Gathering(self.layout, self._device, {place: (placement, leaf)}).wait()[place]
+        return Gathering(self.layout, self._device, {index: (placement, leaf)}).wait()[index]
 
-    def show(self, place: int, leaf: Tensor | None) -> Tensor | None:
-        """Convert the state tensor with index ``place`` to its form in ``optimizer.state``, such as a DTensor."""
-        placement = self._placements[place]
+    def show(self, index: int, leaf: Tensor | None) -> Tensor | None:
+        """Convert a leaf of the state to its form in ``optimizer.state``, such as a DTensor."""
+        placement = self._placements[index]
         if placement is None or placement.name is None:
             return leaf
         dtensor = leaf_to_dtensor(self.binding, placement, leaf)
@@ -177,47 +198,49 @@ class SteppingOverRanks(Stepping):
 
     # ------------------------------------------------------------------------------------------------- persistence
 
-    def share(self, state: PyTree) -> None:
+    def _share(self, state: PyTree) -> None:
         """Under DDP, start to copy the state of single ranks to all ranks, so that each rank can save all of it."""
         # This state is small compared with the updates sent to replicas, and the copy overlaps with the next forward.
         if self._gathering is not None:
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
-        if self._owned and self._is_replicated:
+        if self._hidden and self._is_replicated:
             leaves = tree.leaves(state)
-            owned_leaves = {place: (placement, leaves[place]) for place, placement in self._owned.items()}
-            self._gathering = Gathering(self.layout, self._device, owned_leaves)
+            hidden_leaves = {index: (placement, leaves[index]) for index, placement in self._hidden.items()}
+            self._gathering = Gathering(self.layout, self._device, hidden_leaves)
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
         """Return the state tensors that only one rank has, by index, as full tensors or DTensors to save."""
         if self._gathering is not None:
             return self._gathering.wait()
-        if not self._owned or not self.layout.dtensors:
+        if not self._hidden or not self.layout.dtensors:
             return {}
         assert self.layout.group is not None
         wait_for_all(self.layout.group, "state_dict()")
         leaves = tree.leaves(state)
         exported: dict[int, Any] = {}
-        for place, placement in self._owned.items():
+        for index, placement in self._hidden.items():
             assert placement.name is not None
-            exported[place] = self.whole(place, leaves[place])
+            exported[index] = self.whole(index, leaves[index])
             if placement.name in self.layout.dtensors:
-                exported[place] = _evenly_sharded(exported[place], self.layout.dtensors[placement.name].mesh)
+                exported[index] = _evenly_sharded(exported[index], self.layout.dtensors[placement.name].mesh)
         return exported
 
-    def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
-        """Return the values to load into the state tensor with index ``place``, or an error message."""
-        placement = self._placements[place]
-        if placement is None or placement.name is None or not placement.owned or isinstance(value, FlatShardTensor):
+    def local_value(self, index: int, leaf: Any, value: Any) -> Tensor:
+        """Return the part of a saved tensor to load on this rank, or all of it for a leaf that owners hold."""
+        placement = self._placements[index]
+        if placement is None or placement.name is None or not placement.owned:
             return on_this_rank(leaf, value)
-        if not is_dtensor(value):
+        if isinstance(value, FlatShardTensor):
+            return on_this_rank(leaf, value)
+        if not is_dtensor(value):  # `assign` copies the part of this rank, and that of others into gathered copies
             return value
         spec = self.layout.dtensors.get(placement.name)
         is_of_one_owner = is_dtensor(leaf) and value.device_mesh == leaf.device_mesh
         if spec is None or value.device_mesh != spec.mesh or is_of_one_owner:
             return on_this_rank(leaf, value)
-        # Use our own mesh: a loaded mesh may have the coordinates of the rank that saved it.
-        shard = dtensor_of(local_of(value), spec.mesh, value.placements, value.shape, value.stride())
-        return shard_error(value, spec.mesh) or shard
+        require_same_position(value, spec.mesh)
+        # On our own mesh, because a loaded mesh may have the coordinates of the rank that saved it.
+        return dtensor_of(local_of(value), spec.mesh, value.placements, value.shape, value.stride())
 
     def load(
         self, loads: Sequence[Load], state: PyTree, problem: Exception | None, without_state: Sequence[str]
@@ -240,40 +263,32 @@ class SteppingOverRanks(Stepping):
         leaves = tree.leaves(state)
         # The gathered copies are loaded too, not gathered again, because this rank may load alone.
         gathered = {} if self._gathering is None else self._gathering.wait()
-        for _, place, value in loads:
-            placement = self._placements[place]
-            leaf = leaves[place]
-            if is_dtensor(value):
-                value = value.full_tensor()
+        for load in loads:
+            placement = self._placements[load.leaf_index]
+            leaf = leaves[load.leaf_index]
+            value = load.value.full_tensor() if is_dtensor(load.value) else load.value
             if placement is not None and placement.owned and tuple(value.shape) == placement.shape:
-                if place in gathered:
-                    gathered[place].copy_(value)
+                if load.leaf_index in gathered:
+                    gathered[load.leaf_index].copy_(value)
                 value = _interval(placement, value)
             if leaf is not None:
                 leaf.copy_(value.view(leaf.shape))
 
-    def initial(self, params: Mapping[str, Tensor]) -> PyTree:
-        """Raise, because the ranks create a state together, and a rank may have emptied its own alone."""
-        raise ValueError(
-            f"optimizer.state: the state of {next(iter(params))!r} was emptied, which an optimizer over ranks cannot "
-            "start again: write into its tensors instead, as in optimizer.state[param]['momentum.trace'].zero_()"
-        )
-
     def snapshot(
-        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]
+        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[TrackedGroup]
     ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
         """Return the transform with the current hyperparameters, and the state, parameters and gradients, gathered."""
         return super().snapshot(state, self.layout.gather(params), self.layout.gather(grads), groups)
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
-        self._now = tx
+        self._current = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run a step together with all ranks. If one rank has a ``problem``, all ranks raise before any change."""
         _, after = step_sharded(
-            self.binding, self._progress, self._now, call, problem=problem, apply_to_params=add_in_place
+            self.binding, self._progress, self._current, call, problem=problem, apply_to_params=add_in_place
         )
-        self.share(after)
+        self._share(after)
         return after
 
 
@@ -290,7 +305,8 @@ def _evenly_sharded(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return a full tensor as a DTensor that is sharded over the last dim of a mesh."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    last = Shard(0) if whole.ndim else Replicate()
-    placements = [*[Replicate()] * (mesh.ndim - 1), last]
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    if whole.ndim:
+        placements[-1] = Shard(0)
     # Cloned, because a shard is a view that would keep the full tensor in memory.
     return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()

@@ -15,8 +15,8 @@ from torch import Tensor
 from muonfx.core import Transform
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.schedules import Schedule
-from muonfx.core.value import Recorded, dotted, part_names
-from muonfx.optimizer.group_numbers import BoundGroup, Group, Hyperparam, fitted
+from muonfx.core.value import walk
+from muonfx.optimizer.group_numbers import Group, TrackedGroup, fitted
 
 SCHEDULES = "schedules"
 """The key in a saved group with a dict from the name of each schedule to the code that creates it."""
@@ -25,62 +25,61 @@ _NOT_TAKEN = ("params", "param_names", SCHEDULES)
 """The keys of a saved group that are not copied into the optimizer's group."""
 
 
-def schedules_in(tx: Recorded, prefix: str = "") -> dict[str, Schedule]:
+def schedules_in(tx: Transform) -> dict[str, Schedule]:
     """Return the schedules in a transform by dotted name, such as "scale_by_learning_rate.learning_rate"."""
     schedules: dict[str, Schedule] = {}
-    for name, part in zip(part_names(tx), tx.parts, strict=True):
-        if isinstance(part, Schedule):
-            schedules[prefix + name] = part
-        elif isinstance(part, Recorded):
-            schedules |= schedules_in(part, prefix + dotted(name))
+    for name, value in walk(tx):
+        is_part = any(name.startswith(f"{outer}.") for outer in schedules)  # of a schedule made from others
+        if isinstance(value, Schedule) and not is_part:
+            schedules[name] = value
     return schedules
 
 
-def schedule_texts(tx: Transform, bound: BoundGroup) -> dict[str, str]:
+def schedule_texts(tx: Transform, tracked: TrackedGroup) -> dict[str, str]:
     """Return the code of each schedule of a group with the group's current numbers, by dotted name.
 
     An example is ``{"scale_by_learning_rate.learning_rate": "cosine(peak=0.1, steps=100)"}``.
     """
-    names = schedules_of(tx, bound)
+    names = schedules_of(tx, tracked)
     if not names:
         return {}
-    numbers = fitted(hyperparams(tx), [bound.numbers.read(bound.group)])[0]
+    numbers = fitted(hyperparams(tx), tracked.numbers.read(tracked.group))
     current = schedules_in(with_hyperparams(tx, numbers))
     return {name: repr(current[name]) for name in names}
 
 
-def schedules_of(tx: Transform, bound: BoundGroup) -> list[str]:
+def schedules_of(tx: Transform, tracked: TrackedGroup) -> list[str]:
     """Return the dotted names of the schedules of which a group has numbers."""
-    numbers = bound.numbers.names
+    numbers = tracked.numbers.names
     return [name for name in schedules_in(tx) if any(number.startswith(f"{name}.") for number in numbers)]
 
 
-def keys_of_schedules(tx: Transform, bound: BoundGroup) -> tuple[str, ...]:
+def keys_of_schedules(tx: Transform, tracked: TrackedGroup) -> tuple[str, ...]:
     """Return the first levels of the keys of schedules, such as "scale_by_learning_rate.learning_rate.".
 
     A key that begins with one of them, such as "scale_by_learning_rate.learning_rate.peak", is a schedule's number.
     """
     levels: list[str] = []
-    for name in schedules_of(tx, bound):
-        for hyperparam in bound.numbers.hyperparams:
+    for name in schedules_of(tx, tracked):
+        for hyperparam in tracked.numbers.hyperparams:
             if hyperparam.names[0].startswith(f"{name}."):
-                below = hyperparam.names[0].removeprefix(f"{name}.")  # such as "peak"
-                levels.append(hyperparam.key.removesuffix(below))
+                argument = hyperparam.names[0].removeprefix(f"{name}.")  # such as "peak"
+                levels.append(hyperparam.key.removesuffix(argument))
     return tuple(levels)
 
 
-def entries_to_load(tx: Transform, bound: BoundGroup, saved: Group) -> Group:
+def entries_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> Group:
     """Return copies of the entries of a saved group that replace those of the optimizer's group."""
-    from_code = keys_of_schedules(tx, bound)
-    entries = {key: value for key, value in saved.items() if key not in _NOT_TAKEN and not _begins(key, from_code)}
+    from_code = keys_of_schedules(tx, tracked)
+    entries: Group = {}
+    for key, value in saved.items():
+        is_of_schedule = isinstance(key, str) and key.startswith(from_code)
+        if key not in _NOT_TAKEN and not is_of_schedule:
+            entries[key] = value
     return copy.deepcopy(entries)
 
 
-def _begins(key: object, levels: tuple[str, ...]) -> bool:
-    return isinstance(key, str) and key.startswith(levels)
-
-
-def differences(tx: Transform, bound: BoundGroup, saved: Group) -> list[str]:
+def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
     """Return a line for each number of a group that differs between the state dict and the code.
 
     ``saved`` is the saved group. A line is such as "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is
@@ -88,45 +87,41 @@ def differences(tx: Transform, bound: BoundGroup, saved: Group) -> list[str]:
     has no code of schedules.
     """
     lines: list[str] = []
-    label = f"group {bound.group.get('label')!r}"
-    from_code = keys_of_schedules(tx, bound)
+    label = f"group {tracked.group.get('label')!r}"
     saved_schedules: Mapping[str, str] = saved.get(SCHEDULES, {})
-    for name, code in schedule_texts(tx, bound).items():
+    for name, code in schedule_texts(tx, tracked).items():
         saved_code = saved_schedules.get(name, code)
         if saved_code != code:
             lines.append(f"{label}, {name}: {saved_code} in the file, {code} in the code; the code's is used")
-    for hyperparam in bound.numbers.hyperparams:
-        key = hyperparam.key
+    from_code = keys_of_schedules(tx, tracked)
+    for key in tracked.numbers.keys:
         is_of_schedule = key.startswith(from_code)
         is_compared_above = is_of_schedule and saved_schedules
-        if hyperparam.is_mirror or key not in saved or is_compared_above:
+        if key in tracked.numbers.mirrors or key not in saved or is_compared_above:
             continue
-        values = _comparable(hyperparam, bound.group, saved)
-        if values is None or _are_close(*values):
+        if _is_cycled(key, tracked.group, saved):  # its value before that is unknown
             continue
-        file_value, code_value = values
+        file_value = _before_schedulers(key, saved)
+        code_value = _before_schedulers(key, tracked.group)
         source = "code" if is_of_schedule else "file"
-        lines.append(f"{label}, {key}: {file_value!r} in the file, {code_value!r} in the code; the {source}'s is used")
+        if not _are_close(file_value, code_value):
+            lines.append(
+                f"{label}, {key}: {file_value!r} in the file, {code_value!r} in the code; the {source}'s is used"
+            )
     return lines
 
 
-def _comparable(hyperparam: Hyperparam, group: Group, saved: Group) -> tuple[object, object] | None:
-    """Return the value of a hyperparameter in the file and in the code, as it was before torch's schedulers changed it.
-
-    Return None if that value is unknown, because a scheduler cycles the momentum.
-    """
-    key = hyperparam.key
-    file_value = saved[key]
-    code_value = group[key]
-    if key == "lr":  # torch's schedulers keep the base rate here
-        file_value = saved.get("initial_lr", file_value)
-        code_value = group.get("initial_lr", code_value)
+def _is_cycled(key: str, group: Group, saved: Group) -> bool:
+    """Return True if OneCycleLR or CyclicLR changes this entry, "momentum" or "betas", at every step."""
     all_keys = group.keys() | saved.keys()
-    # OneCycleLR and CyclicLR add these keys, and change "momentum" or "betas" at every step.
-    is_cycled = "base_momentum" in all_keys or "max_momentum" in all_keys
-    if is_cycled and key in ("momentum", "betas"):
-        return None
-    return file_value, code_value
+    return key in ("momentum", "betas") and not all_keys.isdisjoint(["base_momentum", "max_momentum"])
+
+
+def _before_schedulers(key: str, group: Group) -> object:
+    """Return an entry of a group as it was before torch's schedulers changed it; they keep it as "initial_lr"."""
+    if key == "lr":
+        return group.get("initial_lr", group["lr"])
+    return group[key]
 
 
 def _are_close(first: object, second: object) -> bool:

@@ -1,19 +1,189 @@
-"""Checks of a saved ``state_dict`` against an optimizer, and the choice of the tensors to copy from it."""
+"""Match a saved ``state_dict`` to the groups and parameters of an optimizer, and choose the tensors to copy from it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from muonfx.core import Transform
 from muonfx.internal.display import format_list
-from muonfx.internal.renaming import Rename
-from muonfx.optimizer.group_numbers import BoundGroup, Group
-from muonfx.optimizer.local_values import Load, Take, misfit
+from muonfx.internal.renaming import Rename, new_names
+from muonfx.internal.wrappers import unwrapped
+from muonfx.optimizer.errors import first_lines
+from muonfx.optimizer.group_numbers import Group, TrackedGroup
+from muonfx.optimizer.local_values import Load, Misfit, require_fit
 from muonfx.optimizer.resuming import keys_of_schedules
-from muonfx.optimizer.saved_groups import groups_with_names, match_groups
+from muonfx.optimizer.state_entries import StateEntries
+from muonfx.optimizer.stepping import Stepping
+
+
+def groups_with_names(state_dict: Mapping[str, Any], groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
+    """Return the groups of a state dict, in which "param_names" are this optimizer's names of the parameters.
+
+    Names are translated by ``rename``, and the prefixes of wrappers are ignored. Saved groups without names are matched
+    by order.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(state_dict)}")
+    saved_groups = _named_by_path(list(state_dict["param_groups"]), groups)
+    if not all("param_names" in saved for saved in saved_groups):
+        return _named_by_order(saved_groups, groups, rename)
+    new_name_of = _new_name_of(saved_groups, groups, rename)
+    renamed_groups: list[Group] = []
+    for saved in saved_groups:
+        names = [new_name_of[name] for name in saved["param_names"]]
+        renamed_groups.append({**saved, "param_names": names})
+    return renamed_groups
+
+
+def _named_by_path(saved_groups: list[Group], groups: Sequence[TrackedGroup]) -> list[Group]:
+    """Take "param_names" from "params", where torch.distributed.checkpoint has put names of the model's parameters.
+
+    It returns ``{"params": ["0.bias", "0.weight"], "param_names": ["0.weight", "0.bias"]}``: the paths under "params"
+    are in the order of the optimizer that loads, and "param_names" in the order of the optimizer that saved.
+    """
+    paths = [path for saved in saved_groups for path in saved.get("params", ())]
+    if not paths or not all(isinstance(path, str) for path in paths):
+        return saved_groups
+    plain_names = set(unwrapped(name for tracked in groups for name in tracked.names).values())
+    if plain_names <= set(unwrapped(paths).values()):
+        return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
+    # The optimizer has names that are not those of the model, so its parameters are found by the order of the groups.
+    _require_same_order(paths[0], saved_groups, groups)
+    return saved_groups
+
+
+def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[TrackedGroup]) -> None:
+    """Raise if the names in saved groups are those of the optimizer in another order. ``path`` is one for the error."""
+    names_per_group = [tracked.names for tracked in groups]
+    saved_names_per_group = [saved.get("param_names", []) for saved in saved_groups]
+    if saved_names_per_group == names_per_group:
+        return
+    if sorted(map(sorted, saved_names_per_group)) == sorted(map(sorted, names_per_group)):
+        raise ValueError(
+            f"nothing was loaded: the state dict has paths such as {path!r}, and the optimizer has names such as "
+            f"{names_per_group[0][0]!r} in another order: create both optimizers from the model or its "
+            "named_parameters()"
+        )
+
+
+def _named_by_order(saved_groups: list[Group], groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
+    """Give saved groups without names the names of this optimizer, whose order torchtitan and other engines keep."""
+    problem = None
+    if rename:
+        problem = "rename= needs names"
+    elif [len(saved["params"]) for saved in saved_groups] != [len(tracked.names) for tracked in groups]:
+        problem = "its groups have other sizes than this optimizer's"
+    if problem is not None:
+        raise ValueError(
+            f"nothing was loaded: the state dict has no 'param_names' to find parameters by, and {problem}"
+        )
+    return [{**saved, "param_names": list(tracked.names)} for tracked, saved in zip(groups, saved_groups, strict=True)]
+
+
+def _new_name_of(saved_groups: list[Group], groups: Sequence[TrackedGroup], rename: Rename) -> dict[str, str]:
+    """Return a dict from each saved parameter name to the name that this optimizer has for it."""
+    plain_saved_names = unwrapped(name for saved in saved_groups for name in saved["param_names"])
+    new_name_of, problems = new_names(plain_saved_names, rename, level=".", what="parameter")
+    plain_names = unwrapped(name for tracked in groups for name in tracked.names)
+    wrapped_name_of = {plain_name: name for name, plain_name in plain_names.items()}
+    saved_names_of: dict[str, list[str]] = {}
+    for saved_name, plain_name in new_name_of.items():
+        name = wrapped_name_of.get(plain_name, plain_name)
+        new_name_of[saved_name] = name
+        saved_names_of.setdefault(name, []).append(saved_name)
+    for name, saved_names in saved_names_of.items():
+        if len(saved_names) > 1:
+            problems.append(f"{' and '.join(map(repr, saved_names))} would both be {name!r}")
+    if problems:
+        raise ValueError("nothing was loaded: rename: " + "; ".join(problems[:10]))
+    return new_name_of
+
+
+def match_groups(
+    saved_groups: Sequence[Group], groups: Sequence[TrackedGroup], not_trained: Set[str]
+) -> list[Group | None]:
+    """Return the saved group of each group of this optimizer, or None if no parameter of the group was saved.
+
+    A parameter that is in the optimizer and was not saved, or that was saved and is not trained now, is ignored.
+    """
+    names = {name for tracked in groups for name in tracked.names}
+    saved_names = {name for saved in saved_groups for name in saved["param_names"]}
+    _require_known(names, saved_names, not_trained)
+    if names == saved_names and len(saved_groups) != len(groups):
+        raise ValueError(
+            f"nothing was loaded: the state dict has {len(saved_groups)} groups, expected {len(groups)}: create this "
+            "optimizer with the groups of the optimizer that was saved"
+        )
+    common_names = names & saved_names
+    saved_with: dict[frozenset[str], Group] = {}  # saved groups by those of their members that this optimizer has
+    saved_without_names: list[Group] = []  # saved groups of which this optimizer has no parameter
+    for saved in saved_groups:
+        members = common_names.intersection(saved["param_names"])
+        if members:
+            saved_with[frozenset(members)] = saved
+        else:
+            saved_without_names.append(saved)
+    matched: list[Group | None] = []
+    empty_groups = iter(saved_without_names)
+    for tracked in groups:
+        members = frozenset(common_names.intersection(tracked.names))
+        if members:
+            _require_same_group(members, saved_with)
+            matched.append(saved_with[members])
+        elif tracked.names:  # all of its parameters were frozen when the state was saved
+            matched.append(None)
+        else:  # an empty group, which has no names to match it by
+            matched.append(next(empty_groups, None))
+    return matched
+
+
+def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]) -> None:
+    """Raise if a state dict is of another model: it has names that are unknown here, or none that is known."""
+    plain_not_trained = set(unwrapped(not_trained).values())
+    plain_names = unwrapped(saved_names - names)
+    unknown = sorted(name for name, plain_name in plain_names.items() if plain_name not in plain_not_trained)
+    has_common_names = not names.isdisjoint(saved_names) or not names or not saved_names
+    if unknown or not has_common_names:
+        raise _other_model(lacking=sorted(names - saved_names), unknown=unknown)
+
+
+def _other_model(*, lacking: list[str], unknown: list[str]) -> ValueError:
+    """Return an error for a state dict that lacks names of this optimizer, or has names that are unknown here."""
+    differences: list[str] = []
+    advice = ""
+    if lacking:
+        differences.append(f"lacks {format_list(lacking)}")
+    if unknown:
+        differences.append(f"also has {format_list(unknown)}")
+    if lacking and unknown:
+        advice = "; if only names differ: rename={saved name: name here}"
+    return ValueError(
+        f"nothing was loaded: the state dict {'; it '.join(differences)}; expected parameters of this optimizer, or of "
+        f"its model: load it into an optimizer for the model that was saved{advice}"
+    )
+
+
+def _require_same_group(names: frozenset[str], saved_with: Mapping[frozenset[str], Group]) -> None:
+    """Raise if the parameters of one group of this optimizer were in several saved groups, or with others."""
+    if names in saved_with:
+        return
+    name = min(names)
+    for saved_names in saved_with:
+        if name in saved_names:
+            raise _other_groups(name, saved_names, names)
+
+
+def _other_groups(name: str, saved_names: frozenset[str], names: frozenset[str]) -> ValueError:
+    """Return an error for a parameter whose group had the members ``saved_names``, and has ``names`` now."""
+    saved_with_name = format_list(sorted(saved_names - {name})) or "no other"
+    now_with_name = format_list(sorted(names - {name})) or "no other"
+    return ValueError(
+        f"nothing was loaded: the state dict has {name!r} in a group with {saved_with_name}, expected with "
+        f"{now_with_name}: create this optimizer with the labels and groups of the one that was saved; to change "
+        "labels, save transform_state with muonfx.checkpoint and load it with allow_other_chain=True"
+    )
+
 
 _LISTED = 20
 """The largest number of differences that an error lists."""
@@ -32,83 +202,98 @@ class StateToLoad(NamedTuple):
 
 def read_state_dict(
     state_dict: Mapping[str, Any],
-    tx: Transform,
-    groups: Sequence[BoundGroup],
-    state: Mapping[Tensor, Group],
-    places: Mapping[tuple[int, str], int],
-    take: Take,
+    stepping: Stepping,
+    groups: Sequence[TrackedGroup],
+    entries: StateEntries,
     rename: Rename | None,
     not_trained: Set[str],
 ) -> StateToLoad:
-    """Check a saved state dict against an optimizer, and return what to load.
+    """Check a saved state dict against an optimizer, and return what to load. Raise ValueError with all differences.
 
-    ``groups`` are the optimizer's groups and ``state`` is ``optimizer.state``. ``not_trained`` are names of parameters
-    whose saved state is not needed, because they are frozen now. Raise ValueError with all differences.
+    Args:
+        state_dict: the saved state and groups.
+        stepping: converts a saved tensor to the values of this rank.
+        groups: the optimizer's groups.
+        entries: the tensors that ``optimizer.state`` shows.
+        rename: how saved parameter names map to this optimizer's names.
+        not_trained: names of parameters whose saved state is not needed, because they are frozen now.
     """
     saved_groups = groups_with_names(state_dict, groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
     problems: list[str] = []
     loads: list[Load] = []
     without_state: list[str] = []
-    for bound, saved in zip(groups, matched_groups, strict=True):
-        # The key of each parameter in state_dict["state"], by name: usually a number. Empty if no parameter was saved.
-        index_of: dict[str, Any] = {}
+    for tracked, saved in zip(groups, matched_groups, strict=True):
+        saved_entries_of: dict[str, Group] = {}  # the saved state of each parameter, by name
         if saved is not None:
-            problems += _missing_hyperparams(tx, bound, saved)
-            index_of = dict(zip(saved["param_names"], saved["params"], strict=True))
-        for name, param in zip(bound.names, bound.group["params"], strict=True):
-            entries = state[param]
-            saved_entries = state_dict["state"].get(index_of.get(name))
-            if saved_entries is None:
+            problems += _missing_hyperparams(stepping.tx, tracked, saved)
+            saved_entries_of = _saved_entries(saved, state_dict["state"])
+        for name, param in zip(tracked.names, tracked.group["params"], strict=True):
+            if name in saved_entries_of:
+                loads_of_param, problems_of_param = _read_entries(name, saved_entries_of[name], entries, stepping)
+                loads += loads_of_param
+                problems += problems_of_param
+            elif entries.indices[name] and param.requires_grad:
                 # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
-                if entries and param.requires_grad:
-                    without_state.append(name)
-                continue
-            problems += [f"{name!r} has no {key!r}" for key in entries.keys() - saved_entries.keys()]
-            problems += [f"{name!r} has an unexpected {key!r}" for key in saved_entries.keys() - entries.keys()]
-            for key in entries.keys() & saved_entries.keys():
-                leaf = entries[key]
-                value = saved_entries[key]
-                if leaf is None and value is None:
-                    continue
-                place = places[id(param), key]
-                local_value = misfit(leaf, value) or take(place, leaf, value)
-                if isinstance(local_value, str):
-                    problems.append(f"{name!r}: {key!r} {local_value}")
-                else:
-                    loads.append((f"{key!r} of {name!r}", place, local_value))
+                without_state.append(name)
     if problems:
         raise _does_not_fit(problems)
-    loads.sort(key=lambda load: load[0])  # all ranks load in this order
+    loads.sort(key=lambda load: load.title)  # all ranks load in this order
     return StateToLoad(matched_groups, loads, without_state, _warnings(groups, saved_groups, without_state))
 
 
-def _missing_hyperparams(tx: Transform, bound: BoundGroup, saved: Group) -> list[str]:
+def _saved_entries(saved: Group, state: Mapping[Any, Group]) -> dict[str, Group]:
+    """Return the saved state of each parameter of a group by name. ``state`` has it by index, usually a number."""
+    entries_of: dict[str, Group] = {}
+    for name, index in zip(saved["param_names"], saved["params"], strict=True):
+        if index in state:
+            entries_of[name] = state[index]
+    return entries_of
+
+
+def _read_entries(
+    name: str, saved_entries: Group, entries: StateEntries, stepping: Stepping
+) -> tuple[list[Load], list[str]]:
+    """Return the values to load into the state of a parameter, and a line for each saved entry that does not fit."""
+    indices = entries.indices[name]
+    loads: list[Load] = []
+    problems = [f"{name!r} has no {key!r}" for key in indices.keys() - saved_entries.keys()]
+    problems += [f"{name!r} has an unexpected {key!r}" for key in saved_entries.keys() - indices.keys()]
+    for key in indices.keys() & saved_entries.keys():
+        leaf = entries.shown[indices[key]]
+        value = saved_entries[key]
+        if leaf is None and value is None:
+            continue
+        try:
+            require_fit(leaf, value)
+            local_value = stepping.local_value(indices[key], leaf, value)
+        except Misfit as misfit:
+            problems.append(f"{name!r}: {key!r} {misfit}")
+        else:
+            loads.append(Load(f"{key!r} of {name!r}", indices[key], local_value))
+    return loads, problems
+
+
+def _missing_hyperparams(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
     """Return a line for each hyperparameter that a saved group lacks. Raise if a saved value is not a number."""
-    bound.numbers.parse(saved)
+    tracked.numbers.parse(saved)
     # Only hyperparameters are required: schedulers add other entries, and schedules come from the code.
-    from_code = keys_of_schedules(tx, bound)
-    missing: list[str] = []
-    for hyperparam in bound.numbers.hyperparams:
-        if hyperparam.key not in saved and not hyperparam.key.startswith(from_code):
-            missing.append(f"missing hyperparameter {hyperparam.key!r}")
-    return missing
+    from_code = keys_of_schedules(tx, tracked)
+    required = [key for key in tracked.numbers.keys if not key.startswith(from_code)]
+    return [f"missing hyperparameter {key!r}" for key in required if key not in saved]
 
 
 def _does_not_fit(problems: list[str]) -> ValueError:
     """Return an error that lists the first problems in alphabetical order, and the number of others."""
-    shown = sorted(problems)[:_LISTED]
-    if len(problems) > _LISTED:
-        shown.append(f"and {len(problems) - _LISTED} more")
     return ValueError(
-        f"the state does not fit this optimizer, nothing was loaded: {'; '.join(shown)}. Load it into an optimizer for "
-        "the same model, with the same transform"
+        f"the state does not fit this optimizer, nothing was loaded: {first_lines(sorted(problems), _LISTED)}. Load it "
+        "into an optimizer for the same model, with the same transform"
     )
 
 
-def _warnings(groups: Sequence[BoundGroup], saved_groups: Sequence[Group], without_state: Sequence[str]) -> list[str]:
+def _warnings(groups: Sequence[TrackedGroup], saved_groups: Sequence[Group], without_state: Sequence[str]) -> list[str]:
     """Return a warning if state was saved for parameters that are not trained now, or the other way round."""
-    trained = {name for bound in groups for name in bound.names}
+    trained = {name for tracked in groups for name in tracked.names}
     saved_names = [name for saved in saved_groups for name in saved["param_names"]]
     not_loaded = [name for name in saved_names if name not in trained]
     warnings: list[str] = []

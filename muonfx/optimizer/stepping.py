@@ -7,24 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.checks import all_usable, check_params, check_updates_fit, is_usable
+from muonfx.core.checks import check_params, check_updates_fit
 from muonfx.core.donation import Donation, unshared
 from muonfx.core.hyperparams import as_tensors, hyperparams
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import check_extras, patterns_in
 from muonfx.core.value import prepared, with_numbers
 from muonfx.core.visit import Visit, check_resolved_extras
-from muonfx.optimizer.by_groups import CommonTensors, for_groups
-from muonfx.optimizer.group_numbers import BoundGroup, Number, fitted, read_numbers, separate_tensors
+from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
+from muonfx.optimizer.group_numbers import Number, TrackedGroup, fitted, read_numbers, separate_tensors
 from muonfx.optimizer.local_values import Load, on_this_rank
-from muonfx.optimizer.routes import routes_of
+from muonfx.optimizer.update_rules import update_rules_of
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.offload import inner_of, store_of
@@ -34,8 +34,15 @@ from muonfx.transforms.accumulate import accumulate
 from muonfx.tree import PyTree
 
 
+class FormerState(NamedTuple):
+    """The state of an optimizer before its parameters were replaced or added, and the object that created it."""
+
+    stepping: Stepping
+    state: PyTree
+
+
 class Stepping:
-    """Creates the optimizer state and runs steps in one process. ``place`` is the index of a tensor in the state.
+    """Creates the optimizer state and runs steps in one process. ``index`` is that of a leaf in the list of its leaves.
 
     Args:
         tx: the transform, with the hyperparameters from construction.
@@ -48,22 +55,19 @@ class Stepping:
     def __init__(self, tx: Transform, visits: Sequence[Visit], bucket_bytes: int | None) -> None:
         self.tx = tx
         self.visits = visits
-        self.routes = routes_of(visits)
+        """For each transform in ``tx``, the parameters that it updates, and the names of its hyperparameters."""
+        self.rules = update_rules_of(visits)
         """For each parameter, its label and the transforms that update it."""
-        self.left_out = {name for name, route in self.routes.items() if route.is_left_out}
-        """The names of the parameters with the label None."""
         self.defaults = hyperparams(tx)
         """The numbers in ``tx`` by dotted name, such as ``{"momentum.decay": 0.95}``."""
         self._inner = inner_of(tx)
         """``tx`` without `offload` around it."""
-        self._groups: Sequence[BoundGroup] | None = None
+        self._groups: Sequence[TrackedGroup] | None = None
         """The groups whose numbers `_placed` has."""
         self._values: list[dict[str, Number]] = []
         """These numbers, for each group."""
-        self._common = CommonTensors(visits, ())
+        self._common = CommonTensors((), ())
         """The tensors in several groups that must have one value."""
-        self._has_branches = any(visited.tx.factory is accumulate for visited in visits)
-        """True if a transform uses torch.cond, which `accumulate` does."""
         self._store = store_of(tx)
         """The memory of the state, such as host memory under `offload`."""
         self._placed_transforms = PlacedTransforms(Where(None, self._store, bucket_bytes))
@@ -76,55 +80,60 @@ class Stepping:
         """Return the transform that updates the parameters: ``tx``, or a sharded transform over several ranks."""
         return tx
 
-    def init(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> PyTree:
-        """Return the initial state for named parameters, and read the hyperparameters in the param groups."""
+    def init(
+        self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup], former: FormerState | None = None
+    ) -> PyTree:
+        """Read the hyperparameters in the param groups, and return the state of named parameters.
+
+        Where ``former`` has a leaf at the same path, the state has its value, else the initial value.
+        """
         check_params(params)
         warn_of_unmatched(patterns_in(self.tx), params)
         state = self._placed_transforms(self._inner, params, self.visits[0]).functions.init(params)
         self.refresh(params, groups)
-        return state
+        return self._with_former_values(state, former)
 
-    def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
-        """Return ``state`` with the values of ``old``, the state of ``other``, for all paths that both have.
-
-        A leaf that ``old`` lacks, as for a parameter that was added, keeps its initial value.
-        """
-        old_leaves = tree.leaves(old)
-        old_place_of = {path: old_place for old_place, path in enumerate(tree.paths(old))}
+    def _with_former_values(self, state: PyTree, former: FormerState | None) -> PyTree:
+        """Return ``state`` with the values of a former state, if any, for all paths that both have."""
+        if former is None:
+            return state
+        former_leaves = tree.leaves(former.state)
+        former_index_of = {path: index for index, path in enumerate(tree.paths(former.state))}
         leaves, treedef = tree.flatten(state)
-        for place, path in enumerate(tree.paths(state)):
-            if path in old_place_of:
-                old_place = old_place_of[path]
-                old_value = other.whole(old_place, old_leaves[old_place])
-                if old_value is not None:
-                    leaves[place] = self._part_like(place, leaves[place], old_value)
+        for index, path in enumerate(tree.paths(state)):
+            if path not in former_index_of:  # of a parameter that was added
+                continue
+            former_index = former_index_of[path]
+            former_value = former.stepping.whole(former_index, former_leaves[former_index])
+            if former_value is not None:
+                leaves[index] = self._part_like(index, leaves[index], former_value)
         return tree.unflatten(treedef, leaves)
 
-    def _part_like(self, place: int, leaf: Any, whole: Tensor) -> Any:
+    def _part_like(self, index: int, leaf: Any, whole: Tensor) -> Any:
         """Return this rank's part of a full state tensor to replace ``leaf``, or ``leaf`` if the shapes differ."""
         return whole.to(leaf.device) if whole.shape == leaf.shape else leaf
 
-    def whole(self, place: int, leaf: Any) -> Any:
-        """Return the full state tensor with index ``place``. Over several ranks, all of them gather it together."""
+    def whole(self, index: int, leaf: Any) -> Any:
+        """Return a leaf of the state in full. Over several ranks, all of them gather it together."""
         return leaf
 
-    def show(self, place: int, leaf: Any) -> Any:
-        """Convert the state tensor with index ``place`` to its form in ``optimizer.state``, such as a DTensor."""
+    def show(self, index: int, leaf: Any) -> Any:
+        """Convert a leaf of the state to its form in ``optimizer.state``, such as a DTensor."""
         return leaf
 
     def shown(self, state: PyTree) -> PyTree:
         """Return the state in the form that ``update`` of `transform` takes: DTensors if the parameters are."""
         return state
 
-    def share(self, state: PyTree) -> None:
-        """After a step under DDP, start to copy the state of single ranks to all ranks, for ``state_dict``."""
-
     def exported(self, state: PyTree) -> Mapping[int, Any]:
-        """Return the state tensors, by index, that ``state_dict`` needs in another form than ``optimizer.state``."""
+        """Return the leaves, by index, that ``state_dict`` needs in another form than ``optimizer.state``."""
         return {}
 
-    def take(self, place: int, leaf: Any, value: Any) -> Tensor | str:
-        """Return the values to load into the state tensor with index ``place``, or an error message."""
+    def local_value(self, index: int, leaf: Any, value: Any) -> Tensor:
+        """Return the part of a saved tensor to load on this rank. ``leaf`` is what ``optimizer.state`` has for it.
+
+        Raise `Misfit` if the saved tensor is sharded in another way.
+        """
         return on_this_rank(leaf, value)
 
     def load(
@@ -141,31 +150,22 @@ class Stepping:
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
         """Copy values into the state on this rank alone."""
         leaves = tree.leaves(state)
-        for _, place, value in loads:
-            leaves[place].copy_(value)
+        for load in loads:
+            leaves[load.leaf_index].copy_(load.value)
 
     def initial(self, params: Mapping[str, Tensor]) -> PyTree:
-        """Return the initial state for named parameters with the current hyperparameters."""
+        """Return the initial state for named parameters, in one process."""
         return self._placed.functions.init(params)
 
-    def check_gradients(self, updates: Mapping[str, Tensor | None]) -> None:
-        """Raise if a gradient is sparse or complex."""
-        if all_usable(updates.values()):
-            return
-        for name, grad in updates.items():
-            if grad is not None and not is_usable(grad):
-                raise _not_dense_and_real(name, grad)
-
-    def refresh(self, params: Mapping[str, Tensor], groups: Sequence[BoundGroup]) -> None:
+    def refresh(self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup]) -> None:
         """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them.
 
         Raise ValueError if two groups have different tensors for a number that one transform reads for all parameters.
         """
         values = read_numbers(groups)
         # `read_numbers` returns the dict objects of the last call if no number has changed.
-        has_same_numbers = self._groups is groups and all(map(is_, values, self._values))
-        if has_same_numbers:
-            if self._common.tensors:  # a caller may have written into a tensor
+        if self._groups is groups and all(map(is_, values, self._values)):
+            if self._common.tensors:  # a caller may have written into one
                 self._common.check()
             return
         if not torch.compiler.is_compiling():
@@ -173,40 +173,40 @@ class Stepping:
             values = read_numbers(groups)
         self._common = CommonTensors(self.visits, values)
         self._common.check()
-        tx = self._with_numbers(groups, values)
-        self._prepare(tx, params)
+        self._prepare(self._with_numbers(groups, values), params)
         # Only now: if a line above raises an error, the next step reads the groups again.
         self._groups = groups
         self._values = values
 
-    def _with_numbers(self, groups: Sequence[BoundGroup], values: Sequence[Mapping[str, Number]]) -> Transform:
-        """Return the transform with the hyperparameters of the param groups.
+    def _with_numbers(self, groups: Sequence[TrackedGroup], values: Sequence[Mapping[str, Number]]) -> Transform:
+        """Return the transform with the hyperparameters of the param groups, ``values``.
 
-        ``values`` has the numbers of each group by dotted name. A transform for which groups have different numbers
-        becomes a `by_groups`, which has one version of it for each set of numbers.
+        A transform for which groups have different numbers becomes a `by_groups`, which has one version of it for each
+        set of numbers.
         """
-        members_and_values: list[tuple[list[str], dict[str, Number]]] = []  # parameter names, and their numbers
-        for bound, group_values in zip(groups, fitted(self.defaults, values), strict=True):
-            if bound.names:  # a group without parameters needs no version
-                members_and_values.append((sorted(bound.names), group_values))
-        # By names: the order of groups may differ between ranks, but the order of versions must not.
-        members_and_values.sort(key=lambda pair: pair[0])
-        members = [names for names, _ in members_and_values]
-        sorted_values = [group_values for _, group_values in members_and_values]
-        tx = for_groups(self._inner, self.visits, sorted_values, members)
-        if torch.compiler.is_compiling() and self._has_branches:
-            tx = as_tensors(tx)  # torch.cond accepts no float that changes between calls
+        tx = for_groups(self._inner, self.visits[0], self.members(groups, values))
+        if torch.compiler.is_compiling() and any(visited.tx.factory is accumulate for visited in self.visits):
+            tx = as_tensors(tx)  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
         return prepared(tx)
 
+    def members(self, groups: Sequence[TrackedGroup], values: Sequence[Mapping[str, Number]]) -> list[GroupMembers]:
+        """Return the parameter names of each group, and its hyperparameters in the types of the transform's."""
+        members: list[GroupMembers] = []
+        for tracked, numbers in zip(groups, values, strict=True):
+            if tracked.names:  # a group without parameters has no effect
+                members.append(GroupMembers(sorted(tracked.names), fitted(self.defaults, numbers)))
+        # The order of groups may differ between ranks, but that of versions in `by_groups` must not: sort by names.
+        return sorted(members, key=lambda group: group.names)
+
     def snapshot(
-        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[BoundGroup]
+        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[TrackedGroup]
     ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
         """Return the transform with the current hyperparameters, and the whole state, parameters and gradients."""
         tx = self._with_numbers(groups, read_numbers(groups))
         if self._inner is not self.tx:
             tx = self.tx.replace(tx=tx)  # `offload` around it
         leaves, treedef = tree.flatten(state)
-        whole_leaves = [self.whole(place, leaf) for place, leaf in enumerate(leaves)]
+        whole_leaves = [self.whole(index, leaf) for index, leaf in enumerate(leaves)]
         return tx, tree.unflatten(treedef, whole_leaves), params, grads
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
@@ -226,7 +226,7 @@ class Stepping:
         if problem is not None:
             raise problem
         check_extras(self.tx, call.extras)
-        if call.extras:
+        if call.extras:  # their names are right: check the values
             check_resolved_extras(self.visits, call.extras)
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             call = call._replace(donate=Donation(updates=False, state=True))
@@ -240,23 +240,12 @@ class Stepping:
         return state
 
 
-def _not_dense_and_real(name: str, grad: Tensor) -> TypeError:
-    """Return the error for a gradient that is sparse or complex."""
-    advice = ""
-    if grad.layout is not torch.strided:
-        advice = ": use Embedding(sparse=False), or give the parameter the label None and torch.optim.SparseAdam"
-    return TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}{advice}")
-
-
 def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
     """Add updates to parameters in place; raise ValueError if the shapes differ."""
-    into: list[Tensor] = []
-    added: list[Tensor] = []
-    for name, update in updates.items():
-        if update is not None:
-            if update.shape != params[name].shape:  # would be broadcast
-                check_updates_fit(params, updates)
-            into.append(params[name])
-            added.append(update)
-    if into:
-        torch._foreach_add_(into, added)
+    dense = {name: update for name, update in updates.items() if update is not None}
+    updated = [params[name] for name in dense]
+    for param, update in zip(updated, dense.values(), strict=True):
+        if update.shape != param.shape:  # would be broadcast
+            check_updates_fit(params, updates)
+    if updated:
+        torch._foreach_add_(updated, list(dense.values()))

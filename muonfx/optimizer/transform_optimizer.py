@@ -1,10 +1,10 @@
 """`TransformOptimizer`: any transform as a ``torch.optim.Optimizer``.
 
-Terms of this file: the *route* of a parameter is the list of transforms that update it, for example those under its
-label. Parameters of one route form a *group*, unless the caller passes groups. A *hyperparameter* is a numeric argument
-of the transform. Each group holds the hyperparameters of its route, and every step reads them. A `Stepping` creates
-the state and runs the steps, in one process or over ranks. `FollowedParameters` finds tensors that were replaced, and
-`BoundGroups` finds groups that were edited.
+Terms of this file: the *update rule* of a parameter is the list of transforms that update it, for example those under
+its label. Parameters of one update rule form a *group*, unless the caller passes groups. A *hyperparameter* is a
+numeric argument of the transform. Each group holds the hyperparameters of its rule, and every step reads them. A
+`Stepping` creates the state and runs the steps, in one process or over ranks. `TrackedParameters` finds tensors that
+were replaced, and `TrackedGroups` finds groups that were edited.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,38 +20,47 @@ from torch.optim import Optimizer
 
 from muonfx import tree
 from muonfx.core import Donation, Transform
-from muonfx.core.checks import is_frozen, warn_caller
+from muonfx.core.checks import warn_caller
 from muonfx.core.donation import check_writable
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import require_transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.renaming import Rename
 from muonfx.optimizer import errors
-from muonfx.optimizer.bound_groups import BoundGroups
+from muonfx.optimizer.by_groups import common_numbers
 from muonfx.optimizer.constructing import constructed_together
-from muonfx.optimizer.edits import read_edits, warn_of_shared
-from muonfx.optimizer.following import FollowedParameters, check_real, check_usable, models_of
-from muonfx.optimizer.gradients import GradientCheck
-from muonfx.optimizer.group_numbers import CallersTensors, Group, Number, equal, fitted, read_numbers
-from muonfx.optimizer.groups import complete_entries, defaults_for_schedulers, new_groups
+from muonfx.optimizer.group_numbers import CallersTensors, Group, read_numbers
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_lost_decay
 from muonfx.optimizer.named_parameters import (
     NamedParameters,
     check_once,
+    divide,
+    divide_frozen,
     named_pairs,
-    names_in,
-    require_parameters,
     resolve_groups,
 )
 from muonfx.optimizer.over_ranks import stepping_for
-from muonfx.optimizer.owned_groups import own_groups
+from muonfx.optimizer.param_groups import (
+    TrackedGroups,
+    complete_entries,
+    defaults_for_schedulers,
+    new_groups,
+    own_groups,
+)
+from muonfx.optimizer.parameters import (
+    GradientCheck,
+    TrackedParameters,
+    check_real,
+    check_usable,
+    models_of,
+    require_dense_and_real,
+)
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
-from muonfx.optimizer.routes import distinct_routes, warn_of_ascent
 from muonfx.optimizer.state_dict import StateToLoad, read_state_dict
-from muonfx.optimizer.state_entries import StateEntries
-from muonfx.optimizer.stepping import Stepping
-from muonfx.optimizer.unread_keys import warn_of_unread_rates
+from muonfx.optimizer.state_entries import StateEntries, StateSlot, read_edits, warn_of_shared
+from muonfx.optimizer.stepping import FormerState, Stepping
+from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
 from muonfx.placement.arguments import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
@@ -59,8 +68,8 @@ from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
 
-Moment = Literal["step", "save", "clear", "else"]
-"""The method that looks for replaced parameters: ``step``, ``state_dict``, ``zero_grad``, or another one."""
+LayoutLike = Layout | Callable[[Mapping[str, Tensor]], Layout] | None
+"""A layout, or a function that returns the layout of named parameters."""
 
 
 class TransformOptimizer(Optimizer):
@@ -142,8 +151,8 @@ class TransformOptimizer(Optimizer):
     _live: dict[str, Any]
     _settings: tuple[Layout | None, Settings]  # the layout of the parameters, and options of the communication
     _stepping: Stepping  # creates the state and runs the steps, in one process or over ranks
-    _parameters: FollowedParameters  # the tensors that have state, and their positions in the models
-    _bound_groups: BoundGroups  # the param groups, from which each step reads the hyperparameters
+    _parameters: TrackedParameters  # the tensors that have state, and their positions in the models
+    _tracked_groups: TrackedGroups  # the param groups, from which each step reads the hyperparameters
     _gradient_check: GradientCheck
     _callers_tensors: CallersTensors  # the tensors that were hyperparameters in arguments
     _groups: list[Group]  # the list that the property `param_groups` returns
@@ -157,48 +166,38 @@ class TransformOptimizer(Optimizer):
         *,
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
-        layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
+        layout: LayoutLike = None,
         model: nn.Module | None = None,
     ) -> None:
-        settings = Settings()
-        if isinstance(tx, Sharded):  # it has the arguments of `sharded`: use the transform in it
-            if layout is not None:
-                raise TypeError(f"layout: tx is sharded already, over {tx.arguments['layout']!r}; leave layout out")
-            settings = settings_of(tx)
-            layout = tx.arguments["layout"]
-            tx = tx.arguments["tx"]
+        tx, layout, settings = _without_sharding(tx, layout)
         require_transform("tx", tx)
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, found {bucket_bytes}")
         self.donate_grads = donate_grads
         self.bucket_bytes = bucket_bytes
         self._live = {}
-        require_parameters(params)
-        if not isinstance(params, nn.Module | Mapping):
-            params = cast("Any", list(params))  # a generator such as model.named_parameters() is read more than once
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-        groups = resolve_groups(params, {} if model is None else names_in([model]))
-        named = {name: param for group in groups for name, param in group["params"]}
+        groups = resolve_groups(params, model)
+        named: dict[str, Tensor] = {}
+        for group in groups:
+            named.update(group["params"])
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
-        self._settings = _layout_for(named, layout), settings
+        self._settings = (_layout_for(named, layout), settings)
         # Frozen parameters and those with the label None are in no group.
-        frozen = {name: param for name, param in named.items() if is_frozen(param)}
-        trained = {name: param for name, param in named.items() if name not in frozen}
-        self._stepping = self._stepping_for_trained(tx, trained, frozen)
-        left_out = {name: param for name, param in trained.items() if name not in self._stepping.routes}
-        trained = {name: param for name, param in trained.items() if name not in left_out}
-        self._parameters = FollowedParameters(models_of(params), model, trained, frozen, left_out)
-        self._bound_groups = BoundGroups(self._parameters)
+        frozen, unfrozen = divide_frozen(named)
+        self._stepping = self._stepping_for(tx, unfrozen, frozen)
+        rules = self._stepping.rules
+        trained, left_out = divide(unfrozen, rules)
+        self._parameters = TrackedParameters(models_of(params), model, trained, frozen, left_out)
+        self._tracked_groups = TrackedGroups(self._parameters)
         self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
         self._callers_tensors = CallersTensors()
         self._callers_tensors.note(self._stepping.defaults)
-        warn_of_ascent(self._stepping.visits[0], self._stepping.routes, trained)
+        warn_of_ascent(self._stepping.visits[0], rules, trained)
         super().__init__(groups, {})  # calls `add_param_group` for each group
         self._start()
         if not self._parameters.on_meta:
-            warn_of_lost_decay(tx, self._stepping.visits, self._bound_groups.groups, named)
+            warn_of_lost_decay(tx, self._stepping.visits, self._tracked_groups.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
 
@@ -207,14 +206,14 @@ class TransformOptimizer(Optimizer):
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
         self._adopt_state()
-        self._bound_groups.follow(self._groups, self._stepping.routes)  # a copy finds the tensors by "param_names"
+        self._tracked_groups.follow(self._groups, self._stepping.rules)  # a copy finds the tensors by "param_names"
         attributes = {
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
             "_live": self._live,
             "_settings": self._settings,
             "_parameters": self._parameters,
-            "_bound_groups": self._bound_groups,
+            "_tracked_groups": self._tracked_groups,
         }
         return {**super().__getstate__(), **attributes, "tx": self._stepping.tx}
 
@@ -225,11 +224,11 @@ class TransformOptimizer(Optimizer):
         super().__setstate__({key: value for key, value in state.items() if key not in ("tx", "param_groups")})
         named = self._named()
         self._stepping = self._stepping_for(state["tx"], named)
-        self._parameters.bind(named)
+        self._parameters.track(named)
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
-        self._bound_groups.follow(self._groups, self._stepping.routes)
-        self._stepping.refresh(named, self._bound_groups.groups)  # now, because the first step may be traced
+        self._tracked_groups.follow(self._groups, self._stepping.rules)
+        self._stepping.refresh(named, self._tracked_groups.groups)  # now, because the first step may be traced
         own_groups(self)
 
     # ------------------------------------------------------------------------------------------------------- groups
@@ -252,30 +251,25 @@ class TransformOptimizer(Optimizer):
             UserWarning: a key looks like a misspelt hyperparameter.
         """
         if "state" not in self._live:  # torch's constructor adds the groups one by one
-            pairs = [pair for pair in named_pairs(param_group["params"]) if pair[0] in self._stepping.routes]
+            pairs = [pair for pair in named_pairs(param_group["params"]) if pair[0] in self._stepping.rules]
             self._add_groups(param_group, pairs, as_one=False)
             return
-        self._rebind()
+        self._use_replacements()
         named = self._named()
         pairs = named_pairs(param_group["params"], self._parameters.names)
         check_once([*named.items(), *pairs])
-        frozen = {name: param for name, param in pairs if is_frozen(param)}
-        new = {name: param for name, param in pairs if name not in frozen}
-        if pairs and not new:
+        frozen, unfrozen = divide_frozen(dict(pairs))
+        if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
-        before = self._stepping
-        with self._all_or_nothing():
-            not_trained = self._parameters.not_trained_params()
-            self._stepping = self._stepping_for_trained(self._transform_for(new), {**named, **new}, not_trained)
-            labelled = [(name, param) for name, param in new.items() if name in self._stepping.routes]
-            if pairs and not labelled:
-                raise ValueError(
-                    f"{pairs[0][0]!r} has the label None, so that it is not trained: recreate the optimizer with "
-                    "another label for it"
-                )
-            self._add_groups(param_group, labelled, as_one=True)
-            self._start(before)
-            self._parameters.bind(dict(labelled), models_of([param_group]))
+        with self._all_or_nothing() as former:
+            self._stepping = self._stepping_for(self._transform_for(unfrozen), {**named, **unfrozen})
+            trained, _ = divide(unfrozen, self._stepping.rules)
+            if pairs and not trained:
+                raise errors.label_is_none(pairs[0][0])
+            self._add_groups(param_group, list(trained.items()), as_one=True)
+            self._start(former)
+            self._parameters.add_models(models_of([param_group]))
+            self._parameters.track(trained)
             self._parameters.leave_out(frozen)
 
     def _add_groups(self, group: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> None:
@@ -286,9 +280,9 @@ class TransformOptimizer(Optimizer):
             return
         self._callers_tensors.note(entries)
         for new_group in new_groups(self._stepping, entries, pairs, as_one=as_one):
-            foreign_keys = self.defaults.keys() - new_group.keys()
-            super().add_param_group(new_group)  # adds all defaults to every group
-            for key in foreign_keys:
+            unread_keys = self.defaults.keys() - new_group.keys()
+            super().add_param_group(new_group)
+            for key in unread_keys:  # torch's method has added all of `defaults`
                 del self._groups[-1][key]
 
     @property
@@ -298,8 +292,8 @@ class TransformOptimizer(Optimizer):
         Their transforms use a schedule or no learning rate. PyTorch's schedulers require an ``lr``, so it is 0 there.
         """
         without_rate: list[int] = []
-        for index, bound in enumerate(self._bound_groups.groups):
-            if "lr" not in bound.numbers.keys:
+        for index, tracked in enumerate(self._tracked_groups.groups):
+            if "lr" not in tracked.numbers.keys:
                 without_rate.append(index)
         return tuple(without_rate)
 
@@ -340,30 +334,24 @@ class TransformOptimizer(Optimizer):
         """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
         return self._stepping.tx
 
-    def _stepping_for_trained(
-        self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor]
-    ) -> Stepping:
-        """Return the stepping for the named parameters, without those that have the label None.
-
-        The parameters in ``not_trained`` get no state, but are in the layout.
-        """
-        stepping = self._stepping_for(tx, named, not_trained)
-        left_out = {name: param for name, param in named.items() if name in stepping.left_out}
-        if not left_out:
-            return stepping
-        trained = {name: param for name, param in named.items() if name not in left_out}
-        return self._stepping_for(tx, trained, {**not_trained, **left_out})
-
     def _stepping_for(
         self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor] | None = None
     ) -> Stepping:
-        """Return the object that creates the state of the named parameters and steps on them."""
+        """Return the object that creates the state of the named parameters and steps on them.
+
+        Parameters with the label None, and those in ``not_trained``, get no state, but are in the layout.
+        ``not_trained`` is None after construction, when `_parameters` knows them.
+        """
         if not_trained is None:
             not_trained = self._parameters.not_trained_params()
         layout, settings = self._settings
         check_usable(named, layout)
-        others = {name: param for name, param in not_trained.items() if name not in named}
-        return stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
+        _, others = divide(not_trained, named)
+        stepping = stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
+        left_out, trained = divide(named, {name for name, rule in stepping.rules.items() if rule.is_left_out})
+        if not left_out:
+            return stepping
+        return stepping_for(tx, trained, {**others, **left_out}, layout, settings, self.bucket_bytes)
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -381,14 +369,9 @@ class TransformOptimizer(Optimizer):
 
         It has the current hyperparameters where all groups agree, so a checkpoint that is saved with it records them.
         """
-        numbers: dict[str, Number] = {}
-        differing = set[str]()  # the names of numbers that differ between groups: they keep their initial values
-        for group_numbers in fitted(self._stepping.defaults, read_numbers(self._bound_groups.groups)):
-            for name, number in group_numbers.items():
-                if name in numbers and not equal(numbers[name], number):
-                    differing.add(name)
-                numbers[name] = number
-        agreed = {name: number for name, number in numbers.items() if name not in differing}
+        groups = self._tracked_groups.groups
+        common, conflicts = common_numbers(self._stepping.members(groups, read_numbers(groups)))
+        agreed = {name: number for name, number in common.items() if name not in conflicts}
         return self._stepping.transform_with(with_hyperparams(self.tx, agreed))
 
     @property
@@ -413,24 +396,21 @@ class TransformOptimizer(Optimizer):
             >>> tx.update(grads, state, params)[0]
             {'weight': tensor([[-0.1000, -0.1000]])}
         """
-        self._rebind()
+        self._use_replacements()
         named = self._named()
         params = {name: param.detach() for name, param in named.items()}
         grads = _gradients_of(named)
-        return self._stepping.snapshot(self._live["state"], params, grads, self._bound_groups.groups)
+        return self._stepping.snapshot(self._live["state"], params, grads, self._tracked_groups.groups)
 
-    def _start(self, before: Stepping | None = None) -> None:
+    def _start(self, former: FormerState | None = None) -> None:
         """Create the optimizer state for the current parameters, and show it in ``optimizer.state``.
 
-        ``before`` is the stepping of the former state, whose values are copied to the new state; None at construction.
+        ``former`` is the state whose values are copied to the new state; None for the initial values.
         """
-        self._bound_groups.note(self._groups, self._stepping.routes)
-        state = self._stepping.init(self._named(), self._bound_groups.groups)
-        if before is not None:
-            state = self._stepping.taken_from(before, state, self._live["state"])
-        self._live["state"] = state
-        self._show_all(self._named())
-        self._stepping.share(state)
+        self._tracked_groups.record(self._groups, self._stepping.rules)
+        named = self._named()
+        self._live["state"] = self._stepping.init(named, self._tracked_groups.groups, former)
+        self._show_all(named)
 
     def _show_all(self, named: Mapping[str, Tensor]) -> None:
         """Fill ``optimizer.state`` with the current state tensors of the named parameters."""
@@ -446,71 +426,79 @@ class TransformOptimizer(Optimizer):
 
         Examples are ``optimizer.state[param]["momentum.trace"] = tensor`` and ``optimizer.state.clear()``.
         """
-        bound = self._bound_groups.named
         entries: StateEntries = self._live["entries"]
-        if not entries.is_edited(self.state, bound):
+        if not entries.is_edited(self.state):
             return
+        tracked = self._tracked_groups.named
         # The caller may have put another tensor into a group, and assigned the state under it.
         current: dict[str, Tensor] = {}
         for group in self._groups:
             current.update(zip(group.get("param_names", ()), group["params"], strict=False))
-        params = {name: (param, current.get(name, param)) for name, param in bound.items()}
-        edits = read_edits(entries, self.state, params, self._stepping.take)
-        loads = edits.loads + self._loads_of_emptied(edits.emptied)
+        params = {name: (param, current.get(name, param)) for name, param in tracked.items()}
+        edits = read_edits(entries, self.state, params, self._stepping)
+        loads = edits.loads + self._loads_of_emptied(edits.emptied, tracked)
         with torch.no_grad():
             self._stepping.assign(loads, self._live["state"])
-        self._show_all(bound)
-        warn_of_shared(edits, len(bound))
+        self._show_all(tracked)
+        warn_of_shared(edits, len(tracked))
 
-    def _loads_of_emptied(self, emptied: list[str]) -> list[Load]:
+    def _loads_of_emptied(self, emptied: list[str], tracked: dict[str, Tensor]) -> list[Load]:
         """Return the initial values of the state of parameters whose entries were removed.
 
         A leaf that all parameters share, such as a step count, is included only if the entries of all were removed.
         """
-        loads: list[Load] = []
         if not emptied:
-            return loads
-        bound = self._bound_groups.named
-        emptied_ids = {id(bound[name]) for name in emptied}
-        starts_all = len(emptied_ids) == len(bound)
-        initial_leaves = tree.leaves(self._stepping.initial(bound))
-        for place, (owner, key) in enumerate(self._live["entries"].slots):
-            if starts_all or id(owner) in emptied_ids:
-                loads.append((key, place, initial_leaves[place]))
+            return []
+        if self._stepping.is_over_ranks:
+            raise errors.emptied_over_ranks(next(iter(tracked)))
+        starts_all = len(emptied) == len(tracked)
+        initial_leaves = tree.leaves(self._stepping.initial(tracked))
+        entries: StateEntries = self._live["entries"]
+        loads: list[Load] = []
+        for name in emptied:
+            for key, index in entries.indices[name].items():
+                if starts_all or not entries.slots[index].is_shared:
+                    loads.append(Load(key, index, initial_leaves[index]))
         return loads
 
     # ------------------------------------------------------------------------------------------- replaced parameters
 
-    def _rebind(self, moment: Moment = "else") -> None:
+    def _use_replacements(
+        self, *, at_step: bool = False, may_list_twice: bool = False, may_communicate: bool = True
+    ) -> None:
         """If parameters were replaced in the groups or the model, use the new tensors and move the state to them.
 
         Examples are ``model.to("cuda")``, ``fully_shard(model)`` after construction, and an engine that puts copies of
-        the parameters into the groups. ``moment`` is the method that calls this.
+        the parameters into the groups.
+
+        Args:
+            at_step: True if a step follows, so that the new tensors must have the gradients.
+            may_list_twice: True if the list of groups may have a group twice, as torch's tests save it.
+            may_communicate: True if all ranks call this together. False leaves changes that need all ranks to the next
+                step.
         """
-        # All ranks call this together, because it may communicate. Exceptions: "clear" (zero_grad) leaves communication
-        # to the next step, and "save" (state_dict) communicates only if the sharding has changed.
         self._adopt_state()
-        if self._bound_groups.are_current(self._groups):
+        if self._tracked_groups.are_current(self._groups):
             return  # the usual case
         added = self._parameters.added_in(self._groups)
         if added:
-            if moment == "clear" and self._stepping.is_over_ranks:
-                return  # the next step, which all ranks take together, creates the state
+            if self._stepping.is_over_ranks and not may_communicate:
+                return
             self._add_listed(added)
-        self._bound_groups.follow(self._groups, self._stepping.routes, may_repeat=moment == "save")
+        self._tracked_groups.follow(self._groups, self._stepping.rules, may_list_twice=may_list_twice)
         named = self._named()
-        replaced = self._parameters.replaced(named, at_step=moment == "step")
+        replaced = self._parameters.replaced(named, at_step=at_step)
         if not replaced:
             return
         named |= replaced
         if self._parameters.is_swap(replaced):  # same device, dtype and sharding: the state stays where it is
             self._put(named)
             self._show_all(named)
-            self._parameters.bind(named)
+            self._parameters.track(named)
             return
         is_over_ranks = self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
-        if moment == "clear" and is_over_ranks:
-            self._put(named)  # the next step, which all ranks take together, moves the state
+        if is_over_ranks and not may_communicate:
+            self._put(named)  # the next step moves the state
             return
         self._move_state(named)
 
@@ -519,59 +507,55 @@ class TransformOptimizer(Optimizer):
 
         The new tensors may be on another device, or sharded in another way.
         """
-        before = self._stepping
-        with self._all_or_nothing():
-            self._stepping = self._stepping_for(before.tx, named)
-            for name, route in self._stepping.routes.items():
-                if route != before.routes[name]:
+        with self._all_or_nothing() as former, warnings.catch_warnings():  # construction has given the warnings
+            warnings.simplefilter("ignore")
+            self._stepping = self._stepping_for(self.tx, named)
+            for name, rule in self._stepping.rules.items():
+                if rule != former.stepping.rules[name]:
                     raise errors.other_labels(name)
             self._put(named)
-            with warnings.catch_warnings():  # construction has given the warnings
-                warnings.simplefilter("ignore")
-                # The state of parameters on the meta device has no values that could be copied.
-                self._start(None if self._parameters.on_meta else before)
-        self._parameters.bind(named)
+            # The state of parameters on the meta device has no values that could be copied.
+            self._start(None if self._parameters.on_meta else former)
+        self._parameters.track(named)
 
     def _add_listed(self, added: dict[str, Tensor]) -> None:
         """Create state for parameters of the model that somebody has put into the param groups."""
-        before = self._stepping
-        with self._all_or_nothing():
-            stepping = self._stepping_for(self._transform_for(added), {**self._bound_groups.named, **added})
-            if stepping.left_out:
-                raise ValueError(
-                    f"param_groups: {min(stepping.left_out)!r} was added, but its label is None, so that it is not "
-                    "trained: remove it from the groups, or recreate the optimizer with other labels"
-                )
-            self._stepping = stepping
-            self._parameters.bind(added)
+        with self._all_or_nothing() as former:
+            named = {**self._tracked_groups.named, **added}
+            self._stepping = self._stepping_for(self._transform_for(added), named)
+            rules = self._stepping.rules
+            left_out = added.keys() - rules.keys()
+            if left_out:
+                raise errors.listed_without_label(min(left_out))
+            self._parameters.track(added)
             names_per_group = self._parameters.names_of(self._groups)
             for group, names in zip(self._groups, names_per_group, strict=True):
                 if not added.keys().isdisjoint(names):
-                    complete_entries(stepping, distinct_routes(names, stepping.routes), group)
-            self._bound_groups.follow(self._groups, stepping.routes)
-            self._start(before)
+                    complete_entries(self._stepping, distinct_rules(names, rules), group)
+            self._tracked_groups.follow(self._groups, rules)
+            self._start(former)
 
     @contextmanager
-    def _all_or_nothing(self) -> Generator[None]:
+    def _all_or_nothing(self) -> Generator[FormerState]:
         """Return a context manager that undoes changes if an error is raised in its block.
 
-        It restores the stepping, the recorded parameters and the param groups, and removes groups that were added.
+        It restores the stepping, the records of parameters and groups, and the param groups, and removes groups that
+        were added. Its value is the state before the block.
         """
-        stepping = self._stepping
+        former = FormerState(self._stepping, self._live["state"])
         parameters = self._parameters.saved()
-        bound_groups = self._bound_groups.groups
-        groups = [(group, group.get("param_names"), group["params"]) for group in self._groups]
+        tracked_groups = self._tracked_groups.groups
+        former_groups = [dict(group) for group in self._groups]
         try:
-            yield
+            yield former
         except BaseException:
-            self._stepping = stepping
+            self._stepping = former.stepping
             self._parameters.restore(parameters)
-            self._bound_groups.groups = bound_groups
-            for group, names, params in groups:
-                group["params"] = params
-                if names is not None:
-                    group["param_names"] = names
-            del self._groups[len(groups) :]
+            self._tracked_groups.groups = tracked_groups
+            del self._groups[len(former_groups) :]
+            for group, former_group in zip(self._groups, former_groups, strict=True):
+                group.clear()
+                group.update(former_group)
             raise
 
     # ----------------------------------------------------------------------------------------------------- stepping
@@ -579,7 +563,7 @@ class TransformOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None or zeros, also of tensors that replaced parameters of the model."""
         if not torch.compiler.is_compiling():
-            self._rebind("clear")
+            self._use_replacements(may_communicate=False)
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -601,21 +585,13 @@ class TransformOptimizer(Optimizer):
             TypeError: a gradient is sparse or complex, or no transform accepts an extra argument. No parameter or state
                 has been changed when an error is raised.
         """
-        loss = None
-        if closure is not None:
-            if not callable(closure):
-                raise TypeError(
-                    f"closure must be a function that returns the loss, found a {type(closure).__name__}: call step(), "
-                    "or step(value=loss) if a transform such as reduce_on_plateau reads the loss"
-                )
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else _evaluate(closure)
         problem: Exception | None = None
         try:
             params, gradients = self._read_step()
         except Exception as error:  # raised by the stepping, on all ranks together
             problem = error
-            params = self._bound_groups.named
+            params = self._tracked_groups.named
             gradients = _gradients_of(params)
         call = Arguments(gradients, self._live["state"], params, Donation(self.donate_grads, True), extras)
         state = self._stepping.step(call, problem)
@@ -629,25 +605,19 @@ class TransformOptimizer(Optimizer):
         This also adopts changes that the caller has made in ``optimizer.state``, the groups and the model, and rebuilds
         the transform if hyperparameters have changed.
         """
-        if torch.compiler.is_compiling():  # a traced graph is valid for the current parameters only
-            params = self._named()
-            gradients = _gradients_of(params)
-            self._stepping.check_gradients(gradients)
-        else:
-            self._adopt_state()
-            if not self._bound_groups.are_current(self._groups):
-                self._rebind("step")
-            self._bound_groups.read_new_keys(self._stepping.routes)
-            if not self._live.get("checked_rates"):  # at the first step: schedulers exist by now
-                is_read = len(self.groups_without_rate) < len(self._groups)
-                self._live["checked_rates"] = is_read or warn_of_unread_rates(self._groups)
-            params = self._bound_groups.named
-            gradients = _gradients_of(params)
-            self._stepping.check_gradients(gradients)
+        is_traced = torch.compiler.is_compiling()
+        if not is_traced:  # a traced graph is valid for the current parameters and groups only
+            self._use_replacements(at_step=True)
+            self._tracked_groups.read_new_keys(self._stepping.rules)
+            self._tracked_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
+        params = self._named()
+        gradients = _gradients_of(params)
+        require_dense_and_real(gradients)
+        if not is_traced:
             check_writable("step: params", params)
             self._gradient_check.check(params, gradients)
             self._callers_tensors.warn_of_written()
-        self._stepping.refresh(params, self._bound_groups.groups)
+        self._stepping.refresh(params, self._tracked_groups.groups)
         return params, gradients
 
     # -------------------------------------------------------------------------------------------------- persistence
@@ -663,20 +633,21 @@ class TransformOptimizer(Optimizer):
         Raises:
             ShardingError: all ranks must call this together, and a rank did not.
         """
-        self._rebind("save")
-        read_numbers(self._bound_groups.groups)  # so that all keys of a number agree
+        self._use_replacements(may_list_twice=True)
+        read_numbers(self._tracked_groups.groups)  # so that all keys of a number agree
         saved = super().state_dict()
         # By identity: torch's own tests list the groups twice.
-        schedules_of = {id(bound.group): schedule_texts(self.tx, bound) for bound in self._bound_groups.groups}
+        schedules_of = {id(tracked.group): schedule_texts(self.tx, tracked) for tracked in self._tracked_groups.groups}
         for group, saved_group in zip(self._groups, saved["param_groups"], strict=True):
             schedules = schedules_of[id(group)]
             if schedules:
                 saved_group[SCHEDULES] = schedules
         index_of = {id(param): index for index, param in enumerate(self._named().values())}
         saved["state"] = _unshared(saved["state"])
-        for place, leaf in self._stepping.exported(self._live["state"]).items():
-            owner, key = self._live["entries"].slots[place]
-            saved["state"][index_of[id(owner)]][key] = leaf
+        for index, leaf in self._stepping.exported(self._live["state"]).items():
+            slot: StateSlot = self._live["entries"].slots[index]
+            for param in slot.params:
+                saved["state"][index_of[id(param)]][slot.key] = leaf
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Rename | None = None) -> None:
@@ -708,45 +679,55 @@ class TransformOptimizer(Optimizer):
                 numbers of the groups or schedules differ between the state dict and this optimizer: the schedules of
                 this optimizer and the other numbers of the state dict are used.
         """
-        self._rebind()
+        self._use_replacements()
         check_real(self._named())
         state_dict = dict(state_dict)
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             if changed is not None:
                 state_dict = changed
-        groups = self._bound_groups.groups
-        places = self._live["entries"].places(self.state)
-        not_trained = self._parameters.not_trained()
+        groups = self._tracked_groups.groups
+        entries: StateEntries = self._live["entries"]
         to_load = StateToLoad([], [], [], [])
         problem: Exception | None = None
         try:
             to_load = read_state_dict(
-                state_dict, self.tx, groups, self.state, places, self._stepping.take, rename, not_trained
+                state_dict, self._stepping, groups, entries, rename, self._parameters.not_trained()
             )
         except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
             problem = error
         with torch.no_grad():
             self._stepping.load(to_load.loads, self._live["state"], problem, to_load.without_state)
-        lines: list[str] = []
-        for bound, saved_group in zip(groups, to_load.groups, strict=True):
-            if saved_group is not None:
-                lines += differences(self.tx, bound, saved_group)
-                bound.group.update(entries_to_load(self.tx, bound, saved_group))
+        self._load_groups(to_load.groups)
         for message in to_load.warnings:
             warn_caller(message)
-        self._bound_groups.warn_once(
+        for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load_groups(self, saved_groups: list[Group | None]) -> None:
+        """Copy the entries of each saved group, if there is one, and warn once of numbers that differ."""
+        lines: list[str] = []
+        for tracked, saved_group in zip(self._tracked_groups.groups, saved_groups, strict=True):
+            if saved_group is not None:
+                lines += differences(self.tx, tracked, saved_group)
+                tracked.group.update(entries_to_load(self.tx, tracked, saved_group))
+        self._tracked_groups.warn_once(
             "load_state_dict: the state dict was saved with other numbers: ",
             lines,
             ". To use the code's numbers, write them into param_groups after loading",
         )
-        for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
 
 
-def _layout_for(
-    named: Mapping[str, Tensor], layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None
-) -> Layout | None:
+def _without_sharding(tx: Transform, layout: LayoutLike) -> tuple[Transform, LayoutLike, Settings]:
+    """Return the transform in ``sharded(tx, layout)`` with its layout and settings, or the arguments unchanged."""
+    if not isinstance(tx, Sharded):
+        return tx, layout, Settings()
+    if layout is not None:
+        raise TypeError(f"layout: tx is sharded already, over {tx.arguments['layout']!r}; leave layout out")
+    return tx.arguments["tx"], tx.arguments["layout"], settings_of(tx)
+
+
+def _layout_for(named: Mapping[str, Tensor], layout: LayoutLike) -> Layout | None:
     """Return the argument ``layout``, or its result if it is a function of the named parameters."""
     if callable(layout):
         layout = layout(named)
@@ -756,6 +737,17 @@ def _layout_for(
             f"{type(layout).__name__}: create one, as in muonfx.sharding.zero(params)"
         )
     return layout
+
+
+def _evaluate(closure: Callable[[], Any]) -> Any:
+    """Return the result of the closure of a step, which computes gradients."""
+    if not callable(closure):
+        raise TypeError(
+            f"closure must be a function that returns the loss, found a {type(closure).__name__}: call step(), "
+            "or step(value=loss) if a transform such as reduce_on_plateau reads the loss"
+        )
+    with torch.enable_grad():
+        return closure()
 
 
 def _gradients_of(params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:

@@ -261,7 +261,7 @@ def test_the_rate_of_an_added_group_applies_to_all_of_its_members(make: Any) -> 
     group["lr"], group["weight_decay"] = 1e-3, 0.5  # as a schedule of the decay writes it into all groups
     train(model, optimizer)
     assert not {"muon.weight_decay", "adamw.weight_decay"} & group.keys()
-    assert (optimizer._bound_groups.groups[-1].numbers.read(group)["adamw.add_decayed_weights.weight_decay"]) == 0.5
+    assert (optimizer._tracked_groups.groups[-1].numbers.read(group)["adamw.add_decayed_weights.weight_decay"]) == 0.5
 
 
 def test_numbers_of_a_group_with_two_labels_are_those_of_one_group_per_label() -> None:

@@ -28,9 +28,8 @@ from muonfx.engines.deepspeed.rates import GroupRates
 from muonfx.engines.deepspeed.tensor_parallel import tensor_group_of, whole_shape_of
 from muonfx.engines.deepspeed.unit import Unit
 from muonfx.optimizer.group_numbers import GroupNumbers
-from muonfx.optimizer.groups import defaults_for_schedulers
-from muonfx.optimizer.owned_groups import OwnedGroup, own_groups
-from muonfx.optimizer.routes import Route, routes_of, split_by_route
+from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups
+from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
 
 
 class ZeroOptimizer(Optimizer):
@@ -67,11 +66,11 @@ class ZeroOptimizer(Optimizer):
         for name, param in self._params.items():
             self._like[name] = torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta")
         tx.init(self._like)  # raises if the transform cannot handle the parameters
-        # A route has a parameter's label and transforms. Parameters with one route become one param group, apart from
+        # A rule has a parameter's label and transforms. Parameters with one rule become one param group, apart from
         # experts, which have a group of their own for each group of ranks that share them.
-        routes = routes_of(tuple(visit(tx, self._like)))
+        rules = update_rules_of(tuple(visit(tx, self._like)))
         for name in self._like:
-            if name not in routes or routes[name].is_left_out:
+            if name not in rules or rules[name].is_left_out:
                 raise ValueError(
                     f"{name!r} requires grad but has no label: give it a label, or freeze it before this call"
                 )
@@ -80,10 +79,9 @@ class ZeroOptimizer(Optimizer):
         self._units: dict[Tensor, Unit] = {}
         """A unit for each flat tensor; at stage 0 for each group, by its first tensor."""
         groups: list[dict[str, Any]] = []
-        for route_pairs in split_by_route(list(self._params.items()), routes):
-            route = routes[route_pairs[0][0]]
-            for expert_group, pairs in _by_expert_group(route_pairs).items():
-                groups.append(self._new_group(route, expert_group, pairs))
+        for rule, rule_pairs in pairs_by_rule(self._params.items(), rules).items():
+            for expert_group, pairs in _by_expert_group(rule_pairs).items():
+                groups.append(self._new_group(rule, expert_group, pairs))
         super().__init__(groups, {})
         own_groups(self)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
@@ -93,13 +91,13 @@ class ZeroOptimizer(Optimizer):
             # If two keys of a group set one number, later reads compare both with this one to find the changed key.
             self._numbers_of(group).read(group)
 
-    def _new_group(self, route: Route, expert_group: str | None, pairs: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    def _new_group(self, rule: UpdateRule, expert_group: str | None, pairs: list[tuple[str, Tensor]]) -> dict[str, Any]:
         """Return a param group for named parameters with the hyperparameters of the transforms that update them."""
         defaults = hyperparams(self.tx)
-        numbers = GroupNumbers(route.hyperparams)
+        numbers = GroupNumbers(rule.hyperparams)
         self._numbers[tuple([name for name, _ in pairs])] = numbers
         entries = numbers.entries({name: defaults[name] for name in numbers.names})
-        group = {"label": route.label, "lr": 0.0, **entries, "params": pairs}
+        group = {"label": rule.label, "lr": 0.0, **entries, "params": pairs}
         if expert_group is not None:
             # With these entries ZeRO partitions the group among the ranks that have the same experts.
             group["moe"] = True

@@ -199,8 +199,7 @@ class Unit:
         """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, by name."""
         self._check(states)
         if numbers is not self._values:
-            (fitted_numbers,) = fitted(hyperparams(self._tx), [numbers])
-            self._now = prepared(with_hyperparams(self._tx, fitted_numbers))
+            self._now = prepared(with_hyperparams(self._tx, fitted(hyperparams(self._tx), numbers)))
             self._values = numbers
         params = self._params()
         grads = self.pieces.views([tensor.grad for tensor in self.pieces.flat])

@@ -1,15 +1,21 @@
-"""Follow the parameters of an optimizer: find tensors that were replaced in its models or its param groups."""
+"""The parameters of an optimizer: find tensors that were replaced in models or groups, and missing gradients."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
+from muonfx.core.checks import all_usable, is_usable, warn_caller
 from muonfx.optimizer import errors
 from muonfx.optimizer.group_numbers import Group
 from muonfx.optimizer.named_parameters import names_in
@@ -39,15 +45,19 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
         check_real(named)
     if layout is not None and layout.is_flat:
         return  # the caller's layout describes these shards
-    views: list[str] = []
     for name, param in named.items():
-        if getattr(param, "_fsdp_flattened", False):  # part of a flat tensor, or, if it has one dim, perhaps all of it
-            views.append(name)
-        elif getattr(param, "_is_flat_param", False):  # a flat tensor without that mark
+        is_flat_tensor = getattr(param, "_is_flat_param", False) and not _is_flattened(param)
+        if is_flat_tensor:
             raise errors.flattened(name, param)
     # A sharded view has one dim. On one rank, and with NO_SHARD, views keep their shapes and can be used.
-    if views and all(named[name].ndim < 2 for name in views):
-        raise errors.flattened(views[0], named[views[0]])
+    views = {name: param for name, param in named.items() if _is_flattened(param)}
+    if views and all(view.ndim < 2 for view in views.values()):
+        raise errors.flattened(*next(iter(views.items())))
+
+
+def _is_flattened(param: Tensor) -> bool:
+    """Return True for a view of FSDP1's flat tensor, or, if it has one dim, perhaps for all of the flat tensor."""
+    return getattr(param, "_fsdp_flattened", False)
 
 
 def check_real(named: Mapping[str, Tensor]) -> None:
@@ -58,7 +68,7 @@ def check_real(named: Mapping[str, Tensor]) -> None:
 
 
 class Slot(NamedTuple):
-    """The module that has a parameter, as a weak reference, and the parameter's attribute name in it."""
+    """A position in a model: a weak reference to a module, and the name of an attribute that is a parameter."""
 
     module: weakref.ref[nn.Module]
     attribute: str
@@ -71,7 +81,7 @@ class Slot(NamedTuple):
         return module._parameters.get(self.attribute)
 
 
-class BoundParameter(NamedTuple):
+class TrackedParameter(NamedTuple):
     """A parameter with its shape, device and sharding at the time when its state was created or last moved."""
 
     param: Tensor
@@ -82,8 +92,18 @@ class BoundParameter(NamedTuple):
     """Its position in a known model, or None, as for a copy that an engine has put into the groups."""
 
 
-class FollowedParameters:
+class KnownModel(NamedTuple):
+    """A model that contains parameters of an optimizer."""
+
+    ref: weakref.ref[nn.Module]
+    has_others: bool
+    """True if the optimizer may have only some of its parameters, because the caller gave it by ``model=``."""
+
+
+class TrackedParameters:
     """Records for which tensors an optimizer has state, and where its models have these parameters.
+
+    A parameter is identified by its name. Its tensor may be replaced, in a module of a model or in a param group.
 
     Args:
         models: models of which the optimizer has all parameters.
@@ -102,24 +122,22 @@ class FollowedParameters:
         frozen: Mapping[str, Tensor],
         left_out: Mapping[str, Tensor],
     ) -> None:
-        # models: the optimizer has all of their parameters; model_of_names: it may have only some
-        # frozen and left_out (by the label None): what was given to the optimizer, but is in no group
-        self._models: list[tuple[weakref.ref[nn.Module], bool]] = []
-        """Weak references to the models; True for a model of which the optimizer may have only some parameters."""
+        self._models: list[KnownModel] = []
         if model_of_names is not None:
-            self._models.append((weakref.ref(model_of_names), True))
-        self.bound: dict[str, BoundParameter] = {}
-        self.version = 0
-        """How often `bound` was changed."""
-        self._frozen: dict[str, Slot | Tensor] = {}
-        self.bind(trained, models)
+            self._models.append(KnownModel(weakref.ref(model_of_names), has_others=True))
+        self.add_models(models)
+        self._frozen = self._slots_or_tensors(frozen)
         self._left_out = self._slots_or_tensors(left_out)
-        self.leave_out(frozen)
+        self.tracked: dict[str, TrackedParameter] = {}
+        """The parameters that have state, by name."""
+        self.version = 0
+        """How often `tracked` was changed."""
+        self.track(trained)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle, without models and parameters. A restored optimizer records its own."""
         # Frozen weights may be large, and the copy of an optimizer is of the trained ones.
-        return {**self.__dict__, "_models": [], "bound": {}, "_frozen": {}, "_left_out": {}}
+        return {**self.__dict__, "_models": [], "tracked": {}, "_frozen": {}, "_left_out": {}}
 
     @property
     def models(self) -> list[nn.Module]:
@@ -129,27 +147,34 @@ class FollowedParameters:
     @property
     def names(self) -> dict[Tensor, str]:
         """The name of each parameter that has state, belongs to a model, or was left out because it is frozen."""
-        names = {param: name for name, param in _present(self._frozen).items()}
+        names = {param: name for name, param in _existing(self._frozen).items()}
         names |= names_in(self.models)
-        return names | {bound.param: name for name, bound in self.bound.items()}
+        return names | {tracked.param: name for name, tracked in self.tracked.items()}
 
-    def bind(self, named: Mapping[str, Tensor], models: Iterable[nn.Module] = ()) -> None:
-        """Record the named tensors for which the optimizer now has state, and further models that contain them."""
+    @property
+    def on_meta(self) -> bool:
+        """True if a parameter is on the meta device, so that it has no values yet."""
+        return any(tracked.param.is_meta for tracked in self.tracked.values())
+
+    def add_models(self, models: Iterable[nn.Module]) -> None:
+        """Record models of which the optimizer has all parameters."""
         for model in models:
-            self._models.append((weakref.ref(model), False))
+            self._models.append(KnownModel(weakref.ref(model), has_others=False))
+
+    def track(self, named: Mapping[str, Tensor]) -> None:
+        """Record the named tensors for which the optimizer now has state, and their positions in the models."""
         slot_of: dict[Tensor, Slot] | None = None  # only made if a parameter is in another position than before
         for name, param in named.items():
-            bound = self.bound.get(name)
-            slot = None if bound is None else bound.slot
+            tracked = self.tracked.get(name)
+            slot = None if tracked is None else tracked.slot
             if slot is None or slot.current() is not param:
                 if slot_of is None:
                     slot_of = self._slots()
                 slot = slot_of.get(param)
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
-            self.bound[name] = BoundParameter(param, param.shape, param.device, _placement(param), slot)
+            self.tracked[name] = TrackedParameter(param, param.shape, param.device, _placement(param), slot)
             self._frozen.pop(name, None)
         self.version += 1
-        self.on_meta = any(bound.param.is_meta for bound in self.bound.values())
 
     def leave_out(self, frozen: Mapping[str, Tensor]) -> None:
         """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
@@ -174,39 +199,52 @@ class FollowedParameters:
         for model in self.models:
             yield from model.modules()
 
-    def saved(self) -> tuple[dict[str, BoundParameter], dict[str, Slot | Tensor]]:
-        """Return what `restore` needs to undo `bind` and `leave_out`."""
-        return dict(self.bound), dict(self._frozen)
+    def saved(self) -> tuple[dict[str, TrackedParameter], dict[str, Slot | Tensor]]:
+        """Return what `restore` needs to undo `track` and `leave_out`."""
+        return dict(self.tracked), dict(self._frozen)
 
-    def restore(self, saved: tuple[dict[str, BoundParameter], dict[str, Slot | Tensor]]) -> None:
+    def restore(self, saved: tuple[dict[str, TrackedParameter], dict[str, Slot | Tensor]]) -> None:
         """Undo all changes since `saved` was called."""
-        self.bound, self._frozen = saved
+        self.tracked, self._frozen = saved
         self.version += 1
 
     # ------------------------------------------------------------------------------------------ replaced parameters
 
     def are_current(self) -> bool:
         """Return True if no parameter was replaced, resized or moved, as far as the models show."""
-        for param, shape, device, _, slot in self.bound.values():
-            if param.shape != shape or param.device != device:
+        for tracked in self.tracked.values():
+            if tracked.param.shape != tracked.shape or tracked.param.device != tracked.device:
                 return False
-            if slot is not None and (module := slot.module()) is not None:  # `slot.current()` would be one more call
-                current = module._parameters.get(slot.attribute)
-                if current is not None and current is not param:
-                    return False
-        return True
+        return not self._others_in_models()
+
+    def _others_in_models(self) -> dict[str, Tensor]:
+        """Return, by name, the tensors that modules have at the positions of parameters, if they are others.
+
+        They have replaced the parameters, or FSDP2 has put gathered tensors there during forward and backward.
+        """
+        others: dict[str, Tensor] = {}
+        for name, tracked in self.tracked.items():
+            if tracked.slot is None:
+                continue
+            current = tracked.slot.current()
+            if current is not None and current is not tracked.param:
+                others[name] = current
+        return others
 
     def replaced(self, named: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
-        """Return, by name, the parameters that were replaced by other tensors or moved since the last `bind`."""
+        """Return, by name, the parameters that were replaced by other tensors or moved since the last `track`.
+
+        ``named`` are the parameters in the groups. ``at_step``: raise if gradients belong to the replaced tensors.
+        """
         current = {**named, **self._replaced_in_models(named)}
         if at_step:
             self._require_new_gradients(current)
         replaced: dict[str, Tensor] = {}
         for name, param in current.items():
-            bound = self.bound[name]
-            if param.shape != bound.shape:
-                raise errors.other_shape(name, param, bound.shape)
-            if bound.param is not param or param.device != bound.device:
+            tracked = self.tracked[name]
+            if param.shape != tracked.shape:
+                raise errors.other_shape(name, param, tracked.shape)
+            if tracked.param is not param or param.device != tracked.device:
                 replaced[name] = param
         return replaced
 
@@ -215,42 +253,29 @@ class FollowedParameters:
         if any(param.grad is not None for param in current.values()):
             return
         for name, param in current.items():
-            former_param = self.bound[name].param
+            former_param = self.tracked[name].param
             if former_param is not param and former_param.grad is not None:
                 raise errors.replaced_after_backward(name)
 
     def is_swap(self, replaced: Mapping[str, Tensor]) -> bool:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
-        return all(self.bound[name].placement == _placement(param) for name, param in replaced.items())
+        return all(self.tracked[name].placement == _placement(param) for name, param in replaced.items())
 
     def replaced_in_models(self) -> dict[Tensor, Tensor]:
         """Return a dict from each parameter that was replaced in the models to the new tensor. It is empty if none."""
-        if self.are_in_models():  # the usual case, in which the models need no walk
-            return {}
-        named = {name: bound.param for name, bound in self.bound.items()}
+        named = {name: tracked.param for name, tracked in self.tracked.items()}
         return {named[name]: param for name, param in self._replaced_in_models(named).items()}
 
-    def are_in_models(self) -> bool:
-        """Return True if the models still have each parameter that they had."""
-        for param, _, _, _, slot in self.bound.values():
-            if slot is None:
-                continue
-            module = slot.module()  # `slot.current()` would be one more call
-            if module is not None and module._parameters.get(slot.attribute) is not param:
-                return False
-        return True
-
     def _replaced_in_models(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return, by name, the new tensors of parameters that were replaced in the models."""
+        """Return, by name, the new tensors of parameters that were replaced in the models.
+
+        ``named`` are the parameters in the groups. A tensor that an engine has put there takes precedence over the
+        model.
+        """
         replaced: dict[str, Tensor] = {}
-        for name, param in named.items():
-            bound = self.bound[name]
-            # A tensor that an engine has put into the groups takes precedence over the model.
-            if bound.slot is None or bound.param is not param:
-                continue
-            current = bound.slot.current()
-            if current is not None and current is not param:
-                replaced[name] = current
+        for name, param in self._others_in_models().items():
+            if named.get(name) is self.tracked[name].param:
+                replaced[name] = param
         if not replaced:
             return replaced
         gathered = self._gathered_by_fsdp2()
@@ -262,7 +287,8 @@ class FollowedParameters:
         """Return the ids of the gathered plain parameters that FSDP2 has in modules during forward and backward."""
         gathered: set[int] = set()
         for module in self._modules():
-            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            class_names = [base.__name__ for base in type(module).__mro__]
+            if "FSDPModule" in class_names:
                 gathered.update([id(param) for param in module.parameters() if not is_dtensor(param)])
         return gathered
 
@@ -271,7 +297,7 @@ class FollowedParameters:
 
         Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed.
         """
-        known_params = {bound.param for bound in self.bound.values()}
+        known_params = {tracked.param for tracked in self.tracked.values()}
         unknown_params = [param for group in groups for param in group["params"] if param not in known_params]
         added: dict[str, Tensor] = {}
         if not unknown_params:
@@ -279,19 +305,22 @@ class FollowedParameters:
         names = self.names
         for param in unknown_params:
             name = names.get(param)
-            if name and name not in self.bound:  # a new tensor under a known name replaces a parameter
+            if name and name not in self.tracked:  # a new tensor under a known name replaces a parameter
                 added[name] = param
         return added
 
-    def names_of(self, groups: list[Group]) -> list[list[str]]:
-        """Return one list of parameter names per group. A new tensor gets the name of the tensor that it replaces."""
+    def names_of(self, groups: Iterable[Group]) -> list[list[str]]:
+        """Return one list of parameter names per group. A new tensor gets the name of the tensor that it replaces.
+
+        Raise ValueError if a tensor replaces no parameter, or if a parameter is in the groups twice or not at all.
+        """
         name_of = self._names_of_tensors()
         names_per_group: list[list[str]] = []
         times: Counter[str] = Counter()
         for index, group in enumerate(groups):
             params: list[Tensor] = list(group["params"])
             former_names = list(group.get("param_names", ()))
-            has_former_names = len(former_names) == len(params) and self.bound.keys() >= set(former_names)
+            has_former_names = len(former_names) == len(params) and self.tracked.keys() >= set(former_names)
             names: list[str] = []
             for position, param in enumerate(params):
                 if param in name_of:
@@ -305,35 +334,29 @@ class FollowedParameters:
         for name, count in times.items():
             if count > 1:
                 raise errors.listed_twice(name, count)
-        removed = [name for name in self.bound if name not in times]
+        removed = [name for name in self.tracked if name not in times]
         if removed:
-            raise errors.removed(removed, len(self.bound))
+            raise errors.removed(removed, len(self.tracked))
         return names_per_group
 
     def _names_of_tensors(self) -> dict[Tensor, str]:
         """Return the name of each parameter with state, and of the tensors that the models have in their places."""
-        name_of: dict[Tensor, str] = {}
-        for name, bound in self.bound.items():
-            current = None if bound.slot is None else bound.slot.current()
-            if current is not None:
-                name_of[current] = name
-        for name, bound in self.bound.items():
-            name_of[bound.param] = name
-        return name_of
+        name_of = {param: name for name, param in self._others_in_models().items()}
+        return name_of | {tracked.param: name for name, tracked in self.tracked.items()}
 
     # ---------------------------------------------------------------------------------- parameters that are in no group
 
     def not_trained_params(self) -> dict[str, Tensor]:
         """Return the parameters that were given to the optimizer and are in no group, by name."""
-        return {**_present(self._left_out), **_present(self._frozen)}
+        return {**_existing(self._left_out), **_existing(self._frozen)}
 
     def not_trained(self) -> set[str]:
         """Return the names of parameters that are known, but have no state, as they are frozen or have label None."""
-        return {*self._frozen, *self._left_out, *names_in(self.models).values()} - self.bound.keys()
+        return {*self._frozen, *self._left_out, *names_in(self.models).values()} - self.tracked.keys()
 
     def check_frozen(self) -> None:
         """Raise if a parameter that was frozen at construction is trained now, because it is in no group."""
-        for name, param in _present(self._frozen).items():
+        for name, param in _existing(self._frozen).items():
             if param.requires_grad and param.grad is not None:
                 raise errors.frozen_is_trained(name)
 
@@ -341,21 +364,24 @@ class FollowedParameters:
         """Return the models' parameters, by name, that are not in the optimizer. ``named`` are those that are."""
         known_ids = {id(param) for param in named.values()}
         outside: dict[str, Tensor] = {}
-        for ref, gives_names_only in self._models:
+        for ref, has_others in self._models:
             model = ref()
             if model is None:
                 continue
             for name, param in model.named_parameters():
                 if id(param) in known_ids or name in self._left_out:
                     continue
-                # In a model that only provides names (`model=`), consider only parameters whose names we have.
-                if name in named or not gives_names_only:
+                # A model that has others as well counts only where it has a new tensor under a name that we have.
+                if name in named or not has_others:
                     outside[name] = param
         return outside
 
 
 def _remove_tied(replaced: dict[str, Tensor], named: Mapping[str, Tensor]) -> None:
-    """Remove tensors that would be in two positions: a tied parameter keeps the name that it has."""
+    """Remove tensors that would be in two positions: a tied parameter keeps the tensor that it has.
+
+    A removal may put another tensor into two positions, so this repeats until none is.
+    """
     while True:
         times = Counter(id(replaced.get(name, param)) for name, param in named.items())
         tied = [name for name, param in replaced.items() if times[id(param)] > 1]
@@ -365,14 +391,14 @@ def _remove_tied(replaced: dict[str, Tensor], named: Mapping[str, Tensor]) -> No
             del replaced[name]
 
 
-def _present(slots_or_tensors: Mapping[str, Slot | Tensor]) -> dict[str, Tensor]:
+def _existing(slots_or_tensors: Mapping[str, Slot | Tensor]) -> dict[str, Tensor]:
     """Return the parameters that exist, by name: those of a model that was deleted do not."""
-    present: dict[str, Tensor] = {}
+    existing: dict[str, Tensor] = {}
     for name, slot_or_tensor in slots_or_tensors.items():
         param = slot_or_tensor.current() if isinstance(slot_or_tensor, Slot) else slot_or_tensor
         if param is not None:
-            present[name] = param
-    return present
+            existing[name] = param
+    return existing
 
 
 def _placement(param: Tensor) -> tuple[object, ...]:
@@ -380,3 +406,104 @@ def _placement(param: Tensor) -> tuple[object, ...]:
     if is_dtensor(param):
         return (param.device, param.dtype, param.device_mesh, param.placements)
     return (param.device, param.dtype)
+
+
+class GradientCheck:
+    """Raises or warns if gradients are missing, but parameters of a model that are not in the optimizer have some.
+
+    Args:
+        parameters: the parameters of the optimizer, and the models that contain them.
+        is_alone: True in one process, where no other rank has the gradients that are missing here.
+    """
+
+    def __init__(self, parameters: TrackedParameters, *, is_alone: bool) -> None:
+        _count_registrations()  # from now on, `_registrations.count` changes if a model gets a new parameter
+        self._parameters = parameters
+        self._is_alone = is_alone
+        self._outside: dict[str, Tensor] = {}
+        """The models' parameters that are not in the optimizer, by name, as the last search has found them."""
+        self._searched: object = None
+        """What the last search depended on; if it is the same in a step, `_outside` is still right."""
+        self._reported: dict[str, Tensor] = {}
+        """Those of `_outside` that had gradients, and that a warning has reported."""
+        self._has_warned_of_none = False
+        """True after the warning that no parameter has a gradient."""
+
+    def check(self, named: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
+        """Raise or warn if gradients are missing. ``named`` are the parameters, and ``gradients`` theirs."""
+        check_real(named)
+        self._parameters.check_frozen()
+        absent = tuple([name for name, gradient in gradients.items() if gradient is None])
+        self._search_outside(named, absent)
+        elsewhere = {name: param for name, param in self._outside.items() if param.grad is not None}
+        has_none = len(absent) == len(gradients)
+        if has_none and elsewhere:
+            name, param = next(iter(elsewhere.items()))
+            raise errors.gradients_elsewhere(name, param, len(named))
+        self._warn_of_others(elsewhere)
+        if has_none:
+            self._warn_of_none(named)
+
+    def _search_outside(self, named: Mapping[str, Tensor], absent: tuple[str, ...]) -> None:
+        """Find the models' parameters that are not in the optimizer. ``absent`` are names without a gradient."""
+        depends_on = (absent, self._parameters.version, _registrations.count)
+        if depends_on != self._searched:  # a search walks through the models, which takes time
+            self._searched = depends_on
+            self._outside = self._parameters.outside(named)
+
+    def _warn_of_others(self, elsewhere: dict[str, Tensor]) -> None:
+        """Warn once of each of the parameters that have a gradient and are not in the optimizer."""
+        unreported = [name for name, param in elsewhere.items() if self._reported.get(name) is not param]
+        self._reported.update(elsewhere)
+        if unreported:
+            warn_caller(
+                f"{len(elsewhere)} parameters of the model have gradients and are not in the optimizer, such as "
+                f"{unreported[0]!r}; they are not updated: {errors.CAUSES}, or use add_param_group"
+            )
+
+    def _warn_of_none(self, named: Mapping[str, Tensor]) -> None:
+        """Warn once, in one process, that no parameter has a gradient."""
+        is_trained = any(param.requires_grad for param in named.values())
+        if self._has_warned_of_none or not self._is_alone or not is_trained:
+            return
+        self._has_warned_of_none = True
+        warn_caller(
+            f"step() found no gradient on any of {len(named)} parameters and changes nothing: is backward() called "
+            f"before it, on these parameters? If so: {errors.CAUSES}"
+        )
+
+
+def require_dense_and_real(gradients: Mapping[str, Tensor | None]) -> None:
+    """Raise TypeError if a gradient is sparse or complex."""
+    if all_usable(gradients.values()):
+        return
+    for name, grad in gradients.items():
+        if grad is not None and not is_usable(grad):
+            raise _not_dense_and_real(name, grad)
+
+
+def _not_dense_and_real(name: str, grad: Tensor) -> TypeError:
+    """Return the error for a gradient that is sparse or complex."""
+    advice = ""
+    if grad.layout is not torch.strided:
+        advice = ": use Embedding(sparse=False), or give the parameter the label None and torch.optim.SparseAdam"
+    return TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}{advice}")
+
+
+class _Registrations:
+    """Counts how often a parameter or a module was assigned to a module, of any model."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_: object) -> None:
+        self.count += 1
+
+
+_registrations = _Registrations()
+
+
+@cache
+def _count_registrations() -> None:
+    register_module_parameter_registration_hook(_registrations)
+    register_module_module_registration_hook(_registrations)

@@ -1,0 +1,375 @@
+"""Param groups: create them, follow what users and engines change in them, and warn of keys that no transform reads."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import cache
+from operator import is_
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from muonfx.core.checks import warn_caller
+from muonfx.core.hyperparams import with_hyperparams
+from muonfx.core.value import prepared
+from muonfx.optimizer import errors
+from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup, fitted, own_copy
+from muonfx.optimizer.parameters import TrackedParameters
+from muonfx.optimizer.stepping import Stepping
+from muonfx.optimizer.update_rules import (
+    UpdateRule,
+    distinct_rules,
+    group_hyperparams,
+    holders_of,
+    keys_by_label,
+    label_of,
+    pairs_by_rule,
+    with_agreed,
+)
+
+NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}
+"""The keys that a group may have even if they are not hyperparameters of its transforms."""
+
+
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "decay": "weight_decay",
+    "beta": "betas",
+    "beta1": "betas",
+    "beta2": "betas",
+    "b1": "betas",
+    "b2": "betas",
+    "epsilon": "eps",
+}
+"""The names of torch's keys in other libraries."""
+
+
+_SIMILAR = 0.85
+"""From this ratio of `difflib` on, a key is a misspelling: "weight_dacay" has 0.92, "max_momentum" 0.8."""
+
+
+def meant(key: str, known: Iterable[str]) -> str | None:
+    """Return the hyperparameter that a key of a group is probably meant to be, or None if it is a key of the user's.
+
+    >>> meant("weight_dacay", ["lr", "weight_decay"]), meant("lr_scale", ["lr", "weight_decay"])
+    ('weight_decay', None)
+    """
+    # The last component, because "eps_root" is written for "scale_by_adam.eps_root".
+    full_names = {name.rpartition(".")[2]: name for name in known}
+    plain = key.lower().replace("-", "_")
+    plain = _SYNONYMS.get(plain, plain)
+    if plain in full_names:
+        return full_names[plain]
+    close = difflib.get_close_matches(plain, full_names, n=1, cutoff=_SIMILAR)
+    return full_names[close[0]] if close else None
+
+
+_OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
+"""Keys of other optimizers that change their updates, and not ours."""
+
+
+def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], all_keys: Set[str]) -> str | None:
+    """Return a warning if a key of a group looks like a hyperparameter and sets none, else None.
+
+    ``name`` is a parameter of the group. ``group_keys`` are the hyperparameters of the group, and ``all_keys`` those
+    of all groups.
+    """
+    if key in group_keys or key in NOT_HYPERPARAMS:
+        return None
+    start = f"param_groups: {key!r} in the group of {name!r} is kept, but"
+    intended_key = meant(key, group_keys) or meant(key, all_keys)
+    if intended_key is None:
+        if key not in _OF_OTHERS or not value:
+            return None
+        return (
+            f"{start} has no effect: the labels choose the transform of a parameter, and the arguments of the "
+            "transform choose its update"
+        )
+    advice = f"did you mean {intended_key!r}?"
+    if intended_key not in group_keys:
+        advice = f"the group has {', '.join(sorted(group_keys)) or 'none'}"
+    return f"{start} it is no hyperparameter of the group: {advice}"
+
+
+def warn_of_unread_keys(
+    entries: Group, name: str, distinct: Sequence[UpdateRule], rules: Mapping[str, UpdateRule]
+) -> None:
+    """Warn of keys of a new group that look like hyperparameters and set none.
+
+    ``name`` is a parameter of the group, and ``distinct`` are the rules of all of its parameters.
+    """
+    if not entries:
+        return
+    group_keys = {hyperparam.key for hyperparam in group_hyperparams(distinct, entries)}
+    group_keys = group_keys.union(*map(read_keys, distinct))
+    all_keys = set[str]().union(*map(read_keys, set(rules.values())))
+    for key, value in entries.items():
+        message = unread_key_warning(key, value, name, group_keys, all_keys)
+        if message is not None:
+            warn_caller(message)
+
+
+def read_keys(rule: UpdateRule) -> set[str]:
+    """Return the keys of a new group from which a rule takes its numbers."""
+    return {hyperparam.key for hyperparam in rule.hyperparams if not hyperparam.is_mirror}
+
+
+def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return ``optimizer.defaults``, as OneCycleLR needs it: each key with the value of the first group that has it."""
+    defaults: dict[str, Any] = {}
+    for group in groups:
+        for key in ("lr", "weight_decay", "momentum"):
+            if key in group:
+                defaults.setdefault(key, group[key])
+    return defaults
+
+
+def new_groups(stepping: Stepping, entries: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> list[Group]:
+    """Return the param groups for named parameters, with ``entries`` and all hyperparameters of their transforms.
+
+    With ``as_one``, they are one group, unless the parameters have different rates and ``entries`` has none. Else they
+    are split, so that the same transforms update all parameters of a group.
+    """
+    pairs_of = pairs_by_rule(pairs, stepping.rules)
+    rules = list(pairs_of)
+    warn_of_unread_keys(entries, pairs[0][0], rules, stepping.rules)
+    if as_one:
+        with_common_numbers = with_agreed(rules, entries, stepping.defaults)
+        has_one_rate = "lr" in with_common_numbers or len(holders_of(rules).get("lr", ())) < 2
+        if has_one_rate:
+            return [_complete_group(stepping, rules, with_common_numbers, pairs)]
+    groups: list[Group] = []
+    all_keys = set[str]().union(*map(read_keys, rules))
+    for rule, rule_pairs in pairs_of.items():
+        keys_of_others = all_keys - read_keys(rule) - NOT_HYPERPARAMS
+        rule_entries = {key: value for key, value in entries.items() if key not in keys_of_others}
+        groups.append(_complete_group(stepping, [rule], rule_entries, rule_pairs))
+    return groups
+
+
+def _complete_group(
+    stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, pairs: list[tuple[str, Tensor]]
+) -> Group:
+    """Return a param group of named parameters with all hyperparameters: from ``entries``, else from the transform.
+
+    ``rules`` are the different rules (labels and transforms) of the parameters.
+    """
+    group: Group = {"label": label_of(rules)}
+    for key, value in entries.items():
+        group[key] = own_copy(value)
+    group["params"] = pairs
+    complete_entries(stepping, rules, group)
+    return {"label": group["label"], "lr": group["lr"], **group}  # the rate first, as it is what people look for
+
+
+def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Group) -> None:
+    """Put the hyperparameters that a group lacks into it, from the transform. Raise if a number is out of range."""
+    defaults = stepping.defaults
+    entries = with_agreed(rules, group, defaults)
+    numbers = GroupNumbers(group_hyperparams(rules, entries))
+    values = {name: own_copy(value) for name, value in numbers.complete(entries, defaults).items()}
+    if any(value is not defaults[name] for name, value in values.items()):
+        # A transform checks its numbers when it is prepared.
+        prepared(with_hyperparams(stepping.tx, fitted(defaults, values)))
+    group.update(numbers.entries(values))
+    group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
+
+
+UpdateRules = Mapping[str, UpdateRule]
+
+_LISTED = 10
+"""The largest number of lines that `TrackedGroups.warn_once` lists."""
+
+
+class TrackedGroups:
+    """Records the param groups from which the steps of an optimizer read the hyperparameters.
+
+    Args:
+        parameters: the parameters of the optimizer, from which the names of tensors in the groups are read.
+    """
+
+    def __init__(self, parameters: TrackedParameters) -> None:
+        self.groups: list[TrackedGroup] = []
+        """The groups as `record` has recorded them."""
+        self._parameters = parameters
+        self._key_counts: list[int] = []
+        """How many keys each group had when the keys were last read."""
+        self._reported = set[str]()
+        """The keys and the lines of which a warning was given."""
+        self._has_warned_of_rate = False
+        """True after the warning of an "lr" that no transform reads."""
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """A dict from name to parameter, for the parameters that have optimizer state, in the order of the groups."""
+        tracked_parameters = self._parameters.tracked
+        named: dict[str, Tensor] = {}
+        for tracked in self.groups:
+            for name in tracked.names:
+                named[name] = tracked_parameters[name].param
+        return named
+
+    def are_current(self, groups: Sequence[Group]) -> bool:
+        """Return True if no parameter was replaced, resized or moved, in the param groups or in the models."""
+        return self._have(groups) and self._parameters.are_current()
+
+    def _have(self, groups: Sequence[Group]) -> bool:
+        """Return True if these are the param groups that `record` recorded, with the same parameters and names."""
+        if len(groups) != len(self.groups):
+            return False
+        params: list[Tensor] = []
+        for group, tracked in zip(groups, self.groups, strict=True):
+            if group is not tracked.group or group.get("param_names") != tracked.names:
+                return False
+            if len(group["params"]) != len(tracked.names):
+                return False
+            params += group["params"]
+        return all(map(is_, params, self.named.values()))
+
+    def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
+        """Record the param groups from which later steps read the hyperparameters."""
+        tracked_groups: list[TrackedGroup] = []
+        for group in groups:
+            names: list[str] = list(group["param_names"])
+            distinct = distinct_rules(names, rules)
+            hyperparams = group_hyperparams(distinct, group) if distinct else ()
+            # Where one key such as "weight_decay" sets a number of all labels, "adamw.weight_decay" has no effect.
+            for key in keys_by_label(distinct) - {hyperparam.key for hyperparam in hyperparams}:
+                group.pop(key, None)
+            numbers = GroupNumbers(hyperparams)
+            former_numbers = self._former_numbers(group, names)
+            if former_numbers is not None and former_numbers.hyperparams == hyperparams:
+                numbers = copy.copy(former_numbers)  # they show which of two keys of a number is changed next
+            tracked_groups.append(TrackedGroup(group, names, numbers))
+        self.groups = tracked_groups
+        self._key_counts = []
+
+    def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
+        """Return the object that has read a group so far, or the group in which its first parameter was; else None."""
+        for tracked in self.groups:
+            if tracked.group is group:
+                return tracked.numbers
+        for tracked in self.groups:
+            if names and names[0] in tracked.names:
+                return tracked.numbers
+        return None
+
+    def follow(self, groups: Sequence[Group], rules: UpdateRules, *, may_list_twice: bool = False) -> None:
+        """Record param groups that a user or engine has edited, and set "param_names". Raise if they do not fit."""
+        if self._have(groups):
+            return
+        if may_list_twice:  # as ``param_groups.extend(param_groups)`` makes them
+            groups = list({id(group): group for group in groups}.values())
+        names_per_group = self._parameters.names_of(groups)
+        for group, names in zip(groups, names_per_group, strict=True):  # check all groups before any is changed
+            _require_all_hyperparams(group, names, rules)
+        for group, names in zip(groups, names_per_group, strict=True):
+            group["params"] = list(group["params"])
+            group["param_names"] = names
+            group.setdefault("label", label_of(distinct_rules(names, rules)))
+        self.record(groups, rules)
+
+    def read_new_keys(self, rules: UpdateRules) -> None:
+        """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay"."""
+        if self._count_keys() == self._key_counts:  # a step must not compare all keys
+            return
+        # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
+        self.record([tracked.group for tracked in self.groups], rules)
+        self._key_counts = self._count_keys()
+        all_keys = set[str]().union(*[tracked.numbers.keys for tracked in self.groups])
+        for tracked in self.groups:
+            first_name = tracked.names[0] if tracked.names else "no parameter"
+            for key in tracked.group.keys() - all_keys - self._reported:
+                message = unread_key_warning(key, tracked.group[key], first_name, set(tracked.numbers.keys), all_keys)
+                if message is not None:
+                    self._reported.add(key)
+                    warn_caller(message)
+
+    def warn_of_unread_rate(self) -> None:
+        """Warn once if a group has an "lr" that somebody has set, and no transform of any group reads it."""
+        if self._has_warned_of_rate or any("lr" in tracked.numbers.keys for tracked in self.groups):
+            return
+        for index, tracked in enumerate(self.groups):
+            rate = tracked.group["lr"]
+            is_set = not isinstance(rate, Tensor) and rate != 0.0
+            if is_set or "initial_lr" in tracked.group:  # a scheduler adds the latter
+                self._has_warned_of_rate = True
+                warn_caller(
+                    f"param_groups[{index}]: 'lr' is {rate!r}, expected no value: the chain has a schedule or no "
+                    "learning rate, and ignores it. To set the rate in groups, create the chain with a number as "
+                    "learning rate"
+                )
+                return
+
+    def _count_keys(self) -> list[int]:
+        return [len(tracked.group) for tracked in self.groups]
+
+    def warn_once(self, before: str, lines: list[str], after: str) -> None:
+        """Warn of those lines that this optimizer has not reported, with the text before and after them."""
+        new_lines = [line for line in lines if line not in self._reported]
+        self._reported.update(new_lines)
+        if new_lines:
+            warn_caller(before + errors.first_lines(new_lines, _LISTED) + after)
+
+
+def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRules) -> None:
+    """Raise if parameters of other transforms were moved into a group, which lacks the hyperparameters of these."""
+    distinct = distinct_rules(names, rules)
+    if len(distinct) < 2 or all(hyperparam.key in group for hyperparam in group_hyperparams(distinct, group)):
+        return
+    first = names[0]
+    for name in names:
+        if rules[name] != rules[first]:
+            raise errors.without_hyperparams({first: rules[first].label, name: rules[name].label})
+
+
+_owners: WeakSet[Optimizer] = WeakSet()
+
+
+def own_groups(optimizer: Optimizer) -> None:
+    """Make every other optimizer raise if it steps on this optimizer's param groups, unless it wraps this optimizer."""
+    _register_refusal()
+    _owners.add(optimizer)
+
+
+class OwnedGroup(dict[str, Any]):
+    """A param group (a dict) whose class marks it as created by a muonfx optimizer.
+
+    Another optimizer that steps on it raises, even if the muonfx one is deleted. torch.compile cannot trace the class.
+    """
+
+
+@cache
+def _register_refusal() -> None:
+    register_optimizer_step_pre_hook(_refuse_exchanged)
+
+
+def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
+    """Raise if an optimizer steps on groups of a muonfx optimizer, and neither is one nor has one in an attribute."""
+    if torch.compiler.is_compiling() or optimizer in _owners:
+        return
+    group_ids = {id(group) for owner in _owners for group in owner.param_groups}
+    labels: list[str] = []
+    for group in optimizer.param_groups:
+        if id(group) in group_ids or isinstance(group, OwnedGroup):
+            labels.append(repr(group.get("label")))
+    if not labels:
+        return
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value in _owners:  # a wrapper, which calls our step
+            return
+    # accelerate replaces an optimizer by DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads: the groups
+    # still have our labels, but our step never runs.
+    raise RuntimeError(
+        f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
+        "steps: an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
+        'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
+        "pass plain copies: [dict(group) for group in optimizer.param_groups]"
+    )
