@@ -6,9 +6,11 @@ fast, and shrink to few and small leaves.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -155,9 +157,48 @@ def map_numbered(function: Callable[[int, Any], Any], values: PyTree) -> PyTree:
     return tree.unflatten(treedef, [function(number, leaf) for number, leaf in enumerate(leaves)])
 
 
+def map_some(function: Callable[[Any], Any], numbers: Collection[int], values: PyTree) -> PyTree:
+    """Return a tree in which a function replaces the leaves with the given numbers; the other leaves stay.
+
+    >>> map_some(lambda leaf: -leaf, {1}, {"a": 5, "b": 5})
+    {'a': 5, 'b': -5}
+    """
+    return map_numbered(lambda number, leaf: function(leaf) if number in numbers else leaf, values)
+
+
+def without_leaves(numbers: Collection[int], values: PyTree) -> PyTree:
+    """Return a tree in which the leaves with the given numbers are None.
+
+    >>> without_leaves({1}, {"a": 5, "b": 5})
+    {'a': 5, 'b': None}
+    """
+    return map_some(lambda leaf: None, numbers, values)
+
+
 def only_leaf(number: int, values: PyTree) -> PyTree:
     """Return a tree in which all leaves but leaf ``number`` are None."""
     return map_numbered(lambda index, leaf: leaf if index == number else None, values)
+
+
+def separating_groups(count: int) -> list[set[int]]:
+    """Return groups of the numbers of ``count`` leaves: for any two leaves, one group has only the first of them.
+
+    A law changes all leaves of a group at once, and compares the other leaves. With these groups it finds every leaf
+    that affects another, in fewer runs than there are leaves.
+
+    >>> separating_groups(6)
+    [{0, 1, 2}, {0, 3, 4}, {1, 3, 5}, {2, 4, 5}]
+    """
+    # Each leaf is in a different selection of half of the groups, so no selection contains another (Sperner).
+    number_of_groups = 2
+    while math.comb(number_of_groups, number_of_groups // 2) < count:
+        number_of_groups += 1
+    groups: list[set[int]] = [set() for _ in range(number_of_groups)]
+    selections = combinations(groups, number_of_groups // 2)
+    for leaf_number, selection in zip(range(count), selections, strict=False):
+        for group in selection:
+            group.add(leaf_number)
+    return [group for group in groups if group]
 
 
 def copied(leaf: Tensor) -> Tensor:
@@ -175,6 +216,15 @@ def copied_tree(values: PyTree) -> PyTree:
 def on_meta(values: PyTree) -> PyTree:
     """Return a tree of tensors on the meta device with the shapes and dtypes of the given tree."""
     return tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), values)
+
+
+def accepts_names(tx: Any, params: PyTree) -> bool:
+    """Return False if `init` raises an error, because the transform accepts only certain names of parameters."""
+    try:
+        tx.init(params)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
 def updates_of(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[PyTree]:

@@ -17,12 +17,22 @@ from muonfx import tree
 from muonfx.core import Locality, Transform
 from muonfx.core.transform import within
 from muonfx.core.visit import resolve_within, works_on_pieces
-from muonfx.testing.examples import Example, history, map_numbered, on_meta, updates_of
+from muonfx.testing.examples import (
+    Example,
+    history,
+    map_numbered,
+    map_some,
+    on_meta,
+    only_leaf,
+    separating_groups,
+    updates_of,
+    without_leaves,
+)
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_close, tolerance_of
 from muonfx.tree import PyTree
 
-# Also used by the laws of declarations: check_elements, check_leaves, check_sums, enlarged, precise, wider_than.
+# Also used by the laws of declarations: check_elements, check_leaves_alone, check_sums, enlarged, precise, wider_than.
 
 
 def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
@@ -170,41 +180,39 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
     """
-    cases = {
-        "other leaves have other values": (lambda p: 5.0 * p + 1.0, lambda g: 7.0 * g - 3.0),
-        "other gradients are None": (lambda p: p, _absent),
-    }
-    check_leaves(tx, params, steps, cases | OTHERS_ABSENT)
-
-
-def _absent(leaf: Tensor) -> None:
-    return None
-
-
-Others = dict[str, tuple[Callable[[Tensor], Tensor | None], Callable[[Tensor], Tensor | None]]]
-OTHERS_ABSENT: Others = {"other leaves are None": (_absent, _absent)}
-"""How other leaves are changed in `check_leaves`: to None, as on a rank that computes a single leaf."""
-
-
-def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree], others: Others) -> None:
-    """Raise `Breach` (a failed law) if other leaves affect a leaf's update. Functions in ``others`` change these."""
+    check_leaves_alone(tx, params, steps)
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
-    for number, name in enumerate(tree.names(params)):
-        for how, (change_param, change_grad) in others.items():
-            other_params = _with_others_changed(params, number, change_param)
-            other_steps = [_with_others_changed(grads, number, change_grad) for grads in steps]
-            results = updates_of(tx, other_params, other_steps)
+    names = tree.names(params)
+    for group in separating_groups(len(names)):
+        group_names = [names[number] for number in sorted(group)]
+        other_params = map_some(lambda p: 5.0 * p + 1.0, group, params)
+        steps_of_others = [map_some(lambda g: 7.0 * g - 3.0, group, grads) for grads in steps]
+        steps_without = [without_leaves(group, grads) for grads in steps]
+        cases = {
+            f"{group_names} have other values": updates_of(tx, other_params, steps_of_others),
+            f"the gradients of {group_names} are None": updates_of(tx, params, steps_without),
+        }
+        for when, results in cases.items():
             for step, updates in enumerate(results):
-                update = {name: tree.leaves(updates)[number]}
-                expected = {name: tree.leaves(whole[step][0])[number]}
-                what = f"step {step}, when {how}, the update of"
-                require_close(what, update, expected, "before", tolerance)
+                what = f"step {step}, if {when}, the update of"
+                expected = without_leaves(group, whole[step][0])
+                require_close(what, without_leaves(group, updates), expected, "without this change", tolerance)
 
 
-def _with_others_changed(values: PyTree, number: int, change: Callable[[Tensor], Any]) -> PyTree:
-    """Return a tree in which a function is applied to all leaves but leaf ``number``."""
-    return map_numbered(lambda index, leaf: leaf if index == number else change(leaf), values)
+def check_leaves_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Raise `Breach` (a failed law) if a leaf has another update when all other leaves are None.
+
+    A rank that computes a single leaf has None in place of the others.
+    """
+    whole = history(tx, params, steps)
+    tolerance = tolerance_of(tx, whole)
+    for number in range(len(tree.leaves(params))):
+        results = updates_of(tx, only_leaf(number, params), [only_leaf(number, grads) for grads in steps])
+        for step, updates in enumerate(results):
+            what = f"step {step}, if the other leaves are None, the update of"
+            expected = only_leaf(number, whole[step][0])
+            require_close(what, only_leaf(number, updates), expected, "among the others", tolerance)
 
 
 def _needs_more_than_sums(tx: Transform) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,7 +13,15 @@ from muonfx import tree
 from muonfx.compact import QuantizedDtype
 from muonfx.core import Locality, Transform
 from muonfx.core.transform import within
-from muonfx.testing.examples import Example, copied_tree, history, map_numbered, updates_of
+from muonfx.testing.examples import (
+    Example,
+    copied_tree,
+    history,
+    map_numbered,
+    map_some,
+    separating_groups,
+    updates_of,
+)
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import wider_than
 from muonfx.testing.violation import (
@@ -33,33 +43,35 @@ def _filled(example: Example) -> Example:
     return dense.prolonged(4)
 
 
-def _with_element(values: PyTree, place: int, element: float) -> PyTree:
-    """Return a tree of gradients in which one element of leaf number ``place`` is replaced: one of its first matrix."""
-
-    def replaced(number: int, leaf: Tensor) -> Tensor:
-        if number != place:
-            return leaf
-        changed = leaf.clone()
-        changed.view(-1)[_index(changed)] = element
-        return changed
-
-    return map_numbered(replaced, values)
-
-
 def _index(leaf: Tensor) -> int:
-    """Return the index of the replaced element in the flattened leaf, in the middle of the first matrix."""
-    matrix = math.prod(leaf.shape[-2:])
-    return matrix // 2
+    """Return the index of the element that `_with_element` replaces: the middle of the first matrix."""
+    return math.prod(leaf.shape[-2:]) // 2
 
 
-def _beside(leaf: Tensor, locality: Locality) -> Tensor:
-    """Return the elements of a leaf that must not depend on its replaced element, by the declared locality."""
+def _with_element(element: float, grad: Tensor) -> Tensor:
+    """Return a gradient in which one element is replaced, in the middle of its first matrix.
+
+    >>> _with_element(9.0, torch.zeros(2, 2))
+    tensor([[0., 0.],
+            [9., 0.]])
+    """
+    changed = grad.clone()
+    if changed.numel():
+        changed.view(-1)[_index(changed)] = element
+    return changed
+
+
+def _independent_part(locality: Locality, update: Tensor) -> Tensor:
+    """Return the part of an update that must not depend on the replaced element of its gradient.
+
+    For ELEMENT these are the other elements, for MATRIX the other matrices, and for LEAF there is no such part.
+    """
     if locality is Locality.ELEMENT:
-        flat = leaf.reshape(-1)
-        return torch.cat([flat[: _index(leaf)], flat[_index(leaf) + 1 :]])
-    if locality is Locality.MATRIX and leaf.ndim >= 3:
-        return leaf.reshape(-1, *leaf.shape[-2:])[1:]
-    return leaf.new_zeros(0)
+        elements = update.reshape(-1)
+        return torch.cat([elements[: _index(update)], elements[_index(update) + 1 :]])
+    if locality is Locality.MATRIX and update.ndim >= 3:
+        return update.reshape(-1, *update.shape[-2:])[1:]
+    return update.new_zeros(0)
 
 
 @law(on=_filled, unless=wider_than(Locality.LEAF), share=0.1)
@@ -72,24 +84,19 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
     >>> params, steps = mfx.testing.Example.of({"w": (2, 3), "b": (3,)})
     >>> a_nonfinite_gradient_changes_no_other_leaf(mfx.momentum(), params, steps)
     """
-    expected = updates_of(tx, params, steps)
-    tolerance = tolerance_of(tx, expected, params)
-    for place, (name, leaf) in enumerate(tree.named_leaves(params)):
-        if not leaf.numel():
-            continue
-        expected_elsewhere = [_apart_from(place, updates, tx.locality) for updates in expected]
+    usual = updates_of(tx, params, steps)
+    tolerance = tolerance_of(tx, usual, params)
+    names = tree.names(params)
+    independent_part = functools.partial(_independent_part, tx.locality)
+    for group in separating_groups(len(names)):
+        group_names = [names[number] for number in sorted(group)]
+        expected = [map_some(independent_part, group, updates) for updates in usual]
         for element in (math.nan, math.inf):
-            results = updates_of(tx, params, [_with_element(steps[0], place, element), *steps[1:]])
-            results_elsewhere = [_apart_from(place, updates, tx.locality) for updates in results]
-            what = f"after {element} in the gradient of {name!r}, updates"
-            require_close(what, results_elsewhere, expected_elsewhere, "without it", tolerance)
-
-
-def _apart_from(place: int, updates: PyTree, locality: Locality) -> dict[str, Tensor]:
-    """Return all updates by name; of leaf number ``place`` only the elements apart from the replaced element."""
-    by_name = dict(tree.named_leaves(updates))
-    name = list(by_name)[place]
-    return by_name | {name: _beside(by_name[name], locality)}
+            first_step = map_some(functools.partial(_with_element, element), group, steps[0])
+            results = updates_of(tx, params, [first_step, *steps[1:]])
+            independent = [map_some(independent_part, group, updates) for updates in results]
+            what = f"after {element} in the gradients of {group_names}, updates"
+            require_close(what, independent, expected, "without it", tolerance)
 
 
 def _skips_nonfinite(tx: Transform) -> str | None:
@@ -107,26 +114,49 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> a_nonfinite_gradient_stays_visible(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    names = tree.names(params)
+    numbers = [number for number, leaf in enumerate(tree.leaves(params)) if leaf.numel()]
+    groups = [numbers]
+    if tx.locality is Locality.TREE:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
+        groups = [[number] for number in numbers]
     usual = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, usual, params)
-    for place, (name, leaf) in enumerate(tree.named_leaves(params)):
-        if not leaf.numel():
-            continue
 
-        def updates_with(element: float, place: int = place) -> list[Tensor]:
-            """Return the updates of this leaf at each step, if an element of its first gradient is replaced."""
-            changed = [_with_element(steps[0], place, element), *steps[1:]]
-            return [tree.leaves(updates)[place] for updates in updates_of(tx, params, changed)]
+    def updates_with(element_of: Callable[[Tensor], float], group: list[int]) -> list[PyTree]:
+        """Return the updates of all steps, if ``element_of(grad)`` replaces an element in the first gradients."""
+        first_step = map_some(lambda grad: _with_element(element_of(grad), grad), group, steps[0])
+        return updates_of(tx, params, [first_step, *steps[1:]])
 
-        usual_here = [tree.leaves(updates)[place] for updates in usual]
-        opposite = updates_with(-2.0 * float(tree.leaves(steps[0])[place].view(-1)[_index(leaf)]) - 1.0)
-        if all(is_close(a, b, tolerance) for a, b in zip(opposite, usual_here, strict=True)):
-            continue
-        _require_visible(f"NaN in the gradient of {name!r}", updates_with(math.nan), [usual_here], tolerance)
-        large = updates_with(min(1e30, torch.finfo(leaf.dtype).max / 4))
-        infinite = updates_with(math.inf)
-        if not _all_close(infinite, large, tolerance):
-            _require_visible(f"infinity in the gradient of {name!r}", infinite, [usual_here, large], tolerance)
+    for group in groups:
+        with_opposite = updates_with(_opposite_element, group)
+        with_nan = updates_with(lambda grad: math.nan, group)
+        with_large = updates_with(_large_element, group)
+        with_infinity = updates_with(lambda grad: math.inf, group)
+        for number in group:
+            expected = _of_leaf(number, usual)
+            if _all_close(_of_leaf(number, with_opposite), expected, tolerance):
+                continue  # its gradient does not matter
+            gradient = f"the gradient of {names[number]!r}"
+            _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
+            large = _of_leaf(number, with_large)
+            infinite = _of_leaf(number, with_infinity)
+            if not _all_close(infinite, large, tolerance):
+                _require_visible(f"infinity in {gradient}", infinite, [expected, large], tolerance)
+
+
+def _opposite_element(grad: Tensor) -> float:
+    """Return an element that is not the replaced one: of the other sign, and larger."""
+    return -2.0 * float(grad.view(-1)[_index(grad)]) - 1.0
+
+
+def _large_element(grad: Tensor) -> float:
+    """Return an element that is large, but finite also as a sum of a few."""
+    return min(1e30, torch.finfo(grad.dtype).max / 4)
+
+
+def _of_leaf(number: int, steps: list[PyTree]) -> list[Tensor]:
+    """Return the updates of one leaf at each step."""
+    return [tree.leaves(updates)[number] for updates in steps]
 
 
 def _all_close(results: list[Tensor], expected: list[Tensor], tolerance: float) -> bool:
