@@ -6,6 +6,7 @@ fast, and shrink to few and small leaves.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
@@ -68,11 +69,11 @@ class Example(NamedTuple):
 
     def map(self, function: Any) -> Example:
         """Return the example with a function applied to every parameter and gradient."""
-        return Example(tree.map(function, self.params), [tree.map(function, grads) for grads in self.steps])
+        return self.map_trees(functools.partial(tree.map, function))
 
-    def map_numbered(self, function: Callable[[int, Any], Any]) -> Example:
-        """Return the example with ``function(number, leaf)`` in place of every leaf, as `map_numbered` of its trees."""
-        return Example(map_numbered(function, self.params), [map_numbered(function, grads) for grads in self.steps])
+    def map_trees(self, function: Callable[[PyTree], PyTree]) -> Example:
+        """Return the example with a function applied to the tree of parameters and to the gradients of each step."""
+        return Example(function(self.params), [function(grads) for grads in self.steps])
 
     def clone(self) -> Example:
         """Return a copy of the example, whose tensors have the same strides."""
@@ -116,18 +117,9 @@ class Example(NamedTuple):
 
     def in_every_dtype(self) -> list[Example]:
         """Return four copies with mixed dtypes. Each leaf has another of the four `DTYPES` in each copy."""
-        if not any(True for _ in tree.tensors(self.params)):
+        if not list(tree.tensors(self.params)):
             return []
-
-        def converted(shift: int) -> Example:
-            def convert(number: int, leaf: Tensor | None) -> Tensor | None:
-                if leaf is None:
-                    return None
-                return leaf.to(DTYPES[(number + shift) % len(DTYPES)])
-
-            return self.map_numbered(convert)
-
-        return [converted(shift) for shift in range(len(DTYPES))]
+        return [self.map_trees(functools.partial(_in_mixed_dtypes, shift)) for shift in range(len(DTYPES))]
 
     def shortened(self, steps: int = 2) -> Example:
         """Return the example with at most ``steps`` optimizer steps."""
@@ -235,11 +227,11 @@ def updates_of(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[PyTree]
 def history(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[tuple[PyTree, PyTree]]:
     """Run a transform from its initial state through all steps; return a list with a pair (updates, state) per step."""
     state = tx.init(params)
-    found: list[tuple[PyTree, PyTree]] = []
+    results: list[tuple[PyTree, PyTree]] = []
     for grads in steps:
         updates, state = tx.update(grads, state, params)
-        found.append((updates, state))
-    return found
+        results.append((updates, state))
+    return results
 
 
 _SEEDS = st.integers(0, 2**16)
@@ -248,9 +240,9 @@ _SEEDS = st.integers(0, 2**16)
 def _of_half_rank(values: Tensor) -> Tensor:
     """Return matrices of half the full rank. Their nonzero singular values fall from 1 to 0.001."""
     left, _, right = torch.linalg.svd(values, full_matrices=False)
-    kept = (left.shape[-1] + 1) // 2
-    falling = torch.logspace(0, -3, kept, dtype=values.dtype)
-    return (left[..., :kept] * falling) @ right[..., :kept, :]
+    rank = (left.shape[-1] + 1) // 2
+    singular_values = torch.logspace(0, -3, rank, dtype=values.dtype)
+    return (left[..., :rank] * singular_values) @ right[..., :rank, :]
 
 
 _SHAPES: dict[str, tuple[int, ...]] = {
@@ -291,8 +283,8 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
         Example(_in_layouts(params, 0), steps_with_layouts),
         Example(params, steps_with_nones),
         in_dtype[torch.float16],
-        Example(_in_mixed_dtypes(params), steps),
-        Example(_nested(params), [_nested(grads) for grads in steps]),
+        Example(_in_mixed_dtypes(0, params), steps),
+        in_dtype[torch.float32].map_trees(_nested),
         in_dtype[torch.float32].map(_degenerate),
         in_dtype[torch.float64],
     ]
@@ -316,12 +308,15 @@ def _without_a_third(grads: dict[str, Tensor], step: int) -> dict[str, Tensor | 
     return remaining
 
 
-def _in_mixed_dtypes(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a dict of tensors with the `DTYPES` in turn."""
-    tensors: dict[str, Tensor] = {}
-    for number, (name, leaf) in enumerate(values.items()):
-        tensors[name] = leaf.to(DTYPES[number % len(DTYPES)])
-    return tensors
+def _in_mixed_dtypes(shift: int, values: PyTree) -> PyTree:
+    """Return a tree of tensors with the `DTYPES` in turn, of which the first ``shift`` are skipped."""
+
+    def converted(number: int, leaf: Tensor | None) -> Tensor | None:
+        if leaf is None:
+            return None
+        return leaf.to(DTYPES[(number + shift) % len(DTYPES)])
+
+    return map_numbered(converted, values)
 
 
 def _nested(values: dict[str, Tensor]) -> PyTree:
@@ -436,18 +431,24 @@ def trees(
         nones: whether a leaf may be None.
         layouts: whether leaves may be transposed, have gaps between elements, or start within a buffer.
 
-    >>> from hypothesis import find
-    >>> find(trees(), lambda drawn: type(drawn) is dict and isinstance(drawn.get("w"), torch.Tensor))
-    {'w': tensor(...)}
+    >>> from hypothesis import given
+    >>> @given(trees(ranks=(2, 4), nones=False))
+    ... def has_matrices(drawn):
+    ...     assert all(leaf.ndim >= 2 for leaf in tree.leaves(drawn))
+    >>> has_matrices()
     """
     return st.builds(_build, _plan_trees(ranks, dtypes, nones, layouts, max_leaves=5), _SEEDS)
 
 
 def _build(plans: PyTree, seed: int, dtype: torch.dtype | None = None, layout: str | None = None) -> PyTree:
     """Build the tensors of a drawn tree. Each leaf has a seed of its own; a dtype or layout replaces the drawn one."""
-    leaves, treedef = tree.flatten(plans)
-    built = [None if plan is None else plan.build(seed + place, dtype, layout) for place, plan in enumerate(leaves)]
-    return tree.unflatten(treedef, built)
+
+    def built(number: int, plan: _DrawnLeaf | None) -> Tensor | None:
+        if plan is None:
+            return None
+        return plan.build(seed + number, dtype, layout)
+
+    return map_numbered(built, plans)
 
 
 @st.composite
@@ -457,19 +458,18 @@ def _examples(
     """Draw an example: parameters, and gradients of the same structure for a number of steps in ``steps``."""
     plans = draw(plan_trees)
     seed = draw(_SEEDS)
-    number = len(tree.leaves(plans))
-    dtype = draw(st.sampled_from((None, None, None, torch.float32)))
-    taken: list[PyTree] = []
+    number_of_leaves = len(tree.leaves(plans))
+    grads_dtype = draw(st.sampled_from((None, None, None, torch.float32)))  # None: those of the parameters
+    grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):
         layout = draw(st.sampled_from((None, "contiguous"))) if layouts else None
-        grads = _build(plans, seed + 1000 * (step + 1), dtype, layout)
+        grads = _build(plans, seed + 1000 * (step + 1), grads_dtype, layout)
         if nones:
-            absent = draw(st.lists(st.sampled_from((False, False, False, True)), min_size=number, max_size=number))
-            leaves, treedef = tree.flatten(grads)
-            kept = [None if gone else leaf for gone, leaf in zip(absent, leaves, strict=True)]
-            grads = tree.unflatten(treedef, kept)
-        taken.append(grads)
-    return Example(_build(plans, seed), taken)
+            is_absent = st.sampled_from((False, False, False, True))
+            absent = draw(st.lists(is_absent, min_size=number_of_leaves, max_size=number_of_leaves))
+            grads = map_numbered(lambda number, leaf, absent=absent: None if absent[number] else leaf, grads)
+        grads_of_steps.append(grads)
+    return Example(_build(plans, seed), grads_of_steps)
 
 
 def params_and_grads(
@@ -491,9 +491,11 @@ def params_and_grads(
         nones: whether a parameter, or a gradient in some steps, may be None.
         layouts: whether leaves may be noncontiguous, as in `trees`.
 
-    >>> from hypothesis import find
-    >>> params, steps = find(params_and_grads(nones=False), lambda e: type(e.params) is dict and len(e.steps) == 2)
-    >>> tree.flatten(params)[1] == tree.flatten(steps[1])[1]
-    True
+    >>> from hypothesis import given
+    >>> @given(params_and_grads())
+    ... def gradients_have_the_structure_of_parameters(example):
+    ...     params, steps = example
+    ...     assert tree.flatten(steps[0])[1] == tree.flatten(params)[1]
+    >>> gradients_have_the_structure_of_parameters()
     """
     return _examples(_plan_trees(ranks, dtypes, nones, layouts, max_leaves=4), steps, nones, layouts)

@@ -19,8 +19,8 @@ def chain_of_one_is_its_member(tx: Transform, params: PyTree, steps: list[PyTree
     """
     alone = history(tx, params, steps)
     chained = history(chain(tx), params, steps)
-    found = [(updates, state[tx.name]) for updates, state in chained]
-    require_same("(updates, state) of chain(tx)", found, alone, "of tx")
+    without_names = [(updates, state[tx.name]) for updates, state in chained]
+    require_same("(updates, state) of chain(tx)", without_names, alone, "of tx")
 
 
 @law(share=0.2)
@@ -43,7 +43,10 @@ def nested_chains_equal_flat_ones(tx: Transform, params: PyTree, steps: list[PyT
     >>> nested_chains_equal_flat_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     # Positive scales, because some transforms must not be followed by a negative one.
-    first, last = scale(0.5), scale(3.0)
-    flat = updates_of(rough_chain(first, tx, last), params, steps)
-    for nested in (rough_chain(rough_chain(first, tx), last), rough_chain(first, rough_chain(tx, last))):
-        require_same(f"updates of {nested!r}", updates_of(nested, params, steps), flat, "of the flat chain")
+    before = scale(0.5)
+    after = scale(3.0)
+    expected = updates_of(rough_chain(before, tx, after), params, steps)
+    left = rough_chain(rough_chain(before, tx), after)
+    right = rough_chain(before, rough_chain(tx, after))
+    for nested in (left, right):
+        require_same(f"updates of {nested!r}", updates_of(nested, params, steps), expected, "of the flat chain")

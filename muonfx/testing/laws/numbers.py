@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -224,17 +225,24 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
     >>> import muonfx as mfx
     >>> large_and_small_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    usual = history(tx, params, steps)
+    usual = updates_of(tx, params, steps)
     for magnitude in MAGNITUDES:
+        when = f"gradients of {magnitude:g}"
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
-        _require_finite(f"gradients of {magnitude:g}", history(tx, params, scaled_steps))
+        _require_finite(when, history(tx, params, scaled_steps))
         # Not large ones, because adding a normalized update to them would round it away.
-        results = history(tx, _of_magnitude(params, min(1.0, magnitude)), scaled_steps)
-        _require_finite(f"gradients of {magnitude:g}", results)
-        for step, ((updates, _), (usual_updates, _)) in enumerate(zip(results, usual, strict=True)):
-            for (name, leaf), usual_leaf in zip(tree.named_leaves(updates), tree.leaves(usual_updates), strict=True):
-                if usual_leaf.any() and not leaf.any():
-                    raise Breach(f"step {step}, updates {name!r}", f"are zero for gradients of {magnitude:g}")
+        scaled_params = _of_magnitude(params, min(1.0, magnitude))
+        results = history(tx, scaled_params, scaled_steps)
+        _require_finite(when, results)
+        for step, (updates, _) in enumerate(results):
+            _require_nonzero(f"step {step}", when, updates, usual[step])
+
+
+def _require_nonzero(step: str, when: str, updates: PyTree, usual_updates: PyTree) -> None:
+    """Raise `Breach` (a failed law) if all elements of an update are zero that usually is not."""
+    for (name, update), usual in zip(tree.named_leaves(updates), tree.leaves(usual_updates), strict=True):
+        if usual.any() and not update.any():
+            raise Breach(f"{step}, updates {name!r}", f"are zero for {when}")
 
 
 def _of_magnitude(grads: PyTree, magnitude: float) -> PyTree:
@@ -271,16 +279,25 @@ def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree,
     >>> import muonfx as mfx
     >>> narrow_gradients_are_computed_in_wider_dtypes(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    wide_tx = widened(tx)
+    params = tree.map(lambda p: p.float(), params)
+    wide_params = _as_double(params)
     for dtype, sizes in SIZES.items():
         for size in sizes:
-            narrow_steps = [tree.map(lambda g, d=dtype, s=size: (g * s).to(d), grads) for grads in steps]
-            wide_steps = [tree.map(lambda g: g.double(), grads) for grads in narrow_steps]
-            results = updates_of(tx, tree.map(lambda p: p.float(), params), narrow_steps)
-            expected = updates_of(widened(tx), tree.map(lambda p: p.float().double(), params), wide_steps)
+            narrow_steps = [_narrowed(grads, size, dtype) for grads in steps]
+            results = updates_of(tx, params, narrow_steps)
+            expected = updates_of(wide_tx, wide_params, _as_double(narrow_steps))
             tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype])
             what = f"updates of {str(dtype).removeprefix('torch.')} gradients of size {size:g}"
-            wide_results = [tree.map(lambda leaf: leaf.double(), updates) for updates in results]
-            require_close(what, wide_results, expected, "in float64", tolerance)
+            require_close(what, _as_double(results), expected, "in float64", tolerance)
+
+
+def _narrowed(grads: PyTree, size: float, dtype: torch.dtype) -> PyTree:
+    return tree.map(lambda grad: (grad * size).to(dtype), grads)
+
+
+def _as_double(values: PyTree) -> PyTree:
+    return tree.map(lambda leaf: leaf.double(), values)
 
 
 A_LONG_RUN = 10_000_000
@@ -297,25 +314,27 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     >>> counts_hold_ten_million_steps(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     states = [tx.init(params), *[state for _, state in history(tx, params, steps)]]
-    leaves_of_states = [dict(tree.named_leaves(state)) for state in states]
-    counters = [name for name in leaves_of_states[0] if _counts([leaves[name] for leaves in leaves_of_states])]
+    names = tree.names(states[0])
+    counters: set[int] = set()
+    for number, values in enumerate(zip(*[tree.leaves(state) for state in states], strict=True)):
+        if _counts(values):
+            counters.add(number)
     if not counters:
         return
-    names = tree.names(states[-1])
 
-    def late(number: int, leaf: object) -> object:
-        if isinstance(leaf, Tensor) and names[number] in counters:
+    def late(number: int, leaf: Any) -> Any:
+        if number in counters:
             return _counter_at(names[number], leaf, A_LONG_RUN)
         return leaf
 
     late_state = map_numbered(late, copied_tree(states[-1]))
     _, state = tx.run(steps[-1], late_state, params)
-    for name, leaf in tree.named_leaves(state):
-        if name in counters and not bool((leaf == A_LONG_RUN + 1).all()):
-            raise Breach(f"state {name!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(leaf)}")
+    for number, leaf in enumerate(tree.leaves(state)):
+        if number in counters and not bool((leaf == A_LONG_RUN + 1).all()):
+            raise Breach(f"state {names[number]!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(leaf)}")
 
 
-def _counts(values: list[object]) -> bool:
+def _counts(values: Sequence[object]) -> bool:
     """Return True if the values of a state leaf, one for each step, increase by one at each step."""
     tensors = [value.double() for value in values if isinstance(value, Tensor) and value.numel()]
     if len(tensors) < len(values):
