@@ -387,18 +387,17 @@ def _run_stack(
 
 def _most_in_a_batch(job: _Job) -> int:
     """Return the number of matrices that are computed at a time, if they are not computed at once."""
-    if not _may_batch(job):
+    kind = job.kind
+    # A batch must give each matrix the bits that it has alone. A tracer must not compare the sides: it would trace
+    # again for each shape.
+    if not job.at_once and not can_be_stacked(kind.short, kind.long, kind.device):
         return 1
-    if job.kind.tall is None:
-        return max(1, job.scratch // scratch_bytes(job.kind.short, job.kind.long, job.plan.dtype))
+    if kind.tall is None:
+        return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
     limit = max(1, job.scratch // job.plan.scratch_bytes)
-    return limit if job.plan.at_once is None else min(limit, job.plan.at_once)
-
-
-def _may_batch(job: _Job) -> bool:
-    """Return True if a batch gives each matrix the bits that it has alone, or if all must be in one batch."""
-    # A tracer must not compare the sides: it would trace again for each shape.
-    return job.at_once or can_be_stacked(job.kind.short, job.kind.long, job.kind.device)
+    if job.plan.at_once is None:
+        return limit
+    return min(limit, job.plan.at_once)
 
 
 def _as_batch(x: torch.Tensor, kind: _Kind) -> torch.Tensor:

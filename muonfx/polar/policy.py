@@ -330,10 +330,15 @@ def _choose_method(
     if requested == "standard":
         return "standard", plain, "as given"
     # Cases in which the Gram form would be inaccurate, or would save nothing.
-    if requested == "auto" and short < SMALLEST_GRAM:
-        return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
-    if requested == "auto" and resolved.row_scaling:
-        return "standard", plain, "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
+    if requested == "auto":
+        if short < SMALLEST_GRAM:
+            return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
+        if resolved.row_scaling:
+            return (
+                "standard",
+                plain,
+                "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown",
+            )
     restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
     if requested == "auto" and len(restarts) + 1 == len(plain):  # each stage has one step, as in the standard form
         return "standard", plain, f"{compute} rounds too much for two steps on one Gram matrix"

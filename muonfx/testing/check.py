@@ -199,7 +199,7 @@ class _Examples:
         shrunk = None
         if law.share >= SLOW:
             shrunk = _shrunk(check, self.strategy, self.number, self.seed)
-        return shrunk or _smallest_drawn(check, self.pool) or _smallest_part(check, violation.example) or violation
+        return shrunk or _smallest_unshrunk(check, self.pool, violation.example) or violation
 
 
 def _size(example: Example) -> tuple[int, int]:
@@ -342,30 +342,26 @@ SLOW = 0.05
 """A law checked on less than this share of the examples is too slow for hypothesis to shrink a counterexample."""
 
 
-def _smallest_drawn(check: Check, pool: list[Example]) -> LawViolation | None:
-    """Return the `LawViolation` of the smallest drawn example that breaks a law, if it is among the ten smallest."""
-    with_tensors = [example for example in pool if any(_size(example))]
-    return _first_violation(check, sorted(with_tensors, key=_size)[:10])
+def _smallest_unshrunk(check: Check, pool: list[Example], example: object) -> LawViolation | None:
+    """Return the `LawViolation` of the smallest example that breaks a law: one of the pool, or one leaf of an example.
 
-
-def _smallest_part(check: Check, example: object) -> LawViolation | None:
-    """Return the `LawViolation` of one leaf of an example, if its parameters are a dict and one leaf breaks the law."""
-    if not isinstance(example, Example) or not isinstance(example.params, dict):
-        return None
-    parts: list[Example] = []
-    for name, leaf in example.params.items():
-        steps_of_leaf = [{name: grads[name]} for grads in example.steps]
-        parts.append(Example({name: leaf}, steps_of_leaf))
-    return _first_violation(check, sorted(parts, key=_size))
-
-
-def _first_violation(check: Check, examples: list[Example]) -> LawViolation | None:
-    for example in examples:
+    Only ten examples are tried, because this is for laws that are slow.
+    """
+    candidates = _single_leaves(example)
+    candidates += [drawn for drawn in pool if any(_size(drawn))]
+    for candidate in sorted(candidates, key=_size)[:10]:
         try:
-            check(example)
+            check(candidate)
         except LawViolation as violation:
             return violation
     return None
+
+
+def _single_leaves(example: object) -> list[Example]:
+    """Return an example with one leaf for each leaf of an example whose parameters are a dict; else none."""
+    if not isinstance(example, Example) or not isinstance(example.params, dict):
+        return []
+    return [example.map_trees(lambda values, name=name: {name: values[name]}) for name in example.params]
 
 
 def _shrunk(check: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> LawViolation | None:

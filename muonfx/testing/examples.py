@@ -97,12 +97,16 @@ class Example(NamedTuple):
 
         return Example(params, [map_numbered(filled_grad, grads) for grads in self.steps])
 
+    def contiguous(self) -> Example:
+        """Return the example in contiguous memory, with a tensor in place of each None."""
+        return self.dense().map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
+
     def precise(self) -> Example:
         """Return the example in float64, for comparisons with a small tolerance.
 
         The tensors are contiguous, and each leaf that is None becomes a tensor.
         """
-        return self.dense().map(lambda leaf: leaf.detach().double().clone(memory_format=torch.contiguous_format))
+        return self.contiguous().map(lambda leaf: leaf.detach().double())
 
     def smooth(self, steps: int = 2) -> Example:
         """Return an example of the same shapes with random float64 values away from zero, where derivatives exist."""
@@ -273,39 +277,33 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
     (torch.Size([5, 3]), torch.float32, 3)
     """
     shapes = {name: shape for name, shape in _SHAPES.items() if ranks[0] <= len(shape) <= ranks[1]}
-    in_dtype = {dtype: Example.of(shapes, steps=3, dtype=dtype, seed=1) for dtype in DTYPES}
-    params, steps = in_dtype[torch.float32]
-    steps_with_layouts = [_in_layouts(grads, step) for step, grads in enumerate(steps)]
+    example_in = {dtype: Example.of(shapes, steps=3, dtype=dtype, seed=1) for dtype in DTYPES}
+    plain = example_in[torch.float32]
+    params, steps = plain
+    steps_in_layouts = [_in_layouts(grads, step) for step, grads in enumerate(steps)]
     steps_with_nones = [_without_a_third(grads, step) for step, grads in enumerate(steps)]
     return [
-        in_dtype[torch.float32],
-        in_dtype[torch.bfloat16],
-        Example(_in_layouts(params, 0), steps_with_layouts),
+        plain,
+        example_in[torch.bfloat16],
+        Example(_in_layouts(params, 0), steps_in_layouts),
         Example(params, steps_with_nones),
-        in_dtype[torch.float16],
+        example_in[torch.float16],
         Example(_in_mixed_dtypes(0, params), steps),
-        in_dtype[torch.float32].map_trees(_nested),
-        in_dtype[torch.float32].map(_degenerate),
-        in_dtype[torch.float64],
+        plain.map_trees(_nested),
+        plain.map(_degenerate),
+        example_in[torch.float64],
     ]
 
 
 def _in_layouts(values: dict[str, Tensor], shift: int) -> dict[str, Tensor]:
     """Return a dict of tensors in different layouts; another ``shift`` gives each of them another layout."""
-    tensors: dict[str, Tensor] = {}
-    for number, (name, leaf) in enumerate(values.items()):
-        layout = LAYOUTS[(number + shift) % len(LAYOUTS)]
-        tensors[name] = laid_out(leaf, layout)
-    return tensors
+    return map_numbered(lambda number, leaf: laid_out(leaf, LAYOUTS[(number + shift) % len(LAYOUTS)]), values)
 
 
 def _without_a_third(grads: dict[str, Tensor], step: int) -> dict[str, Tensor | None]:
     """Return gradients with None for every third leaf, another third at each step."""
-    remaining: dict[str, Tensor | None] = {}
-    for number, (name, leaf) in enumerate(grads.items()):
-        is_absent = (number + step) % 3 == 0
-        remaining[name] = None if is_absent else leaf
-    return remaining
+    absent = range(-step % 3, len(grads), 3)
+    return without_leaves(absent, grads)
 
 
 def _in_mixed_dtypes(shift: int, values: PyTree) -> PyTree:

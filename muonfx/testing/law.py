@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from muonfx.core import Transform, chain
+from muonfx.core import Transform
 from muonfx.testing.examples import Example
 from muonfx.testing.violation import Breach, LawViolation
 from muonfx.tree import PyTree
@@ -50,13 +50,6 @@ class Law:
 
 LAWS: dict[str, Law] = {}
 """Every law by name. They are checked in this order, because a failure of an early law explains later failures."""
-
-
-def rough_chain(*transforms: Transform | tuple[str, Transform]) -> Transform:
-    """Return a chain without the warning about its order, because laws put a scale after any transform."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "chain: .* comes before .*", UserWarning)
-        return chain(*transforms)
 
 
 @contextmanager

@@ -166,10 +166,10 @@ def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
         if leaf.is_floating_point() and leaf.ndim:
             dtypes.add(leaf.dtype)
     for value in values_within(tx):
-        if isinstance(value, QuantizedDtype):
-            dtypes |= {codec.book.dtype for codec in value.resolved[:2]}
-        elif isinstance(value, torch.dtype):
+        if isinstance(value, torch.dtype):
             dtypes.add(value)
+        elif isinstance(value, QuantizedDtype):
+            dtypes |= {codec.book.dtype for codec in value.resolved[:2]}
     # 0.25 for eight-bit codes, because the last bit of an fp32 value can decide between two neighbouring codes.
     tolerances = [TOLERANCES.get(dtype, 0.25) for dtype in dtypes]
     return max(tolerances, default=TOLERANCES[torch.float64])

@@ -27,34 +27,34 @@ from muonfx.tree import PyTree
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Generator[None]:
-    before = torch.get_default_dtype()
+    usual_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(usual_dtype)
 
 
 @contextmanager
 def _deterministic_algorithms() -> Generator[None]:
     """Choose deterministic algorithms; torch then also fills new memory with NaN, which shows where it is read."""
-    before = torch.are_deterministic_algorithms_enabled()
-    before_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    are_usual = torch.are_deterministic_algorithms_enabled()
+    usually_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=before_warns)
+        torch.use_deterministic_algorithms(are_usual, warn_only=usually_warns)
 
 
 @contextmanager
 def _threads(number: int) -> Generator[None]:
-    before = torch.get_num_threads()
+    usual_number = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(usual_number)
 
 
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -73,7 +73,7 @@ TORCH_MODES: dict[str, Mode] = {
 """The modes of torch that a caller may have set, by name."""
 
 
-@law(on=lambda example: example.shortened(), share=0.1)
+@law(on=Example.shortened, share=0.1)
 def modes_of_torch_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that `init` and `update` return the same bits under every mode of torch that the caller may have set.
 
@@ -99,7 +99,7 @@ def _check_modes(modes: dict[str, Mode], tx: Transform, params: PyTree, steps: l
             with mode():
                 results = tx.update(grads, state, params)
             require_same(f"step {step}, under {name}, (updates, state)", results, expected[step], "without it")
-            state = results[1]
+            _, state = results
 
 
 @contextmanager
@@ -154,7 +154,7 @@ PROCESS_MODES: dict[str, Mode] = {
 """The differences between two processes that run the same step, by name."""
 
 
-@law(on=lambda example: example.shortened(), share=0.1)
+@law(on=Example.shortened, share=0.1)
 def seeds_clocks_and_hashes_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that results do not depend on the seeds of random numbers, the clock, ``hash`` of a name, or the thread.
 
@@ -174,7 +174,7 @@ def _cannot_be_elsewhere(tx: Transform) -> str | None:
     return is_in_no_module(tx) or why_not_elsewhere(tx)
 
 
-@law(on=lambda example: example.shortened(), unless=_cannot_be_elsewhere, share=0.02)
+@law(on=Example.shortened, unless=_cannot_be_elsewhere, share=0.02)
 def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that another process, in which other steps came first, returns the same bits.
 

@@ -109,11 +109,7 @@ def _with_changed_numbers(tx: Transform) -> tuple[Callable[[Tensor], Transform],
     return with_changes, torch.zeros_like(values)
 
 
-def _smooth(example: Example) -> Example:
-    return example.smooth(2)
-
-
-@law(on=_smooth, unless=_state_is_narrow, share=0.1)
+@law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
 def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check the derivatives of two steps' updates with respect to all gradients, by finite differences.
 
@@ -123,7 +119,7 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
     _check(gradcheck, *_of_gradients(tx, params, steps))
 
 
-@law(on=_smooth, unless=_state_is_narrow, share=0.1)
+@law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
 def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check the derivatives of two steps' updates with respect to the initial parameters, by finite differences.
 
@@ -135,7 +131,7 @@ def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: li
     _check(gradcheck, *_of_parameters(tx, params, steps))
 
 
-@law(on=_smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.1)
+@law(on=Example.smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.1)
 def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check the derivatives of two steps' updates with respect to all numeric arguments, by finite differences.
 
@@ -145,7 +141,7 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
     _check(gradcheck, *_of_numbers(tx, params, steps))
 
 
-@law(on=_smooth, unless=_state_is_narrow, share=0.08)
+@law(on=Example.smooth, unless=_state_is_narrow, share=0.08)
 def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that ``torch.func.jvp`` and ``torch.func.vjp`` agree, by gradients and hyperparameters together.
 

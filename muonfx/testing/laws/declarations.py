@@ -60,7 +60,7 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
         _, state = expected
 
 
-@law(on=lambda example: example.shortened(), share=0.1)
+@law(on=Example.shortened, share=0.1)
 def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that the insertion order of dicts in the trees does not change the update of any leaf.
 
@@ -184,7 +184,7 @@ def _does_not_round(tx: Transform) -> str | None:
     return "it declares no rounds_to" if tx.declaration.matrices.rounds_to is None else None
 
 
-@law(on=lambda example: example.dense(), unless=_does_not_round, share=0.5)
+@law(on=Example.dense, unless=_does_not_round, share=0.5)
 def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that no bit of the result changes if updates are first rounded to the declared dtype ``rounds_to``.
 

@@ -6,7 +6,7 @@ A transform reads no more than it declares: the element, its matrix, its leaf, o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -52,8 +52,7 @@ def also_in_its_dtypes(example: Example) -> list[Example]:
 
     A transform may have a branch for a narrow dtype, or for later steps. Both have a tensor in place of each None.
     """
-    contiguous = example.dense().map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
-    return [precise(example), contiguous.prolonged(4)]
+    return [precise(example), example.contiguous().prolonged(4)]
 
 
 def enlarged(example: Example) -> Example:
@@ -246,26 +245,46 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
     whole_updates = [updates for updates, _ in whole]
+    _check_sums_of_halves(tx, Example(params, steps), whole_updates, _for_halves(tolerance))
+    numbers = range(len(tree.leaves(params)))
+    _check_sums_of_leaves("every other leaf", tx, Example(params, steps), whole_updates, numbers[::2], tolerance)
+    _check_sums_of_leaves("all leaves or none", tx, Example(params, steps), whole_updates, numbers, tolerance)
 
-    example = Example(params, steps)
-    halves = [example.map(_first_half), example.map(_second_half)]
-    scalars = {number for number, leaf in enumerate(tree.leaves(params)) if leaf.ndim == 0}  # have no halves
-    resolved = resolve_within(tx, on_meta(params))
-    results = _on_two_ranks(resolved, halves, scalars)
-    for rank, half in enumerate((_first_half, _second_half)):
+
+def _check_sums_of_halves(tx: Transform, example: Example, whole_updates: list[PyTree], tolerance: float) -> None:
+    """Raise `Breach` (a failed law) unless two ranks that hold halves of the leaves compute halves of the updates."""
+    halves = [_first_half, _second_half]
+    scalars = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}  # have no halves
+    resolved = resolve_within(tx, on_meta(example.params))
+    results = _on_two_ranks(resolved, [example.map(half) for half in halves], scalars)
+    for rank, half in enumerate(halves):
         expected = [tree.map(half, updates) for updates in whole_updates]
         what = f"on two ranks that hold a half of each leaf, updates of rank {rank}"
-        require_close(what, results[rank], expected, "the same half of one rank's", _for_halves(tolerance))
+        require_close(what, results[rank], expected, "the same half of one rank's", tolerance)
 
-    numbers = range(len(tree.leaves(params)))
-    absent_on_ranks = {"every other leaf": (numbers[1::2], numbers[::2]), "all leaves or none": (range(0), numbers)}
-    for held, absent_on_rank in absent_on_ranks.items():
-        examples = [Example(params, [without_leaves(absent, grads) for grads in steps]) for absent in absent_on_rank]
-        results = _on_two_ranks(tx, examples, set())
-        for rank, absent in enumerate(absent_on_rank):
-            expected = [without_leaves(absent, updates) for updates in whole_updates]
-            what = f"on two ranks that hold {held}, updates of rank {rank}"
-            require_close(what, results[rank], expected, "on one rank", tolerance)
+
+def _check_sums_of_leaves(
+    held: str,
+    tx: Transform,
+    example: Example,
+    whole_updates: list[PyTree],
+    on_first_rank: Sequence[int],
+    tolerance: float,
+) -> None:
+    """Raise `Breach` (a failed law) unless two ranks with gradients of different leaves compute the updates of one.
+
+    The first rank has the gradients of the leaves with the numbers ``on_first_rank``, and the second rank the others.
+    """
+    on_second_rank = set(range(len(tree.leaves(example.params)))) - set(on_first_rank)
+    absent = [on_second_rank, set(on_first_rank)]
+    examples: list[Example] = []
+    for numbers in absent:
+        examples.append(Example(example.params, [without_leaves(numbers, grads) for grads in example.steps]))
+    results = _on_two_ranks(tx, examples, set())
+    for rank, numbers in enumerate(absent):
+        expected = [without_leaves(numbers, updates) for updates in whole_updates]
+        what = f"on two ranks that hold {held}, updates of rank {rank}"
+        require_close(what, results[rank], expected, "on one rank", tolerance)
 
 
 def _on_two_ranks(tx: Transform, examples: list[Example], on_both: set[int]) -> list[list[PyTree]]:

@@ -40,8 +40,7 @@ from muonfx.tree import PyTree
 
 def _filled(example: Example) -> Example:
     """Return the example without None, in contiguous memory, with four steps."""
-    dense = example.dense().map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
-    return dense.prolonged(4)
+    return example.contiguous().prolonged(4)
 
 
 def _index(leaf: Tensor) -> int:

@@ -17,8 +17,7 @@ from muonfx.tree import PyTree
 
 
 def _contiguous(example: Example) -> Example:
-    dense = example.dense().shortened()
-    return dense.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
+    return example.contiguous().shortened()
 
 
 def _with_reversed_strides(leaf: Tensor) -> Tensor:
@@ -114,7 +113,7 @@ def requires_grad_changes_no_value(tx: Transform, params: PyTree, steps: list[Py
     require_close("updates if the gradients require grad", results, expected, "of detached tensors", tolerance)
 
 
-@law(on=lambda example: example.shortened(), share=0.1)
+@law(on=Example.shortened, share=0.1)
 def one_tensor_may_be_two_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that two leaves that are one tensor have the same results as two leaves with equal values.
 

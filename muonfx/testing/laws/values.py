@@ -80,23 +80,6 @@ def pickle_gives_an_equal_transform(tx: Transform, params: PyTree, steps: list[P
 
 
 @law(share=0.05)
-def replacing_nothing_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that ``tx.replace(**tx.arguments) == tx``, and that an unknown argument of `replace` raises a TypeError.
-
-    >>> import muonfx as mfx
-    >>> replacing_nothing_changes_nothing(mfx.momentum(), {}, [])
-    """
-    other = tx.replace(**tx.arguments)
-    if other != tx:
-        raise Breach(None, f"replace with its own arguments gives {other!r}")
-    try:
-        tx.replace(an_argument_that_it_does_not_have=1)
-    except TypeError:
-        return
-    raise Breach(None, "replace takes an argument that the factory does not have")
-
-
-@law(share=0.05)
 def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that transforms that differ only in numbers have one fingerprint (their identity in checkpoints).
 
