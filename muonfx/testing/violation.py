@@ -88,9 +88,15 @@ def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
         return True
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    x, y = a.detach().double(), b.detach().double()
-    largest = max(float(v.nan_to_num(0.0, 0.0, 0.0).abs().max()) for v in (x, y))
-    return torch.allclose(x, y, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+    a = a.detach().double()
+    b = b.detach().double()
+    largest = max(_largest_finite(a), _largest_finite(b))
+    return torch.allclose(a, b, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+
+
+def _largest_finite(x: Tensor) -> float:
+    """Return the largest magnitude of the finite elements of a nonempty tensor, or 0."""
+    return float(x.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _compare(

@@ -28,16 +28,18 @@ def _state_is_narrow(tx: Transform) -> str | None:
         state = widened(tx).init(probe)
     except Exception:  # the transform does not accept this tree; a real error is shown when the law is checked
         return None
-    held = [leaf.dtype for leaf in tree.tensors(state) if leaf.ndim and leaf.is_floating_point()]
-    if all(dtype == torch.float64 for dtype in held):
-        return None
-    return f"its state is {held[0]} for float64 parameters: rounding has no derivative"
+    for leaf in tree.tensors(state):
+        if leaf.ndim and leaf.is_floating_point() and leaf.dtype != torch.float64:
+            return f"its state is {leaf.dtype} for float64 parameters: rounding has no derivative"
+    return None
 
 
 def _joined(trees: PyTree) -> Tensor:
     """Return one vector of all elements of the floating tensors in a tree."""
-    found = [leaf.reshape(-1) for leaf in tree.tensors(trees) if leaf.is_floating_point()]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+    vectors = [leaf.reshape(-1) for leaf in tree.tensors(trees) if leaf.is_floating_point()]
+    if not vectors:
+        return torch.zeros(0, dtype=torch.float64)
+    return torch.cat(vectors)
 
 
 def _split_like(vector: Tensor, like: PyTree) -> PyTree:

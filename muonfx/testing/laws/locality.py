@@ -145,15 +145,16 @@ def _shuffled(leaf: Tensor) -> Tensor:
 
 
 def _batched(example: Example) -> list[Example]:
-    """Return examples in which a batch of two matrices replaces each leaf of fewer than three dims."""
+    """Return examples in which a batch of two different matrices replaces each leaf of fewer than three dims."""
 
-    def widen(leaf: Tensor) -> Tensor:
+    def batch_of_two(leaf: Tensor) -> Tensor:
         if leaf.ndim >= 3:
             return leaf
         matrix = leaf if leaf.ndim == 2 else leaf.reshape(1, -1)
-        return torch.stack([matrix, (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)])
+        other_matrix = (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)
+        return torch.stack([matrix, other_matrix])
 
-    return also_in_its_dtypes(example.dense().map(widen))
+    return also_in_its_dtypes(example.dense().map(batch_of_two))
 
 
 @law(on=_batched, unless=wider_than(Locality.MATRIX), share=0.2)
