@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -182,7 +184,7 @@ def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree
     """
     state = tx.init(params)
     grads = steps[0]
-    unknown = {"an_extra_that_nobody_names": torch.ones(())}
+    unknown: dict[str, Any] = {"an_extra_that_nobody_names": torch.ones(())}
     expected = copied_tree(tx.update(grads, state, params))
     results = tx.run(grads, state, params, **unknown)
     require_same("(updates, state)", results, expected, "without the extra argument")
