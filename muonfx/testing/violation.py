@@ -60,13 +60,18 @@ def shown(leaf: object) -> str:
         return f"{text} on {leaf.device}"
     if not leaf.is_contiguous():
         text += f" strides {leaf.stride()}"
-    return f"{text} {_rounded(leaf.detach().tolist())}" if 0 < leaf.numel() <= 12 else text
+    if 0 < leaf.numel() <= 12:
+        text += f" {_rounded(leaf.detach().tolist())}"
+    return text
 
 
 def _rounded(values: object) -> Any:
+    """Return a number, or nested lists of numbers, with floats rounded to five digits."""
     if isinstance(values, list):
         return [_rounded(value) for value in values]
-    return float(f"{values:.5g}") if isinstance(values, float) else values
+    if isinstance(values, float):
+        return float(f"{values:.5g}")
+    return values
 
 
 def bits_equal(a: Tensor, b: Tensor) -> bool:
@@ -112,13 +117,14 @@ def _compare(
     ``what`` names the tree of results and ``expected_is`` the expected tree in the message.
     """
     leaves, structure = tree.flatten(results)
-    expected_structure = tree.flatten(expected)[1]
+    expected_leaves, expected_structure = tree.flatten(expected)
     if structure != expected_structure:
         text = f"the tree is {structure}, expected the structure of {expected_is}, {expected_structure}"
         raise Breach(what, text)
-    for leaf, (name, expected_leaf) in zip(leaves, tree.named_leaves(expected), strict=True):
+    for number, (leaf, expected_leaf) in enumerate(zip(leaves, expected_leaves, strict=True)):
         if _equal_leaves(leaf, expected_leaf, same):
             continue
+        name = tree.names(expected)[number]
         text = f"found {describe(leaf)}, expected as {expected_is} {describe(expected_leaf)}"
         if _is_narrower(leaf, expected_leaf):
             text += ": it was narrowed"

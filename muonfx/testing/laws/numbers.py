@@ -133,13 +133,14 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
         with_large = updates_with(_large_element, group)
         with_infinity = updates_with(lambda grad: math.inf, group)
         for number in group:
-            expected = _of_leaf(number, usual)
-            if _all_close(_of_leaf(number, with_opposite), expected, tolerance):
-                continue  # its gradient does not matter
             gradient = f"the gradient of {names[number]!r}"
-            _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
+            expected = _of_leaf(number, usual)
+            opposite = _of_leaf(number, with_opposite)
             large = _of_leaf(number, with_large)
             infinite = _of_leaf(number, with_infinity)
+            if _all_close(opposite, expected, tolerance):
+                continue  # its gradient does not matter
+            _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
             if not _all_close(infinite, large, tolerance):
                 _require_visible(f"infinity in {gradient}", infinite, [expected, large], tolerance)
 
