@@ -308,10 +308,8 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
 
     # Tall matrices are computed as their transposes, so their results are copies. As a view, a new wide result would
     # keep its whole batch in memory, next to these copies: if there are both, wide results are copied too.
-    copies = False
-    if is_transposed_if_tall and not job.watched:  # a tracer must not compare the sides
-        are_tall = {x.shape[-2] > x.shape[-1] for x in xs}
-        copies = len(are_tall) > 1
+    may_copy = is_transposed_if_tall and not job.watched  # a tracer must not compare the sides
+    copies = may_copy and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
     batches = [pieces] if job.at_once else _packed(pieces, limit)
     for batch in batches:
         _run_batch(batch, results, job, copies)
@@ -326,7 +324,7 @@ def _run_batch(batch: list[_Piece], results: list[torch.Tensor], job: _Job, copi
     """
     destinations = [piece.destination for piece in batch if piece.destination is not None]
     matrices = [piece.matrices for piece in batch]
-    counts = [len(piece.matrices) for piece in batch]
+    counts = [piece.matrices.shape[0] for piece in batch]  # not len, which fixes a symbolic size
     # The batch can run in the memory of its destinations only if all pieces have one.
     all_have_destinations = len(destinations) == len(batch)
     y = _batch(matrices, destinations if all_have_destinations else None, job)
@@ -491,7 +489,7 @@ def _packed(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
     room = 0  # in the last batch
     for piece in pieces:
         for part in _split(piece, limit):
-            count = len(part.matrices)
+            count = part.matrices.shape[0]
             if count > room:
                 batches.append([])
                 room = limit
@@ -502,7 +500,7 @@ def _packed(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
 
 def _split(piece: _Piece, limit: int) -> list[_Piece]:
     """Split a piece into pieces of at most `limit` matrices."""
-    if len(piece.matrices) <= limit:
+    if piece.matrices.shape[0] <= limit:
         return [piece]
     assert piece.destination is not None  # a new result of a split input needs memory beforehand
     parts: list[_Piece] = []
