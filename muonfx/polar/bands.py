@@ -35,10 +35,10 @@ def scalar_polynomial(value: CoefficientsLike, s: torch.Tensor, steps: int | Non
     >>> scalar_polynomial([(1.5, -0.5)], torch.tensor([0.0, 1.0]))
     tensor([0., 1.])
     """
-    chosen = coefficients(value)
-    if not chosen.row_scaling:
-        s = s / chosen.norm_safety
-    for a, b, c in schedule(chosen, steps):
+    known = coefficients(value)
+    if not known.row_scaling:
+        s = s / known.norm_safety
+    for a, b, c in schedule(known, steps):
         square = s * s
         s = s * (a + square * (b + c * square))
     return s
@@ -66,9 +66,10 @@ def band(value: CoefficientsLike, lower: float = 0.01, *, steps: int | None = No
     """
     if not 0 < lower <= 1:
         raise ValueError(f"band: lower is {lower!r}, expected a number in (0, 1]")
-    even = torch.linspace(lower, 1.0, points, dtype=torch.float64, device="cpu")
-    below = torch.logspace(-7, 0, points // 2, dtype=torch.float64, device="cpu") * lower
-    inside = scalar_polynomial(value, even, steps)
-    outside = scalar_polynomial(value, below, steps)
-    maximum = inside.max().item()
-    return Band(inside.min().item(), maximum, max(maximum, outside.max().item()))
+    grid = torch.linspace(lower, 1.0, points, dtype=torch.float64, device="cpu")
+    grid_below = torch.logspace(-7, 0, points // 2, dtype=torch.float64, device="cpu") * lower
+    results = scalar_polynomial(value, grid, steps)
+    results_below = scalar_polynomial(value, grid_below, steps)
+    maximum = results.max().item()
+    peak = max(maximum, results_below.max().item())
+    return Band(results.min().item(), maximum, peak)

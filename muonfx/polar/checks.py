@@ -29,35 +29,41 @@ def check_matrix(x: torch.Tensor, name: str) -> None:
 
 def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
     """Return the indices of tensors that share memory with another tensor, or whose own elements share memory."""
-    starts = list(map(torch.Tensor.data_ptr, xs))
-    if all(map(torch.Tensor.is_contiguous, xs)):
-        # Spans are disjoint if each ends, in the order of the ends, before the next begins, in the order of the starts.
-        ends = sorted(map(operator.add, starts, [x.nbytes for x in xs]))
-        if all(map(operator.le, ends, sorted(starts)[1:])):
-            return set()
-    spans: list[tuple[int, int, int]] = []
+    if _are_disjoint(xs):
+        return set()
     overlapping: set[int] = set()
-    for i, (x, start) in enumerate(zip(xs, starts, strict=True)):
-        size = x.nbytes
-        if not size:
-            continue
-        if not x.is_contiguous():
-            if overlaps_itself(x):
-                overlapping.add(i)
-            last_offset = sum([(side - 1) * stride for side, stride in zip(x.shape, x.stride(), strict=True)])
-            size = (last_offset + 1) * x.itemsize
-        if start:  # meta tensors have no memory
-            spans.append((start, start + size, i))
+    spans: list[tuple[int, int, int]] = []  # (start, end, index) of the memory from the first element to the last
+    for i, x in enumerate(xs):
+        if overlaps_itself(x):
+            overlapping.add(i)
+        if x.numel() and x.data_ptr():  # meta tensors have no memory
+            spans.append((x.data_ptr(), x.data_ptr() + _bytes_spanned(x), i))
     spans.sort()
-    end = 0
-    last_index = -1  # of the tensor that ends at `end`
-    for start, stop, i in spans:
-        if start < end:
+    last_end = 0
+    last_index = -1  # of the tensor that ends at `last_end`
+    for start, end, i in spans:
+        if start < last_end:
             overlapping |= {i, last_index}
-        if stop > end:
-            end = stop
+        if end > last_end:
+            last_end = end
             last_index = i
     return overlapping
+
+
+def _are_disjoint(xs: Sequence[torch.Tensor]) -> bool:
+    """Return True if all tensors are contiguous and share no memory: the usual case, in few calls."""
+    if not all(map(torch.Tensor.is_contiguous, xs)):
+        return False
+    starts = list(map(torch.Tensor.data_ptr, xs))
+    ends = sorted(map(operator.add, starts, [x.nbytes for x in xs]))
+    # Spans are disjoint if each ends, in the order of the ends, before the next begins, in the order of the starts.
+    return all(map(operator.le, ends, sorted(starts)[1:]))
+
+
+def _bytes_spanned(x: torch.Tensor) -> int:
+    """Return the number of bytes from the first element of a nonempty tensor to its last, with the gaps between."""
+    last_offset = sum([(side - 1) * stride for side, stride in zip(x.shape, x.stride(), strict=True)])
+    return (last_offset + 1) * x.itemsize
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
@@ -59,13 +58,11 @@ class Coefficients:
                 f"coefficients {self.name!r}: norm_safety is {self.norm_safety!r}, expected a number from 0.001 to 1000"
             )
         if self.restarts is not None:
-            restarts = tuple(self.restarts)
-            are_ints = all(type(restart) is int for restart in restarts)
-            if not are_ints or any(before >= after for before, after in pairwise((0, *restarts))):
+            if not _are_ascending_counts(self.restarts):
                 raise ValueError(
                     f"coefficients {self.name!r}: restarts are {self.restarts!r}, expected ascending numbers of steps"
                 )
-            object.__setattr__(self, "restarts", restarts)
+            object.__setattr__(self, "restarts", tuple(self.restarts))
 
 
 CoefficientSet = Literal[
@@ -92,6 +89,16 @@ def _checked_steps(steps: Sequence[Sequence[float]], name: str) -> tuple[Step, .
     return tuple(_checked_step(step, i, name) for i, step in enumerate(steps))
 
 
+def _are_ascending_counts(numbers: Sequence[object]) -> bool:
+    """Return True for ascending ints of at least 1, such as ``(1, 3)``."""
+    previous = 0
+    for number in numbers:
+        if type(number) is not int or number <= previous:
+            return False
+        previous = number
+    return True
+
+
 def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
     """Return `(a, b)` or `(a, b, c)` as a triple of floats, with `c = 0` if it is missing.
 
@@ -112,8 +119,8 @@ def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
             )
         if not math.isfinite(fixed(number)):
             raise ValueError(f"{where}: found {number!r} in {step!r}, expected finite numbers")
-    c = step[2] if len(step) == 3 else 0.0
-    return float(step[0]), float(step[1]), float(c)
+    a, b, c = (*step, 0.0)[:3]
+    return float(a), float(b), float(c)
 
 
 def coefficients(value: CoefficientsLike) -> Coefficients:

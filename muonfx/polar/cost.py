@@ -47,10 +47,12 @@ def newton_schulz_cost(
     if resolved.table is not None:
         if method == "gram":
             raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
-        # For a tensor of coefficients, the count depends only on the number of coefficients per step, two or three.
-        last = 1.0 if resolved.table.shape[1] == 3 else 0.0
-        resolved = Polynomials(((1.0, 1.0, last),) * len(resolved.indices), ())
-        method, products = "standard", "batched"
+        # The cost depends only on whether there is a coefficient c, not on its value: any numbers stand for the tensor.
+        has_c = resolved.table.shape[1] == 3
+        step = (1.0, 1.0, 1.0 if has_c else 0.0)
+        resolved = Polynomials(steps=(step,) * len(resolved.indices), restarts=())
+        method = "standard"
+        products = "batched"
     short, long = sorted(shape)
     return _cost(short, long, torch.device(device), dtype, resolved, method, products)
 

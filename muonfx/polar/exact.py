@@ -57,8 +57,8 @@ class _Factor(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor, rtol: float) -> torch.Tensor:
         u, s, vh = torch.linalg.svd(x, full_matrices=False)
-        kept = (s > rtol * s.amax(-1, keepdim=True)).to(s.dtype)
-        return (u * kept.unsqueeze(-2)) @ vh
+        is_nonzero = s > rtol * s.amax(-1, keepdim=True)
+        return (u * is_nonzero.to(s.dtype).unsqueeze(-2)) @ vh
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
@@ -81,10 +81,12 @@ def _derivative(x: torch.Tensor, p: torch.Tensor, t: torch.Tensor, rtol: float) 
     """Return the derivative of the polar factor `p` of the matrix `x` (`x = p H`) in the direction `t`."""
     # With `x = U S V^T` it is `U K V^T` for `K_ij = (U^T t V - V^T t^T U)_ij / (s_i + s_j)`, plus the components of `t`
     # outside the spaces of `U` and `V`, divided by `S`.
-    h, rows = p.mT @ x, p.mT @ p
+    h = p.mT @ x
+    h = (h + h.mT) / 2
+    rows = p.mT @ p
     inside = p.mT @ t @ rows
-    inverse = _Sylvester.apply((h + h.mT) / 2, 2 * rows, rtol)
-    turned = p @ _Sylvester.apply((h + h.mT) / 2, inside - inside.mT, rtol)
+    inverse = _Sylvester.apply(h, 2 * rows, rtol)
+    turned = p @ _Sylvester.apply(h, inside - inside.mT, rtol)
     beyond_columns = t @ inverse - p @ (p.mT @ t @ inverse)
     beyond_rows = p @ (inverse @ (p.mT @ t - inside))
     return turned + beyond_columns + beyond_rows
@@ -102,10 +104,11 @@ class _Sylvester(torch.autograd.Function):
 
     @staticmethod
     def forward(h: torch.Tensor, c: torch.Tensor, rtol: float) -> torch.Tensor:
+        # In the basis of the eigenvectors V of H: K_ij = C_ij / (h_i + h_j), and zero outside the range of H.
         values, v = torch.linalg.eigh(h)
-        kept = values > rtol * values.amax(-1, keepdim=True)
-        both = kept.unsqueeze(-1) & kept.unsqueeze(-2)
-        sums = torch.where(both, values.unsqueeze(-1) + values.unsqueeze(-2), torch.inf)
+        is_in_range = values > rtol * values.amax(-1, keepdim=True)
+        are_in_range = is_in_range.unsqueeze(-1) & is_in_range.unsqueeze(-2)
+        sums = torch.where(are_in_range, values.unsqueeze(-1) + values.unsqueeze(-2), torch.inf)
         return v @ ((v.mT @ c @ v) / sums) @ v.mT
 
     @staticmethod
@@ -123,6 +126,11 @@ class _Sylvester(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
         h, k = ctx.saved_tensors
-        of_h, of_c, _ = tangents
-        rest = torch.zeros_like(k) if of_c is None else of_c
-        return _Sylvester.apply(h, rest if of_h is None else rest - of_h @ k - k @ of_h, ctx.rtol)
+        # H K' + K' H = C' - H' K - K H'
+        h_tangent, c_tangent, _ = tangents
+        right_side = torch.zeros_like(k)
+        if c_tangent is not None:
+            right_side = c_tangent
+        if h_tangent is not None:
+            right_side = right_side - h_tangent @ k - k @ h_tangent
+        return _Sylvester.apply(h, right_side, ctx.rtol)

@@ -39,6 +39,33 @@ def fit_coefficients(
     >>> round(fit_coefficients(2, 0.1, cushion=0).steps[0][0], 4)
     5.6037
     """
+    _check_arguments(steps, lower, cushion, safety)
+    low = lower
+    high = 1.0
+    fitted: list[Step] = []
+    for i in range(steps):
+        polynomial = _TAYLOR
+        if low < high:
+            polynomial = best_quintic(max(low, cushion * high), high)
+        a, b, c = polynomial
+        if low < cushion * high:  # multiply the results, so that those of both ends are equally far from 1
+            factor = 2.0 / (_value(polynomial, low) + _value(polynomial, high))
+            a, b, c = a * factor, b * factor, c * factor
+        if i < steps - 1:
+            a, b, c = a / safety, b / safety**3, c / safety**5
+        polynomial = (a, b, c)
+        fitted.append(polynomial)
+        low = _value(polynomial, low)
+        high = 2.0 - low  # both converge to 1, up to rounding, and then in either order
+    return Coefficients(
+        "fitted",
+        tuple(fitted),
+        f"fit_coefficients({steps}, {lower!r}, cushion={cushion!r}, safety={safety!r}), after arXiv 2505.16932",
+    )
+
+
+def _check_arguments(steps: int, lower: float, cushion: float, safety: float) -> None:
+    """Raise an error if an argument of `fit_coefficients` is outside its range."""
     if not isinstance(steps, int) or isinstance(steps, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"fit_coefficients: steps is {steps!r}, expected an int of at least 1")
     if steps < 1:
@@ -49,24 +76,6 @@ def fit_coefficients(
         raise ValueError(f"fit_coefficients: cushion is {cushion!r}, expected a number in [0, 1)")
     if not (math.isfinite(safety) and safety >= 1):
         raise ValueError(f"fit_coefficients: safety is {safety!r}, expected a finite number of at least 1")
-
-    low, high = lower, 1.0
-    fitted: list[Step] = []
-    for i in range(steps):
-        a, b, c = best_quintic(max(low, cushion * high), high) if low < high else _TAYLOR
-        if low < cushion * high:  # centre, so that both ends are equally far from 1
-            centre = 2.0 / (_value((a, b, c), low) + _value((a, b, c), high))
-            a, b, c = a * centre, b * centre, c * centre
-        if i < steps - 1:
-            a, b, c = a / safety, b / safety**3, c / safety**5
-        fitted.append((a, b, c))
-        low = _value((a, b, c), low)
-        high = 2.0 - low  # both converge to 1, up to rounding, and then in either order
-    return Coefficients(
-        "fitted",
-        tuple(fitted),
-        f"fit_coefficients({steps}, {lower!r}, cushion={cushion!r}, safety={safety!r}), after arXiv 2505.16932",
-    )
 
 
 def best_quintic(low: float, high: float) -> Step:

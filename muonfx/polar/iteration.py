@@ -214,20 +214,24 @@ def _polynomial(on: Functional, r: Shifted, step: Step) -> Shifted:
 
 def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
     """Return the product of two symmetric matrices that commute, so that the product is symmetric too."""
-    # shift p * shift q * I + (of_q * rest q + of_p * rest p) + scales * rest p * rest q. The sum has one weight, so the
-    # larger factor becomes the beta of the product, which is exact and leaves a weight of at most 1.
-    of_p = p.scale * q.shift
-    of_q = q.scale * p.shift
-    alpha = p.scale * q.scale
-    if of_p == 0:
-        addend, beta = q.rest, of_q
-    elif of_q == 0:
-        addend, beta = p.rest, of_p
-    elif abs(of_q) >= abs(of_p):
-        addend, beta = on.sum(q.rest, p.rest, of_p / of_q), of_q
+    # With P = s I + t E and Q = u I + v F: P Q = s u I + (s v F + t u E) + t v E F. The sum in brackets has one weight,
+    # the larger of its two, as the beta of the product. This is exact, and leaves a weight of at most 1 for the other.
+    weight_of_p = p.scale * q.shift
+    weight_of_q = q.scale * p.shift
+    if weight_of_p == 0:
+        addend = q.rest
+        beta = weight_of_q
+    elif weight_of_q == 0:
+        addend = p.rest
+        beta = weight_of_p
+    elif abs(weight_of_q) >= abs(weight_of_p):
+        addend = on.sum(q.rest, p.rest, weight_of_p / weight_of_q)
+        beta = weight_of_q
     else:
-        addend, beta = on.sum(p.rest, q.rest, of_q / of_p), of_p
-    return Shifted(p.shift * q.shift, 1.0, on.symmetric(addend, p.rest, q.rest, beta=beta, alpha=alpha))
+        addend = on.sum(p.rest, q.rest, weight_of_q / weight_of_p)
+        beta = weight_of_p
+    product = on.symmetric(addend, p.rest, q.rest, beta=beta, alpha=p.scale * q.scale)
+    return Shifted(p.shift * q.shift, 1.0, product)
 
 
 def newton_schulz_with_tensor(x: torch.Tensor, table: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import is_
@@ -206,35 +205,36 @@ class Orthogonalizer:
             donated = _donated(xs)
         # The iteration in reused buffers takes numbers only, and has no derivatives.
         in_place = not watched and table is None and not self._polynomials.row_scaling
-        groups = _grouped(xs, in_place, traced)
+        groups = _grouped(xs, in_place)
         # All plans are made before any result, so invalid settings raise before anything is written.
         plans = [self.plan_for(kind, differentiated=differentiated, traced=traced) for kind, _ in groups]
-        results: list[torch.Tensor] = list(xs)
+        results = list(xs)
         for (kind, indices), plan_of_group in zip(groups, plans, strict=True):
             default_scratch = _CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH
             scratch = max_scratch_bytes or default_scratch
             job = _Job(kind, plan_of_group, self._polynomials, scratch, watched, watched or traced, workspace)
-            nonempty: list[int] = []
-            for i in indices:
-                if xs[i].numel() > 0:
-                    nonempty.append(i)
-                elif not donated[i]:  # an empty matrix has an empty result; a donated one is its own result
-                    results[i] = torch.empty_like(xs[i])
+            nonempty = [i for i in indices if xs[i].numel() > 0]
             ys = _run([xs[i] for i in nonempty], [donated[i] for i in nonempty], job)
             for i, y in zip(nonempty, ys, strict=True):
                 results[i] = y
+        for i, x in enumerate(xs):
+            if x.numel() == 0 and not donated[i]:
+                results[i] = torch.empty_like(x)
         return results
 
 
-def _grouped(xs: Sequence[torch.Tensor], in_place: bool, traced: bool) -> list[tuple[_Kind, list[int]]]:
+def _grouped(xs: Sequence[torch.Tensor], in_place: bool) -> list[tuple[_Kind, list[int]]]:
     """Group matrices that can be in one batch; return pairs of their common properties and their indices in `xs`."""
-    kinds = [_kind_of(x, in_place) for x in xs]
-    if traced:
-        return _grouped_without_hash(kinds)
-    indices_of: defaultdict[_Kind, list[int]] = defaultdict(list)
-    for i, kind in enumerate(kinds):
-        indices_of[kind].append(i)
-    return list(indices_of.items())
+    groups: list[tuple[_Kind, list[int]]] = []
+    for i, x in enumerate(xs):
+        kind = _kind_of(x, in_place)
+        for group_kind, indices in groups:
+            if kind == group_kind:  # not by a dict: sides that are symbols have no hash
+                indices.append(i)
+                break
+        else:
+            groups.append((kind, [i]))
+    return groups
 
 
 def _kind_of(x: torch.Tensor, in_place: bool) -> _Kind:
@@ -245,19 +245,6 @@ def _kind_of(x: torch.Tensor, in_place: bool) -> _Kind:
     if in_place and short * long >= _LARGE:
         tall = rows > columns
     return _Kind(short, long, x.dtype, x.device, tall)
-
-
-def _grouped_without_hash(kinds: Sequence[_Kind]) -> list[tuple[_Kind, list[int]]]:
-    """Group equal kinds whose sides are symbols. They have no hash, and comparing them guards the graph."""
-    groups: list[tuple[_Kind, list[int]]] = []
-    for i, kind in enumerate(kinds):
-        for group_kind, indices in groups:
-            if kind == group_kind:
-                indices.append(i)
-                break
-        else:
-            groups.append((kind, [i]))
-    return groups
 
 
 class _Job(NamedTuple):
@@ -321,10 +308,8 @@ def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.T
 
     # Tall matrices are computed as their transposes, so their results are copies. As a view, a new wide result would
     # keep its whole batch in memory, next to these copies: if there are both, wide results are copied too.
-    copies = False
-    if is_transposed_if_tall and not job.watched:  # a tracer must not compare the sides
-        are_tall = {x.shape[-2] > x.shape[-1] for x in xs}
-        copies = len(are_tall) > 1
+    may_copy = is_transposed_if_tall and not job.watched  # a tracer must not compare the sides
+    copies = may_copy and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
     batches = [pieces] if job.at_once else _packed(pieces, limit)
     for batch in batches:
         _run_batch(batch, results, job, copies)
@@ -338,23 +323,25 @@ def _run_batch(batch: list[_Piece], results: list[torch.Tensor], job: _Job, copi
     is replaced by its result: a view of the batch, or a copy of it if `copies`.
     """
     destinations = [piece.destination for piece in batch if piece.destination is not None]
-    all_have_destinations = len(destinations) == len(batch)
     matrices = [piece.matrices for piece in batch]
+    counts = [piece.matrices.shape[0] for piece in batch]  # not len, which fixes a symbolic size
     # The batch can run in the memory of its destinations only if all pieces have one.
+    all_have_destinations = len(destinations) == len(batch)
     y = _batch(matrices, destinations if all_have_destinations else None, job)
-    sources: list[torch.Tensor] = []
-    targets: list[torch.Tensor] = []
-    for piece, part in zip(batch, y.split([piece.matrices.shape[0] for piece in batch]), strict=True):
+    written: list[torch.Tensor] = []
+    copied: list[torch.Tensor] = []
+    for piece, result in zip(batch, y.split(counts), strict=True):
         if piece.destination is None:
             x = results[piece.input_index]
-            oriented = part if part.shape[-2] == x.shape[-2] else part.mT  # a tall input was transposed
-            result = oriented.to(job.kind.dtype).reshape(x.shape)
-            results[piece.input_index] = _new_contiguous(result, copies)
-        elif part.data_ptr() != piece.destination.data_ptr():  # else the iteration ran in the destination
-            sources.append(part)
-            targets.append(piece.destination)
-    if sources:
-        torch._foreach_copy_(targets, sources)
+            is_transposed = result.shape[-2] != x.shape[-2]  # a tall input was computed as its transpose
+            oriented = result.mT if is_transposed else result
+            result_like_x = oriented.to(job.kind.dtype).reshape(x.shape)
+            results[piece.input_index] = _new_contiguous(result_like_x, copies)
+        elif result.data_ptr() != piece.destination.data_ptr():  # else the iteration ran in the destination
+            written.append(piece.destination)
+            copied.append(result)
+    if written:
+        torch._foreach_copy_(written, copied)
 
 
 def _new_contiguous(result: torch.Tensor, copies: bool) -> torch.Tensor:
@@ -366,9 +353,8 @@ def _new_contiguous(result: torch.Tensor, copies: bool) -> torch.Tensor:
 
 def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.Tensor]:
     """Do the work of `_run` for small matrices `(m, n)`, with few calls for each of them."""
-    short = job.kind.short
     limit = _most_in_a_batch(job)
-    wide = [x if x.shape[0] == short else x.mT for x in xs]
+    wide = [x if x.shape[0] == job.kind.short else x.mT for x in xs]
     number_wide = sum(map(is_, wide, xs))
     copies = 0 < number_wide < len(xs)  # as in `_run`
     results: list[torch.Tensor] = []
@@ -399,18 +385,17 @@ def _run_stack(
 
 def _most_in_a_batch(job: _Job) -> int:
     """Return the number of matrices that are computed at a time, if they are not computed at once."""
-    if not _may_batch(job):
+    kind = job.kind
+    # A batch must give each matrix the bits that it has alone. A tracer must not compare the sides: it would trace
+    # again for each shape.
+    if not job.at_once and not can_be_stacked(kind.short, kind.long, kind.device):
         return 1
-    if job.kind.tall is None:
-        return max(1, job.scratch // scratch_bytes(job.kind.short, job.kind.long, job.plan.dtype))
+    if kind.tall is None:
+        return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
     limit = max(1, job.scratch // job.plan.scratch_bytes)
-    return limit if job.plan.at_once is None else min(limit, job.plan.at_once)
-
-
-def _may_batch(job: _Job) -> bool:
-    """Return True if a batch gives each matrix the bits that it has alone, or if all must be in one batch."""
-    # A tracer must not compare the sides: it would trace again for each shape.
-    return job.at_once or can_be_stacked(job.kind.short, job.kind.long, job.kind.device)
+    if job.plan.at_once is None:
+        return limit
+    return min(limit, job.plan.at_once)
 
 
 def _as_batch(x: torch.Tensor, kind: _Kind) -> torch.Tensor:
@@ -418,8 +403,11 @@ def _as_batch(x: torch.Tensor, kind: _Kind) -> torch.Tensor:
     if kind.tall is not None:
         return x.reshape(-1, *x.shape[-2:])
     x = x.contiguous()  # another memory order rounds differently, and ranks may hold different orders
-    wide = x if x.shape[-2] == kind.short else x.mT
-    return wide[None] if x.ndim == 2 else wide.reshape(-1, *wide.shape[-2:])
+    is_tall = x.shape[-2] != kind.short
+    wide = x.mT if is_tall else x
+    if x.ndim == 2:
+        return wide[None]
+    return wide.reshape(-1, *wide.shape[-2:])
 
 
 def _batch(matrices: list[torch.Tensor], destinations: list[torch.Tensor] | None, job: _Job) -> torch.Tensor:
@@ -498,14 +486,14 @@ def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
 def _packed(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
     """Distribute pieces over batches of at most `limit` matrices; longer pieces are split."""
     batches: list[list[_Piece]] = []
-    room = 0
+    room = 0  # in the last batch
     for piece in pieces:
-        for short_piece in _split(piece, limit):
-            count = short_piece.matrices.shape[0]
+        for part in _split(piece, limit):
+            count = part.matrices.shape[0]
             if count > room:
                 batches.append([])
                 room = limit
-            batches[-1].append(short_piece)
+            batches[-1].append(part)
             room -= count
     return batches
 
@@ -515,6 +503,7 @@ def _split(piece: _Piece, limit: int) -> list[_Piece]:
     if piece.matrices.shape[0] <= limit:
         return [piece]
     assert piece.destination is not None  # a new result of a split input needs memory beforehand
-    matrices = piece.matrices.split(limit)
-    destinations = piece.destination.split(limit)
-    return [_Piece(piece.input_index, *tensors) for tensors in zip(matrices, destinations, strict=True)]
+    parts: list[_Piece] = []
+    for matrices, destination in zip(piece.matrices.split(limit), piece.destination.split(limit), strict=True):
+        parts.append(_Piece(piece.input_index, matrices, destination))
+    return parts

@@ -174,9 +174,9 @@ def plan(
         raise ValueError(f"method: found {method!r}, expected 'auto', 'standard' or 'gram'")
     rates = _rates(device, compute, portable)
     whole, small, why_products = _choose_products(short, long, compute, device, products, rates, portable)
-    taken, stages, why_method = _choose_method(short, long, compute, rates, resolved, method, (whole, small))
-    reasons = (_why_dtype(held, device, dtype, compute != fastest, differentiated), why_method, why_products)
-    return Plan((short, long), compute, taken, stages, whole, small, reasons)
+    chosen_method, stages, why_method = _choose_method(short, long, compute, rates, resolved, method, (whole, small))
+    why_dtype = _why_dtype(held, device, dtype, compute != fastest, differentiated)
+    return Plan((short, long), compute, chosen_method, stages, whole, small, (why_dtype, why_method, why_products))
 
 
 def compute_dtype(
@@ -209,7 +209,9 @@ def compute_dtype(
         if requested != "auto":
             raise ValueError(f"dtype: found {requested!r}, expected 'auto' or a torch.dtype such as torch.bfloat16")
         fastest = torch.float64 if dtype == torch.float64 else _fastest(device.type, device.index)
-        return fastest if coefficients is None else stable_dtype(fastest, polynomials(coefficients, steps))
+        if coefficients is None:
+            return fastest
+        return stable_dtype(fastest, polynomials(coefficients, steps))
     if requested not in SUPPORTED:
         raise TypeError(f"dtype: found {requested!r}, expected 'auto' or one of {', '.join(map(str, SUPPORTED))}")
     return requested
@@ -236,8 +238,9 @@ def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLi
 
 
 def _is_stable(resolved: Polynomials, compute: torch.dtype) -> bool:
-    steps = resolved.steps
-    return largest(steps, tuple(range(1, len(steps))), resolved.safety, compute) <= TOLERANCE
+    """Return True if rounding keeps singular values near their bound, with a new Gram matrix for each step."""
+    after_every_step = tuple(range(1, len(resolved.steps)))
+    return largest(resolved.steps, after_every_step, resolved.safety, compute) <= TOLERANCE
 
 
 @called_once  # warns when it is traced
@@ -327,10 +330,15 @@ def _choose_method(
     if requested == "standard":
         return "standard", plain, "as given"
     # Cases in which the Gram form would be inaccurate, or would save nothing.
-    if requested == "auto" and short < SMALLEST_GRAM:
-        return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
-    if requested == "auto" and resolved.row_scaling:
-        return "standard", plain, "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
+    if requested == "auto":
+        if short < SMALLEST_GRAM:
+            return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
+        if resolved.row_scaling:
+            return (
+                "standard",
+                plain,
+                "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown",
+            )
     restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
     if requested == "auto" and len(restarts) + 1 == len(plain):  # each stage has one step, as in the standard form
         return "standard", plain, f"{compute} rounds too much for two steps on one Gram matrix"
@@ -381,10 +389,10 @@ def _rates(device: torch.device, compute: torch.dtype, portable: bool) -> Rates:
 
     bf16 products of CPUs differ: with AMX instructions, with AVX512-BF16, or emulated ("avx2"). `portable` ignores it.
     """
-    kind = device.type
-    if kind == "cpu" and compute == torch.bfloat16 and not portable:
+    kind_of_device = device.type
+    if kind_of_device == "cpu" and compute == torch.bfloat16 and not portable:
         if cpu_has_amx():
-            kind = "amx"
+            kind_of_device = "amx"
         elif not cpu_has_bf16():
-            kind = "avx2"
-    return BUILT_IN.get((kind, compute), UNKNOWN)
+            kind_of_device = "avx2"
+    return BUILT_IN.get((kind_of_device, compute), UNKNOWN)

@@ -34,20 +34,26 @@ def polynomials(value: CoefficientsLike | torch.Tensor, steps: int | None = None
     if isinstance(value, torch.Tensor):
         _check_table(value)
         return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))
-    chosen = resolve(value)
-    taken = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(chosen, steps))
-    count = len(taken)
-    restarts = default_restarts(count) if chosen.restarts is None else _continued(chosen.restarts, count)
-    safety = 1.0 if chosen.row_scaling else fixed(chosen.norm_safety)
-    return Polynomials(taken, restarts, safety, chosen.row_scaling)
+    known = resolve(value)
+    triples = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(known, steps))
+    restarts = default_restarts(len(triples))
+    if known.restarts is not None:
+        restarts = _continued(known.restarts, len(triples))
+    safety = 1.0 if known.row_scaling else fixed(known.norm_safety)
+    return Polynomials(triples, restarts, safety, known.row_scaling)
 
 
 def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
-    """Extend restarts (steps after which `X X^T` is recomputed) up to `steps`, by repeating their last distance."""
+    """Extend restarts (steps after which `X X^T` is recomputed) up to `steps`, by repeating their last distance.
+
+    >>> _continued((2, 4), steps=9)
+    (2, 4, 6, 8)
+    """
     if len(restarts) == 0:
         return ()
-    *_, before, last = (0, *restarts)
-    return tuple(k for k in (*restarts, *range(2 * last - before, steps, last - before)) if k < steps)
+    previous, last = (0, *restarts)[-2:]
+    further = range(last, steps, last - previous)[1:]
+    return tuple(k for k in (*restarts, *further) if k < steps)
 
 
 def _check_table(table: torch.Tensor) -> None:

@@ -92,8 +92,8 @@ class Buffered(Functional):
         self._workspace = workspace or Workspace()
         self._spare = (results or Workspace()).empty(x.shape, x.dtype, x.device)
         self._n = min(x.shape[-2:])
-        self._free: list[torch.Tensor] = []
-        self._lent: list[torch.Tensor] = []
+        self._free: list[torch.Tensor] = []  # buffers of small matrices that `keep` has released
+        self._lent: list[torch.Tensor] = []  # buffers of small matrices that are in use
         self._sum: torch.Tensor | None = None
         self._wide_sum: torch.Tensor | None = None
         self._identity: torch.Tensor | None = None
@@ -101,28 +101,28 @@ class Buffered(Functional):
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
         """Return `x x^T + shift * I` for each matrix, or `x^T x + shift * I` if the batch is tall."""
         wide = x.mT if self._tall else x
-        out = self._take()
+        out = self._small_matrices()
         if self._how == "quack":
             if shift == 0:
                 return quack.symmetric_matmul(wide, out=out)
             # Contiguous, because quack refuses a batch stride of zero. In the same product, so that the diagonal is
             # rounded after the shift, when it is small.
-            identities = self._eye().expand_as(out).contiguous()
+            identities = self._identity_matrix().expand_as(out).contiguous()
             return quack.symmetric_matmul(wide, addend=identities, beta=shift, out=out)
         if self._how == "blocks":
             if shift:
-                out.copy_(self._eye())
+                out.copy_(self._identity_matrix())
             _add_by_blocks(out, wide, wide, beta=shift, alpha=1.0)
             return out
         if shift == 0:
             return torch.bmm(wide, wide.mT, out=out)
-        return torch.baddbmm(self._eye().expand_as(out), wide, wide.mT, beta=shift, out=out)
+        return torch.baddbmm(self._identity_matrix().expand_as(out), wide, wide.mT, beta=shift, out=out)
 
     def symmetric(
         self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
     ) -> torch.Tensor:
         """Return `beta * addend + alpha * p q` for symmetric matrices that commute, in a buffer."""
-        out = self._take()
+        out = self._small_matrices()
         if p is not q:
             # Only rounding makes this product asymmetric. The antisymmetric half of that error is harmless; mirroring
             # one triangle would make all of it symmetric.
@@ -138,7 +138,7 @@ class Buffered(Functional):
     def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
         """Return `a + weight * b`, in a buffer that the next call overwrites."""
         if self._sum is None:
-            self._sum = self._square(len(a))
+            self._sum = self._allocate_small(len(a))
         if not _rounds_by_place(a):
             return torch.add(a, b, alpha=weight, out=self._sum)
         if self._wide_sum is None:
@@ -160,18 +160,18 @@ class Buffered(Functional):
         self._free += [buffer for buffer in self._lent if id(buffer) not in live_ids]
         self._lent = [buffer for buffer in self._lent if id(buffer) in live_ids]
 
-    def _take(self) -> torch.Tensor:
-        """Return a buffer for a batch of small matrices."""
-        buffer = self._free.pop() if self._free else self._square(len(self._spare))
+    def _small_matrices(self) -> torch.Tensor:
+        """Return a buffer for a batch of small matrices: a released buffer, or a new one."""
+        buffer = self._free.pop() if self._free else self._allocate_small(len(self._spare))
         self._lent.append(buffer)
         return buffer
 
-    def _square(self, count: int) -> torch.Tensor:
+    def _allocate_small(self, count: int) -> torch.Tensor:
         return self._workspace.empty((count, self._n, self._n), self._spare.dtype, self._spare.device)
 
-    def _eye(self) -> torch.Tensor:
+    def _identity_matrix(self) -> torch.Tensor:
         if self._identity is None:
-            self._identity = torch.eye(self._n, out=self._square(1)[0])
+            self._identity = torch.eye(self._n, out=self._allocate_small(1)[0])
         return self._identity
 
 

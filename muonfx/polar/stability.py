@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import torch
 
-from muonfx.internal.tracing import called_once
+from muonfx.internal.tracing import called_once, untraced
 from muonfx.polar.coefficients import Step
 
 TOLERANCE = 1.125
@@ -70,12 +70,12 @@ def stable_restarts(
 
     `safety` divides the input.
     """
-    every_step = tuple(range(1, len(steps)))
-    two_at_the_end = every_step[:-1]  # no later step amplifies the overshoot of a last stage of two steps
-    for restarts in (wanted, two_at_the_end):
+    after_every_step = tuple(range(1, len(steps)))
+    last_two_together = after_every_step[:-1]  # no later step amplifies what the last stage overshoots
+    for restarts in (wanted, last_two_together):
         if largest(steps, restarts, safety, dtype) <= TOLERANCE:
             return restarts
-    return every_step
+    return after_every_step
 
 
 @functools.lru_cache(maxsize=4096)
@@ -86,57 +86,47 @@ def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, 
     """
     top = (1 + unit) / safety
     cuts = (0, *restarts, len(steps))
-    for start, end in itertools.pairwise(cuts):
-        top = _after(steps[start:end], top, _SHARE * (end - start) * unit)
-        if not top <= _DIVERGED:  # also for NaN
-            return math.inf
+    with untraced():
+        for start, end in itertools.pairwise(cuts):
+            top = _after_stage(steps[start:end], top, _SHARE * (end - start) * unit)
+            if not top <= _DIVERGED:  # also for NaN
+                return math.inf
     return top
 
 
-def _after(steps: Sequence[Step], top: float, error: float) -> float:
-    """Bound singular values that begin in `[0, top]`, after steps on a Gram matrix with this relative `error`."""
-    # Follows `muonfx.polar.iteration.composed` to first order on a grid of singular values s: the eigenvalues r and q
-    # of `R` and `Q`, and bounds of their errors. An error of a polynomial `G` counts once, in `Q`, since `R` is updated
-    # with the same `G`.
-    grid = _grid(top)
-    # In the comprehensions, gs, rs and qs are the values of g, r and q at one s, and ge, re and qe their errors.
-    r = [s * s for s in grid]
-    r_error = [error * top * top] * len(grid)
-    q = [1.0] * len(grid)
-    q_error = [0.0] * len(grid)
-    for index, step in enumerate(steps):
-        g, g_error = _polynomial(step, r, r_error, error)
+def _after_stage(steps: Sequence[Step], top: float, error: float) -> float:
+    """Bound singular values that begin in `[0, top]`, after steps on one Gram matrix.
+
+    `error` is the relative error of a rounded product. The function follows `muonfx.polar.iteration.composed` to first
+    order, on a grid of singular values `s`: `r` and `q` are eigenvalues of the matrices `R` and `Q`, and `r_error` and
+    `q_error` bound their errors.
+    """
+    s = _grid(top)
+    r = s * s
+    r_error = error * top * top
+    q = torch.ones_like(s)
+    q_error = torch.zeros_like(s)
+    for index, (a, b, c) in enumerate(steps):
+        # G = a I + b R + c R^2
+        g = a + r * (b + c * r)
+        g_error = (b + 2 * c * r).abs() * r_error + error * (g - a).abs().max()
         if index + 1 < len(steps):
-            r, r_error = _next_gram(g, r, r_error, error)
-        q_error = [abs(gs) * qe + abs(qs) * ge for gs, qe, qs, ge in zip(g, q_error, q, g_error, strict=True)]
-        q = [gs * qs for gs, qs in zip(g, q, strict=True)]
-        if index > 0:  # the first `Q` is `G` itself, without a product that rounds
-            rounding = error * max([abs(qs - q[0]) for qs in q])
-            q_error = [qe + rounding for qe in q_error]
-    bounds = [(abs(qs) + qe) * s for qs, qe, s in zip(q, q_error, grid, strict=True)]
-    return (1 + error) * max(bounds)
+            # R <- G (G R), in two rounded products. The error of G counts once, in Q: R is updated with the same G.
+            inner_rounding = error * (g * r).abs().max()
+            new_r = g * g * r
+            r_error = g * g * r_error + g.abs() * inner_rounding + error * new_r.max()
+            r = new_r
+        # Q <- G Q. The first Q is G itself, without a product that rounds.
+        q_error = g.abs() * q_error + q.abs() * g_error
+        q = g * q
+        if index > 0:
+            q_error = q_error + error * (q - q[0]).abs().max()
+    bounds = (q.abs() + q_error) * s
+    return (1 + error) * float(bounds.max())
 
 
-def _grid(top: float) -> list[float]:
+def _grid(top: float) -> torch.Tensor:
     """Return singular values in `[0, top]`: equidistant ones, and ones down to `top / 1000` with equal ratios."""
     linear = [top * i / _POINTS for i in range(_POINTS + 1)]
     geometric = [top * 10 ** (-3 * i / _POINTS) for i in range(_POINTS)]
-    return linear + geometric
-
-
-def _polynomial(step: Step, r: list[float], r_error: list[float], error: float) -> tuple[list[float], list[float]]:
-    """Return the eigenvalues of `G = a I + b R + c R^2`, and bounds of their errors."""
-    a, b, c = step
-    g = [a + rs * (b + c * rs) for rs in r]
-    rounding = error * max([abs(gs - a) for gs in g])
-    g_error = [abs(b + 2 * c * rs) * re + rounding for rs, re in zip(r, r_error, strict=True)]
-    return g, g_error
-
-
-def _next_gram(g: list[float], r: list[float], r_error: list[float], error: float) -> tuple[list[float], list[float]]:
-    """Return the eigenvalues of `G (G R)`, and bounds of their errors: both products are rounded."""
-    inner_rounding = error * max([abs(gs * rs) for gs, rs in zip(g, r, strict=True)])
-    new_r = [gs * gs * rs for gs, rs in zip(g, r, strict=True)]
-    outer_rounding = error * max(new_r)
-    new_error = [gs * gs * re + abs(gs) * inner_rounding + outer_rounding for gs, re in zip(g, r_error, strict=True)]
-    return new_r, new_error
+    return torch.tensor(linear + geometric, dtype=torch.float64, device="cpu")

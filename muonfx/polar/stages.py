@@ -52,10 +52,13 @@ def staged(steps: Sequence[Step], restarts: Sequence[int], mean: float | None, a
     Gram matrix, and `aspect`, the long side divided by the short side. It is 0 if `mean` is None.
     """
     cuts = (0, *restarts, len(steps))
-    return tuple(
-        GramStage(tuple(steps[start:end]), 0.0 if mean is None else _mean_after(tuple(steps[:start]), mean, aspect))
-        for start, end in itertools.pairwise(cuts)
-    )
+    stages: list[GramStage] = []
+    for start, end in itertools.pairwise(cuts):
+        center = 0.0
+        if mean is not None:
+            center = _mean_after(tuple(steps[:start]), mean, aspect)
+        stages.append(GramStage(tuple(steps[start:end]), center))
+    return tuple(stages)
 
 
 @called_once  # a tracer calls this once and keeps the answer
@@ -67,21 +70,24 @@ def _mean_after(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
 def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
     """Return the mean eigenvalue of `X X^T` after `steps`, for a Gaussian `X` whose mean eigenvalue was `mean`."""
     # Gauss-Chebyshev quadrature of the second kind of the Marchenko-Pastur law: with eigenvalues at
-    # `middle + half * cos(t)` its weight is `sin(t)^2` over the eigenvalue.
+    # `middle + half_width * cos(t)` its weight is `sin(t)^2` over the eigenvalue.
     points = 256
-    middle, half = 1 + 1 / aspect, 2 / math.sqrt(aspect)
-    total = weighted = 0.0
+    middle = 1 + 1 / aspect
+    half_width = 2 / math.sqrt(aspect)
+    sum_of_weights = 0.0
+    weighted_sum = 0.0
     for k in range(1, points + 1):
         angle = math.pi * k / (points + 1)
-        eigenvalue = middle + half * math.cos(angle)
+        eigenvalue = middle + half_width * math.cos(angle)
         weight = math.sin(angle) ** 2 / eigenvalue
-        total += weight
-        weighted += weight * _eigenvalue_after(steps, min(mean * eigenvalue, 1.0))
-    center = weighted / total
+        sum_of_weights += weight
+        weighted_sum += weight * _eigenvalue_after(steps, min(mean * eigenvalue, 1.0))
+    center = weighted_sum / sum_of_weights
     return center if 0 <= center <= 4 else 0.0  # diverging polynomials have no useful center
 
 
 def _eigenvalue_after(steps: Sequence[Step], r: float) -> float:
+    """Return the eigenvalue of `X X^T` after `steps` that begins at `r`: each step multiplies it by `g(r)^2`."""
     for a, b, c in steps:
         g = a + r * (b + c * r)
         r *= g * g

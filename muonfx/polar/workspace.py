@@ -54,8 +54,9 @@ class Workspace:
         """Return an uninitialized tensor, in the reused memory if it fits. Do not use it after the next `clear`."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
-        start, size = self._used, math.prod(shape) * dtype.itemsize
-        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        start = self._used
+        size = math.prod(shape) * dtype.itemsize
+        self._used += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
         if self._memory is None or self._used > self.nbytes:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return self._memory[start : start + size].view(dtype).view(shape)

@@ -87,9 +87,11 @@ def _selected(laws: Iterable[str | LawFunction]) -> list[Law]:
     return [law for name, law in LAWS.items() if name in names]
 
 
-# Leaves of 0 to 3 dims, and of 2 and 3 dims only.
-_GENERAL = {"w": (2, 3), "b": (2,), "s": (), "k": (2, 1, 2), "empty": (0, 3)}
-_MATRICES = {"w": (2, 3), "k": (2, 1, 2), "empty": (0, 3)}
+_SHAPES_OF_RANKS = {
+    (0, 4): {"w": (2, 3), "b": (2,), "s": (), "k": (2, 1, 2), "empty": (0, 3)},
+    (2, 4): {"w": (2, 3), "k": (2, 1, 2), "empty": (0, 3)},
+}
+"""By the minimal and maximal number of dims of leaves: the shapes on which a transform is tried."""
 
 
 @functools.cache
@@ -107,9 +109,11 @@ def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
         TypeError: the transform raises an error on both trees; the message contains both errors.
 
     >>> import muonfx as mfx
-    >>> from hypothesis import find
-    >>> find(suitable_params(mfx.orthogonalize()), lambda example: True).params
-    {}
+    >>> from hypothesis import given
+    >>> @given(suitable_params(mfx.orthogonalize()))
+    ... def has_matrices(example):
+    ...     assert all(leaf.ndim >= 2 for leaf in mfx.tree.tensors(example.params))
+    >>> has_matrices()
     """
     return _strategy(_suitable_ranks(tx))
 
@@ -124,7 +128,7 @@ def _suitable_ranks(tx: Transform) -> tuple[int, int]:
     """Return the minimal and maximal number of dims of the leaves that the transform accepts: (0, 4) or (2, 4)."""
     _require_transform(tx)
     errors: list[str] = []
-    for shapes, ranks in ((_GENERAL, (0, 4)), (_MATRICES, (2, 4))):
+    for ranks, shapes in _SHAPES_OF_RANKS.items():
         params, steps = Example.of(shapes, steps=1)
         try:
             tx.update(steps[0], tx.init(params), params)
@@ -182,18 +186,20 @@ class _Examples:
 
         The drawn examples are evenly spaced from the largest to smaller ones.
         """
-        number = math.ceil(len(self.pool) * share)
-        standard = self.standard[: max(math.ceil(number / 2), number - len(self.drawn))]
-        number_drawn = number - len(standard)
-        spaced = [self.drawn[-1 - index * len(self.drawn) // number_drawn] for index in range(number_drawn)]
-        return [*standard, *spaced]
+        count = math.ceil(len(self.pool) * share)
+        standard_count = max(math.ceil(count / 2), count - len(self.drawn))
+        examples = self.standard[:standard_count]
+        drawn_count = count - len(examples)
+        for index in range(drawn_count):
+            examples.append(self.drawn[-1 - index * len(self.drawn) // drawn_count])
+        return examples
 
     def smallest_violation(self, law: Law, check: Check, violation: LawViolation) -> LawViolation:
-        """Return the violation of the smallest example that breaks the law: shrunk, drawn or a part of the given."""
-        found = None
+        """Return the violation on the smallest example that breaks the law: shrunk, drawn, or one leaf of the first."""
+        shrunk = None
         if law.share >= SLOW:
-            found = _shrunk(check, self.strategy, self.number, self.seed)
-        return found or _smallest_drawn(check, self.pool) or _smallest_part(check, violation.example) or violation
+            shrunk = _shrunk(check, self.strategy, self.number, self.seed)
+        return shrunk or _smallest_unshrunk(check, self.pool, violation.example) or violation
 
 
 def _size(example: Example) -> tuple[int, int]:
@@ -275,18 +281,23 @@ def check_transform(
 
 
 def _check_law(law: Law, tx: Transform, examples: _Examples, options: dict[str, Any]) -> int:
-    """Check one law, and return the number of examples on which it was checked."""
+    """Check one law, and return the number of examples on which it was checked.
 
-    def check(example: Example) -> None:
-        law.check(tx, *example, **options)
-
-    chosen = examples.share(law.share)
+    Raises:
+        LawViolation: the law does not hold; with the smallest example that shows it.
+    """
+    check = functools.partial(_check_example, law, tx, options)
+    examples_of_law = examples.share(law.share)
     try:
-        for example in chosen:
+        for example in examples_of_law:
             check(example)
     except LawViolation as violation:
         raise examples.smallest_violation(law, check, violation) from violation.__cause__
-    return len(chosen)
+    return len(examples_of_law)
+
+
+def _check_example(law: Law, tx: Transform, options: dict[str, Any], example: Example) -> None:
+    law.check(tx, *example, **options)
 
 
 def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> None:
@@ -331,39 +342,35 @@ SLOW = 0.05
 """A law checked on less than this share of the examples is too slow for hypothesis to shrink a counterexample."""
 
 
-def _smallest_drawn(check: Check, pool: list[Example]) -> LawViolation | None:
-    """Return the `LawViolation` of the smallest drawn example that breaks a law, if it is among the ten smallest."""
-    with_tensors = [example for example in pool if any(_size(example))]
-    return _first_violation(check, sorted(with_tensors, key=_size)[:10])
+def _smallest_unshrunk(check: Check, pool: list[Example], example: object) -> LawViolation | None:
+    """Return the `LawViolation` of the smallest example that breaks a law: one of the pool, or one leaf of an example.
 
-
-def _smallest_part(check: Check, example: object) -> LawViolation | None:
-    """Return the `LawViolation` of one leaf of an example, if its parameters are a dict and one leaf breaks the law."""
-    if not isinstance(example, Example) or not isinstance(example.params, dict):
-        return None
-    parts: list[Example] = []
-    for name, leaf in example.params.items():
-        steps_of_leaf = [{name: grads[name]} for grads in example.steps]
-        parts.append(Example({name: leaf}, steps_of_leaf))
-    return _first_violation(check, sorted(parts, key=_size))
-
-
-def _first_violation(check: Check, examples: list[Example]) -> LawViolation | None:
-    for example in examples:
+    Only ten examples are tried, because this is for laws that are slow.
+    """
+    candidates = _single_leaves(example)
+    candidates += [drawn for drawn in pool if any(_size(drawn))]
+    for candidate in sorted(candidates, key=_size)[:10]:
         try:
-            check(example)
+            check(candidate)
         except LawViolation as violation:
             return violation
     return None
+
+
+def _single_leaves(example: object) -> list[Example]:
+    """Return an example with one leaf for each leaf of an example whose parameters are a dict; else none."""
+    if not isinstance(example, Example) or not isinstance(example.params, dict):
+        return []
+    return [example.map_trees(lambda values, name=name: {name: values[name]}) for name in example.params]
 
 
 def _shrunk(check: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> LawViolation | None:
     """Return the `LawViolation` of the smallest example that hypothesis finds by shrinking, or None if none fails."""
     try:
         _for_each(check, strategy, max(number, 100), seed)
-    except LawViolation as found:
+    except LawViolation as violation:
         # A new object, without hypothesis' notes about the same example.
-        return LawViolation(found.law, found.tx, found.leaf, found.found, found.example)
+        return LawViolation(violation.law, violation.tx, violation.leaf, violation.found, violation.example)
     except hypothesis.errors.Flaky:  # the law fails only sometimes, so no example can be shrunk
         pass
     return None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from muonfx.core import Transform, chain
+from muonfx.core import Transform
 from muonfx.testing.examples import Example
 from muonfx.testing.violation import Breach, LawViolation
 from muonfx.tree import PyTree
@@ -52,13 +52,6 @@ LAWS: dict[str, Law] = {}
 """Every law by name. They are checked in this order, because a failure of an early law explains later failures."""
 
 
-def rough_chain(*transforms: Transform | tuple[str, Transform]) -> Transform:
-    """Return a chain without the warning about its order, because laws put a scale after any transform."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "chain: .* comes before .*", UserWarning)
-        return chain(*transforms)
-
-
 @contextmanager
 def without_torchs_own_warnings() -> Generator[None]:
     """Ignore torch's warnings about its own use of ``torch.jit``, in forward mode and inductor."""
@@ -70,22 +63,23 @@ def without_torchs_own_warnings() -> Generator[None]:
 
 def _check_one(function: Callable[..., None], tx: Transform, example: Example, options: dict[str, Any]) -> None:
     """Check a law on a copy of one example, and raise every error as `LawViolation`."""
+    name = function.__name__
     try:
         function(tx, *example.clone(), **options)
     except LawViolation:
         raise
     except Breach as breach:
-        raise LawViolation(function.__name__, tx, breach.leaf, breach.found, example) from None
+        raise LawViolation(name, tx, breach.leaf, breach.found, example) from None
     except Exception as error:
         # Tracers append pages of advice, so only the first paragraph is shown; the cause has the whole message.
-        first = " ".join(str(error).split("\n\n")[0].split())
-        found = f"raised {type(error).__name__}: {first}"
-        raise LawViolation(function.__name__, tx, None, found, example) from error
+        paragraph = str(error).split("\n\n")[0]
+        message = " ".join(paragraph.split())
+        raise LawViolation(name, tx, None, f"raised {type(error).__name__}: {message}", example) from error
 
 
 def law(
     *,
-    on: Callable[[Example], Example | list[Example]] = Example.clone,
+    on: Callable[[Example], Example | list[Example]] = lambda example: example,
     unless: Callable[[Transform], str | None] = lambda tx: None,
     share: float = 1.0,
 ) -> Callable[[Callable[..., None]], LawFunction]:
@@ -123,13 +117,16 @@ def law(
         """Add the law to `LAWS`, and return the function that checks it on every prepared example."""
 
         @functools.wraps(function)
-        def checked(tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
-            prepared = on(Example(params, list(steps)))
-            for example in prepared if isinstance(prepared, list) else [prepared]:
+        def check(tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
+            examples = on(Example(params, list(steps)))
+            if isinstance(examples, Example):
+                examples = [examples]
+            for example in examples:
                 _check_one(function, tx, example, options)
 
+        name = function.__name__
         family = function.__module__.rpartition(".")[2]
-        LAWS[function.__name__] = Law(function.__name__, checked, family, unless, share)
-        return checked
+        LAWS[name] = Law(name, check, family, why_not=unless, share=share)
+        return check
 
     return decorate

@@ -47,19 +47,22 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     def trapezoid(peak: float, up: int, down: int, flat: int) -> sch.Schedule:
         return sch.warmup_stable_decay_schedule(peak, up, down, up + flat + down)
 
+    def cosine(peak: float, up: int, down: int) -> sch.Schedule:
+        return sch.warmup_cosine_decay_schedule(peak, up, up + down)
+
+    def joined(first: sch.Schedule, second: sch.Schedule, boundary: int) -> sch.Schedule:
+        return sch.join_schedules([first, second], [boundary])
+
     simple: Strategy = st.one_of(
         st.builds(sch.constant_schedule, values),
         st.builds(sch.linear_schedule, values, values, lengths),
         st.builds(sch.cosine_decay_schedule, values, lengths, values),
-        st.builds(
-            lambda peak, up, more: sch.warmup_cosine_decay_schedule(peak, up, up + more), values, lengths, lengths
-        ),
+        st.builds(cosine, values, lengths, lengths),
         st.builds(trapezoid, values, lengths, lengths, lengths),
         # Not from 0: growth overflows at late steps, and zero times infinity is NaN, which is refused.
         st.builds(sch.exponential_decay, st.sampled_from((0.125, 0.5)), st.integers(1, 3), st.sampled_from((0.5, 2.0))),
     )
-    joined = st.builds(lambda a, b, at: sch.join_schedules([a, b], [at]), simple, simple, st.integers(1, 3))
-    return simple | joined
+    return simple | st.builds(joined, simple, simple, st.integers(1, 3))
 
 
 def halve(updates: PyTree, params: PyTree) -> PyTree:
@@ -140,18 +143,19 @@ _BY_NAME: dict[str, Strategy] = {
 """A dict from the name of an argument to its strategy, for arguments that mean the same in every factory."""
 
 
-def _drawn(factory: Callable[..., Transform], **own: Strategy) -> st.SearchStrategy[Transform]:
-    """Return a strategy that draws transforms of one factory, with the strategies ``own`` for some arguments.
+def _drawn(factory: Callable[..., Transform], **strategies: Strategy) -> st.SearchStrategy[Transform]:
+    """Return a strategy that draws transforms of one factory, with the given strategies for some arguments.
 
     Another argument uses the shared strategy for its name. Without one, booleans are drawn and other defaults stay.
     """
-    drawn = dict(own)
     for name, parameter in inspect.signature(factory).parameters.items():
-        by_default = st.booleans() if isinstance(parameter.default, bool) else None
-        strategy = _BY_NAME.get(name, by_default)
-        if strategy is not None:
-            drawn.setdefault(name, strategy)
-    return st.builds(factory, **drawn)
+        if name in strategies:
+            continue
+        if name in _BY_NAME:
+            strategies[name] = _BY_NAME[name]
+        elif isinstance(parameter.default, bool):
+            strategies[name] = st.booleans()
+    return st.builds(factory, **strategies)
 
 
 _MOMENTA = st.one_of(
@@ -236,13 +240,13 @@ _ARGUMENTS: dict[str, Strategy] = {
     ),
     "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
     "reduce_on_plateau": st.builds(
-        lambda *given: with_value(contrib.reduce_on_plateau(*given)),
+        contrib.reduce_on_plateau,
         st.sampled_from((0.5, 0.1)),
         st.integers(1, 2),
         st.just(1e-4),
         st.just(0.0),
         st.integers(0, 2),
-    ),
+    ).map(with_value),
 }
 
 
@@ -277,8 +281,15 @@ def transforms(names: Iterable[str] | None = None, *, matrices: bool = False) ->
     scale(factor=1.0)
     """
     if names is None:
-        names = [name for name in _ARGUMENTS if matrices or name not in MATRIX_ONLY]
+        names = _names(matrices)
     return st.one_of([_ARGUMENTS[name] for name in names])
+
+
+def _names(matrices: bool) -> list[str]:
+    """Return the names of all factories; without ``matrices``, of those whose transforms accept any tree."""
+    if matrices:
+        return list(_ARGUMENTS)
+    return [name for name in _ARGUMENTS if name not in MATRIX_ONLY]
 
 
 def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> st.SearchStrategy[list[Transform]]:
@@ -294,7 +305,7 @@ def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> s
     [identity()]
     """
     # master_params applies a whole chain to its copy of the parameters, so it cannot be a member of another chain.
-    names = [name for name in _ARGUMENTS if name != "master_params" and (matrices or name not in MATRIX_ONLY)]
+    names = [name for name in _names(matrices) if name != "master_params"]
     return st.lists(transforms(names), min_size=min_size, max_size=max_size).filter(_is_sensible)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,13 +60,18 @@ def shown(leaf: object) -> str:
         return f"{text} on {leaf.device}"
     if not leaf.is_contiguous():
         text += f" strides {leaf.stride()}"
-    return f"{text} {_rounded(leaf.detach().tolist())}" if 0 < leaf.numel() <= 12 else text
+    if 0 < leaf.numel() <= 12:
+        text += f" {_rounded(leaf.detach().tolist())}"
+    return text
 
 
 def _rounded(values: object) -> Any:
+    """Return a number, or nested lists of numbers, with floats rounded to five digits."""
     if isinstance(values, list):
         return [_rounded(value) for value in values]
-    return float(f"{values:.5g}") if isinstance(values, float) else values
+    if isinstance(values, float):
+        return float(f"{values:.5g}")
+    return values
 
 
 def bits_equal(a: Tensor, b: Tensor) -> bool:
@@ -84,18 +89,24 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     """Return True if two tensors differ by at most ``tolerance`` times their largest magnitude; NaN equals NaN."""
+    if bits_equal(a, b):  # usual, and faster to see
+        return True
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if a.numel() == 0:
-        return True
-    x, y = a.detach().double(), b.detach().double()
-    largest = max(float(v.nan_to_num(0.0, 0.0, 0.0).abs().max()) for v in (x, y))
-    return torch.allclose(x, y, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+    a = a.detach().double()
+    b = b.detach().double()
+    largest = max(_largest_finite(a), _largest_finite(b))
+    return torch.allclose(a, b, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+
+
+def _largest_finite(x: Tensor) -> float:
+    """Return the largest magnitude of the finite elements of a nonempty tensor, or 0."""
+    return float(x.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _compare(
     what: str,
-    found: PyTree,
+    results: PyTree,
     expected: PyTree,
     expected_is: str,
     same: Callable[[Tensor, Tensor], bool],
@@ -103,17 +114,19 @@ def _compare(
 ) -> None:
     """Raise `Breach` (a failed law) unless two trees have one structure and each pair of tensors satisfies ``same``.
 
-    ``what`` names the found tree and ``expected_is`` the expected tree in the message.
+    ``what`` names the tree of results and ``expected_is`` the expected tree in the message.
     """
-    found_leaves, found_structure = tree.flatten(found)
-    structure = tree.flatten(expected)[1]
-    if found_structure != structure:
-        raise Breach(what, f"the tree is {found_structure}, expected the structure of {expected_is}, {structure}")
-    for found_leaf, (name, leaf) in zip(found_leaves, tree.named_leaves(expected), strict=True):
-        if _equal_leaves(found_leaf, leaf, same):
+    leaves, structure = tree.flatten(results)
+    expected_leaves, expected_structure = tree.flatten(expected)
+    if structure != expected_structure:
+        text = f"the tree is {structure}, expected the structure of {expected_is}, {expected_structure}"
+        raise Breach(what, text)
+    for number, (leaf, expected_leaf) in enumerate(zip(leaves, expected_leaves, strict=True)):
+        if _equal_leaves(leaf, expected_leaf, same):
             continue
-        text = f"found {describe(found_leaf)}, expected as {expected_is} {describe(leaf)}"
-        if _is_narrower(found_leaf, leaf):
+        name = tree.names(expected)[number]
+        text = f"found {describe(leaf)}, expected as {expected_is} {describe(expected_leaf)}"
+        if _is_narrower(leaf, expected_leaf):
             text += ": it was narrowed"
         raise Breach(f"{what} {name!r}", text)
 
@@ -132,25 +145,26 @@ def _equal_leaves(a: object, b: object, same: Callable[[Tensor, Tensor], bool]) 
     return a is b or a == b
 
 
-def require_same(what: str, found: PyTree, expected: PyTree, expected_is: str) -> None:
+def require_same(what: str, results: PyTree, expected: PyTree, expected_is: str) -> None:
     """Raise `Breach` (a failed law) unless two trees are bitwise equal. ``what`` and ``expected_is`` name the trees."""
-    _compare(what, found, expected, expected_is, bits_equal)
+    _compare(what, results, expected, expected_is, bits_equal)
 
 
-def require_close(what: str, found: PyTree, expected: PyTree, expected_is: str, tolerance: float) -> None:
+def require_close(what: str, results: PyTree, expected: PyTree, expected_is: str, tolerance: float) -> None:
     """Raise `Breach` (a failed law) unless two trees agree within a tolerance, relative to each leaf's maximum."""
-    _compare(what, found, expected, expected_is, lambda a, b: is_close(a, b, tolerance))
+    _compare(what, results, expected, expected_is, lambda a, b: is_close(a, b, tolerance))
 
 
-def require_spec(what: str, found: PyTree, expected: PyTree, expected_is: str, *, devices: bool = True) -> None:
+def require_spec(what: str, results: PyTree, expected: PyTree, expected_is: str, *, devices: bool = True) -> None:
     """Raise `Breach` (a failed law) unless two trees agree in structure, shapes, dtypes and, optionally, devices."""
 
-    def traits(leaf: object) -> str:
+    def spec(leaf: object) -> str:
         if not isinstance(leaf, Tensor):
             return repr(leaf)
-        return f"{leaf.dtype} {tuple(leaf.shape)}" + f" on {leaf.device}" * devices
+        text = f"{leaf.dtype} {tuple(leaf.shape)}"
+        return f"{text} on {leaf.device}" if devices else text
 
-    _compare(what, found, expected, expected_is, lambda a, b: traits(a) == traits(b), traits)
+    _compare(what, results, expected, expected_is, lambda a, b: spec(a) == spec(b), spec)
 
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
@@ -164,10 +178,10 @@ def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
         if leaf.is_floating_point() and leaf.ndim:
             dtypes.add(leaf.dtype)
     for value in values_within(tx):
-        if isinstance(value, QuantizedDtype):
-            dtypes |= {codec.book.dtype for codec in value.resolved[:2]}
-        elif isinstance(value, torch.dtype):
+        if isinstance(value, torch.dtype):
             dtypes.add(value)
+        elif isinstance(value, QuantizedDtype):
+            dtypes |= {codec.book.dtype for codec in value.resolved[:2]}
     # 0.25 for eight-bit codes, because the last bit of an fp32 value can decide between two neighbouring codes.
     tolerances = [TOLERANCES.get(dtype, 0.25) for dtype in dtypes]
     return max(tolerances, default=TOLERANCES[torch.float64])
@@ -176,10 +190,15 @@ def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
 def values_within(value: Any) -> Iterator[Any]:
     """Yield a value and all values inside it, recursively: the arguments of transforms and the items of containers."""
     yield value
-    inside = value.arguments if isinstance(value, Recorded) else value
-    if isinstance(inside, dict | tuple | list):
-        for item in inside.values() if isinstance(inside, dict) else inside:
-            yield from values_within(item)
+    if isinstance(value, Recorded):
+        value = value.arguments
+    items: Iterable[Any] = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, tuple | list):
+        items = value
+    for item in items:
+        yield from values_within(item)
 
 
 def widened(value: Any) -> Any:
@@ -189,7 +208,7 @@ def widened(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else value
     if type(value) in (tuple, list):
-        return type(value)(map(widened, value))
+        return type(value)([widened(item) for item in value])
     if type(value) is dict:
         return {key: widened(item) for key, item in value.items()}
     return value

@@ -14,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.testing.examples import Example, history
+from muonfx.testing.examples import Example, updates_of
 from muonfx.testing.law import law, without_torchs_own_warnings
 from muonfx.testing.laws.batching import _has_no_numbers
 from muonfx.testing.violation import Breach, widened
@@ -28,16 +28,18 @@ def _state_is_narrow(tx: Transform) -> str | None:
         state = widened(tx).init(probe)
     except Exception:  # the transform does not accept this tree; a real error is shown when the law is checked
         return None
-    held = [leaf.dtype for leaf in tree.tensors(state) if leaf.ndim and leaf.is_floating_point()]
-    if all(dtype == torch.float64 for dtype in held):
-        return None
-    return f"its state is {held[0]} for float64 parameters: rounding has no derivative"
+    for leaf in tree.tensors(state):
+        if leaf.ndim and leaf.is_floating_point() and leaf.dtype != torch.float64:
+            return f"its state is {leaf.dtype} for float64 parameters: rounding has no derivative"
+    return None
 
 
 def _joined(trees: PyTree) -> Tensor:
     """Return one vector of all elements of the floating tensors in a tree."""
-    found = [leaf.reshape(-1) for leaf in tree.tensors(trees) if leaf.is_floating_point()]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+    vectors = [leaf.reshape(-1) for leaf in tree.tensors(trees) if leaf.is_floating_point()]
+    if not vectors:
+        return torch.zeros(0, dtype=torch.float64)
+    return torch.cat(vectors)
 
 
 def _split_like(vector: Tensor, like: PyTree) -> PyTree:
@@ -55,7 +57,7 @@ def _of_gradients(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[F
     tx = widened(tx)
 
     def function(vector: Tensor) -> Tensor:
-        return _joined([updates for updates, _ in history(tx, params, _split_like(vector, steps))])
+        return _joined(updates_of(tx, params, _split_like(vector, steps)))
 
     return function, _joined(steps)
 
@@ -68,31 +70,48 @@ def _of_parameters(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[
         given_params = _split_like(vector, params)
         # The gradients depend on the parameters too, as those of a loss do.
         given_steps = [tree.map(lambda g, p: g + 0.1 * p, grads, given_params) for grads in steps]
-        return _joined([updates for updates, _ in history(tx, given_params, given_steps)])
+        return _joined(updates_of(tx, given_params, given_steps))
 
     return function, _joined(params)
 
 
 def _of_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
     """Return a function of a vector of changes of the numeric arguments to a vector of all updates, and zeros."""
+    with_changes, zeros = _with_changed_numbers(tx)
+
+    def function(vector: Tensor) -> Tensor:
+        return _joined(updates_of(with_changes(vector), params, steps))
+
+    return function, zeros
+
+
+def _of_gradients_and_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
+    """Return a function of a vector of gradients and of changes of numbers, as in both functions above."""
+    with_changes, zeros = _with_changed_numbers(tx)
+    gradients = _joined(steps)
+
+    def function(vector: Tensor) -> Tensor:
+        grads, changes = vector.split([len(gradients), len(zeros)])
+        return _joined(updates_of(with_changes(changes), params, _split_like(grads, steps)))
+
+    return function, torch.cat([gradients, zeros])
+
+
+def _with_changed_numbers(tx: Transform) -> tuple[Callable[[Tensor], Transform], Tensor]:
+    """Return a function from a vector of changes to the transform with changed numeric arguments, and a zero change."""
     leaves, treedef = tree.flatten(widened(tx))
     numbers = [torch.as_tensor(leaf, dtype=torch.float64) for leaf in leaves]
     values = _joined(numbers)
     # Scale by each number, so that finite differences take small steps even for an eps of 1e-8.
     units = torch.where(values == 0, 1e-3, values.abs())
 
-    def function(vector: Tensor) -> Tensor:
-        tx = tree.unflatten(treedef, _split_like(values + units * vector, numbers))
-        return _joined([updates for updates, _ in history(tx, params, steps)])
+    def with_changes(changes: Tensor) -> Transform:
+        return tree.unflatten(treedef, _split_like(values + units * changes, numbers))
 
-    return function, torch.zeros_like(values)
-
-
-def _smooth(example: Example) -> Example:
-    return example.smooth(2)
+    return with_changes, torch.zeros_like(values)
 
 
-@law(on=_smooth, unless=_state_is_narrow, share=0.1)
+@law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
 def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check the derivatives of two steps' updates with respect to all gradients, by finite differences.
 
@@ -102,7 +121,7 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
     _check(gradcheck, *_of_gradients(tx, params, steps))
 
 
-@law(on=_smooth, unless=_state_is_narrow, share=0.1)
+@law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
 def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check the derivatives of two steps' updates with respect to the initial parameters, by finite differences.
 
@@ -114,7 +133,7 @@ def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: li
     _check(gradcheck, *_of_parameters(tx, params, steps))
 
 
-@law(on=_smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.1)
+@law(on=Example.smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.1)
 def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check the derivatives of two steps' updates with respect to all numeric arguments, by finite differences.
 
@@ -124,32 +143,31 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
     _check(gradcheck, *_of_numbers(tx, params, steps))
 
 
-@law(on=_smooth, unless=_state_is_narrow, share=0.08)
+@law(on=Example.smooth, unless=_state_is_narrow, share=0.08)
 def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that ``torch.func.jvp`` and ``torch.func.vjp`` agree, for gradients and for hyperparameters.
+    """Check that ``torch.func.jvp`` and ``torch.func.vjp`` agree, by gradients and hyperparameters together.
+
+    For a random tangent ``t`` and cotangent ``c`` of the function with the Jacobian ``J``, both compute ``c^T J t``.
 
     >>> import muonfx as mfx
     >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    functions = {"gradients": _of_gradients(tx, params, steps)}
-    if _has_no_numbers(tx) is None:
-        functions["hyperparameters"] = _of_numbers(tx, params, steps)
-    for by, (function, at) in functions.items():
-        if not at.numel():
-            continue
-        generator = torch.Generator().manual_seed(1)
-        tangent = torch.randn(at.shape, dtype=at.dtype, generator=generator)
-        with without_torchs_own_warnings():
-            out, forward = torch.func.jvp(function, (at,), (tangent,))[:2]
-        cotangent = torch.randn(out.shape, dtype=out.dtype, generator=generator)
-        (backward,) = torch.func.vjp(function, at)[1](cotangent)
-        along, back = forward.dot(cotangent), tangent.dot(backward)
-        # If the exact derivative is zero, both results are rounding noise on the scale of the values.
-        noise = 1e-11 * (1.0 + float(out.norm() * cotangent.norm()))
-        size = float(forward.norm() * cotangent.norm() + tangent.norm() * backward.norm())
-        if not abs(float(along - back)) <= 1e-9 * size + noise:  # NaN fails too
-            found = f"by {by}, forward mode gives {float(along):.9g}, reverse mode {float(back):.9g}"
-            raise Breach(None, found)
+    function, point = _of_gradients_and_numbers(tx, params, steps)
+    if not point.numel():
+        return
+    generator = torch.Generator().manual_seed(1)
+    tangent = torch.randn(point.shape, dtype=point.dtype, generator=generator)
+    with without_torchs_own_warnings():
+        out, forward = torch.func.jvp(function, (point,), (tangent,))[:2]
+    cotangent = torch.randn(out.shape, dtype=out.dtype, generator=generator)
+    (backward,) = torch.func.vjp(function, point)[1](cotangent)
+    by_forward = float(forward.dot(cotangent))
+    by_reverse = float(tangent.dot(backward))
+    # If the exact derivative is zero, both results are rounding noise on the scale of the values.
+    noise = 1e-11 * (1.0 + float(out.norm() * cotangent.norm()))
+    size = float(forward.norm() * cotangent.norm() + tangent.norm() * backward.norm())
+    if not abs(by_forward - by_reverse) <= 1e-9 * size + noise:  # NaN fails too
+        raise Breach(None, f"forward mode gives {by_forward:.9g}, reverse mode {by_reverse:.9g}")
 
 
 @law(on=lambda example: example.smooth(1), unless=_state_is_narrow, share=0.05)

@@ -7,6 +7,7 @@ These laws check the options ``reads_params``, ``combinator``, ``resolve``, ``ro
 
 from __future__ import annotations
 
+import functools
 import warnings
 from math import prod
 from typing import Any
@@ -19,18 +20,16 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import stacked
 from muonfx.core.visit import resolve_within
-from muonfx.testing.examples import Example, history, on_meta, updates_of
+from muonfx.testing.examples import Example, accepts_names, history, on_meta, only_leaf, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import (
-    OTHERS_ABSENT,
     check_elements,
-    check_leaves,
     check_sums,
     enlarged,
     precise,
     wider_than,
 )
-from muonfx.testing.violation import Breach, require_close, require_same, tolerance_of
+from muonfx.testing.violation import Breach, require_close, require_same, require_spec, tolerance_of
 from muonfx.tree import PyTree
 
 
@@ -48,18 +47,20 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
     >>> import muonfx as mfx
     >>> params_are_not_read_where_declared_so(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    others = tree.map(lambda p: (p * -3 + 1).contiguous(), params)
-    state, elsewhere = tx.init(params), tx.init(others)
-    require_same("state at init, for other values of the parameters", elsewhere, state, "for these")
+    other_params = tree.map(lambda p: (p * -3 + 1).contiguous(), params)
+    state = tx.init(params)
+    state_of_others = tx.init(other_params)
+    require_same("state at init, for other values of the parameters", state_of_others, state, "for these")
     for step, grads in enumerate(steps):
         expected = tx.run(grads, state, params)
-        for what, given in (("without parameters", None), ("with others", others)):
-            found = tx.run(grads, state, given)
-            require_same(f"step {step}, {what}, (updates, state)", found, expected, "with the parameters")
-        state = expected[1]
+        without_params = tx.run(grads, state, None)
+        require_same(f"step {step}, without parameters, (updates, state)", without_params, expected, "with them")
+        with_others = tx.run(grads, state, other_params)
+        require_same(f"step {step}, with other parameters, (updates, state)", with_others, expected, "with these")
+        _, state = expected
 
 
-@law(on=lambda example: example.shortened().clone(), share=0.1)
+@law(on=Example.shortened, share=0.1)
 def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that the insertion order of dicts in the trees does not change the update of any leaf.
 
@@ -71,35 +72,32 @@ def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTr
     """
     _check_order(tx, params, steps)
     twice = {"z": params, "a": params}  # so that at least one dict has two items
-    try:
-        tx.init(twice)
-    except (KeyError, TypeError, ValueError):  # it accepts certain names only
-        return
-    _check_order(tx, twice, [{"z": grads, "a": grads} for grads in steps])
+    if accepts_names(tx, twice):
+        _check_order(tx, twice, [{"z": grads, "a": grads} for grads in steps])
 
 
 def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) if the update of a leaf depends on the order of items in one of the trees."""
-    expected = history(tx, params, steps)
+    expected = [dict(tree.named_leaves(results)) for results in history(tx, params, steps)]
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
-    # Whether the dicts of (gradients, parameters, state) are reversed.
     cases = {
-        "all dicts": (True, True, True),
-        "the gradients' dicts": (True, False, False),
-        "the parameters' dicts": (False, True, False),
-        "the state's dicts": (False, False, True),
+        "all dicts": ("gradients", "parameters", "state"),
+        "the gradients' dicts": ("gradients",),
+        "the parameters' dicts": ("parameters",),
+        "the state's dicts": ("state",),
     }
-    for which, (of_grads, of_params, of_state) in cases.items():
-        case_params = _reversed(params) if of_params else params
+    for dicts, reversed_trees in cases.items():
+        case_params = _reversed(params) if "parameters" in reversed_trees else params
         state = tx.init(case_params)
         for step, grads in enumerate(steps):
-            case_grads = _reversed(grads) if of_grads else grads
-            case_state = _reversed(state) if of_state else state
-            results = tx.update(case_grads, case_state, case_params)
-            by_name = [dict(tree.named_leaves(values)) for values in (results, expected[step])]
-            what = f"step {step}, with {which} in the other order, (updates, state)"
-            require_close(what, by_name[0], by_name[1], "in this order", tolerance)
-            state = results[1]
+            if "gradients" in reversed_trees:
+                grads = _reversed(grads)
+            if "state" in reversed_trees:
+                state = _reversed(state)
+            updates, state = tx.update(grads, state, case_params)
+            results = dict(tree.named_leaves((updates, state)))
+            what = f"step {step}, with {dicts} in the other order, (updates, state)"
+            require_close(what, results, expected[step], "in this order", tolerance)
 
 
 def _reversed(values: PyTree) -> PyTree:
@@ -124,11 +122,12 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
     >>> import muonfx as mfx
     >>> element_transforms_see_no_shape(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    resolved = resolve_within(tx, on_meta(params))
     whole = updates_of(tx, params, steps)
-    found = updates_of(resolved, *Example(params, steps).map(torch.flatten))
     expected = [tree.map(torch.flatten, updates) for updates in whole]
-    require_close("updates of flattened leaves", found, expected, "the whole's, flattened", tolerance_of(tx, whole))
+    resolved = resolve_within(tx, on_meta(params))  # the choices by shape are made before leaves are flattened
+    flat_params, flat_steps = Example(params, steps).map(torch.flatten)
+    results = updates_of(resolved, flat_params, flat_steps)
+    require_close("updates of flattened leaves", results, expected, "the whole's, flattened", tolerance_of(tx, whole))
 
 
 @law(on=lambda example: enlarged(precise(example)), share=0.08)
@@ -144,12 +143,24 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
     if tx.locality is Locality.ELEMENT:
         check_elements(tx, params, steps)
     elif tx.locality in (Locality.MATRIX, Locality.LEAF):
-        check_leaves(tx, params, steps, OTHERS_ABSENT)
-    # Each update has the shape of its gradient.
-    for grads, (updates, _) in zip(steps, history(tx, params, steps), strict=True):
-        for (name, grad), update in zip(tree.named_leaves(grads), tree.leaves(updates), strict=True):
-            if isinstance(update, Tensor) and update.shape != grad.shape:
-                raise Breach(f"updates {name!r}", f"has shape {tuple(update.shape)}, expected {tuple(grad.shape)}")
+        _check_leaves_alone(tx, params, steps)
+    for step, updates in enumerate(updates_of(tx, params, steps)):
+        require_spec(f"step {step}, updates", updates, steps[step], "the gradients")
+
+
+def _check_leaves_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Raise `Breach` (a failed law) if a leaf has another update when all other leaves are None.
+
+    A rank that computes a single leaf has None in place of the others.
+    """
+    whole = history(tx, params, steps)
+    tolerance = tolerance_of(tx, whole)
+    for number in range(len(tree.leaves(params))):
+        results = updates_of(tx, *Example(params, steps).map_trees(functools.partial(only_leaf, number)))
+        for step, updates in enumerate(results):
+            what = f"step {step}, if the other leaves are None, the update of"
+            expected = only_leaf(number, whole[step][0])
+            require_close(what, only_leaf(number, updates), expected, "among the others", tolerance)
 
 
 @law(on=precise, unless=_without("resolve"), share=0.3)
@@ -173,7 +184,7 @@ def _does_not_round(tx: Transform) -> str | None:
     return "it declares no rounds_to" if tx.declaration.matrices.rounds_to is None else None
 
 
-@law(on=lambda example: example.dense(), unless=_does_not_round, share=0.5)
+@law(on=Example.dense, unless=_does_not_round, share=0.5)
 def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that no bit of the result changes if updates are first rounded to the declared dtype ``rounds_to``.
 
@@ -191,17 +202,13 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
             return leaf
         return leaf.to(narrow).to(leaf.dtype)
 
-    state = tx.init(params)
-    state_of_rounded = state
-    for step, grads in enumerate(steps):
-        updates, state = tx.run(grads, state, params)
-        updates_of_rounded, state_of_rounded = tx.run(tree.map(rounded, grads), state_of_rounded, params)
-        what = f"step {step}, updates of gradients rounded first"
-        require_same(what, updates_of_rounded, updates, "of the gradients")
+    usual = updates_of(tx, params, steps)
+    rounded_steps = [tree.map(rounded, grads) for grads in steps]
+    for step, updates in enumerate(updates_of(tx, params, rounded_steps)):
+        require_same(f"step {step}, updates of gradients rounded first", updates, usual[step], "of the gradients")
         rounded_updates = tree.map(rounded, updates)
-        require_same(
-            f"step {step}, updates, rounded", rounded_updates, updates, "as they are: they have no more digits"
-        )
+        unrounded = "as they are: they have no more digits"
+        require_same(f"step {step}, updates, rounded", rounded_updates, updates, unrounded)
 
 
 @law(on=lambda example: _stacked(precise(example)), share=0.2)
@@ -216,47 +223,47 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     >>> stacks_are_as_their_matrices(tx, *Example.of({"w": (4, 3)}))
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
-    tx_of_stacks, matrices = stacked(tx, shapes)
-    matrices = {name: matrix for name, matrix in matrices.items() if prod(shapes[name])}
-    if not matrices:
+    tx_of_stacks, matrix_shapes = stacked(tx, shapes)
+    matrix_shapes = {name: shape for name, shape in matrix_shapes.items() if prod(shapes[name])}
+    if not matrix_shapes:
         return
-    for name, (rows, columns) in matrices.items():
+    for name, (rows, columns) in matrix_shapes.items():
         if prod(shapes[name]) % (rows * columns):
             raise Breach(f"{name!r}", f"of shape {shapes[name]} is not a stack of matrices of ({rows}, {columns})")
 
-    def as_dict(values: PyTree) -> dict[str, Tensor]:
-        return {name: leaf for name, leaf in tree.named_leaves(values) if name in matrices}
+    def as_stacks(values: PyTree) -> dict[str, Tensor]:
+        """Return the leaves that are stacks by name, with the shape (number, rows, columns)."""
+        leaves = dict(tree.named_leaves(values))
+        return {name: leaves[name].reshape(-1, *shape) for name, shape in matrix_shapes.items()}
 
-    params = as_dict(params)
-    steps = [as_dict(grads) for grads in steps]
     whole = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
+    expected = [as_stacks(updates) for updates in whole]
+    stacks = Example(params, steps).map_trees(as_stacks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
+        results = updates_of(tx_of_stacks, *stacks)
+        results_of_first = updates_of(tx_of_stacks, *stacks.map(_first_matrix))
+    require_close("updates of leaves as stacks", results, expected, "of the leaves", tolerance)
+    expected_of_first = tree.map(_first_matrix, expected)
+    what = "updates of the first matrix of each stack alone"
+    require_close(what, results_of_first, expected_of_first, "in the stack", tolerance * 1e2)
 
-    def as_stack(values: dict[str, Tensor], size: int | None = None) -> dict[str, Tensor]:
-        return {name: leaf.reshape(-1, *matrices[name])[:size] for name, leaf in values.items()}
 
-    def compare(what: str, size: int | None, expected_is: str, tolerance: float) -> None:
-        """Compare updates of stacks with those of whole leaves. ``size`` limits the stack; None is the whole."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
-            results = updates_of(tx_of_stacks, as_stack(params, size), [as_stack(grads, size) for grads in steps])
-        expected = [as_stack(updates, size) for updates in whole]
-        require_close(what, results, expected, expected_is, tolerance)
-
-    compare("updates of leaves as stacks", None, "of the leaves", tolerance)
-    compare("updates of the first matrix of each stack alone", 1, "in the stack", tolerance * 1e2)
+def _first_matrix(stack: Tensor) -> Tensor:
+    return stack[:1]
 
 
 def _stacked(example: Example) -> Example:
     """Return an example in which each leaf consists of three different matrices, joined along rows or a batch dim."""
 
-    def more(leaf: Tensor) -> Tensor:
+    def joined(leaf: Tensor) -> Tensor:
         if leaf.ndim < 2:
             leaf = leaf.reshape(1, -1)
-        parts = [leaf, 5.0 * leaf.roll(1, -1) - 0.5, leaf.flip(-1) + 0.25]
-        return torch.cat(parts, dim=0 if leaf.ndim == 2 else -3)
+        matrices = [leaf, 5.0 * leaf.roll(1, -1) - 0.5, leaf.flip(-1) + 0.25]
+        return torch.cat(matrices, dim=0 if leaf.ndim == 2 else -3)
 
-    return example.map(more)
+    return example.map(joined)
 
 
 def _calls_none(tx: Transform) -> str | None:
@@ -275,33 +282,33 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
     >>> from muonfx.testing import Example
     >>> own_work_is_of_its_own_locality(mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), *Example.of({"w": (2, 3)}))
     """
-    own = tx.declaration.combinator.own_locality
-    plain = tx.resolve(on_meta(params)).with_children(lambda part: _stand_in(tuple(tree.names(params))))
-    if own is Locality.ELEMENT:
-        check_elements(plain, params, steps)
-    elif own is Locality.TREE and "sum_over_leaves" in tx.extras.named:
-        check_sums(plain, params, steps)
+    names = tuple(tree.names(params))
+    around_halves = tx.resolve(on_meta(params)).with_children(lambda child: _halve_leaves(names))
+    own_locality = tx.declaration.combinator.own_locality
+    if own_locality is Locality.ELEMENT:
+        check_elements(around_halves, params, steps)
+    elif own_locality is Locality.TREE and "sum_over_leaves" in tx.extras.named:
+        check_sums(around_halves, params, steps)
     else:
-        history(plain, params, steps)
+        history(around_halves, params, steps)
 
 
 @transform(locality=Locality.ELEMENT)
-def _stand_in(names: tuple[str, ...]) -> Any:
-    """The transform that the law wraps: it multiplies updates by a number and checks the names of the leaves."""
+def _halve_leaves(names: tuple[str, ...]) -> Any:
+    """Multiply updates by -0.5, and raise `Breach` (a failed law) for a leaf that has none of the given names."""
 
-    def check(what: str, values: PyTree) -> None:
+    def check_names(what: str, values: PyTree) -> None:
         for name in tree.names(values):
             if name not in names:
-                raise Breach(
-                    f"{what} {name!r}", "passed to the inner transform, but the wrapper has no leaf of this name"
-                )
+                text = "passed to the inner transform, but the wrapper has no leaf of this name"
+                raise Breach(f"{what} {name!r}", text)
 
     def init(params: PyTree) -> EmptyState:
-        check("parameters", params)
+        check_names("parameters", params)
         return EmptyState()
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        check("updates", updates)
+        check_names("updates", updates)
         return tree.map(lambda u: u * -0.5, updates), state
 
     return init, update

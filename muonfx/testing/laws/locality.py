@@ -6,7 +6,7 @@ A transform reads no more than it declares: the element, its matrix, its leaf, o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,12 +17,20 @@ from muonfx import tree
 from muonfx.core import Locality, Transform
 from muonfx.core.transform import within
 from muonfx.core.visit import resolve_within, works_on_pieces
-from muonfx.testing.examples import Example, history, map_numbered, on_meta, updates_of
+from muonfx.testing.examples import (
+    Example,
+    history,
+    map_some,
+    on_meta,
+    separating_groups,
+    updates_of,
+    without_leaves,
+)
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_close, tolerance_of
 from muonfx.tree import PyTree
 
-# Also used by the laws of declarations: check_elements, check_leaves, check_sums, enlarged, precise, wider_than.
+# Also used by the laws of declarations: check_elements, check_sums, enlarged, precise, wider_than.
 
 
 def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
@@ -44,8 +52,7 @@ def also_in_its_dtypes(example: Example) -> list[Example]:
 
     A transform may have a branch for a narrow dtype, or for later steps. Both have a tensor in place of each None.
     """
-    contiguous = example.dense().map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
-    return [precise(example), contiguous.prolonged(4)]
+    return [precise(example), example.contiguous().prolonged(4)]
 
 
 def enlarged(example: Example) -> Example:
@@ -138,15 +145,16 @@ def _shuffled(leaf: Tensor) -> Tensor:
 
 
 def _batched(example: Example) -> list[Example]:
-    """Return examples in which a batch of two matrices replaces each leaf of fewer than three dims."""
+    """Return examples in which a batch of two different matrices replaces each leaf of fewer than three dims."""
 
-    def widen(leaf: Tensor) -> Tensor:
+    def batch_of_two(leaf: Tensor) -> Tensor:
         if leaf.ndim >= 3:
             return leaf
         matrix = leaf if leaf.ndim == 2 else leaf.reshape(1, -1)
-        return torch.stack([matrix, (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)])
+        other_matrix = (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)
+        return torch.stack([matrix, other_matrix])
 
-    return also_in_its_dtypes(example.dense().map(widen))
+    return also_in_its_dtypes(example.dense().map(batch_of_two))
 
 
 @law(on=_batched, unless=wider_than(Locality.MATRIX), share=0.2)
@@ -165,46 +173,32 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
 
 @law(on=also_in_its_dtypes, unless=wider_than(Locality.LEAF), share=0.08)
 def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that a transform with locality LEAF or less updates each leaf independently, even if others are None.
+    """Check that a transform with locality LEAF or less updates each leaf independently of the values of others.
+
+    Other leaves or their gradients may also be None, as on a rank that computes some leaves. The law
+    `a_leaf_has_the_same_bits_in_any_company` computes each leaf alone.
 
     >>> import muonfx as mfx
     >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
     """
-    cases = {
-        "other leaves have other values": (lambda p: 5.0 * p + 1.0, lambda g: 7.0 * g - 3.0),
-        "other gradients are None": (lambda p: p, _absent),
-    }
-    check_leaves(tx, params, steps, cases | OTHERS_ABSENT)
-
-
-def _absent(leaf: Tensor) -> None:
-    return None
-
-
-Others = dict[str, tuple[Callable[[Tensor], Tensor | None], Callable[[Tensor], Tensor | None]]]
-OTHERS_ABSENT: Others = {"other leaves are None": (_absent, _absent)}
-"""How other leaves are changed in `check_leaves`: to None, as on a rank that computes a single leaf."""
-
-
-def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree], others: Others) -> None:
-    """Raise `Breach` (a failed law) if other leaves affect a leaf's update. Functions in ``others`` change these."""
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
-    for number, name in enumerate(tree.names(params)):
-        for how, (change_param, change_grad) in others.items():
-            other_params = _with_others_changed(params, number, change_param)
-            other_steps = [_with_others_changed(grads, number, change_grad) for grads in steps]
-            results = updates_of(tx, other_params, other_steps)
+    names = tree.names(params)
+    for group in separating_groups(len(names)):
+        group_names = [names[number] for number in sorted(group)]
+        other_params = map_some(lambda p: 5.0 * p + 1.0, group, params)
+        steps_of_others = [map_some(lambda g: 7.0 * g - 3.0, group, grads) for grads in steps]
+        steps_without = [without_leaves(group, grads) for grads in steps]
+        cases = {
+            f"{group_names} have other values": updates_of(tx, other_params, steps_of_others),
+            f"the gradients of {group_names} are None": updates_of(tx, params, steps_without),
+            f"{group_names} are None": updates_of(tx, without_leaves(group, params), steps_without),
+        }
+        for when, results in cases.items():
             for step, updates in enumerate(results):
-                update = {name: tree.leaves(updates)[number]}
-                expected = {name: tree.leaves(whole[step][0])[number]}
-                what = f"step {step}, when {how}, the update of"
-                require_close(what, update, expected, "before", tolerance)
-
-
-def _with_others_changed(values: PyTree, number: int, change: Callable[[Tensor], Any]) -> PyTree:
-    """Return a tree in which a function is applied to all leaves but leaf ``number``."""
-    return map_numbered(lambda index, leaf: leaf if index == number else change(leaf), values)
+                what = f"step {step}, if {when}, the update of"
+                expected = without_leaves(group, whole[step][0])
+                require_close(what, without_leaves(group, updates), expected, "without this change", tolerance)
 
 
 def _needs_more_than_sums(tx: Transform) -> str | None:
@@ -215,22 +209,23 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
     """
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
-    readers = [part for part in within(tx) if part.locality == Locality.TREE]  # the transform and parts inside it
-    without_sums = [part for part in readers if "sum_over_leaves" not in part.extras.named]
-    for part in without_sums:
-        if works_on_pieces(part):
+    a_part_takes_sums = False
+    for part in within(tx):  # the transform itself, and the transforms that it calls
+        if part.locality < Locality.TREE:
+            continue
+        if "sum_over_leaves" in part.extras.named:
+            a_part_takes_sums = True
+        elif works_on_pieces(part):
             return f"{part.name} combines its shards by other means than sums over leaves"
-    # A part that takes all extra arguments forwards sum_over_leaves to the parts inside it.
-    receivers = [part for part in without_sums if not part.extras.takes_all]
-    is_forwarded_to_none = len(without_sums) == len(readers)
-    if not receivers and is_forwarded_to_none:
-        receivers = readers
-    if receivers:
-        return (
-            f"{receivers[0].name} has the locality TREE and no argument sum_over_leaves, so it receives the gathered "
-            "tree"
-        )
+        elif not part.extras.takes_all:  # a part with **extras forwards sum_over_leaves to the transforms that it calls
+            return _receives_gathered_tree(part)
+    if not a_part_takes_sums:
+        return _receives_gathered_tree(tx)
     return None
+
+
+def _receives_gathered_tree(tx: Transform) -> str:
+    return f"{tx.name} has the locality TREE and no argument sum_over_leaves, so it receives the gathered tree"
 
 
 @law(on=precise, unless=_needs_more_than_sums, share=0.2)
@@ -250,78 +245,76 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) unless two ranks, with different leaves or halves, compute the updates of one."""
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
-    updates_of_one_rank = [updates for updates, _ in whole]
+    whole_updates = [updates for updates, _ in whole]
+    _check_sums_of_halves(tx, Example(params, steps), whole_updates, _for_halves(tolerance))
+    numbers = range(len(tree.leaves(params)))
+    _check_sums_of_leaves("every other leaf", tx, Example(params, steps), whole_updates, numbers[::2], tolerance)
+    _check_sums_of_leaves("all leaves or none", tx, Example(params, steps), whole_updates, numbers, tolerance)
 
-    def counted_on(rank: int, scalars: PyTree) -> list[Tensor]:
-        """Return a rank's terms of a sum over leaves. Both ranks hold each 0-d leaf, so only the first counts it."""
-        terms: list[Tensor] = []
-        for scalar, param in zip(tree.leaves(scalars), tree.leaves(params), strict=True):
-            if scalar is not None and (param.ndim or rank == 0):
-                terms.append(scalar)
-        return terms
 
-    resolved = resolve_within(tx, on_meta(params))
-    results = _on_two_ranks(resolved, params, steps, _half_on, _half_on, counted_on)
-    for rank, updates in enumerate(results):
-        expected = [_half_on(rank, whole_updates) for whole_updates in updates_of_one_rank]
+def _check_sums_of_halves(tx: Transform, example: Example, whole_updates: list[PyTree], tolerance: float) -> None:
+    """Raise `Breach` (a failed law) unless two ranks that hold halves of the leaves compute halves of the updates."""
+    halves = [_first_half, _second_half]
+    scalars = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}  # have no halves
+    resolved = resolve_within(tx, on_meta(example.params))
+    results = _on_two_ranks(resolved, [example.map(half) for half in halves], scalars)
+    for rank, half in enumerate(halves):
+        expected = [tree.map(half, updates) for updates in whole_updates]
         what = f"on two ranks that hold a half of each leaf, updates of rank {rank}"
-        require_close(what, updates, expected, "the same half of one rank's", _for_halves(tolerance))
-
-    for held, leaves_on in (("every other leaf", _every_other_leaf_on), ("all leaves or none", _all_leaves_on_first)):
-        results = _on_two_ranks(tx, params, steps, _all_on, leaves_on, _all_on)
-        for rank, updates in enumerate(results):
-            expected = [leaves_on(rank, whole_updates) for whole_updates in updates_of_one_rank]
-            require_close(f"on two ranks that hold {held}, updates", updates, expected, "on one rank", tolerance)
+        require_close(what, results[rank], expected, "the same half of one rank's", tolerance)
 
 
-def _all_on(rank: int, values: PyTree) -> PyTree:
-    return values
+def _check_sums_of_leaves(
+    held: str,
+    tx: Transform,
+    example: Example,
+    whole_updates: list[PyTree],
+    on_first_rank: Sequence[int],
+    tolerance: float,
+) -> None:
+    """Raise `Breach` (a failed law) unless two ranks with gradients of different leaves compute the updates of one.
+
+    The first rank has the gradients of the leaves with the numbers ``on_first_rank``, and the second rank the others.
+    """
+    on_second_rank = set(range(len(tree.leaves(example.params)))) - set(on_first_rank)
+    absent = [on_second_rank, set(on_first_rank)]
+    examples: list[Example] = []
+    for numbers in absent:
+        examples.append(Example(example.params, [without_leaves(numbers, grads) for grads in example.steps]))
+    results = _on_two_ranks(tx, examples, set())
+    for rank, numbers in enumerate(absent):
+        expected = [without_leaves(numbers, updates) for updates in whole_updates]
+        what = f"on two ranks that hold {held}, updates of rank {rank}"
+        require_close(what, results[rank], expected, "on one rank", tolerance)
 
 
-def _half_on(rank: int, values: PyTree) -> PyTree:
-    """Return the first half of each leaf on rank 0, and the second half on rank 1."""
-    half = _second_half if rank else _first_half
-    return tree.map(half, values)
+def _on_two_ranks(tx: Transform, examples: list[Example], on_both: set[int]) -> list[list[PyTree]]:
+    """Run a transform on two simulated ranks, and return the updates of all steps for each rank.
 
-
-def _every_other_leaf_on(rank: int, values: PyTree) -> PyTree:
-    """Return leaves 0, 2, 4, ... on rank 0, leaves 1, 3, 5, ... on rank 1, and None in place of the others."""
-    return map_numbered(lambda number, leaf: leaf if number % 2 == rank else None, values)
-
-
-def _all_leaves_on_first(rank: int, values: PyTree) -> PyTree:
-    """Return all leaves on rank 0, and None in place of all leaves on rank 1."""
-    return map_numbered(lambda _, leaf: leaf if rank == 0 else None, values)
-
-
-OnRank = Callable[[int, PyTree], PyTree]
-
-
-def _on_two_ranks(
-    tx: Transform, params: PyTree, steps: list[PyTree], params_on: OnRank, grads_on: OnRank, counted_on: OnRank
-) -> list[list[PyTree]]:
-    """Run a transform on two simulated ranks and return a list of updates for each rank.
-
-    ``params_on`` and ``grads_on`` return the parameters and gradients of a rank. ``counted_on`` returns the terms that
-    a rank adds to a sum over all leaves.
+    Args:
+        tx: the transform, which takes ``sum_over_leaves``.
+        examples: the parameters and gradients of each rank.
+        on_both: the numbers of the leaves that both ranks hold; a sum counts them once.
     """
     ranks = _TwoRanks()
 
-    def run(rank: int) -> list[PyTree]:
+    def updates_on(rank: int) -> list[PyTree]:
         """Return the updates of all steps on one rank."""
 
-        def total(scalars: PyTree) -> Tensor:
-            return ranks.sum(rank, counted_on(rank, scalars))
+        def sum_over_leaves(scalars: PyTree) -> Tensor:
+            if rank == 1:
+                scalars = without_leaves(on_both, scalars)
+            return ranks.sum(rank, scalars)
 
-        local = params_on(rank, params)
-        state = tx.init(local)
+        params, steps = examples[rank]
+        state = tx.init(params)
         updates_of_steps: list[PyTree] = []
         for grads in steps:
-            updates, state = tx.update(grads_on(rank, grads), state, local, sum_over_leaves=total)
+            updates, state = tx.update(grads, state, params, sum_over_leaves=sum_over_leaves)
             updates_of_steps.append(updates)
         return updates_of_steps
 
-    return ranks.run(run)
+    return ranks.run(updates_on)
 
 
 class _TwoRanks:
@@ -332,27 +325,24 @@ class _TwoRanks:
         self.sent: list[list[Tensor | None]] = [[], []]
         """The values that each rank has sent in all calls."""
 
-    def _exchange(self, rank: int, value: Tensor | None) -> list[Tensor]:
-        """Exchange values with the other thread, and return both. A thread that has finished sends None."""
+    def _exchange(self, rank: int, value: Tensor | None) -> list[Any]:
+        """Send a value, wait for the value of the other rank, and return both. A rank that has finished sends None."""
         self.sent[rank].append(value)
         self.barrier.wait()
         call = len(self.sent[rank])
-        received: list[Tensor] = []
-        for values_of_rank in self.sent:
-            value_of_rank = values_of_rank[call - 1]
-            if value_of_rank is not None:
-                received.append(value_of_rank)
-        if len(received) == 1:
+        values = [values_of_rank[call - 1] for values_of_rank in self.sent]
+        number_of_sums = sum(value is not None for value in values)
+        if number_of_sums == 1:
             raise Breach(None, f"only one rank computes sum {call}, expected the same sums on both ranks")
-        return received
+        return values
 
     def sum(self, rank: int, scalars: PyTree) -> Tensor:
-        """Return the sum of the scalars of both threads."""
-        terms = [leaf.double() for leaf in tree.tensors(scalars)]
+        """Return the sum of the scalars of both ranks."""
         total = torch.zeros((), dtype=torch.float64)
-        if terms:
-            total = torch.stack(terms, dim=-1).sum(-1)
-        return torch.stack(torch.broadcast_tensors(*self._exchange(rank, total))).sum(0)
+        for scalar in tree.tensors(scalars):
+            total = total + scalar.double()
+        first, second = self._exchange(rank, total)
+        return first + second
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """Call ``function(rank)`` in both threads at once. Return both results, or raise the first error."""
@@ -362,7 +352,7 @@ class _TwoRanks:
             """Run the function on one rank. After an error, release the other thread from the barrier."""
             try:
                 result = function(rank)
-                self._exchange(rank, None)  # the other rank may wait for one more sum: this shows that there is none
+                self._exchange(rank, None)  # raises if the other rank computes one more sum
                 return result
             except Exception as error:
                 errors.append(error)

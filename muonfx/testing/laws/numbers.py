@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +14,15 @@ from muonfx import tree
 from muonfx.compact import QuantizedDtype
 from muonfx.core import Locality, Transform
 from muonfx.core.transform import within
-from muonfx.testing.examples import Example, copied_tree, history, map_numbered, updates_of
+from muonfx.testing.examples import (
+    Example,
+    copied_tree,
+    history,
+    map_numbered,
+    map_some,
+    separating_groups,
+    updates_of,
+)
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import wider_than
 from muonfx.testing.violation import (
@@ -29,37 +40,38 @@ from muonfx.tree import PyTree
 
 def _filled(example: Example) -> Example:
     """Return the example without None, in contiguous memory, with four steps."""
-    dense = example.dense().map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
-    return dense.prolonged(4)
-
-
-def _with_element(values: PyTree, place: int, element: float) -> PyTree:
-    """Return a tree of gradients in which one element of leaf number ``place`` is replaced: one of its first matrix."""
-
-    def replaced(number: int, leaf: Tensor) -> Tensor:
-        if number != place:
-            return leaf
-        changed = leaf.clone()
-        changed.view(-1)[_index(changed)] = element
-        return changed
-
-    return map_numbered(replaced, values)
+    return example.contiguous().prolonged(4)
 
 
 def _index(leaf: Tensor) -> int:
-    """Return the index of the replaced element in the flattened leaf, in the middle of the first matrix."""
-    matrix = math.prod(leaf.shape[-2:])
-    return matrix // 2
+    """Return the index of the element that `_with_element` replaces: the middle of the first matrix."""
+    return math.prod(leaf.shape[-2:]) // 2
 
 
-def _beside(leaf: Tensor, locality: Locality) -> Tensor:
-    """Return the elements of a leaf that must not depend on its replaced element, by the declared locality."""
+def _with_element(element: float, grad: Tensor) -> Tensor:
+    """Return a gradient in which one element is replaced, in the middle of its first matrix.
+
+    >>> _with_element(9.0, torch.zeros(2, 2))
+    tensor([[0., 0.],
+            [9., 0.]])
+    """
+    changed = grad.clone()
+    if changed.numel():
+        changed.view(-1)[_index(changed)] = element
+    return changed
+
+
+def _independent_part(locality: Locality, update: Tensor) -> Tensor:
+    """Return the part of an update that must not depend on the replaced element of its gradient.
+
+    For ELEMENT these are the other elements, for MATRIX the other matrices, and for LEAF there is no such part.
+    """
     if locality is Locality.ELEMENT:
-        flat = leaf.reshape(-1)
-        return torch.cat([flat[: _index(leaf)], flat[_index(leaf) + 1 :]])
-    if locality is Locality.MATRIX and leaf.ndim >= 3:
-        return leaf.reshape(-1, *leaf.shape[-2:])[1:]
-    return leaf.new_zeros(0)
+        elements = update.reshape(-1)
+        return torch.cat([elements[: _index(update)], elements[_index(update) + 1 :]])
+    if locality is Locality.MATRIX and update.ndim >= 3:
+        return update.reshape(-1, *update.shape[-2:])[1:]
+    return update.new_zeros(0)
 
 
 @law(on=_filled, unless=wider_than(Locality.LEAF), share=0.1)
@@ -72,24 +84,19 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
     >>> params, steps = mfx.testing.Example.of({"w": (2, 3), "b": (3,)})
     >>> a_nonfinite_gradient_changes_no_other_leaf(mfx.momentum(), params, steps)
     """
-    expected = updates_of(tx, params, steps)
-    tolerance = tolerance_of(tx, expected, params)
-    for place, (name, leaf) in enumerate(tree.named_leaves(params)):
-        if not leaf.numel():
-            continue
-        expected_elsewhere = [_apart_from(place, updates, tx.locality) for updates in expected]
+    usual = updates_of(tx, params, steps)
+    tolerance = tolerance_of(tx, usual, params)
+    names = tree.names(params)
+    independent_part = functools.partial(_independent_part, tx.locality)
+    for group in separating_groups(len(names)):
+        group_names = [names[number] for number in sorted(group)]
+        expected = [map_some(independent_part, group, updates) for updates in usual]
         for element in (math.nan, math.inf):
-            results = updates_of(tx, params, [_with_element(steps[0], place, element), *steps[1:]])
-            results_elsewhere = [_apart_from(place, updates, tx.locality) for updates in results]
-            what = f"after {element} in the gradient of {name!r}, updates"
-            require_close(what, results_elsewhere, expected_elsewhere, "without it", tolerance)
-
-
-def _apart_from(place: int, updates: PyTree, locality: Locality) -> dict[str, Tensor]:
-    """Return all updates by name; of leaf number ``place`` only the elements apart from the replaced element."""
-    by_name = dict(tree.named_leaves(updates))
-    name = list(by_name)[place]
-    return by_name | {name: _beside(by_name[name], locality)}
+            first_step = map_some(functools.partial(_with_element, element), group, steps[0])
+            results = updates_of(tx, params, [first_step, *steps[1:]])
+            independent = [map_some(independent_part, group, updates) for updates in results]
+            what = f"after {element} in the gradients of {group_names}, updates"
+            require_close(what, independent, expected, "without it", tolerance)
 
 
 def _skips_nonfinite(tx: Transform) -> str | None:
@@ -107,26 +114,50 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> a_nonfinite_gradient_stays_visible(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    names = tree.names(params)
+    numbers = [number for number, leaf in enumerate(tree.leaves(params)) if leaf.numel()]
+    groups = [numbers]
+    if tx.locality is Locality.TREE:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
+        groups = [[number] for number in numbers]
     usual = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, usual, params)
-    for place, (name, leaf) in enumerate(tree.named_leaves(params)):
-        if not leaf.numel():
-            continue
 
-        def updates_with(element: float, place: int = place) -> list[Tensor]:
-            """Return the updates of this leaf at each step, if an element of its first gradient is replaced."""
-            changed = [_with_element(steps[0], place, element), *steps[1:]]
-            return [tree.leaves(updates)[place] for updates in updates_of(tx, params, changed)]
+    def updates_with(element_of: Callable[[Tensor], float], group: list[int]) -> list[PyTree]:
+        """Return the updates of all steps, if ``element_of(grad)`` replaces an element in the first gradients."""
+        first_step = map_some(lambda grad: _with_element(element_of(grad), grad), group, steps[0])
+        return updates_of(tx, params, [first_step, *steps[1:]])
 
-        usual_here = [tree.leaves(updates)[place] for updates in usual]
-        opposite = updates_with(-2.0 * float(tree.leaves(steps[0])[place].view(-1)[_index(leaf)]) - 1.0)
-        if all(is_close(a, b, tolerance) for a, b in zip(opposite, usual_here, strict=True)):
-            continue
-        _require_visible(f"NaN in the gradient of {name!r}", updates_with(math.nan), [usual_here], tolerance)
-        large = updates_with(min(1e30, torch.finfo(leaf.dtype).max / 4))
-        infinite = updates_with(math.inf)
-        if not _all_close(infinite, large, tolerance):
-            _require_visible(f"infinity in the gradient of {name!r}", infinite, [usual_here, large], tolerance)
+    for group in groups:
+        with_opposite = updates_with(_opposite_element, group)
+        with_nan = updates_with(lambda grad: math.nan, group)
+        with_large = updates_with(_large_element, group)
+        with_infinity = updates_with(lambda grad: math.inf, group)
+        for number in group:
+            gradient = f"the gradient of {names[number]!r}"
+            expected = _of_leaf(number, usual)
+            opposite = _of_leaf(number, with_opposite)
+            large = _of_leaf(number, with_large)
+            infinite = _of_leaf(number, with_infinity)
+            if _all_close(opposite, expected, tolerance):
+                continue  # its gradient does not matter
+            _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
+            if not _all_close(infinite, large, tolerance):
+                _require_visible(f"infinity in {gradient}", infinite, [expected, large], tolerance)
+
+
+def _opposite_element(grad: Tensor) -> float:
+    """Return an element that is not the replaced one: of the other sign, and larger."""
+    return -2.0 * float(grad.view(-1)[_index(grad)]) - 1.0
+
+
+def _large_element(grad: Tensor) -> float:
+    """Return an element that is large, but finite also as a sum of a few."""
+    return min(1e30, torch.finfo(grad.dtype).max / 4)
+
+
+def _of_leaf(number: int, steps: list[PyTree]) -> list[Tensor]:
+    """Return the updates of one leaf at each step."""
+    return [tree.leaves(updates)[number] for updates in steps]
 
 
 def _all_close(results: list[Tensor], expected: list[Tensor], tolerance: float) -> bool:
@@ -194,17 +225,24 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
     >>> import muonfx as mfx
     >>> large_and_small_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    usual = history(tx, params, steps)
+    usual = updates_of(tx, params, steps)
     for magnitude in MAGNITUDES:
+        when = f"gradients of {magnitude:g}"
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
-        _require_finite(f"gradients of {magnitude:g}", history(tx, params, scaled_steps))
+        _require_finite(when, history(tx, params, scaled_steps))
         # Not large ones, because adding a normalized update to them would round it away.
-        results = history(tx, _of_magnitude(params, min(1.0, magnitude)), scaled_steps)
-        _require_finite(f"gradients of {magnitude:g}", results)
-        for step, ((updates, _), (usual_updates, _)) in enumerate(zip(results, usual, strict=True)):
-            for (name, leaf), usual_leaf in zip(tree.named_leaves(updates), tree.leaves(usual_updates), strict=True):
-                if usual_leaf.any() and not leaf.any():
-                    raise Breach(f"step {step}, updates {name!r}", f"are zero for gradients of {magnitude:g}")
+        scaled_params = _of_magnitude(params, min(1.0, magnitude))
+        results = history(tx, scaled_params, scaled_steps)
+        _require_finite(when, results)
+        for step, (updates, _) in enumerate(results):
+            _require_nonzero(f"step {step}", when, updates, usual[step])
+
+
+def _require_nonzero(step: str, when: str, updates: PyTree, usual_updates: PyTree) -> None:
+    """Raise `Breach` (a failed law) if all elements of an update are zero that usually is not."""
+    for (name, update), usual in zip(tree.named_leaves(updates), tree.leaves(usual_updates), strict=True):
+        if usual.any() and not update.any():
+            raise Breach(f"{step}, updates {name!r}", f"are zero for {when}")
 
 
 def _of_magnitude(grads: PyTree, magnitude: float) -> PyTree:
@@ -241,16 +279,25 @@ def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree,
     >>> import muonfx as mfx
     >>> narrow_gradients_are_computed_in_wider_dtypes(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    wide_tx = widened(tx)
+    params = tree.map(lambda p: p.float(), params)
+    wide_params = _as_double(params)
     for dtype, sizes in SIZES.items():
         for size in sizes:
-            narrow_steps = [tree.map(lambda g, d=dtype, s=size: (g * s).to(d), grads) for grads in steps]
-            wide_steps = [tree.map(lambda g: g.double(), grads) for grads in narrow_steps]
-            results = updates_of(tx, tree.map(lambda p: p.float(), params), narrow_steps)
-            expected = updates_of(widened(tx), tree.map(lambda p: p.float().double(), params), wide_steps)
+            narrow_steps = [_narrowed(grads, size, dtype) for grads in steps]
+            results = updates_of(tx, params, narrow_steps)
+            expected = updates_of(wide_tx, wide_params, _as_double(narrow_steps))
             tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype])
             what = f"updates of {str(dtype).removeprefix('torch.')} gradients of size {size:g}"
-            wide_results = [tree.map(lambda leaf: leaf.double(), updates) for updates in results]
-            require_close(what, wide_results, expected, "in float64", tolerance)
+            require_close(what, _as_double(results), expected, "in float64", tolerance)
+
+
+def _narrowed(grads: PyTree, size: float, dtype: torch.dtype) -> PyTree:
+    return tree.map(lambda grad: (grad * size).to(dtype), grads)
+
+
+def _as_double(values: PyTree) -> PyTree:
+    return tree.map(lambda leaf: leaf.double(), values)
 
 
 A_LONG_RUN = 10_000_000
@@ -267,25 +314,27 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     >>> counts_hold_ten_million_steps(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     states = [tx.init(params), *[state for _, state in history(tx, params, steps)]]
-    leaves_of_states = [dict(tree.named_leaves(state)) for state in states]
-    counters = [name for name in leaves_of_states[0] if _counts([leaves[name] for leaves in leaves_of_states])]
+    names = tree.names(states[0])
+    counters: set[int] = set()
+    for number, values in enumerate(zip(*[tree.leaves(state) for state in states], strict=True)):
+        if _counts(values):
+            counters.add(number)
     if not counters:
         return
-    names = tree.names(states[-1])
 
-    def late(number: int, leaf: object) -> object:
-        if isinstance(leaf, Tensor) and names[number] in counters:
+    def late(number: int, leaf: Any) -> Any:
+        if number in counters:
             return _counter_at(names[number], leaf, A_LONG_RUN)
         return leaf
 
     late_state = map_numbered(late, copied_tree(states[-1]))
     _, state = tx.run(steps[-1], late_state, params)
-    for name, leaf in tree.named_leaves(state):
-        if name in counters and not bool((leaf == A_LONG_RUN + 1).all()):
-            raise Breach(f"state {name!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(leaf)}")
+    for number, leaf in enumerate(tree.leaves(state)):
+        if number in counters and not bool((leaf == A_LONG_RUN + 1).all()):
+            raise Breach(f"state {names[number]!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(leaf)}")
 
 
-def _counts(values: list[object]) -> bool:
+def _counts(values: Sequence[object]) -> bool:
     """Return True if the values of a state leaf, one for each step, increase by one at each step."""
     tensors = [value.double() for value in values if isinstance(value, Tensor) and value.numel()]
     if len(tensors) < len(values):
