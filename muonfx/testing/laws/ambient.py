@@ -83,13 +83,17 @@ def modes_of_torch_change_nothing(tx: Transform, params: PyTree, steps: list[PyT
     >>> import muonfx as mfx
     >>> modes_of_torch_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check_modes(TORCH_MODES, tx, params, steps)
+    _check_modes(TORCH_MODES, tx, params, steps, history(tx, params, steps))
 
 
-def _check_modes(modes: dict[str, Mode], tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) if the initial state or a step has other bits under one of the modes."""
+def _check_modes(
+    modes: dict[str, Mode], tx: Transform, params: PyTree, steps: list[PyTree], expected: list[tuple[PyTree, PyTree]]
+) -> None:
+    """Raise `Breach` (a failed law) if the initial state or a step has other bits under one of the modes.
+
+    ``expected`` are the updates and the state of each step without a mode.
+    """
     first_state = tx.init(params)
-    expected = history(tx, params, steps)
     for name, mode in modes.items():
         with mode():
             state_in_mode = tx.init(params)
@@ -163,8 +167,8 @@ def seeds_clocks_and_hashes_change_nothing(tx: Transform, params: PyTree, steps:
     >>> import muonfx as mfx
     >>> seeds_clocks_and_hashes_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check_modes(PROCESS_MODES, tx, params, steps)
     expected = history(tx, params, steps)
+    _check_modes(PROCESS_MODES, tx, params, steps, expected)
     with ThreadPoolExecutor(1) as pool:
         in_thread = pool.submit(history, tx, params, steps).result()
     require_same("(updates, state) in another thread", in_thread, expected, "in this thread")

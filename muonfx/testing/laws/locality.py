@@ -96,11 +96,11 @@ def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
     Raise `Breach` (a failed law) if an element then has another update.
     """
-    _check_halves("leaf", tx, params, steps)
-    whole = updates_of(tx, params, steps)
+    whole = history(tx, params, steps)
+    _check_halves("leaf", tx, Example(params, steps), whole)
     shuffled = updates_of(tx, *Example(params, steps).map(_shuffled))
-    expected = [tree.map(_shuffled, updates) for updates in whole]
-    tolerance = min(tolerance_of(tx, history(tx, params, steps)), _ROUNDING)
+    expected = [tree.map(_shuffled, updates) for updates, _ in whole]
+    tolerance = min(tolerance_of(tx, whole), _ROUNDING)
     require_close("updates of leaves with permuted elements", shuffled, expected, "the whole's, permuted", tolerance)
 
 
@@ -108,16 +108,17 @@ _ROUNDING = 0.02
 """The tolerance of equal operations on one element, which may be vectorized in another way, in the narrowest dtype."""
 
 
-def _check_halves(of: str, tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) unless halves of the leaves, as on two ranks, have the updates of whole leaves."""
-    whole = history(tx, params, steps)
+def _check_halves(of: str, tx: Transform, example: Example, whole: list[tuple[PyTree, PyTree]]) -> None:
+    """Raise `Breach` (a failed law) unless halves of the leaves, as on two ranks, have the updates of whole leaves.
+
+    ``whole`` are the updates and states of whole leaves at each step, and ``of`` names what is halved.
+    """
     tolerance = _for_halves(tolerance_of(tx, whole))
     for which, half in (("first", _first_half), ("second", _second_half)):
-        results = updates_of(tx, *Example(params, steps).map(half))
+        results = updates_of(tx, *example.map(half))
         expected = [tree.map(half, updates) for updates, _ in whole]
-        require_close(
-            f"updates of the {which} half of each {of}", results, expected, "the same half of the whole's", tolerance
-        )
+        what = f"updates of the {which} half of each {of}"
+        require_close(what, results, expected, "the same half of the whole's", tolerance)
 
 
 def _for_halves(tolerance: float) -> float:
@@ -168,7 +169,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
     >>> tx = mfx.orthogonalize(view=mfx.MatrixView("... out in -> ... out in"))
     >>> matrix_transforms_see_one_matrix(tx, *Example.of({"w": (2, 2, 3)}))
     """
-    _check_halves("batch", tx, params, steps)
+    _check_halves("batch", tx, Example(params, steps), history(tx, params, steps))
 
 
 @law(on=also_in_its_dtypes, unless=wider_than(Locality.LEAF), share=0.08)
