@@ -266,10 +266,11 @@ def _segments(plan: sharding.Plan) -> list[_Segment]:
 
 
 def _fitting(name: str, part: float) -> str:
-    """Shorten a parameter name from the left to fit a segment of a bar; ``part`` is its fraction of the axis."""
-    room = max(3, int(part * 62))  # an axis is about 62 characters wide
-    if len(name) <= room:
+    """Shorten a parameter name from the left to fit a segment of a bar: "...q.weight".
+
+    ``part`` is the width of the segment as a fraction of the axis, at least `_NAMED`.
+    """
+    most_characters = int(part * 62)  # an axis is about 62 characters wide
+    if len(name) <= most_characters:
         return name
-    if room > 5:
-        return "..." + name[-(room - 3) :]
-    return name[-room:]
+    return "..." + name[3 - most_characters :]
