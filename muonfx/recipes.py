@@ -37,8 +37,11 @@ ByRole: TypeAlias = ScalarOrSchedule | Mapping[str, ScalarOrSchedule]
 def view_of(orthogonalize: Transform) -> MatrixView:
     """Return the first `MatrixView` among the arguments of a transform and of its inner transforms, or a default."""
     require_transform("orthogonalize", orthogonalize)
-    views = (tx.arguments.get("view") for tx in within(orthogonalize))
-    return next((view for view in views if isinstance(view, MatrixView)), MatrixView())
+    for tx in within(orthogonalize):
+        view = tx.arguments.get("view")
+        if isinstance(view, MatrixView):
+            return view
+    return MatrixView()
 
 
 def with_views(tx: Transform, labels: Labels) -> Transform:
@@ -207,22 +210,8 @@ def check_roles(
         if labels_by_name is not None:
             _require_known_labels(owner, list(numbers), None, labels_by_name)
         return None
+    roles = _common_roles(owner, numbers_by_role, number)
     arguments = list(numbers_by_role)
-    roles = list(numbers_by_role[arguments[0]])
-    for argument, number_of_role in numbers_by_role.items():
-        for role, value in number_of_role.items():
-            check_plain(owner, f"{argument}[{role!r}]", value, plain_kinds(number, {}))
-        if "hidden" in number_of_role:
-            raise ValueError(
-                f"{owner}: {argument} has a number for 'hidden', the role of Muon's parameters, expected roles of "
-                "AdamW's: remove it, and use the argument for Muon"
-            )
-        if set(number_of_role) != set(roles):
-            raise ValueError(
-                f"{owner}: {arguments[0]} has numbers for {format_list(roles)} and {argument} for "
-                f"{format_list(list(number_of_role))}, expected the same roles: add the missing ones, or give one "
-                "number for all"
-            )
     if labels is default_labels or labels is default_labels_by_name:
         raise ValueError(
             f"{owner}: {arguments[0]} has numbers by role, found labels 'muon' and 'adamw' of {labels!r}, "
@@ -231,6 +220,31 @@ def check_roles(
     if labels_by_name is not None:
         _require_known_labels(owner, arguments, roles, labels_by_name)
         _require_used_roles(owner, arguments[0], roles, labels_by_name)
+    return roles
+
+
+def _common_roles(owner: str, numbers_by_role: Mapping[str, Mapping[str, object]], kind: object) -> list[str]:
+    """Return the roles of several arguments, which must be the same, and check their numbers.
+
+    ``numbers_by_role`` is a dict from argument to a dict from role to number, such as
+    ``{"adamw_learning_rate": {"embedding": 0.3, "head": 0.01}}``. ``kind`` is the type of the numbers.
+    """
+    first_argument = next(iter(numbers_by_role))
+    roles = list(numbers_by_role[first_argument])
+    for argument, number_of_role in numbers_by_role.items():
+        for role, value in number_of_role.items():
+            check_plain(owner, f"{argument}[{role!r}]", value, plain_kinds(kind, {}))
+        if "hidden" in number_of_role:
+            raise ValueError(
+                f"{owner}: {argument} has a number for 'hidden', the role of Muon's parameters, expected roles of "
+                "AdamW's: remove it, and use the argument for Muon"
+            )
+        if set(number_of_role) != set(roles):
+            raise ValueError(
+                f"{owner}: {first_argument} has numbers for {format_list(roles)} and {argument} for "
+                f"{format_list(list(number_of_role))}, expected the same roles: add the missing ones, or give one "
+                "number for all"
+            )
     return roles
 
 
@@ -341,18 +355,25 @@ def muon_with_adamw(
         mask=mask,
     )
     require_transform("adam", adam)
-    rates = learning_rate if adamw_learning_rate is None else adamw_learning_rate
-    numbers = {"adamw_learning_rate": rates, "adamw_weight_decay": adamw_weight_decay}
-
-    def elements(role: str) -> Transform:
-        rate, decay = (own[role] if isinstance(own, Mapping) else own for own in numbers.values())
-        return chain(adam, add_decayed_weights(decay, mask), scale_by_learning_rate(rate))
-
+    if adamw_learning_rate is None:
+        adamw_learning_rate = learning_rate
+    numbers = {"adamw_learning_rate": adamw_learning_rate, "adamw_weight_decay": adamw_weight_decay}
     roles = check_roles("muon_with_adamw", numbers, labels)
-    muon_part = with_views(matrices, labels) if isinstance(labels, Labels) else matrices
-    if roles is None:
-        return partition({"muon": muon_part, "adamw": elements("adamw")}, labels)
-    return partition({"hidden": muon_part, **{role: elements(role) for role in roles}}, labels)
+    if isinstance(labels, Labels):
+        matrices = with_views(matrices, labels)
+    transforms = {"muon" if roles is None else "hidden": matrices}
+    for label in ["adamw"] if roles is None else roles:
+        transforms[label] = chain(
+            adam,
+            add_decayed_weights(_number_for(label, adamw_weight_decay), mask),
+            scale_by_learning_rate(_number_for(label, adamw_learning_rate)),
+        )
+    return partition(transforms, labels)
+
+
+def _number_for(role: str, number: ByRole) -> ScalarOrSchedule:
+    """Return the number for a role, from a dict from role to number or from one number for all."""
+    return number[role] if isinstance(number, Mapping) else number
 
 
 @plain_arguments

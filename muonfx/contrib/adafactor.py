@@ -29,6 +29,23 @@ class FactoredRmsState(NamedTuple):
     """Running squares of all elements, like the parameters; shape (0,) if factored."""
 
 
+class _Shapes(NamedTuple):
+    """The shapes of the state of one parameter; (0,) for those that are not used."""
+
+    v_row: tuple[int, ...]
+    v_col: tuple[int, ...]
+    v: tuple[int, ...]
+
+
+class _LeafStep(NamedTuple):
+    """The update of one leaf, and its new state."""
+
+    update: Tensor
+    v_row: Tensor
+    v_col: Tensor
+    v: Tensor
+
+
 # LEAF even if nothing is factored, because this choice depends on the shape of the whole leaf.
 @transform(locality=Locality.LEAF, reads_params=False, position="sets_size")
 def scale_by_factored_rms(
@@ -80,25 +97,32 @@ def scale_by_factored_rms(
         *_, second, largest = sorted(range(len(shape)), key=shape.__getitem__)
         return (second, largest) if shape[second] >= min_dim_size_to_factor else None
 
-    def shapes_of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of ``v_row``, ``v_col`` and ``v`` in the state of a parameter of this shape."""
+    def shapes_of(param: Tensor) -> _Shapes:
+        """Return the shapes of the state: (4, 8) has rows of shape (4,) and columns of shape (8,), if factored."""
+        shape = tuple(param.shape)
         dims = dims_of(shape)
         if dims is None:
-            return (0,), (0,), shape
+            return _Shapes(v_row=(0,), v_col=(0,), v=shape)
         second, largest = dims
-        return _without(shape, largest), _without(shape, second), (0,)
+        return _Shapes(v_row=_without(shape, largest), v_col=_without(shape, second), v=(0,))
+
+    def new_zeros(param: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return param.new_zeros(shape, dtype=state_dtype(dtype, param.dtype))
 
     def init(params: PyTree) -> FactoredRmsState:
-        def zeros(field: int) -> PyTree:
-            return tree.map(lambda p: p.new_zeros(shapes_of(tuple(p.shape))[field], dtype=dtype_of(p)), params)
+        return FactoredRmsState(
+            count=ew.new_count(device_of(params)),
+            v_row=tree.map(lambda p: new_zeros(p, shapes_of(p).v_row), params),
+            v_col=tree.map(lambda p: new_zeros(p, shapes_of(p).v_col), params),
+            v=tree.map(lambda p: new_zeros(p, shapes_of(p).v), params),
+        )
 
-        return FactoredRmsState(ew.new_count(device_of(params)), zeros(0), zeros(1), zeros(2))
+    def step(decay: Tensor, leaf: Tensor, v_row: Tensor, v_col: Tensor, v: Tensor) -> _LeafStep:
+        """Return the update of one leaf and its new state.
 
-    def dtype_of(param: Tensor) -> torch.dtype:
-        return state_dtype(dtype, param.dtype)
-
-    def step(decay: Tensor, leaf: Tensor, v_row: Tensor, v_col: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Return the update of one leaf and its new ``v_row``, ``v_col`` and ``v``."""
+        In the formulas, g is the gradient, r and c are the running mean squares of rows and columns, and ``decay`` is
+        the decay rate of all averages. An unused state is returned as a copy.
+        """
         wide = ew.wide_dtype(leaf.dtype, v.dtype)
         beta = decay.to(wide)
         g = leaf.to(wide).contiguous()  # strides would change the rounding of the means
@@ -107,32 +131,36 @@ def scale_by_factored_rms(
         if dims is None:
             new_v = beta * v.to(wide) + (1.0 - beta) * square
             u = g * new_v.rsqrt()
-            return u.to(leaf.dtype), v_row.clone(), v_col.clone(), new_v.to(v.dtype)
+            return _LeafStep(u.to(leaf.dtype), v_row.clone(), v_col.clone(), new_v.to(v.dtype))
         second, largest = dims
         r = beta * v_row.to(wide) + (1.0 - beta) * square.mean(largest)
         c = beta * v_col.to(wide) + (1.0 - beta) * square.mean(second)
-        r_mean = r.mean(second - (second > largest), keepdim=True)  # `r` does not have the largest dim
+        second_in_r = second - 1 if second > largest else second  # r does not have the largest dim
+        r_mean = r.mean(second_in_r, keepdim=True)
         u = g * (r / r_mean).rsqrt().unsqueeze(largest) * c.rsqrt().unsqueeze(second)
-        return u.to(leaf.dtype), r.to(v_row.dtype), c.to(v_col.dtype), v.clone()
+        return _LeafStep(u.to(leaf.dtype), r.to(v_row.dtype), c.to(v_col.dtype), v.clone())
 
     def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
         """Apply `step` to each leaf, with a decay of the average that grows with the count."""
-        present = Present(updates)
         count = state.count + 1
         decay = 1.0 - torch.pow(ew.new_number(count, count.device), -decay_rate)
-        operands = [present.pick(values) for values in (updates, state.v_row, state.v_col, state.v)]
-        results = [step(decay, *tensors) for tensors in zip(*operands, strict=True)]
-
-        def filled(index: int, old: PyTree) -> PyTree:
-            return present.fill([result[index] for result in results], old)
-
-        v_row = filled(1, state.v_row)
-        v_col = filled(2, state.v_col)
-        v = filled(3, state.v)
-        return filled(0, None), FactoredRmsState(count, v_row, v_col, v)
+        present = Present(updates)  # the leaves that have a gradient; the others keep their state
+        leaves = present.pick(updates)
+        v_rows = present.pick(state.v_row)
+        v_cols = present.pick(state.v_col)
+        vs = present.pick(state.v)
+        steps = [step(decay, *tensors) for tensors in zip(leaves, v_rows, v_cols, vs, strict=True)]
+        new_updates = present.fill([leaf_step.update for leaf_step in steps])
+        return new_updates, FactoredRmsState(
+            count=count,
+            v_row=present.fill([leaf_step.v_row for leaf_step in steps], state.v_row),
+            v_col=present.fill([leaf_step.v_col for leaf_step in steps], state.v_col),
+            v=present.fill([leaf_step.v for leaf_step in steps], state.v),
+        )
 
     return init, update
 
 
 def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """Return a shape without one of its dims."""
     return shape[:dim] + shape[dim + 1 :]

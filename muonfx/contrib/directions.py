@@ -99,27 +99,29 @@ def scale_by_namo(
     def update(
         updates: PyTree, state: NamoState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ):
-        """Average gradients and squared norms, and scale the inner transform's direction of each matrix by alpha."""
-        matrices = Matrices(view, updates)
+        """Average gradients and squared norms, and scale the inner transform's direction of each matrix by alpha.
+
+        The names are those of the docstring of `scale_by_namo`: the average m of the gradients, and the average v of
+        the squared norm of each matrix.
+        """
+        matrices = Matrices(view, updates)  # of the leaves that have a gradient; the others keep their state
         present = matrices.at
-        gradients = matrices.leaves
+        count = state.count + 1
+
         old_m = present.pick(state.mu)
-        wide_gradients, wide_m = ew.widest(gradients, old_m)
+        wide_gradients, wide_m = ew.widest(matrices.leaves, old_m)
         m = ew.lerp(wide_m, wide_gradients, 1.0 - b1)
         mu = present.fill(ew.store(m, old_m, reuse=False), state.mu)
 
-        count = state.count + 1
         correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
-        factors_of_stack = ew.by_stacks(functools.partial(_factors, b2=b2, eps=eps, correction=correction), 2)
+        factors = functools.partial(_factors, b2=b2, eps=eps, correction=correction)
         old_v = moments.read(state.nu, matrices)
-        v, alphas = matrices.map(factors_of_stack, matrices.of_leaves, matrices.split(m), old_v)
+        v, alphas = matrices.map(ew.by_stacks(factors, 2), matrices.of_leaves, matrices.split(m), old_v)
         nu = moments.write(v, state.nu, matrices)
 
-        # The average may share storage with the state, so it is not donated.
-        averages = present.fill(ew.cast_like(m, gradients))
-        directions, inner_state = inner.run(
-            averages, state.inner, params, donate=Donation(False, donate.state), **extras
-        )
+        averages = present.fill(ew.cast_like(m, matrices.leaves))
+        keeping = Donation(False, donate.state)  # the averages may share storage with the state
+        directions, inner_state = inner.run(averages, state.inner, params, donate=keeping, **extras)
         _require_no_further_updates(directions, updates)
         multiply = ew.by_stacks(lambda direction, alpha: (direction * alpha).to(direction.dtype))
         (scaled,) = matrices.map(multiply, matrices.split(present.pick(directions)), alphas)

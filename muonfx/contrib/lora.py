@@ -56,19 +56,28 @@ def lora_labels(model_or_params: Params) -> Labels:
     {'adamw': 'scale_by_adam', 'muon': 'momentum'}
     """
     routes = dict(default_labels_by_name(model_or_params).routes)
-    for info in read_params(model_or_params)[0]:
-        if routes[info.name].label is not None and _is_b(info):
-            routes[info.name] = routes[info.name]._replace(label="muon", reason="factor B of LoRA")
-    others = [name for name, route in routes.items() if route.label == "muon" and route.reason != "factor B of LoRA"]
-    if others and not isinstance(model_or_params, nn.Module):
+    other_matrices: list[str] = []
+    infos, _ = read_params(model_or_params)
+    for info in infos:
+        route = routes[info.name]
+        if route.label is not None and _is_b(info):
+            routes[info.name] = route._replace(label="muon", reason="factor B of LoRA")
+        elif route.label == "muon":
+            other_matrices.append(info.name)
+    if other_matrices and not isinstance(model_or_params, nn.Module):
         warn_caller(
             f"lora_labels saw tensors without a model, and labelled these as matrices that Muon trains: "
-            f"{format_list(others)}. If they are frozen, pass the model: labels=lora_labels(model)"
+            f"{format_list(other_matrices)}. If they are frozen, pass the model: labels=lora_labels(model)"
         )
     return Labels(routes)
 
 
 def _is_b(info: ParamInfo) -> bool:
-    parts = info.name.lower().split(".")
-    is_named = not {"lora_b", "lora_up"}.isdisjoint(parts) or ("lora", "up") in pairwise(parts)
-    return is_named and info.ndim > 1 and min(info.shape[0], prod(info.shape[1:])) > 1
+    """Return True for a factor B of rank 2 or more, such as ``q.lora_B.weight`` and ``q.lora.up.weight``."""
+    components = info.name.lower().split(".")
+    has_name = not {"lora_b", "lora_up"}.isdisjoint(components) or ("lora", "up") in pairwise(components)
+    if not has_name or info.ndim < 2:
+        return False
+    rows = info.shape[0]
+    columns = prod(info.shape[1:])
+    return min(rows, columns) > 1

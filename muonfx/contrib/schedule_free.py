@@ -109,7 +109,9 @@ def schedule_free(
     checks.state_dtype("dtype", dtype)
     if not (_memory or torch.compiler.is_compiling()):
         _memory["checked"] = True  # warn once, not again when numbers change
-        _warn_of_inner(inner, learning_rate if weight_lr_power != 0.0 else None)
+        if weight_lr_power != 0.0:  # else the weights do not depend on the rate
+            _warn_of_another_rate(inner, learning_rate)
+        _warn_of_momentum(inner)
 
     def init(params: PyTree) -> ScheduleFreeState:
         device = device_of(params)
@@ -163,27 +165,45 @@ def schedule_free(
     return init, update
 
 
-def _warn_of_inner(inner: Transform, learning_rate: Rate | None) -> None:
-    """Warn if the inner transform has a momentum, or if none of its learning rates equals ``learning_rate``."""
-    rates = [_number_of(tx.arguments.get("learning_rate")) for tx in within(inner) if tx.position == "learning_rate"]
-    own_rate = _number_of(learning_rate)
-    are_known = all(isinstance(rate, float | Schedule) for rate in (*rates, own_rate))
-    if rates and are_known and own_rate not in rates:
+def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
+    """Warn if the inner transform has learning rates, and none of them equals ``learning_rate``.
+
+    Two functions cannot be compared, so there is no warning unless all rates are numbers or schedules of muonfx.
+    """
+    inner_rates = [tx.arguments.get("learning_rate") for tx in within(inner) if tx.position == "learning_rate"]
+    inner_rates = [_number_of(rate) for rate in inner_rates]
+    rate = _number_of(learning_rate)
+    are_comparable = all(isinstance(value, float | Schedule) for value in (*inner_rates, rate))
+    if inner_rates and are_comparable and rate not in inner_rates:
         warn_caller(
             f"schedule_free: found learning_rate={learning_rate!r}, expected the rate of the inner transform, "
-            f"{rates[0]!r}, because it weights the average: give both the same"
+            f"{inner_rates[0]!r}, because it weights the average: give both the same"
         )
+
+
+def _warn_of_momentum(inner: Transform) -> None:
+    """Warn of the first transform in the inner transform whose momentum is not switched off."""
     for tx in within(inner):
-        short_names = tx.declaration.short_names
-        arguments = short_names.get("momentum", short_names.get("betas"))
-        name = arguments[0] if isinstance(arguments, tuple) else arguments
-        value = _number_of(tx.arguments.get(name or "", 0.0))
-        if isinstance(value, float | Schedule) and value != 0.0:
+        argument = _momentum_argument(tx)
+        if argument is None:
+            continue
+        momentum = _number_of(tx.arguments.get(argument, 0.0))
+        if isinstance(momentum, float | Schedule) and momentum != 0.0:
             warn_caller(
-                f"schedule_free: {tx.name} in the inner transform has a momentum, {name}={value!r}, which the "
-                f"interpolation b1 replaces. Switch it off: {name}=0.0"
+                f"schedule_free: {tx.name} in the inner transform has a momentum, {argument}={momentum!r}, which the "
+                f"interpolation b1 replaces. Switch it off: {argument}=0.0"
             )
             return
+
+
+def _momentum_argument(tx: Transform) -> str | None:
+    """Return the name of the argument that is the momentum of a transform, such as "b1" of `scale_by_adam`; or None.
+
+    A transform declares the arguments behind the usual names "momentum" and "betas", a pair that begins with it.
+    """
+    short_names = tx.declaration.short_names
+    arguments = short_names.get("momentum", short_names.get("betas"))
+    return arguments[0] if isinstance(arguments, tuple) else arguments
 
 
 def _number_of(value: object) -> object:

@@ -24,6 +24,9 @@ from muonfx.transforms import (
 
 Norms = Mapping[str, tuple[str, float]]
 
+_NORMS_OF_GPT: Norms = {"muon": ("spectral", 50.0), "adamw": ("sign", 3000.0)}
+"""The norms and radii of the authors for a GPT with shared embeddings."""
+
 
 @plain_arguments
 def scion(
@@ -64,9 +67,10 @@ def scion(
     >>> updates["head.weight"][0] * 2**12
     tensor([-750.,   -0.,   -0.,   -0.])
     """
-    chosen = {"muon": ("spectral", 50.0), "adamw": ("sign", 3000.0)} if norms is None else norms
-    parts: dict[str, Transform] = {}
-    average, view = momentum(decay, nesterov=False), view_of(orthogonalize)
+    if norms is None:
+        norms = _NORMS_OF_GPT
+    average = momentum(decay, nesterov=False)
+    view = view_of(orthogonalize)
     directions = {
         "spectral": (average, orthogonalize, scale_by_shape("spectral", view=view)),
         "sign": (average, scale_by_sign(), scale_by_shape("fan_in", view=view)),
@@ -74,7 +78,8 @@ def scion(
         "columns": (average, normalize_columns(view=view)),
         "embedding": (average, normalize_rows(view=view)),
     }
-    for label, (norm, radius) in chosen.items():
+    parts: dict[str, Transform] = {}
+    for label, (norm, radius) in norms.items():
         if norm not in directions:
             raise ValueError(
                 f"scion: norms[{label!r}] has the norm {norm!r}, expected one of {', '.join(map(repr, directions))}"
@@ -85,8 +90,7 @@ def scion(
             ("matrices", masked(chain(*directions[norm], scale(radius)), ndim(min=2))),
             ("vectors", masked(chain(average, normalize_leaves()), ndim(max=1))),
         )
-    return chain(
-        partition(parts, labels),
-        *([add_decayed_weights(1.0)] if constrained else []),
-        scale_by_learning_rate(learning_rate),
-    )
+    apply_rate = scale_by_learning_rate(learning_rate)
+    if constrained:
+        return chain(partition(parts, labels), add_decayed_weights(1.0), apply_rate)
+    return chain(partition(parts, labels), apply_rate)

@@ -85,8 +85,10 @@ def sam_gradient(
         ({'w': tensor([6.6000, 8.8000])}, tensor(25.))
         >>> updates, _ = tx.update(grads, tx.init(params), params)
     """
+    if perturbation is None:
+        perturbation = sam()
     first = gradient(params)
     grads, aux = first if has_aux else (first, None)
-    step, _ = (sam() if perturbation is None else perturbation).update(grads, EmptyState(), params)
-    second = gradient(apply_updates(params, step))
+    ascent, _ = perturbation.update(grads, EmptyState(), params)
+    second = gradient(apply_updates(params, ascent))
     return (second[0], aux) if has_aux else second

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -123,24 +123,30 @@ class Diagnosis(Shown):
 
 
 def _cells(title: str, rows: Sequence[ParameterDiagnosis]) -> tuple[str, ...]:
-    """Return the cells of a table row for one or more parameters."""
+    """Return the cells of a table row for one or more parameters: means of ratios and RMS, the worst of other values.
+
+    ("up", "0.2", "0.01", "0.8", "1.1", "1", "0.03", "6 of 5") has the title and the columns of `Diagnosis.report`.
+    """
     per_rate = [row.update_per_rate for row in rows if row.update_per_rate is not None]
-    per_weight = [row.update_per_weight for row in rows]
-    cells = [title, _number(fmean(per_rate) if per_rate else math.nan), _number(fmean(per_weight))]
+    mean_per_rate = fmean(per_rate) if per_rate else math.nan
+    mean_per_weight = fmean([row.update_per_weight for row in rows])
+    sizes = (title, _number(mean_per_rate), _number(mean_per_weight))
     spectra = [row.spectrum for row in rows if row.spectrum is not None]
     if not spectra:
-        return (*cells, "-", "-", "-", "-", "-")
-    cells.append(_number(min([spectrum.minimum for spectrum in spectra])))
-    cells.append(_number(max([spectrum.maximum for spectrum in spectra])))
-    cells.append(_number(fmean([spectrum.rms for spectrum in spectra])))
-    cells.append(_number(min([spectrum.tail for spectrum in spectra])))
+        return (*sizes, "-", "-", "-", "-", "-")
     steps = max([spectrum.steps for spectrum in spectra])
     steps_needed = [spectrum.steps_needed for spectrum in spectra if spectrum.steps_needed is not None]
+    needed = f">{_MOST_STEPS}"
     if len(steps_needed) == len(spectra):
-        cells.append(f"{max(steps_needed)} of {steps}")
-    else:
-        cells.append(f">{_MOST_STEPS} of {steps}")
-    return tuple(cells)
+        needed = str(max(steps_needed))
+    return (
+        *sizes,
+        _number(min([spectrum.minimum for spectrum in spectra])),
+        _number(max([spectrum.maximum for spectrum in spectra])),
+        _number(fmean([spectrum.rms for spectrum in spectra])),
+        _number(min([spectrum.tail for spectrum in spectra])),
+        f"{needed} of {steps}",
+    )
 
 
 def _number(value: float) -> str:
@@ -186,41 +192,53 @@ def diagnose(
         tx, state, params, grads = _checked(what)
     if all(grad is None for grad in tree.leaves(grads)):
         raise ValueError("diagnose: found no gradient, expected at least one: call it after backward(), before step()")
-    spectra: dict[str, Spectrum] = {}
-    per_rate: dict[str, float] = {}
-    has_orthogonalized = False
-
-    def record(part: Transform, updates: PyTree, new_updates: PyTree) -> None:
-        """Store the spectrum at an `orthogonalize`, and the RMS of the updates that a learning rate receives.
-
-        ``part`` is the transform that has just run, with its input and its output.
-        """
-        nonlocal has_orthogonalized
-        is_orthogonalize = part.factory is orthogonalize
-        has_orthogonalized = has_orthogonalized or is_orthogonalize
-        result_of = dict(tree.named_leaves(new_updates))
-        for name, update in tree.named_leaves(updates):
-            if update is None or update.numel() == 0:
-                continue
-            if is_orthogonalize:
-                spectra[name] = _spectrum(part, name, update, result_of[name], share)
-            else:
-                per_rate[name] = _rms(update)
-
     params = tree.map(lambda leaf: leaf.detach(), params)
+    measured = _Measurements(share)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # creating the transform has given these warnings
-        updates, _ = _watched(tx, record).update(grads, state, params, **extras)
-    if not has_orthogonalized and any(part.factory is orthogonalize for part in within(tx)):
+        updates, _ = _watched(tx, measured).update(grads, state, params, **extras)
+    if not measured.has_orthogonalized and any(part.factory is orthogonalize for part in within(tx)):
         why = "accumulate runs it only at the last micro-batch: call diagnose there, or pass boundary=True"
         raise ValueError(f"diagnose: orthogonalize did not run, expected it to run: {why}")
     weight_of = dict(tree.named_leaves(params))
     rows: list[ParameterDiagnosis] = []
     for name, update in tree.named_leaves(updates):
         if update is not None and update.numel():
-            weight_rms = _rms(weight_of[name])
-            rows.append(ParameterDiagnosis(name, _rms(update), weight_rms, per_rate.get(name), spectra.get(name)))
+            row = ParameterDiagnosis(
+                name=name,
+                update_rms=_rms(update),
+                weight_rms=_rms(weight_of[name]),
+                update_per_rate=measured.per_rate.get(name),
+                spectrum=measured.spectra.get(name),
+            )
+            rows.append(row)
     return Diagnosis(tuple(rows), share)
+
+
+@dataclass
+class _Measurements:
+    """What `diagnose` measures inside a chain, while the chain runs."""
+
+    share: float
+    """The part of the singular values that the Newton-Schulz steps must lift."""
+    spectra: dict[str, Spectrum] = field(default_factory=dict[str, Spectrum])
+    """The spectrum of each parameter that an `orthogonalize` updates."""
+    per_rate: dict[str, float] = field(default_factory=dict[str, float])
+    """The root mean square of the update of each parameter before the learning rate multiplies it."""
+    has_orthogonalized: bool = False
+
+    def record(self, tx: Transform, updates: PyTree, new_updates: PyTree) -> None:
+        """Measure the input and the output of an `orthogonalize`, or the input of a learning rate."""
+        is_orthogonalize = tx.factory is orthogonalize
+        self.has_orthogonalized = self.has_orthogonalized or is_orthogonalize
+        result_of = dict(tree.named_leaves(new_updates))
+        for name, update in tree.named_leaves(updates):
+            if update is None or update.numel() == 0:
+                continue
+            if is_orthogonalize:
+                self.spectra[name] = _spectrum(tx, name, update, result_of[name], self.share)
+            else:
+                self.per_rate[name] = _rms(update)
 
 
 def _checked(what: Any) -> tuple[Transform, PyTree, PyTree, PyTree]:
@@ -228,27 +246,32 @@ def _checked(what: Any) -> tuple[Transform, PyTree, PyTree, PyTree]:
 
     A sharded transform is refused: its trees have shards only, and singular values need whole matrices.
     """
-    is_tuple = isinstance(what, tuple) and len(what) == 4 and isinstance(what[0], Transform)
-    if is_tuple and not isinstance(what[0], Sharded):
-        return what
-    problem = "a sharded transform" if is_tuple else type(what).__name__
-    raise TypeError(
-        f"diagnose: found {problem}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple "
-        "(transform, state, params, grads) of whole trees"
+    if not (isinstance(what, tuple) and len(what) == 4 and isinstance(what[0], Transform)):
+        raise _wrong_type(type(what).__name__)
+    if isinstance(what[0], Sharded):
+        raise _wrong_type("a sharded transform")
+    return what
+
+
+def _wrong_type(kind: str) -> TypeError:
+    """Return the error of `diagnose` for an argument of the wrong type."""
+    return TypeError(
+        f"diagnose: found {kind}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple (transform, "
+        "state, params, grads) of whole trees"
     )
 
 
-def _watched(tx: Transform, record: Callable[[Transform, PyTree, PyTree], None]) -> Transform:
-    """Return a transform with the same updates, in which each orthogonalization and learning rate calls ``record``."""
+def _watched(tx: Transform, measurements: _Measurements) -> Transform:
+    """Return a transform with the same updates, in which each orthogonalization and learning rate is measured."""
     if tx.factory is not orthogonalize and (tx.children or tx.position != "learning_rate"):
-        return tx.with_children(lambda part: _watched(part, record))
+        return tx.with_children(lambda part: _watched(part, measurements))
 
     @transform(name=f"muonfx.{tx.name}", locality=tx.locality, position=tx.position)
     def watched():
         def update(updates: PyTree, state: PyTree, params: PyTree = None, **extras: Any):
             """Run the transform, and report its input and output."""
             out, state = tx.run(updates, state, params, **extras)
-            record(tx, updates, out)
+            measurements.record(tx, updates, out)
             return out, state
 
         return tx.functions.init, update

@@ -120,12 +120,15 @@ class Summary(Shown):
         """Return a tuple with a sentence like "2 times the 768 B of the parameters"; empty if these are not known."""
         if not self.params_nbytes:
             return ()
-        one, every = self.nbytes / self.params_nbytes, self.total_nbytes / self.params_nbytes
+        ratio = self.nbytes / self.params_nbytes
         size = format_bytes(self.params_nbytes)
         if self.ranks is None:
-            return (f"{one:.2f} times the {size} of the parameters",)
+            return (f"{ratio:.2f} times the {size} of the parameters",)
         ranks = _counted(self.ranks, "rank")
-        return (f"{one:.2f} times the {size} of the whole parameters on this rank, {every:.2f} times over {ranks}",)
+        total_ratio = self.total_nbytes / self.params_nbytes
+        return (
+            f"{ratio:.2f} times the {size} of the whole parameters on this rank, {total_ratio:.2f} times over {ranks}",
+        )
 
 
 _Texts = dict[str, Callable[[LeafSummary], str]]
@@ -145,23 +148,28 @@ def _rows(leaves: Sequence[LeafSummary], depth: int, texts: _Texts, sizes: _Size
 def _row(leaves: list[LeafSummary], depth: int, texts: _Texts, sizes: _Sizes) -> Row:
     """Return the table row of leaves whose paths have the same entry at a depth, with child rows for several leaves.
 
+    The row of the paths ("adam", "mu", "w") and ("adam", "mu", "b") has the title "adam.mu", and its children have the
+    titles "w" and "b".
+
     Args:
-        leaves: the leaves, such as those with the paths ("adam", "mu", "w") and ("adam", "nu", "w").
+        leaves: the leaves, with different paths.
         depth: the first entry of the paths that the title contains; rows around this one contain those before it.
         texts: the columns of text, which are empty in a row of several leaves.
         sizes: the columns of bytes.
     """
     path = leaves[0].path
-    # One leaf: the title is the rest of its path. A tree that is a single tensor has an empty path.
     if len(leaves) == 1:
         cells = [text_of(leaves[0]) for text_of in texts.values()]
-        return _sum_row(".".join(path[depth:]) or "-", cells, leaves, sizes)
-    # Several leaves: the title contains all entries that they share, "momentum.trace", since a node with one child
-    # shares a row with it. The paths of several leaves differ somewhere, so the loop ends.
+        title = ".".join(path[depth:]) or "-"  # a tree that is a single tensor has an empty path
+        return _sum_row(title, cells, leaves, sizes)
+    # The title has all entries that the paths share. They differ somewhere, so the loop ends.
     end = depth + 1
     while all(leaf.path[end] == path[end] for leaf in leaves):
         end += 1
-    return _sum_row(".".join(path[depth:end]), [""] * len(texts), leaves, sizes, _rows(leaves, end, texts, sizes))
+    title = ".".join(path[depth:end])
+    no_cells = [""] * len(texts)
+    children = _rows(leaves, end, texts, sizes)
+    return _sum_row(title, no_cells, leaves, sizes, children)
 
 
 def _sum_row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import cycle
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
@@ -20,6 +21,9 @@ _ROW = 0.24
 _BY_ONE = (COLORS["blue"], "#4553b4")
 _BY_ALL = ("#23877b", "#1b6b61")
 """Colours on which white text is legible; neighbouring segments alternate, so that their ends are visible."""
+
+_MOST_NAMED_RANKS = 24
+"""With more ranks, the bars are too narrow for text."""
 
 _NAMED = 0.11
 """Smallest width of a segment, as a part of the axis, that is labelled with its parameter."""
@@ -102,11 +106,7 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
     if not leaves_of_bar:
         raise ValueError("the state has no tensor with bytes on this rank; there is nothing to draw")
     totals = [sum([leaf.nbytes for leaf in leaves]) for leaves in leaves_of_bar.values()]
-    power = 0
-    while power < 5 and max(totals) >= 1024 ** (power + 1):
-        power += 1
-    scale = 1024**power
-    unit = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"][power]
+    scale, unit = _unit_of(max(totals), 1024, ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"])
     count = len(leaves_of_bar)
     with axes_for(ax, 0.75 + _ROW * 1.4 * count) as axes:
         starts = [0.0] * count
@@ -126,12 +126,33 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
     return axes
 
 
+def _unit_of(largest: float, base: int, units: list[str]) -> tuple[int, str]:
+    """Return the size and the name of the greatest unit that is not above a number.
+
+    ``units`` are the names of units, each ``base`` times the one before it, of which the first has the size 1.
+
+    >>> _unit_of(5000, 1024, ["bytes", "KiB", "MiB"])
+    (1024, 'KiB')
+    """
+    size = 1
+    for name in units[:-1]:
+        if largest < size * base:
+            return size, name
+        size *= base
+    return size, units[-1]
+
+
 def _bytes_in(leaves: list[LeafSummary], dtype: str) -> int:
     return sum([leaf.nbytes for leaf in leaves if leaf.dtype == dtype])
 
 
 def _leaves_of_bars(leaves: list[LeafSummary]) -> dict[str, list[LeafSummary]]:
-    """Group the leaves of a state by bar: return a dict from the label of a bar, such as "muon", to its leaves."""
+    """Group the leaves of a state by bar: return a dict from the label of a bar, such as "muon", to its leaves.
+
+    The paths ("tx", "adamw", "mu") and ("tx", "muon", "trace") differ at the second entry: the bars are "adamw.mu" and
+    "muon.trace". With ("tx", "adamw", "nu") too, the first bar is "adamw".
+    """
+    # The entries that all paths share are no part of a label.
     depth = 0
     while len({leaf.path[: depth + 1] for leaf in leaves}) == 1 and all(len(leaf.path) > depth + 1 for leaf in leaves):
         depth += 1
@@ -192,23 +213,21 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     if not any(plan.flops):
         raise ValueError("the plan has no matrices to compute: no transform of the chain needs whole matrices")
     most = max(plan.flops)
-    power = 3
-    while power < 15 and most >= 10 ** (power + 3):
-        power += 3
-    scale = 10.0**power
-    unit = {15: "PFLOP", 12: "TFLOP", 9: "GFLOP", 6: "MFLOP", 3: "kFLOP"}[power]
+    thousands, unit = _unit_of(most / 1000, 1000, ["kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"])
+    scale = 1000.0 * thousands
     edge = 1.25 * most / scale
-    has_labels = plan.size <= 24
-    with axes_for(ax, 0.8 + 0.3 * min(plan.size, 24)) as axes:
+    has_labels = plan.size <= _MOST_NAMED_RANKS
+    with axes_for(ax, 0.8 + 0.3 * min(plan.size, _MOST_NAMED_RANKS)) as axes:
         ends = [0.0] * plan.size
         counts = [0] * plan.size
-        for name, rank, flops, by_all in _segments(plan):
-            width = flops / scale
-            colors = _BY_ALL if by_all else _BY_ONE
+        for segment in _segments(plan):
+            rank = segment.rank
+            width = segment.flops / scale
+            colors = _BY_ALL if segment.by_all else _BY_ONE
             axes.barh(rank, width, 0.7, ends[rank], color=colors[counts[rank] % 2], linewidth=0)
-            if flops >= _NAMED * most and has_labels:
+            if segment.flops >= _NAMED * most and has_labels:
                 middle = ends[rank] + width / 2
-                text = _fitting(name, flops / most)
+                text = _fitting(segment.name, segment.flops / most)
                 axes.text(middle, rank, text, color="white", ha="center", va="center", fontsize=7.5)
             ends[rank] += width
             counts[rank] += 1
@@ -225,23 +244,33 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     return axes
 
 
-def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
-    """Return (parameter, rank, operations, whether every rank computes it) for each segment of the bars."""
-    segments: list[tuple[str, int, float, bool]] = []
+class _Segment(NamedTuple):
+    """A segment of a bar of `plot_plan`: a parameter that a rank orthogonalizes."""
+
+    name: str
+    rank: int
+    flops: float
+    by_all: bool
+    """Whether every rank computes the parameter, so that each bar has this segment."""
+
+
+def _segments(plan: sharding.Plan) -> list[_Segment]:
+    """Return the segments of the bars, in the order in which the parameters are computed."""
+    segments: list[_Segment] = []
     for run in plan.runs:
         for shard in run.shards:
             by_all = shard.owner is None
             ranks = range(plan.size) if shard.owner is None else (shard.owner,)
-            for rank in ranks:
-                segments.append((shard.name, rank, shard.cost, by_all))
+            segments += [_Segment(shard.name, rank, shard.cost, by_all) for rank in ranks]
     return segments
 
 
 def _fitting(name: str, part: float) -> str:
-    """Shorten a parameter name from the left to fit a segment of a bar; ``part`` is its fraction of the axis."""
-    room = max(3, int(part * 62))  # an axis is about 62 characters wide
-    if len(name) <= room:
+    """Shorten a parameter name from the left to fit a segment of a bar: "...q.weight".
+
+    ``part`` is the width of the segment as a fraction of the axis, at least `_NAMED`.
+    """
+    most_characters = int(part * 62)  # an axis is about 62 characters wide
+    if len(name) <= most_characters:
         return name
-    if room > 5:
-        return "..." + name[-(room - 3) :]
-    return name[-room:]
+    return "..." + name[3 - most_characters :]

@@ -49,11 +49,13 @@ def plot_band(
         raise ValueError(f"runs must be a table (runs, points) with at least one run, found shape {tuple(table.shape)}")
     points = torch.arange(table.shape[1]) if x is None else torch.as_tensor(x).detach().cpu()
     if points.shape != table.shape[1:]:
-        found = tuple(points.shape)
-        raise ValueError(f"x must have one value for each of {table.shape[1]} points, found shape {found}")
+        raise ValueError(
+            f"x must have one value for each of {table.shape[1]} points, found shape {tuple(points.shape)}"
+        )
     with axes_for(ax) as axes:
         (line,) = axes.plot(points.tolist(), table.mean(0).tolist(), label=label)
-        lowest, highest = table.amin(0).tolist(), table.amax(0).tolist()
+        lowest = table.amin(0).tolist()
+        highest = table.amax(0).tolist()
         axes.fill_between(points.tolist(), lowest, highest, color=line.get_color(), alpha=0.16, linewidth=0)
     return axes
 
@@ -84,14 +86,16 @@ def plot_polynomial(
     >>> ax.get_xlabel(), ax.lines[0].get_label()
     ('singular value, over the Frobenius norm', 'keller: 0.68 to 1.13')
     """
-    found = band(coefficients, lower, steps=steps)
+    result_range = band(coefficients, lower, steps=steps)
     s = torch.logspace(-4, 0, 1000, dtype=torch.float64)
     with axes_for(ax) as axes:
         values = scalar_polynomial(coefficients, s, steps)
-        name = f"{resolve(coefficients).name}: {found.minimum:.2f} to {found.maximum:.2f}"
+        name = f"{resolve(coefficients).name}: {result_range.minimum:.2f} to {result_range.maximum:.2f}"
         (line,) = axes.semilogx(s.tolist(), values.tolist(), label=name)
         color = cast("str", line.get_color())
-        axes.fill_between([lower, 1.0], found.minimum, found.maximum, color=color, alpha=0.16, linewidth=0)
+        axes.fill_between(
+            [lower, 1.0], result_range.minimum, result_range.maximum, color=color, alpha=0.16, linewidth=0
+        )
         highest = max(max(cast("list[float]", line.get_ydata())) for line in axes.lines)
         axes.set(xlabel="singular value, over the Frobenius norm", ylabel="singular value afterwards")
         axes.set(xlim=(1e-4, 1.0), ylim=(0.0, 1.05 * highest))
@@ -124,20 +128,24 @@ def plot_spectrum(before: Tensor, after: Tensor | None = None, *, ax: Axes | Non
     >>> len(ax.lines[0].get_ydata()), len(ax.lines[1].get_ydata())
     (32, 32)
     """
-    sizes = _singular_values("before", before)
-    largest = max(sizes, default=0.0) or 1.0
-    curves = [("before, over its largest", [size / largest for size in sizes], COLORS["gray"], ":")]
-    if after is not None:
-        curves.append(("after", _singular_values("after", after), COLORS["blue"], "-"))
+    values = _singular_values("before", before)
+    values_after = [] if after is None else _singular_values("after", after)
+    largest = max(values, default=0.0) or 1.0  # a matrix of zeros is not scaled
     with axes_for(ax) as axes:
-        for name, values, color, line in curves:
-            axes.plot(range(1, len(values) + 1), values, color=color, linestyle=line, label=name)
-            if values:
-                end, unit = (len(values), values[-1]), "offset points"
-                axes.annotate(name, end, (5, 0), textcoords=unit, va="center", color=color, annotation_clip=False)
+        _draw_curve(axes, [value / largest for value in values], "before, over its largest", COLORS["gray"], ":")
+        if after is not None:
+            _draw_curve(axes, values_after, "after", COLORS["blue"], "-")
         axes.set(xlabel="number of the singular value, largest first", ylabel="singular value")
-        axes.set(ylim=(0.0, None), xlim=(1, max(len(sizes), 2)))
+        axes.set(ylim=(0.0, None), xlim=(1, max(len(values), 2)))
     return axes
+
+
+def _draw_curve(axes: Axes, values: list[float], name: str, color: str, line: str) -> None:
+    """Draw values at 1, 2, 3 and so on, with the name of the curve at its end."""
+    axes.plot(range(1, len(values) + 1), values, color=color, linestyle=line, label=name)
+    if values:
+        end = (len(values), values[-1])
+        axes.annotate(name, end, (5, 0), textcoords="offset points", va="center", color=color, annotation_clip=False)
 
 
 def _singular_values(what: str, matrix: Tensor) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from glob import escape
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -178,16 +179,23 @@ def default_labels_by_name(
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
     Labels({'wte.weight': 'adamw', 'h.fc.weight': 'muon'})
     """
-    return _labels("default_labels_by_name", params, rules, muon, other, roles)[0]
+    return _labels("default_labels_by_name", params, rules, muon, other, roles).labels
+
+
+class _DefaultLabels(NamedTuple):
+    """The labels of a model, and the parameters of which `default_labels` warns."""
+
+    labels: Labels
+    hidden: list[ParamInfo]
+    """The parameters that are hidden matrices by the default rules."""
+    last_layer: ParamInfo | None
+    """The weight of the last layer, if it is among ``hidden`` and may be the head, because nothing else is a head."""
 
 
 def _labels(
     caller: str, model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label, roles: bool
-) -> tuple[Labels, list[ParamInfo], ParamInfo | None]:
-    """Return the labels, the parameters that are hidden matrices by the default rules, and the unrecognized last layer.
-
-    The last layer is None unless it is hidden, and no head was recognized in the model or labelled by a rule.
-    """
+) -> _DefaultLabels:
+    """Label the parameters by the user's rules, then by their roles; the arguments are those of `default_labels`."""
     if roles and (muon, other) != ("muon", "adamw"):
         raise ValueError(
             f"{caller}: found roles=True with muon={muon!r} and other={other!r}, expected one of the two: the labels "
@@ -196,30 +204,32 @@ def _labels(
         )
     infos, absent = read_params(model_or_params)
     decided = apply_rules(infos, rules, "user rule")
-    hidden_label = "hidden" if roles else muon
-    ruled_matrices = [info.name for info in infos if info.name in decided and info.ndim > 1]
-    has_head = any(decided[name][0] != hidden_label for name in ruled_matrices)
     structure = UNKNOWN_STRUCTURE
     if isinstance(model_or_params, nn.Module):
         structure = structure_of(model_or_params)
     decisions = roles_of(infos, structure)
+    hidden_label = "hidden" if roles else muon
     hidden: list[ParamInfo] = []
+    has_head = False
     for info in infos:
-        if info.name in decided:
-            continue
         role, reason = decisions[info.name]
-        if not info.requires_grad:
+        if info.name in decided:
+            # A rule that makes a matrix no hidden matrix may be a rule for the head.
+            label, _ = decided[info.name]
+            has_head = has_head or (info.ndim > 1 and label != hidden_label)
+        elif not info.requires_grad:
             decided[info.name] = (None, "frozen")
-            continue
-        label = hidden_label if role == "hidden" else other
-        decided[info.name] = (role if roles else label, reason)
-        if role == "hidden":
+        elif role == "hidden":
+            decided[info.name] = (hidden_label, reason)
             hidden.append(info)
-        has_head = has_head or role == "head"
+        else:
+            decided[info.name] = (role if roles else other, reason)
+            has_head = has_head or role == "head"
     last_layer = None
     for info in hidden:
         if not has_head and module_path(info.name) == structure.possible_head:
             last_layer = info
     # All roles but "hidden" keep their parameters whole.
-    labels = make_labels(model_or_params, infos, decided, absent, ROLES[1:] if roles else (other,))
-    return labels, hidden, last_layer
+    whole_labels = ROLES[1:] if roles else (other,)
+    labels = make_labels(model_or_params, infos, decided, absent, whole_labels)
+    return _DefaultLabels(labels, hidden, last_layer)

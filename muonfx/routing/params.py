@@ -135,16 +135,13 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
     `ParamInfo.name`, and the others `ParamInfo.tied`.
     """
     tensors: dict[int, _ModelTensor] = {}  # by identity, since a tied tensor occurs under each of its names
-    for path, module in model.named_modules(remove_duplicate=False):
-        owner = module
-        # The tensors of a parametrized weight are in a list below the module that owns the weight, for example at
-        # "fc.parametrizations.weight.original", and "fc" is the owner.
-        owner_path, is_parametrized, _ = f".{path}.".partition(".parametrizations.")
-        if is_parametrized:
-            owner = model.get_submodule(owner_path.strip("."))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
         for leaf, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{path}.{leaf}" if path else leaf
+            owner = modules[module_path(name)]  # of a parametrized weight, the module that has the parametrization
             model_tensor = tensors.setdefault(id(tensor), _ModelTensor(tensor, [], []))
-            model_tensor.names.append(f"{path}.{leaf}" if path else leaf)
+            model_tensor.names.append(name)
             model_tensor.types.append(written_type(owner))
     infos: list[ParamInfo] = []
     for tensor, names, types in tensors.values():

@@ -87,11 +87,12 @@ class Routing(Shown):
             if index in self.without_rate:  # torch requires an "lr" in these groups too
                 numbers.pop("lr", None)
             columns.append(numbers)
-        keys: dict[str, None] = {}  # the keys of all groups without repetition, in their order: an ordered set
+        rows: dict[str, list[str]] = {}  # the cells of each row by key
         for numbers in columns:
-            keys.update(dict.fromkeys(numbers))
-        rows = [[key, *(_number(numbers.get(key, "")) for numbers in columns)] for key in keys]
-        return Table(["number", *(f"group {index}" for index in range(len(groups)))], rows)
+            for key in numbers:
+                rows[key] = [key, *[_number(group_numbers.get(key, "")) for group_numbers in columns]]
+        titles = [f"group {index}" for index in range(len(groups))]
+        return Table(["number", *titles], list(rows.values()))
 
 
 def _amounts(infos: Sequence[ParamInfo], all_infos: Sequence[ParamInfo]) -> list[str]:
@@ -137,28 +138,35 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
     muon         1       256   66.7%
     total        2       384  100.0%
     """
-    # An optimizer has its labels.
     if isinstance(what, torch.optim.Optimizer):
         return _of_optimizer(what)
+    if params is not None:
+        return _of_labels(what, params)
     # A model or named tensors: label them.
-    if params is None:
-        if _is_labels(what):
-            raise TypeError(
-                "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
-            )
-        params = list(what) if isinstance(what, Iterator) else what  # an iterator can be read only once
-        what = default_labels(params)
-    # Labels and their parameters, which must have the same names.
-    if not isinstance(what, Mapping):
+    if _is_labels(what):
         raise TypeError(
-            f"describe: found {type(what).__name__} with parameters, expected labels: describe(default_labels(model), "
-            "model), or describe(optimizer)"
+            "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
         )
-    labels = what if isinstance(what, Labels) else Labels(cast("Mapping[str, Label]", what))
+    params = list(what) if isinstance(what, Iterator) else what  # an iterator can be read only once
+    return _of_labels(default_labels(params), params)
+
+
+def _of_labels(labels: object, params: Params) -> Routing:
+    """Return the labels of parameters, which must have the same names, with the shapes of the parameters."""
+    if not isinstance(labels, Mapping):
+        raise TypeError(
+            f"describe: found {type(labels).__name__} with parameters, expected labels: "
+            "describe(default_labels(model), model), or describe(optimizer)"
+        )
+    if not isinstance(labels, Labels):
+        labels = Labels(cast("Mapping[str, Label]", labels))
     infos, absent = read_params(params)
-    if missing := [info.name for info in infos if info.name not in labels]:
+    names = [info.name for info in infos]
+    missing = [name for name in names if name not in labels]
+    if missing:
         raise ValueError(f"no label for {format_list(missing)}; expected one for every parameter (None leaves one out)")
-    if unknown := sorted(set(labels) - {info.name for info in infos} - set(absent)):
+    unknown = sorted(set(labels).difference(names, absent))
+    if unknown:
         raise ValueError(
             f"found labels for {format_list(unknown)}, expected labels for the given parameters only: create the "
             "labels from the same parameters"
@@ -190,25 +198,31 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
     known_labels = [part.arguments.get("labels") for part in transforms]
     views = _views_by_label(transforms)
     routes: dict[str, Route] = {}
-    for group in groups:
-        for name in group["param_names"]:
-            label = group["label"]
-            route = _known_route(name, label, known_labels)
-            pattern = views[route.label].text(name) if route.label in views else None
-            if pattern not in (None, route.view.pattern):  # the user's view takes precedence over the labels' view
-                reason = route.reason.partition(f"; {MAYBE_FUSED}")[0]
-                route = route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
-            routes[name] = route
     pairs: list[tuple[str, torch.Tensor]] = []
     for group in groups:
         pairs += zip(group["param_names"], group["params"], strict=True)
+        for name in group["param_names"]:
+            route = _known_route(name, group["label"], known_labels)
+            routes[name] = _with_view_of_transform(name, route, views)
     infos, _ = read_params(pairs)
     return Routing(infos, Labels(routes), groups, getattr(optimizer, "groups_without_rate", ()))
 
 
-def _views_by_label(transforms: Sequence[Transform]) -> dict[str, MatrixView]:
+def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, MatrixView]) -> Route:
+    """Return the route of a parameter, with the view of the transform if this differs from that of the labels.
+
+    ``views`` is a dict from label to the view of its transform, which takes precedence.
+    """
+    pattern = views[route.label].text(name) if route.label in views else None
+    if pattern in (None, route.view.pattern):
+        return route
+    reason = route.reason.partition(f"; {MAYBE_FUSED}")[0]
+    return route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
+
+
+def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView]:
     """Return the view of the transform for each label of the partitions in ``transforms``."""
-    views: dict[str, MatrixView] = {}
+    views: dict[Label, MatrixView] = {}
     for part in transforms:
         if part.factory is not partition:
             continue

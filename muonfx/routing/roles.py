@@ -165,7 +165,8 @@ def _by_structure(info: ParamInfo, structure: Structure) -> Decision | None:
         return Decision("embedding", f"table (a 2-D parameter{owner}, not the weight of a layer)")
     if not _PROJECTIONS.isdisjoint(_words(layer_name)):
         return None  # queries and keys meet in a product, so that no layer reads them
-    for path in map(module_path, (info.name, *info.tied)):
+    for name in (info.name, *info.tied):
+        path = module_path(name)
         if layer := structure.inputs.get(path):
             return Decision("other", f"raw input (no earlier layer returns the {layer.reads} features that it reads)")
         if layer := structure.heads.get(path):
@@ -205,12 +206,13 @@ def _known_by_neighbours(infos: Sequence[ParamInfo]) -> dict[str, Decision]:
 
 def _by_name(info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure: Structure) -> Decision | None:
     """Return the decision by any name of a tied tensor. A head that is tied to an embedding is an embedding."""
-    decisions = [_by_one_name(name, info, gated_mlps, structure) for name in info.names]
-    decisions = [decision for decision in decisions if decision is not None]
-    for decision in decisions:
-        if decision.role == "embedding":
+    first_decision = None
+    for name in info.names:
+        decision = _by_one_name(name, info, gated_mlps, structure)
+        if decision and decision.role == "embedding":
             return decision
-    return decisions[0] if decisions else None
+        first_decision = first_decision or decision
+    return first_decision
 
 
 def _by_one_name(
@@ -301,29 +303,35 @@ def _norm_component(components: list[str]) -> str | None:
 
 
 def _input_component(components: list[str]) -> str | None:
-    """Return the name component of a layer of raw input, or of a map to state-space rates; None if there is none."""
+    """Return the name component of a layer of raw input, or of a map to state-space rates; None if there is none.
+
+    The components are those of a parameter name: ``["mixer", "x_proj", "weight"]`` gives "x_proj".
+    """
     layer_name = _layer_or_leaf(components)
     if layer_name.lower() in _STATE_SPACE:
         return layer_name
-    for component in components:  # the layer that embeds patches may be nested: patch_embed.proj, to_patch_embedding.2
-        words = _words(component)
-        is_embedding = _ends_in(words, _EMBEDDING_WORDS) or _ends_in(words[:-1], {"embed"})  # patch_embed_proj
-        if "patch" in words and is_embedding:
+    # The layer that embeds patches may be nested: patch_embed.proj.weight, to_patch_embedding.2.weight.
+    for component in components:
+        if _is_patch_embedding(_words(component)):
             return component
-    # A projection in an embedder, as in "pos_embed.proj.weight": the holder, the layer and its weight.
-    if not _is_of_layer(components) or len(components) < 3:
+    # A projection in an embedder: pos_embed.proj.weight.
+    if layer_name not in ("proj", "projection") or not _is_of_layer(components):
         return None
-    holder = components[-3]
-    is_projection = layer_name in ("proj", "projection")
-    is_in_embedder = holder.split("_")[-1] in ("embed", "embedder")
-    if is_projection and is_in_embedder:
+    if len(components) < 3:
+        return None
+    holder = components[-3]  # followed by the layer and its weight
+    if holder.split("_")[-1] in ("embed", "embedder"):
         return f"{holder}.{layer_name}"
     return None
 
 
+def _is_patch_embedding(words: list[str]) -> bool:
+    """Return True if the words are of the name of a patch embedding: ["patch", "embed"], ["patch", "embed", "proj"]."""
+    return "patch" in words and (_ends_in(words, _EMBEDDING_WORDS) or _ends_in(words[:-1], {"embed"}))
+
+
 def _head_component(components: list[str]) -> str | None:
-    """Return the name component of an output head, such as "lm_head"; None if there is none."""
-    # A word such as "head" or "classifier" in any component: lm_head.weight, classifier.0.weight.
+    """Return the name component of an output head, such as "lm_head" for ``lm_head.weight``; None if there is none."""
     for component in components:
         if _is_head(_words(component)):
             return component
@@ -335,14 +343,16 @@ def _head_component(components: list[str]) -> str | None:
         return _layer_or_leaf(components)
     # A common name such as "output" or "fc", but only as a direct child of the model.
     layer = _layer_of_model(components)
-    if layer is None:
-        return None
-    if layer in _TOP_HEADS:
-        return layer
-    # The last of several: proj_out_2 in DiT. The first, proj_out_1, may be followed by another, so that 1 is left out.
-    # The name fc_2 is left out too, since it is often that of a hidden layer.
-    without_number = re.sub(r"_[2-9]$", "", layer)
-    return layer if without_number in _TOP_HEADS - {"fc"} else None
+    return layer if layer is not None and _is_top_head(layer) else None
+
+
+def _is_top_head(layer: str) -> bool:
+    """Return True for a direct child of a model that is a head by its name, such as "output" or "proj_out_2".
+
+    The number is that of the last of several layers: proj_out_2 in DiT. The first, proj_out_1, may be followed by
+    another, so that 1 is left out. So is the name fc_2, since it is often that of a hidden layer.
+    """
+    return layer in _TOP_HEADS or re.sub(r"_[2-9]$", "", layer) in _TOP_HEADS - {"fc"}
 
 
 def _is_head(words: list[str]) -> bool:
@@ -427,14 +437,18 @@ def _first_convolution(info: ParamInfo) -> Decision | None:
         if _is_first_of_speech_encoder(components):
             return Decision("other", "convolution of the input (name component 'conv_layers', the first)")
         layer_name = _layer_or_leaf(components)
-        if layer_name not in _FIRST_CONVOLUTIONS:
-            continue
-        # The modules around the layer, without the layer and its weight: ["vision_tower"].
-        holders = [component for component in components[:-2] if not component.isdigit()]
-        is_in_front = bool(holders) and _ends_in(_words(holders[-1]), _FRONTS)
-        if is_in_front or _layer_of_model(components) == layer_name:
+        is_in_front = _layer_of_model(components) == layer_name or _is_child_of_front(components)
+        if layer_name in _FIRST_CONVOLUTIONS and is_in_front:
             return Decision("other", f"convolution of the input (name component {layer_name!r})")
     return None
+
+
+def _is_child_of_front(components: list[str]) -> bool:
+    """Return True if a layer is in the front part of a model, as for ``["vision_tower", "conv1", "weight"]``."""
+    for component in reversed(components[:-2]):  # without the layer and its weight
+        if not component.isdigit():
+            return _ends_in(_words(component), _FRONTS)
+    return False
 
 
 def _is_first_of_speech_encoder(components: list[str]) -> bool:

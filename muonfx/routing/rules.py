@@ -202,24 +202,29 @@ def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], kind: str) ->
     A reason is a text such as "user rule 1: ndim(2)"; ``kind`` is its beginning, here "user rule".
     """
     for number, rule in enumerate(rules, 1):
-        pair = cast("tuple[object, ...]", rule) if isinstance(rule, tuple | list) else ()
-        if len(pair) != 2 or not isinstance(pair[0], Predicate):
-            raise TypeError(
-                f"rule {number} is {rule!r}; expected a (Predicate, label) pair such as (path('*.gate.*'), 'adamw'); "
-                "wrap a function of your own as where(fn)"
-            )
-        _check_label(pair[1], f"rule {number}")
+        _check_rule(rule, number)
     decided: dict[str, tuple[Label, str]] = {}
     for number, (predicate, label) in enumerate(rules, 1):
         matching = [info.name for info in infos if predicate(info)]
+        for name in matching:
+            decided.setdefault(name, (label, f"{kind} {number}: {predicate!r}"))
         if infos and not matching:
             warn_caller(
                 f"{kind} {number}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters "
                 f"({infos[0].name!r}, ...); correct or remove it"
             )
-        for name in matching:
-            decided.setdefault(name, (label, f"{kind} {number}: {predicate!r}"))
     return decided
+
+
+def _check_rule(rule: object, number: int) -> None:
+    """Raise TypeError unless a rule is a pair of a predicate and a label."""
+    pair = cast("tuple[object, ...]", rule) if isinstance(rule, tuple | list) else ()
+    if len(pair) != 2 or not isinstance(pair[0], Predicate):
+        raise TypeError(
+            f"rule {number} is {rule!r}; expected a (Predicate, label) pair such as (path('*.gate.*'), 'adamw'); "
+            "wrap a function of your own as where(fn)"
+        )
+    _check_label(pair[1], f"rule {number}")
 
 
 def make_labels(

@@ -164,14 +164,15 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
-    """Yield the paths of blocks, such as "blocks.0" and "blocks.1"; the docstring of this file defines a block.
+    """Yield the paths of blocks, such as "blocks.0" and "blocks.1", the repeated parts that are the body of a model.
 
-    ``read_widths`` are the widths that some layer or norm reads. They show whether a child is one of several heads.
+    A block is a child of an ``nn.ModuleList``, or one of several children of the same class in an ``nn.Sequential``.
+    It has children itself: a single layer is no block. Nor is one of several heads, an ``nn.Sequential`` whose outputs
+    no layer reads. ``read_widths`` are the widths that some layer or norm reads.
     """
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        # A child without children is a single layer, such as an nn.Linear of an MLP, and no block.
         children = {name: child for name, child in module.named_children() if any(child.children())}
         count_of_class = Counter(type(child) for child in children.values())
         for name, child in children.items():
@@ -198,21 +199,40 @@ def _with_ancestors(path: str) -> Iterator[str]:
 
 
 def _inputs(layers: list[Layer]) -> dict[str, Layer]:
-    """Return the layers that read raw input: they are before the blocks of their part of the model."""
-    first_block_in: dict[str, int] = {}
-    for index, layer in enumerate(layers):
-        for path in _with_ancestors(layer.path):
-            if layer.block is not None and not _is_inside(path, layer.block):
-                first_block_in.setdefault(path, index)
+    """Return the layers of raw input by path; ``layers`` are in the order of definition.
+
+    Such a layer is before the blocks of its part of the model, and reads what no earlier layer returns. Its part is
+    the innermost module around it that contains blocks, such as "decoder" for ``decoder.embed``.
+    """
+    first_in_blocks = _first_in_blocks(layers)
     inputs: dict[str, Layer] = {}
     returned_widths: set[int] = set()
     for index, layer in enumerate(layers):
-        parts_with_blocks = [path for path in _with_ancestors(layer.path) if path in first_block_in]
-        is_before_blocks = layer.block is None and index < first_block_in[parts_with_blocks[-1]]
+        part = ""  # the whole model
+        for path in _with_ancestors(layer.path):
+            if path in first_in_blocks:
+                part = path
+        is_before_blocks = layer.block is None and index < first_in_blocks[part]
         if is_before_blocks and _reads_raw_input(layer, returned_widths):
             inputs[layer.path] = layer
         returned_widths.add(layer.returns)
     return inputs
+
+
+def _first_in_blocks(layers: list[Layer]) -> dict[str, int]:
+    """Return the index of the first layer in a block, for the path of each module that contains blocks.
+
+    It is {"": 1, "encoder": 1, "decoder": 9} if the first block of the encoder begins with layer 1, and that of the
+    decoder with layer 9.
+    """
+    first_in_blocks: dict[str, int] = {}
+    for index, layer in enumerate(layers):
+        if layer.block is None:
+            continue
+        for path in _with_ancestors(layer.block):
+            if path != layer.block:
+                first_in_blocks.setdefault(path, index)
+    return first_in_blocks
 
 
 def _reads_raw_input(layer: Layer, returned_widths: Iterable[int]) -> bool:
@@ -230,30 +250,29 @@ def _reads_raw_input(layer: Layer, returned_widths: Iterable[int]) -> bool:
     return True
 
 
-def _is_inside(path: str, block: str) -> bool:
-    """Return True for a path of a block itself or of a module in it: "blocks.0.fc" is inside "blocks.0"."""
-    return path == block or path.startswith(f"{block}.")
-
-
 def _heads(
     layers: list[Layer], inputs: dict[str, Layer], widths_of_norms: set[int], numbers_of_blocks: set[int]
 ) -> dict[str, Layer]:
-    """Return the layers after the first block, outside all blocks, whose outputs no other layer and no norm reads."""
+    """Return the heads by path: layers after the first block, outside all blocks, whose outputs nothing reads.
+
+    Args:
+        layers: the layers of the model in the order of definition, some of them in blocks.
+        inputs: those that read raw input, which are no heads.
+        widths_of_norms: the widths that norms read.
+        numbers_of_blocks: the number of blocks in each list of blocks. A layer may return a slice for each of them.
+    """
     # A model of images or actions may read and return one raw width: an input does not read what a head returns.
     read_widths = widths_of_norms | {layer.reads for layer in layers if layer.path not in inputs and layer.reads}
-    first_in_block = next(index for index, layer in enumerate(layers) if layer.block is not None)
+    widths_of_slices = {count * width for count in numbers_of_blocks for width in read_widths}
     heads: dict[str, Layer] = {}
-    for index, layer in enumerate(layers):
-        if index < first_in_block or layer.block is not None or layer.path in inputs:
+    for index in range(_first_in_blocks(layers)[""], len(layers)):
+        layer = layers[index]
+        if layer.reads is None or layer.block is not None or layer.path in inputs:
             continue
-        if layer.reads is None or layer.returns == layer.reads or layer.returns in read_widths:
+        if layer.returns == layer.reads or layer.returns in read_widths | widths_of_slices:
             continue
-        is_one_slice_a_block = any(
-            layer.returns == count * width for count in numbers_of_blocks for width in read_widths
-        )
-        if is_one_slice_a_block or _returns_parts(layer) or _is_read_in_parts(layer, layers[index + 1 :]):
-            continue
-        heads[layer.path] = layer
+        if not _returns_parts(layer) and not _is_read_in_parts(layer, layers[index + 1 :]):
+            heads[layer.path] = layer
     return heads
 
 
@@ -276,7 +295,7 @@ def _is_read_in_parts(layer: Layer, later_layers: list[Layer]) -> bool:
     holder = layer.path.rpartition(".")[0]
     if not holder:
         return False
-    read_widths = {later.reads for later in later_layers if _is_inside(later.path, holder)}
+    read_widths = {later.reads for later in later_layers if later.path.startswith(f"{holder}.")}
     return not read_widths.isdisjoint({layer.returns / 2, layer.returns * 2})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from muonfx import tree
 from muonfx.core import Locality, Transform
@@ -99,18 +99,22 @@ def _warn_of_suspected(suspected: Mapping[str, str], view: MatrixView, routes: M
     """
     labels = {routes[name].label for name in suspected}
     names = [name for name, route in routes.items() if route.label in labels]
-
-    def argument(pattern_of: Mapping[str, str]) -> str:
-        extended = MatrixView(patterns(pattern_of, names)).extended(view.pattern)
-        return f"orthogonalize=muonfx.orthogonalize(view=muonfx.{extended!r})"
-
-    whole = {name: undivided(pattern) for name, pattern in suspected.items()}
+    undivided_patterns = {name: undivided(pattern) for name, pattern in suspected.items()}
     warn_caller(
         f"partition: by their names, these parameters hold several matrices each, and each is treated as one matrix: "
         f"{format_list(list(suspected))}. If their parts have equal numbers of rows, and are stored one after another, "
-        f"split them by this argument of Muon:\n  {argument(suspected)}\n"
+        f"split them by this argument of Muon:\n  {_argument(view, suspected, names)}\n"
         "A transform of your own takes the same view=. "
         "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
         "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. If "
-        f"each is one matrix, keep it whole without this warning:\n  {argument(whole)}"
+        f"each is one matrix, keep it whole without this warning:\n  {_argument(view, undivided_patterns, names)}"
     )
+
+
+def _argument(view: MatrixView, pattern_of: Mapping[str, str], names: Iterable[str]) -> str:
+    """Return the argument of `Muon` for a view with further patterns, "orthogonalize=...".
+
+    ``pattern_of`` is a dict from parameter name to pattern. It is written with globs that match no others of ``names``.
+    """
+    extended = MatrixView(patterns(pattern_of, names)).extended(view.pattern)
+    return f"orthogonalize=muonfx.orthogonalize(view=muonfx.{extended!r})"

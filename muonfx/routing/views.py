@@ -247,39 +247,68 @@ def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[s
         if info.ndim < 2:
             continue
         of_info = _matrices_of(info, modules, shapes)
-        if of_info != _ONE_MATRIX:
+        if of_info != Matrices(MatrixView()):
             matrices[info.name] = of_info
     return matrices
 
 
-_ONE_MATRIX = Matrices(MatrixView())
-
-
 def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> Matrices:
-    """Return how a parameter divides into matrices: by the type of its module, else by the name of its layer."""
+    """Return how a parameter divides into matrices: by the type of its module, else by the name of its layer.
+
+    ``modules`` are the modules of the model by path, and ``shapes`` the shapes of all parameters by name.
+    """
     owner = modules.get(module_path(info.name))
     leaf = plain_name(info.name).rpartition(".")[2]
-    by_type = _of_convolution(owner, info) or _of_torch(owner, leaf)
-    if by_type is not None:
-        return by_type
-    stored, count, note = _stored(info, leaf, owner, shapes)
-    if count:
-        return Matrices(MatrixView(divided(stored, count)), note)
-    # A plain parameter of three or more dims is flattened to (out, rest). Parts of its rows keep the further dims.
-    divisible = _CONVOLUTION if info.ndim > 2 and stored == _PLAIN else stored
-    rows = _rows(divisible, info.shape)
+    matrices = _of_convolution(owner, info) or _of_torch(owner, leaf)
+    if matrices is not None:
+        return matrices
+    storage = _storage(info, leaf, owner, shapes)
+    if storage.parts:
+        return Matrices(MatrixView(divided(storage.pattern, storage.parts)), storage.note)
     layers = _layers_around(info, owner, modules)
-    for name, holder in layers:
-        pattern, parts = _fused(divisible, name, holder, rows)
-        if pattern or parts:  # a known layer; without a pattern, its sizes do not fit, and it is not split
-            return Matrices(MatrixView(pattern or _undivided(stored)), _joined(note, parts))
-    view, suspected = MatrixView(_undivided(stored)), None
-    if count := _suspected_parts(info, layers):
-        suspected = divided(divisible, count)
-        split = MatrixView({_glob_of(info, layers): suspected})
-        argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.{split!r})"
-        note = _joined(note, f"{MAYBE_FUSED}: to split equal parts, {argument}")
-    return Matrices(view, note, suspected)
+    return _of_known_layer(info, storage, layers) or _of_unknown_layer(info, storage, layers)
+
+
+def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]) -> Matrices | None:
+    """Return the matrices of the first layer that the table `_FUSED` contains; None if it contains none of them.
+
+    A layer whose sizes do not fit its entry in the table remains one matrix, with a note that says so.
+    """
+    stored = _stored_rows(info, storage)
+    rows = _number_of_rows(stored, info.shape)
+    for layer in layers:
+        entry = _entry_of(layer)
+        if entry is None:
+            continue
+        pattern = _pattern_of(entry, stored, layer.holder, rows)
+        note = entry.parts
+        if pattern is None:
+            pattern = _undivided(storage.pattern)
+            note = f"{entry.parts}, of sizes that do not fit {rows} rows: not split"
+        return Matrices(MatrixView(pattern), _joined(storage.note, note))
+    return None
+
+
+def _of_unknown_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]) -> Matrices:
+    """Return one matrix; if the names of the layers suggest several, with the pattern that would split it."""
+    view = MatrixView(_undivided(storage.pattern))
+    count = _parts_of_projection(layers) or _parts_of_modulation(info.shape, layers)
+    if count is None:
+        return Matrices(view, storage.note)
+    suspected = divided(_stored_rows(info, storage), count)
+    split_view = MatrixView({_glob_of(info, layers): suspected})
+    argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.{split_view!r})"
+    return Matrices(view, _joined(storage.note, f"{MAYBE_FUSED}: to split equal parts, {argument}"), suspected)
+
+
+def _stored_rows(info: ParamInfo, storage: _Storage) -> str:
+    """Return the pattern of an undivided parameter, such as "{out} in -> {out} in", with "{out}" for its rows.
+
+    A plain parameter of three or more dims is flattened to (out, rest). Parts of its rows keep the further dims.
+    """
+    if info.ndim > 2 and storage.pattern == _PLAIN:
+        return _CONVOLUTION
+    return storage.pattern
 
 
 def _undivided(stored: str) -> str | None:
@@ -292,54 +321,64 @@ def _joined(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
 
 
-def _layers_around(
-    info: ParamInfo, owner: nn.Module | None, modules: Mapping[str, nn.Module]
-) -> list[tuple[str, nn.Module | None]]:
-    """Return the name of the layer that a parameter belongs to, with the module that holds this layer.
+class _Layer(NamedTuple):
+    """A layer, and the module that holds it."""
 
-    A layer in a wrapper also has the name of the wrapper: for ``attn.qkv.linear.weight``, these are "linear" in
-    ``attn.qkv``, and "qkv" in ``attn``. For a parameter that belongs to no layer, such as ``mlp.gate_up_proj``, its own
-    name is the name of the layer.
+    name: str
+    """The name of the layer in that module, such as "qkv"."""
+    holder: nn.Module | None
+    """The module, such as an attention; None for named tensors without a model."""
+
+
+def _layers_around(info: ParamInfo, owner: nn.Module | None, modules: Mapping[str, nn.Module]) -> list[_Layer]:
+    """Return the layer that a parameter belongs to, and after it the wrappers around this layer.
+
+    For ``attn.qkv.linear.weight``, these are "linear" in ``attn.qkv``, and "qkv" in ``attn``, since the name of the
+    wrapper shows what the layer is. A parameter of no layer, such as ``mlp.gate_up_proj``, counts as a layer itself.
     """
     leaf = plain_name(info.name).rpartition(".")[2]
-    above = [part for part in module_path(info.name).split(".") if part]
-    if leaf not in PLAIN_LEAVES or not above:
-        return [(leaf, owner)]
-    layers: list[tuple[str, nn.Module | None]] = []
-    while above:
-        name = above.pop()
+    path = [component for component in module_path(info.name).split(".") if component]
+    if leaf not in PLAIN_LEAVES or not path:
+        return [_Layer(leaf, owner)]
+    layers: list[_Layer] = []
+    while path:
+        name = path.pop()
         if name in WRAPPERS:
             continue
-        layers.append((name, modules.get(".".join(above))))
+        layers.append(_Layer(name, modules.get(".".join(path))))
         if name not in _INNER_LAYERS and not name.isdigit():
             break
     return layers
 
 
-def _glob_of(info: ParamInfo, layers: Sequence[tuple[str, nn.Module | None]]) -> str:
+def _glob_of(info: ParamInfo, layers: Sequence[_Layer]) -> str:
     """Return a glob for a parameter and the same parameter of other blocks, such as ``"*qkv.linear.weight"``."""
-    parts = plain_name(info.name).split(".")
-    return "*" + ".".join(parts[-len(layers) - 1 :])
+    components = plain_name(info.name).split(".")
+    return "*" + ".".join(components[-len(layers) - 1 :])  # the names of the layers, and the last, such as "weight"
 
 
-def _suspected_parts(info: ParamInfo, layers: Sequence[tuple[str, nn.Module | None]]) -> int | None:
-    """Return the number of matrices that the name of a layer of unknown code suggests; None for one matrix.
-
-    Examples are 3 for ``attn.qkv.weight``, and 6 for ``adaLN_modulation.1.weight`` of shape (768, 128). ``layers`` are
-    the names of the layer, the innermost first, with the modules that hold it, as `_layers_around` returns them.
-    """
-    # A fused projection, by the name of the layer or of a wrapper around it: qkv, gate_up_proj.
-    for name, _ in layers:
+def _parts_of_projection(layers: Sequence[_Layer]) -> int | None:
+    """Return the number of matrices that the name of a layer suggests: 3 for "qkv", 2 for "gate_up_proj"; or None."""
+    for layer in layers:
         for names, count in _SUSPECTS:
-            if names.fullmatch(name):
+            if names.fullmatch(layer.name):
                 return count
-    # A modulation, by the path of the layer or by the class of the module that holds it. Its width shows the count.
-    path = ".".join(name for name, _ in reversed(layers))
-    _, holder = layers[0]
+    return None
+
+
+def _parts_of_modulation(shape: tuple[int, ...], layers: Sequence[_Layer]) -> int | None:
+    """Return the number of scales, shifts and gates that a layer computes for norms; None if it is no such layer.
+
+    The path of the layer or the class of its holder shows that it does, and the shape shows how many: the result is 6
+    for ``adaLN_modulation.1.weight`` of shape (768, 128). ``layers`` are the layer and its wrappers.
+    """
+    if len(shape) != 2:
+        return None
+    path = ".".join(layer.name for layer in reversed(layers))
+    holder = layers[0].holder
     holder_class = None if holder is None else written_type(holder)
-    has_name_of_modulation = is_modulation(path) or class_name_fits(holder_class, _MODULATION_CLASS)
-    if info.ndim == 2 and has_name_of_modulation:
-        return _modulations(*info.shape)
+    if is_modulation(path) or class_name_fits(holder_class, _MODULATION_CLASS):
+        return _modulations(*shape)
     return None
 
 
@@ -378,13 +417,13 @@ def _of_torch(owner: nn.Module | None, leaf: str) -> Matrices | None:
     """
     if isinstance(owner, nn.MultiheadAttention) and leaf == "in_proj_weight":
         return Matrices(MatrixView(divided(_PLAIN, 3)), _QKV)
-    # Recurrent layers join the matrices of their gates along the rows. A plain RNN has no gates: one matrix.
-    if isinstance(owner, nn.RNNBase | nn.RNNCellBase) and leaf.startswith(("weight_ih", "weight_hh")):
-        gates = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}.get(written_type(owner).__name__)
-        if gates is None:
-            return _ONE_MATRIX
-        return Matrices(MatrixView(divided(_PLAIN, gates)), f"{gates} gates")
-    return None
+    if not isinstance(owner, nn.RNNBase | nn.RNNCellBase) or not leaf.startswith(("weight_ih", "weight_hh")):
+        return None
+    # Recurrent layers join the matrices of their gates along the rows. A plain RNN has no gates.
+    gates = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}.get(written_type(owner).__name__)
+    if gates is None:
+        return None
+    return Matrices(MatrixView(divided(_PLAIN, gates)), f"{gates} gates")
 
 
 def divided(stored: str, parts: int | Mapping[str, int]) -> str:
@@ -417,9 +456,10 @@ def _with_rows(stored: str, rows: str, results: Iterable[str]) -> str:
     return f"{left.replace('{out}', rows)} -> {', '.join(right.replace('{out}', result) for result in results)}"
 
 
-def _rows(stored: str, shape: tuple[int, ...]) -> int:
-    """Return the number of rows if a parameter of this shape is stored as one matrix by the pattern ``stored``."""
-    return parse(stored.replace("{out}", "out")).split(torch.empty(shape, device="meta"))[0].shape[-2]
+def _number_of_rows(stored: str, shape: tuple[int, ...]) -> int:
+    """Return the number of rows of a parameter of this shape, if it is one matrix, or a stack, stored by a pattern."""
+    (stack,) = parse(stored.replace("{out}", "out")).split(torch.empty(shape, device="meta"))
+    return stack.shape[-2]
 
 
 def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Matrices | None:
@@ -440,45 +480,51 @@ class _Storage(NamedTuple):
     pattern: str
     """The order of its dims, with ``{out}`` for the rows, such as ``"in {out} -> {out} in"`` for a transposed one."""
     parts: int | None
-    """The number of equal matrices along the rows; None if the module type does not determine it."""
+    """The number of equal matrices along the rows; None or 0 if the module type does not determine it."""
     note: str
     """A text for `describe`, such as "stack of 8 matrices"; "" for a plain matrix."""
 
 
-def _stored(info: ParamInfo, leaf: str, owner: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]) -> _Storage:
-    """Return how a parameter is stored: by the table `_STORED`, else as a stack if it belongs to experts, else plainly.
+def _storage(info: ParamInfo, leaf: str, owner: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]) -> _Storage:
+    """Return how a parameter is stored: by the table `_STORED`, else as a stack of experts, else as (out, in).
 
     Args:
         info: the parameter.
         leaf: the last component of its name, such as "weight".
         owner: the module that owns it; None for named tensors without a model.
-        shapes: the shapes of all parameters by name. The shapes of two matrices of an expert together show whether
-            they are stored as (out, in) or (in, out).
+        shapes: the shapes of all parameters by name.
     """
-    # 1. A module of a known package.
-    kind = written_type(owner) if owner is not None else None
+    owner_class = None if owner is None else written_type(owner)
     for entry in _STORED:
-        if class_name_fits(kind, f"^{entry.module}$") and re.fullmatch(entry.leaf, leaf):
-            count = None
-            if entry.count is not None:
-                count = _number(owner, entry.count) or None  # 0 if the class of another package has no such attribute
-            return _Storage(entry.pattern, count, entry.note or _stack_note(info, entry.pattern))
-    # 2. A plain parameter.
-    is_of_experts = _is_expert(info) or class_name_fits(kind, "Experts?$")
+        if class_name_fits(owner_class, f"^{entry.module}$") and re.fullmatch(entry.leaf, leaf):
+            parts = None if entry.count is None else _number(owner, entry.count)
+            return _Storage(entry.pattern, parts, entry.note or _stack_note(info, entry.pattern))
+    is_of_experts = _is_expert(info) or class_name_fits(owner_class, "Experts?$")
     if info.ndim < 3 or not is_of_experts:
         return _Storage(_PLAIN, None, "")
-    # 3. A stack of experts, whose matrices may be transposed.
-    transposed = getattr(owner, "is_transposed", None)  # declared by transformers
-    prefix = info.name[: info.name.rfind(".") + 1]
-    up = shapes.get(f"{prefix}gate_up_proj")
-    down = shapes.get(f"{prefix}down_proj")
-    if transposed is None and up and down:
-        # As (out, in), the shapes are (2 inner, hidden) and (hidden, inner), since `up` holds gate and up. As (in,
-        # out), they are (hidden, 2 inner) and (inner, hidden): then `up` is `down` reversed, with twice the inner side.
-        inner, hidden = down[-2:]
-        transposed = up[-2:] == (hidden, 2 * inner)
-    pattern = _TRANSPOSED_STACK if transposed is True else _STACK
+    pattern = _TRANSPOSED_STACK if _has_transposed_experts(info, owner, shapes) else _STACK
     return _Storage(pattern, None, _stack_note(info, pattern))
+
+
+def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return True if the matrices of a stack of experts are stored as (in, out), not as (out, in).
+
+    transformers declares it. Else the shapes of two matrices together show it: ``gate_up_proj`` holds two matrices
+    along its rows, and ``down_proj`` one. With 8 hidden and 32 inner features, they are
+
+    - (64, 8) and (8, 32) as (out, in),
+    - (8, 64) and (32, 8) as (in, out).
+    """
+    declared = getattr(owner, "is_transposed", None)
+    if declared is not None:
+        return declared is True
+    holder = info.name[: info.name.rfind(".") + 1]  # "mlp.experts." for "mlp.experts.down_proj"
+    gate_up = shapes.get(f"{holder}gate_up_proj")
+    down = shapes.get(f"{holder}down_proj")
+    if not gate_up or not down:
+        return False
+    inner, hidden = down[-2:]  # if they are (in, out)
+    return gate_up[-2:] == (hidden, 2 * inner)
 
 
 def _stack_note(info: ParamInfo, pattern: str) -> str:
@@ -486,35 +532,25 @@ def _stack_note(info: ParamInfo, pattern: str) -> str:
     return f"stack of {prod(info.shape[:-2])} matrices" if pattern in (_STACK, _TRANSPOSED_STACK) else ""
 
 
-def _fused(stored: str, layer: str, holder: nn.Module | None, rows: int) -> tuple[str | None, str]:
-    """Look up a layer in the table `_FUSED`; return its pattern and a note, or (None, "") if it is unknown.
-
-    If the layer is known, but its sizes do not fit, the pattern is None and the note gives the reason.
-
-    Args:
-        stored: the order of dims of the undivided parameter, such as ``"{out} in -> {out} in"``.
-        layer: the name of the layer, such as "qkv".
-        holder: the module that holds the layer, such as the attention module.
-        rows: the number of rows of the parameter.
-    """
-    if holder is None:
-        return None, ""
-    kind = written_type(holder)
+def _entry_of(layer: _Layer) -> _Fused | None:
+    """Return the first entry of the table `_FUSED` that applies to a layer; None if the layer is unknown."""
+    if layer.holder is None:
+        return None
+    holder_class = written_type(layer.holder)
     for entry in _FUSED:
-        if not kind.__module__.startswith(entry.package):
-            continue
-        if entry.layer != layer or not re.fullmatch(entry.holder, kind.__name__):
-            continue
-        if not all(bool(getattr(holder, name, None)) is truth for name, truth in entry.conditions):
-            continue
-        pattern = _pattern_of(entry, stored, holder, rows)
-        if pattern is None:
-            return None, f"{entry.parts}, of sizes that do not fit {rows} rows: not split"
-        return pattern, entry.parts
-    return None, ""
+        is_of_package = holder_class.__module__.startswith(entry.package)
+        has_names = entry.layer == layer.name and re.fullmatch(entry.holder, holder_class.__name__)
+        if is_of_package and has_names and _has_attributes(layer.holder, entry.conditions):
+            return entry
+    return None
 
 
-def _pattern_of(entry: _Fused, stored: str, holder: nn.Module, rows: int) -> str | None:
+def _has_attributes(holder: nn.Module, conditions: Sequence[tuple[str, bool]]) -> bool:
+    """Return True if each attribute of a module has the truth value of its pair, such as ("multi_query", True)."""
+    return all(bool(getattr(holder, name, None)) is truth for name, truth in conditions)
+
+
+def _pattern_of(entry: _Fused, stored: str, holder: nn.Module | None, rows: int) -> str | None:
     """Fill the sizes of the module ``holder`` into the pattern of a known layer; None if they do not fit ``rows``."""
     # A number of equal parts: 3.
     if isinstance(entry.rows, int):
