@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import muonfx as mfx
-from muonfx.checkpoint import leftovers
+from muonfx.checkpoint import files, folder, index
 from muonfx.checkpoint.__main__ import main
 from muonfx.checkpoint.index import INDEX
 from tests.checkpoint.common import assert_same_tree
@@ -102,7 +102,7 @@ def test_files_of_another_machine_stay_and_latest_warns_with_path_and_bytes(tmp_
     with writer(other) as process:
         require_line(process, "written")
     with monkeypatch.context() as patched:
-        patched.setattr(leftovers, "_this_boot", lambda: b"another machine")
+        patched.setattr(folder, "this_boot", lambda: b"another machine")
         path = ck.save(ck.step_path(tmp_path, 3), STATE, step=3, keep=1)
         assert len(list(other.iterdir())) == 2
         with pytest.warns(UserWarning, match=r"step-000000002.*clean") as told:
@@ -117,23 +117,23 @@ def test_latest_does_not_warn_of_a_save_that_ends_after_the_folder_was_listed(tm
     path = ck.step_path(tmp_path, 1)
     with writer(path) as process:
         require_line(process, "written")
-        unfinished = leftovers.unfinished_index_name(leftovers.save_id_of(next(path.glob("*.safetensors")).name))
+        unfinished = index.unfinished_index_name(index.save_id_of(next(path.glob("*.safetensors")).name))
         listed = [*os.listdir(path), unfinished]
         assert process.stdin is not None
         print("go on", file=process.stdin, flush=True)
         require_line(process, "saved")
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda folder: listed if Path(folder) == path else listdir(folder))
-    monkeypatch.setattr(leftovers, "_names_in_index", lambda folder: set())  # a third save has replaced the index
+    monkeypatch.setattr(folder, "_names_in_index", lambda folder: set())  # a third save has replaced the index
     assert ck.latest(tmp_path) == path
 
 
 def test_latest_does_not_warn_of_a_save_that_has_just_begun(tmp_path: Path):
     """It has created its lock file, and not yet locked it and written the boot id."""
     path = ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
-    lock = path / leftovers.lock_name("0123456789abcdef")
+    lock = path / index.lock_name("0123456789abcdef")
     lock.touch()
-    assert leftovers.unknown_files(path) == [lock]
+    assert folder.unknown_files(path) == [lock]
     lock.write_bytes(b"x" * 36)  # it may be written between the search and the sum of the sizes
     assert ck.latest(tmp_path) == path
 
@@ -179,7 +179,7 @@ def test_a_save_that_ends_while_it_makes_its_lock_leaves_no_file(tmp_path: Path,
     def is_killed() -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(leftovers, "_this_boot", is_killed)
+    monkeypatch.setattr(files, "this_boot", is_killed)
     with pytest.raises(KeyboardInterrupt):
-        leftovers.SaveLock(tmp_path, "0123456789abcdef").acquire()
+        files.SaveLock(tmp_path / "lock").acquire()
     assert not list(tmp_path.iterdir())
