@@ -209,25 +209,31 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _has_index(path: Path) -> bool:
-    """Return whether a folder has an index, or may have one that cannot be read."""
-    if path.is_symlink() and not path.is_dir():  # count it: the attempt to read it raises an error with the reason
-        return True
+    """Return whether a folder has an index, or may have one, which an attempt to read it will show."""
     try:
-        return (path / INDEX).exists()
-    except OSError:  # count it: the attempt to read it raises an error with the reason
+        is_link_to_nowhere = path.is_symlink() and not path.is_dir()
+        return is_link_to_nowhere or (path / INDEX).exists()
+    except OSError:
         return True
 
 
 def _by_step(folder: Path) -> list[Path]:
     """Return the folders that `step_path` named, and links of such names, in ascending order of step."""
+    step_folders: list[Path] = []
+    with _errors_of_folder(folder), suppress(FileNotFoundError, NotADirectoryError):
+        for path in folder.iterdir():
+            if step_of(path) is not None and (path.is_dir() or path.is_symlink()):
+                step_folders.append(path)
+    return sorted(step_folders, key=lambda path: (step_of(path), path))
+
+
+@contextmanager
+def _errors_of_folder(folder: Path) -> Generator[None]:
+    """Convert an OSError of the ``with`` block, which looks at the names in a folder, to a `CheckpointError`."""
     try:
-        step_paths = [path for path in folder.iterdir() if step_of(path) is not None]
-        step_folders = [path for path in step_paths if path.is_dir() or path.is_symlink()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        yield
     except OSError as error:
         raise CheckpointError(f"{folder}: the folder cannot be read: {error.strerror}") from error
-    return sorted(step_folders, key=lambda path: (step_of(path), path))
 
 
 def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
@@ -251,6 +257,7 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
 
     Raises:
         FormatError: the checkpoint with the highest step was written by a newer version of muonfx.
+        CheckpointError: the folder cannot be read.
 
     Warns:
         UserWarning: a checkpoint of a higher step is damaged, or is a symbolic link to nowhere; or the folder has files
@@ -259,15 +266,19 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
     >>> latest("no/such/folder") is None
     True
     """
-    _warn_of_leftovers(folder_named(folder))
+    folder = folder_named(folder)
+    with _errors_of_folder(folder):
+        _warn_of_leftovers(folder)
     for path in reversed(checkpoints(folder)):
         problem = _problem(path, verify=verify)
         if problem is None:
             return path
         if isinstance(problem, FormatError):
             raise problem
-        if isinstance(problem, NotFoundError) and not path.is_symlink():
-            continue  # removed since the folder was listed
+        with _errors_of_folder(folder):
+            is_removed = isinstance(problem, NotFoundError) and not path.is_symlink()
+        if is_removed:  # since the folder was listed
+            continue
         warnings.warn(f"{path.name} is not used, and an older checkpoint is tried: {problem}", stacklevel=2)
     return None
 

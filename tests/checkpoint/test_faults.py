@@ -139,9 +139,7 @@ def sweep(folder: str, what: str, how: str, ranks: int, on: int, stride: int) ->
         over = found[on] is not None and not found[on].failed
         call = f"call {at}, {found[on].failed if found[on] is not None else 'killed'}"
         try:
-            # None: latest looks at the names of files before it reads, and there raises the error of the system.
-            may_end = how == "killed" or what == "latest"
-            assert may_end or None not in found, "a rank raised an error that is not a CheckpointError"
+            assert how == "killed" or None not in found, "a rank raised an error that is not a CheckpointError"
             if what in SAVES:
                 outcomes.add(check_save(what, path, found, how))
             else:

@@ -1,8 +1,10 @@
 """Files of killed saves do not accumulate, and the files of a running save are never removed."""
 
+import itertools
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from muonfx.checkpoint import files, folder, index
 from muonfx.checkpoint.__main__ import main
 from muonfx.checkpoint.index import INDEX
 from tests.checkpoint.common import assert_same_tree
+from tests.checkpoint.faults import faults
 from tests.processes import ROOT
 
 ck = mfx.checkpoint
@@ -23,6 +26,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="locks")
 
 WRITER = """
 import sys
+import warnings
 import torch
 import muonfx as mfx
 from muonfx.checkpoint.draft import Draft
@@ -183,3 +187,23 @@ def test_a_save_that_ends_while_it_makes_its_lock_leaves_no_file(tmp_path: Path,
     with pytest.raises(KeyboardInterrupt):
         files.SaveLock(tmp_path / "lock").acquire()
     assert not list(tmp_path.iterdir())
+
+
+def test_latest_raises_its_own_error_whichever_call_to_the_system_fails(tmp_path: Path):
+    """A disk error in any call is a `CheckpointError`, or a warning and an older checkpoint."""
+    path = ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
+    newer = ck.save(ck.step_path(tmp_path, 2), STATE, step=2)
+    (newer / "data-0123456789abcdef-00000-of-00001.safetensors").touch()
+    (newer / index.lock_name("fedcba9876543210")).touch()
+    for number in itertools.count():
+        with faults(tmp_path, number, reads=True) as fault, warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            try:
+                newest = ck.latest(tmp_path)
+            except ck.CheckpointError as error:
+                assert str(tmp_path) in str(error)
+            else:
+                assert newest in (newer, path, None)
+        if not fault.failed:
+            break
+    assert number > 20
