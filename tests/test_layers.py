@@ -199,7 +199,7 @@ def test_a_breach_is_found(tmp_path: Path, file: str, text: str, complaint: str)
 
 
 ALLOWED = {
-    "checkpoint/locks.py": "the longest time that a save waits for readers of the checkpoint that it replaces",
+    "checkpoint/files.py": "the longest time that a save waits for readers of the checkpoint that it replaces",
     "testing/progress.py": "lines of progress are at least some seconds apart",
     "testing/laws/ambient.py": "a law moves the clock, to see that no result depends on it",
 }

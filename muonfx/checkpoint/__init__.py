@@ -6,7 +6,6 @@ whole tensors, not shards, so any number of processes can load it. Nothing is un
 """
 
 from muonfx.checkpoint import convert
-from muonfx.checkpoint.background import Saving
 from muonfx.checkpoint.errors import (
     CheckpointError,
     CorruptError,
@@ -17,9 +16,9 @@ from muonfx.checkpoint.errors import (
 )
 from muonfx.checkpoint.folder import checkpoints, clean, inspect, latest, prune, step_path
 from muonfx.checkpoint.index import Index
+from muonfx.checkpoint.leaves import StateSpec, spec
 from muonfx.checkpoint.load import load, load_params, read, verify
-from muonfx.checkpoint.save import save, save_async
-from muonfx.checkpoint.spec import StateSpec, spec
+from muonfx.checkpoint.save import Saving, save, save_async
 from muonfx.sharding.shards.flat_shard import FlatShard
 
 # fmt: off

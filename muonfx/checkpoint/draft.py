@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import warnings
@@ -10,14 +11,40 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
-from muonfx.checkpoint.data import Entry, write_data
+from torch import Tensor
+
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
-from muonfx.checkpoint.files import fresh_file, make_folder, open_regular, sync_folder
+from muonfx.checkpoint.files import (
+    SaveLock,
+    bytes_of,
+    check_byte_order,
+    checksum_of,
+    fresh_file,
+    make_folder,
+    open_regular,
+    open_to_wait,
+    sync_folder,
+    wait_for_readers,
+    with_plain_bits,
+)
 from muonfx.checkpoint.folder import inspect, prune, remove_files, remove_files_of_killed_saves, warn_of_later_steps
-from muonfx.checkpoint.index import FORMAT, INDEX, Chunk, DataFile, Index, data_name, text_of, unfinished_index_name
-from muonfx.checkpoint.leftovers import SaveLock
-from muonfx.checkpoint.locks import open_to_wait, wait_for_readers
+from muonfx.checkpoint.index import (
+    BLOCK,
+    FORMAT,
+    INDEX,
+    LONGEST_HEADER,
+    Chunk,
+    DataFile,
+    Index,
+    data_name,
+    lock_name,
+    text_of,
+    unfinished_index_name,
+)
+from muonfx.sharding.shards.boxes import Box
+from muonfx.tree.dtypes import SAFETENSORS_NAMES
 
 
 class Draft:
@@ -39,7 +66,7 @@ class Draft:
         self._unfinished_index = path / unfinished_index_name(self.save_id)
         self._files: list[Path] = [self._unfinished_index]
         """The files that this rank has written, to be removed after an error."""
-        self._lock = SaveLock(path, self.save_id)
+        self._lock = SaveLock(path / lock_name(self.save_id))
         self._replaced_index: FileIO | None = None
         """The index of the checkpoint that this save replaces, kept open to wait for its readers."""
         self._replaced_files: tuple[DataFile, ...] = ()
@@ -213,3 +240,71 @@ def _refusal(path: Path, error: OSError, is_committed: bool | None) -> str:
         if (path / INDEX).exists():
             reason += "; the previous checkpoint is unchanged"
     return f"{path} was not written: {reason}"
+
+
+# ----------------------------------------------------------------------------------------------------------- data files
+
+
+class Entry(NamedTuple):
+    """One entry of a data file: a box (rectangular part) of a leaf, and its values."""
+
+    key: str
+    """Unique name of the entry in the data file: "trace/w" for a whole leaf, "trace/w~[0:4,0:8]" for a part."""
+    name: str
+    """The name of the leaf."""
+    box: Box
+    values: Tensor
+    """A tensor with the sizes of the box, on any device."""
+
+
+def write_data(path: Path, number: int, entries: Sequence[Entry]) -> tuple[DataFile, list[tuple[str, Chunk]]]:
+    """Write boxes of tensors to a new safetensors file, and flush the file to the disk.
+
+    Each tensor is copied to the CPU immediately before it is written. The result is the name and size of the file, and
+    a list with the name of the leaf and the position of the box for each entry. In these positions, ``number`` is the
+    number of the file in the index.
+    """
+    check_byte_order()
+    # Largest element size first, so that each leaf begins at a multiple of its element size.
+    ordered = sorted(entries, key=lambda entry: (-entry.values.itemsize, entry.key))
+    header = _header_of(ordered)
+    if len(header) > LONGEST_HEADER:
+        raise CheckpointError(
+            f"{path}: the names of {len(entries)} leaves take {len(header)} bytes, more than the header "
+            f"of a safetensors file may have ({LONGEST_HEADER}): save with group=, so that each rank writes its own"
+        )
+    chunks: list[tuple[str, Chunk]] = []
+    with fresh_file(path) as file:
+        file.write(header)
+        begin = len(header)
+        for entry in ordered:
+            tensor = with_plain_bits(entry.values).cpu().contiguous()
+            data = bytes_of(tensor)
+            checksums: list[str] = []
+            for offset in range(0, len(data), BLOCK):
+                block = data[offset : offset + BLOCK]
+                file.write(block)
+                checksums.append(checksum_of(block))
+            chunks.append((entry.name, Chunk(number, begin, entry.box, tuple(checksums))))
+            begin += len(data)
+            del tensor  # free it before the next tensor is made
+    return DataFile(path.name, begin, len(header), checksum_of(header)), chunks
+
+
+def _header_of(entries: Sequence[Entry]) -> bytes:
+    """Return the first bytes of a safetensors file with these entries: the length of the header, and the header."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        nbytes = entry.values.nbytes
+        begin = end
+        end += nbytes
+        dtype_name = SAFETENSORS_NAMES.get(entry.values.dtype)
+        shape = entry.box.sizes
+        if dtype_name is None:  # safetensors has no name for it, and stores its bytes
+            dtype_name = "U8"
+            shape = (nbytes,)
+        described[entry.key] = {"dtype": dtype_name, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

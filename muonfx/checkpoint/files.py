@@ -1,23 +1,44 @@
-"""Write files atomically, and read regular files only.
+"""Files and their bytes: write atomically, read regular files only, lock, and compute checksums.
 
 A new file is written, flushed to the disk (fsync), and renamed to its final name, which is atomic. The folder is
 flushed too, because the rename is an entry in it.
 
 Files to be read may be untrusted. Only regular files of a limited size are opened: opening a pipe would block until
 another process writes to it, and reading a device may never end.
+
+Advisory locks (flock) protect files in use. A reader reads ``index.json`` and then opens the data files that it names.
+In between, a save may replace the index and remove these files. The reader therefore locks the index until it has
+opened the files, and the save waits for the lock on the index that it has replaced, for a short time at most. Open
+files stay readable after they were removed. Some file systems have no locks. There the reader finds that a file is
+missing, and reads the new index.
+
+While a save runs, its process holds a lock on a file ``.save-<id>.lock`` in the folder of the checkpoint. The file is
+created before any other file of the save, and removed after all of them are in place or gone. The operating system
+releases the lock when the process ends. So if the file can be locked, its save was killed. On network file systems a
+lock may be valid on one machine only. The file therefore contains the boot id of the machine, and the files of another
+machine are left alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
 import stat
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+import sys
+import time
+import zlib
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from torch import Tensor
+
+from muonfx.checkpoint.errors import CheckpointError
 
 _BUFFER = 1 << 20
 """Bytes of small tensors that are written in one call; a system call for each takes longer than the copy."""
@@ -104,3 +125,163 @@ def no_collection() -> Generator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+# ---------------------------------------------------------------------------------------------------------------- locks
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no lock can be taken
+    fcntl = None
+
+_LONGEST_WAIT = 5.0
+"""Seconds that a save waits for readers. Opening files takes milliseconds, unless a reader was stopped."""
+_PAUSE = 0.001
+"""Seconds between two attempts to lock a file."""
+
+
+def lock(file: FileIO, *, shared: bool = False) -> bool:
+    """Lock an open file without waiting; return False if another process has locked it, or it cannot be locked.
+
+    Several processes can hold a ``shared`` lock. The lock ends when the file is closed.
+    """
+    if fcntl is None:
+        return False
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(file.fileno(), kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def open_to_wait(index_path: Path) -> FileIO | None:
+    """Open the index that a save is about to replace, for `wait_for_readers`; None if there is none."""
+    try:
+        return FileIO(index_path, "r+b")  # some file systems lock only files that are open for writing
+    except OSError:
+        return None
+
+
+def wait_for_readers(replaced_index: FileIO | None) -> None:
+    """Wait until no reader locks an index that was replaced, for a short time at most, and close the file."""
+    if replaced_index is None:
+        return
+    with replaced_index:
+        end = time.monotonic() + _LONGEST_WAIT
+        while _is_locked(replaced_index) and time.monotonic() < end:
+            time.sleep(_PAUSE)
+
+
+def _is_locked(file: FileIO) -> bool:
+    """Return whether another process has locked a file; False if its file system has no locks."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+LONGEST_LOCK = 4096
+
+
+def this_boot() -> bytes:
+    """Return the id of this boot of this machine; b"" if the system has none."""
+    try:
+        return _BOOT_ID.read_bytes().strip()
+    except OSError:
+        return b""
+
+
+class SaveLock:
+    """The lock of one running save, from `acquire` to `release`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: FileIO | None = None
+
+    def acquire(self) -> None:
+        """Create the lock file and lock it. The folder is created again if another process has just removed it."""
+        try:
+            self._file = _locked_file(self.path)
+        except FileNotFoundError:
+            make_folder(self.path.parent)
+            self._file = _locked_file(self.path)
+
+    def release(self) -> None:
+        """Remove the lock file, and release the lock."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            self.path.unlink()
+        with suppress(OSError):
+            self._file.close()
+        self._file = None
+
+
+def _locked_file(path: Path) -> FileIO:
+    """Create a file at ``path`` that is locked and contains the boot id; without a boot id if it cannot be locked."""
+    # The file gets its name last. If the process is killed before, the system removes it. Otherwise an empty file could
+    # be left, which does not record its machine.
+    unnamed_file = _unnamed_file(path.parent)
+    if unnamed_file is not None:
+        with ExitStack() as closing:
+            closing.enter_context(unnamed_file)
+            if lock(unnamed_file):
+                unnamed_file.write(this_boot())
+            with suppress(OSError):  # some systems forbid it
+                link = f"/proc/self/fd/{unnamed_file.fileno()}"
+                os.link(link, path, src_dir_fd=unnamed_file.fileno())  # with src_dir_fd, the link is followed
+                closing.pop_all()  # the file stays open, and so locked
+                return unnamed_file
+    file = FileIO(path, "xb")
+    if lock(file):
+        file.write(this_boot())
+    return file
+
+
+def _unnamed_file(folder: Path) -> FileIO | None:
+    """Create a file without a name in the file system of a folder; None if the system or file system has no such."""
+    if not hasattr(os, "O_TMPFILE") or not Path("/proc/self/fd").is_dir():
+        return None
+    try:
+        return FileIO(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o666), "r+b")
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------- bytes of tensors
+
+crc32_of: Callable[[Any], int] = zlib.crc32
+with suppress(ImportError):  # isal has the same values, in about a tenth of the time
+    crc32_of = import_module("isal.isal_zlib").crc32
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a dense CPU tensor as bytes, not copied; the caller must keep the tensor alive."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def with_plain_bits(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory has its values. A view of a complex tensor may be conjugated when it is read."""
+    return tensor.resolve_conj().resolve_neg()
+
+
+def checksum_of(data: bytes | bytearray | memoryview) -> str:
+    """Return the CRC-32 checksum of some bytes as text: eight hex digits."""
+    return f"{crc32_of(data):08x}"
+
+
+def check_byte_order() -> None:
+    """Raise on a big-endian machine, because the files of checkpoints are little-endian."""
+    if sys.byteorder != "little":
+        raise CheckpointError("checkpoints store little-endian numbers, and this machine is big-endian")

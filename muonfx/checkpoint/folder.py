@@ -1,4 +1,4 @@
-"""Manage a folder of checkpoints: name them by step, find the newest undamaged one, remove old ones."""
+"""Manage a folder of checkpoints: name them by step, find the newest undamaged one, remove old ones and leftovers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
-from muonfx.checkpoint.files import open_regular
-from muonfx.checkpoint.index import INDEX, DataFile, Index, read_index
-from muonfx.checkpoint.leftovers import remove_dead_files, remove_ended_files, unknown_files
-from muonfx.checkpoint.locks import lock
+from muonfx.checkpoint.files import LONGEST_LOCK, lock, open_regular, read_regular, this_boot
+from muonfx.checkpoint.index import (
+    INDEX,
+    DataFile,
+    Index,
+    is_own_name,
+    lock_name,
+    read_index,
+    save_id_of,
+    unfinished_index_name,
+)
+from muonfx.checkpoint.reader import Reader
 from muonfx.core.checks import positive_int
 from muonfx.internal.display import format_bytes
 
@@ -202,25 +209,31 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _has_index(path: Path) -> bool:
-    """Return whether a folder has an index, or may have one that cannot be read."""
+    """Return whether a folder has an index, or may have one, which an attempt to read it will show."""
     try:
         is_link_to_nowhere = path.is_symlink() and not path.is_dir()
-        # A link to nowhere counts: the attempt to read it raises an error with the reason.
         return is_link_to_nowhere or (path / INDEX).exists()
-    except OSError:  # it counts for the same reason
+    except OSError:
         return True
 
 
 def _by_step(folder: Path) -> list[Path]:
     """Return the folders that `step_path` named, and links of such names, in ascending order of step."""
+    step_folders: list[Path] = []
+    with _errors_of_folder(folder), suppress(FileNotFoundError, NotADirectoryError):
+        for path in folder.iterdir():
+            if step_of(path) is not None and (path.is_dir() or path.is_symlink()):
+                step_folders.append(path)
+    return sorted(step_folders, key=lambda path: (step_of(path), path))
+
+
+@contextmanager
+def _errors_of_folder(folder: Path) -> Generator[None]:
+    """Convert an OSError of the ``with`` block, which looks at the names in a folder, to a `CheckpointError`."""
     try:
-        step_paths = [path for path in folder.iterdir() if step_of(path) is not None]
-        step_folders = [path for path in step_paths if path.is_dir() or path.is_symlink()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        yield
     except OSError as error:
         raise CheckpointError(f"{folder}: the folder cannot be read: {error.strerror}") from error
-    return sorted(step_folders, key=lambda path: (step_of(path), path))
 
 
 def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
@@ -244,6 +257,7 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
 
     Raises:
         FormatError: the checkpoint with the highest step was written by a newer version of muonfx.
+        CheckpointError: the folder cannot be read.
 
     Warns:
         UserWarning: a checkpoint of a higher step is damaged, or is a symbolic link to nowhere; or the folder has files
@@ -252,15 +266,19 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
     >>> latest("no/such/folder") is None
     True
     """
-    _warn_of_leftovers(folder_named(folder))
+    folder = folder_named(folder)
+    with _errors_of_folder(folder):
+        _warn_of_leftovers(folder)
     for path in reversed(checkpoints(folder)):
         problem = _problem(path, verify=verify)
         if problem is None:
             return path
         if isinstance(problem, FormatError):
             raise problem
-        if isinstance(problem, NotFoundError) and not os.path.islink(path):
-            continue  # removed since the folder was listed
+        with _errors_of_folder(folder):
+            is_removed = isinstance(problem, NotFoundError) and not path.is_symlink()
+        if is_removed:  # since the folder was listed
+            continue
         warnings.warn(f"{path.name} is not used, and an older checkpoint is tried: {problem}", stacklevel=2)
     return None
 
@@ -429,3 +447,104 @@ def warn_of_later_steps(path: Path) -> None:
             "returns: if you restarted from an earlier step on purpose, move the later checkpoints to another folder",
             stacklevel=2,
         )
+
+
+# ------------------------------------------------------------------------------------------------ files of killed saves
+
+Verdict = Literal["dead", "alive", "unknown"]
+"""Whether a save was killed, or still runs. It is unknown for a save of another machine, or if its lock is unreadable.
+"""
+
+
+@contextmanager
+def _judged(folder: Path, save_id: str) -> Generator[Verdict]:
+    """Yield "alive" if a save is still running, "dead" if it was killed, else "unknown".
+
+    In the ``with`` block, this process holds the lock of a dead save, so that no other process can judge it.
+    """
+    path = folder / lock_name(save_id)
+    with ExitStack() as stack:
+        try:
+            boot = read_regular(path, LONGEST_LOCK)
+            file = stack.enter_context(FileIO(path, "r+b"))
+        except FileNotFoundError:
+            # Files without a lock belong to a save that has ended, or to a checkpoint that was removed by half. An
+            # unfinished index without a lock is of another program or version. It is searched for after the lock: a
+            # save that ends in these moments has renamed its index before it removes its lock.
+            yield "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
+            return
+        except OSError:
+            yield "unknown"
+            return
+        if not boot or boot != this_boot():
+            yield "unknown"
+            return
+        yield "dead" if lock(file) else "alive"
+
+
+def _may_exist(path: Path) -> bool:
+    """Return True if a file exists, or if an error of the disk hides it."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
+
+
+def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:
+    """Return the files that saves have left in a checkpoint's folder, and that its index does not name.
+
+    Only files of saves with one of the ``verdicts`` are returned: ``("dead",)`` for killed saves. With ``remove=True``
+    they are also removed. The name of each file has the id of its save: ``data-0123456789abcdef-00000-of-00001...``.
+    """
+    try:
+        names = {name for name in os.listdir(folder) if is_own_name(name)}
+    except OSError:
+        return []
+    if not names:
+        return []
+    # An ordinary checkpoint has an index and no lock. Its index is read only if a caller searches thoroughly.
+    has_lock = any(name.startswith(".save-") for name in names)
+    is_thorough = "unknown" in verdicts
+    if not is_thorough and not has_lock and _may_exist(folder / INDEX):
+        return []
+    unnamed: list[Path] = []
+    for save_id in sorted({save_id_of(name) for name in names}):
+        with _judged(folder, save_id) as verdict:
+            if verdict not in verdicts:
+                continue
+            try:
+                # Read after the verdict: a save that has just ended has been named, and its lock is gone.
+                named = _names_in_index(folder)
+            except (OSError, CheckpointError):
+                return unnamed  # any file may belong to an index that cannot be read
+            files = [folder / name for name in sorted(names - named) if save_id_of(name) == save_id]
+            # The lock file is the last, so that a removal that is interrupted is completed later.
+            files.sort(key=lambda file: file.name == lock_name(save_id))
+            if remove:
+                for file in files:
+                    file.unlink(missing_ok=True)
+            unnamed += files
+    return unnamed
+
+
+def _names_in_index(folder: Path) -> set[str]:
+    """Return the names of the data files of the checkpoint in a folder; none if it has no index."""
+    try:
+        return {file.name for file in read_index(folder / INDEX).files}
+    except FileNotFoundError:
+        return set()
+
+
+def unknown_files(folder: Path) -> list[Path]:
+    """Return the files in a checkpoint's folder of saves of which this machine cannot find out if they still run."""
+    return _unnamed_files(folder, ("unknown",))
+
+
+def remove_dead_files(folder: Path) -> list[Path]:
+    """Remove the files that killed saves have left in a checkpoint's folder; return them."""
+    return _unnamed_files(folder, ("dead",), remove=True)
+
+
+def remove_ended_files(folder: Path) -> list[Path]:
+    """Remove the files of all saves that are not known to be running, also of other machines; return them."""
+    return _unnamed_files(folder, ("dead", "unknown"), remove=True)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
 from muonfx.checkpoint.files import no_collection, read_regular
-from muonfx.checkpoint.shards import problem_of_boxes
+from muonfx.checkpoint.leaves import problem_of_boxes
 from muonfx.internal.display import Report, Shown, Table, format_bytes, printable
 from muonfx.sharding.shards.boxes import Box
 from muonfx.tree import Spec

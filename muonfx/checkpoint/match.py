@@ -16,8 +16,7 @@ import torch
 
 from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.names import PARAMS, in_section, plain_names
-from muonfx.checkpoint.spec import StateSpec, described
+from muonfx.checkpoint.leaves import PARAMS, StateSpec, described, in_section, plain_names
 from muonfx.core.checks import warn_caller
 from muonfx.internal.arguments import close_names
 from muonfx.internal.display import format_list

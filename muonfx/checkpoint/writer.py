@@ -1,23 +1,32 @@
-"""Write one checkpoint, in one process or together with all ranks of a group: plan, write the data, write the index."""
+"""Write one checkpoint, in one process or together with all ranks of a group: plan, write the data, write the index.
+
+Each rank proposes its shards (`Proposal`), and `assignment` merges the proposals. A shard that several ranks hold is
+written by one of them. Which one depends on the sizes of all leaves, so if the ranks held different values, the file
+would be a mixture that belongs to no rank. Each rank therefore proposes a checksum of every shard that others may hold,
+and `require_consistent` compares them before anything is written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from muonfx.checkpoint.data import Entry
-from muonfx.checkpoint.draft import Draft
-from muonfx.checkpoint.errors import LostRanksError, WriteError
-from muonfx.checkpoint.files import no_collection
+from torch import Tensor
+
+from muonfx.checkpoint.draft import Draft, Entry
+from muonfx.checkpoint.errors import CheckpointError, LostRanksError, WriteError
+from muonfx.checkpoint.files import bytes_of, crc32_of, no_collection, with_plain_bits
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
-from muonfx.checkpoint.plan import Proposal, SavePlanner, ShardKey
-from muonfx.checkpoint.shards import slices_of
+from muonfx.checkpoint.leaves import described, is_sharded, problem_of_boxes, shards_of, slices_of
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core.argument_texts import without_addresses
+from muonfx.sharding.communication.differences import listed
+from muonfx.sharding.digests import checksum
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.boxes import Box
+from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.tree import Spec
 
 
@@ -207,3 +216,212 @@ _STATES = {
     None: "may have been written or not:",
 }
 """The begin of an error, by whether the checkpoint is complete; None if that cannot be known."""
+
+
+# ------------------------------------------------------------------------------ the plan: which rank writes which shard
+
+
+class ProposedLeaf(NamedTuple):
+    """A leaf of one rank's tree, without its values."""
+
+    spec: Spec
+    """The global shape and dtype."""
+    is_plain: bool
+    """True for a plain tensor, which must be equal on all ranks; False for shards with positions of their own."""
+    checksums: dict[Box, str | None]
+    """The box of each shard on this rank, and the checksum of its bits, or None if no other rank can hold the shard."""
+
+
+class Proposal(NamedTuple):
+    """The leaves of a rank, and the arguments with which it has called `save`."""
+
+    arguments: dict[str, str]
+    """The ``repr`` of each argument that must be equal on all ranks."""
+    leaves: dict[str, ProposedLeaf]
+
+
+class ShardKey(NamedTuple):
+    """The name of a leaf, and the box of the leaf that is one of its shards."""
+
+    name: str
+    box: Box
+
+
+class SavePlanner:
+    """One rank's plan of a save: the shards that it holds, and on rank 0 the assignment of shards to ranks.
+
+    Args:
+        leaves: a dict from name to tensor or shard.
+        ranks: the number of ranks.
+    """
+
+    def __init__(self, leaves: dict[str, Any], ranks: int) -> None:
+        self.leaves = leaves
+        self.ranks = ranks
+        self.values: dict[str, dict[Box, Tensor]] = {}
+        """The values of the shards on this rank, by the name of the leaf and the box of the shard."""
+
+    def propose(self, arguments: dict[str, str]) -> Proposal:
+        """Return the shards of this rank, with a checksum of each that other ranks may hold."""
+        proposed: dict[str, ProposedLeaf] = {}
+        for name, leaf in self.leaves.items():
+            shards = shards_of(leaf)
+            checksums: dict[Box, str | None] = dict.fromkeys(shards)
+            if not is_held_once(leaf, self.ranks):
+                checksums = {box: checksum_of_shard(values) for box, values in shards.items()}
+            spec = Spec(tuple(leaf.shape), leaf.dtype)
+            proposed[name] = ProposedLeaf(spec, not is_sharded(leaf), checksums)
+            self.values[name] = shards
+        return Proposal(arguments, proposed)
+
+    def assign(self, proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
+        """Return the shards that each rank writes, after a check that the ranks' shards fit together."""
+        require_consistent(proposals)
+        return assignment(proposals)
+
+
+def assignment(proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
+    """Return the shards that each rank writes: each shard once, and about as many bytes on each rank as possible."""
+    if len(proposals) == 1:
+        return [_keys_of(proposals[0])]
+    holders: dict[ShardKey, list[int]] = {}
+    for rank, proposal in enumerate(proposals):
+        for key in _keys_of(proposal):
+            holders.setdefault(key, []).append(rank)
+    keys_of_rank: list[list[ShardKey]] = [[] for _ in proposals]
+    bytes_of_rank = [0] * len(proposals)
+    # Shards of one holder first: they leave no choice, and count for the choices that follow.
+    for key, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
+        writer = min(ranks, key=lambda rank: bytes_of_rank[rank])
+        keys_of_rank[writer].append(key)
+        dtype = proposals[writer].leaves[key.name].spec.dtype
+        bytes_of_rank[writer] += key.box.numel * dtype.itemsize
+    return keys_of_rank
+
+
+def _keys_of(proposal: Proposal) -> list[ShardKey]:
+    """Return the keys of all shards that a rank has proposed."""
+    keys: list[ShardKey] = []
+    for name, leaf in proposal.leaves.items():
+        keys += [ShardKey(name, box) for box in leaf.checksums]
+    return keys
+
+
+def is_held_once(leaf: Any, ranks: int) -> bool:
+    """Return whether no other rank can hold a shard of ``leaf``: it is sharded over every dim of a mesh of all ranks.
+
+    A mesh of fewer ranks does not count: other ranks may hold the same leaf on a mesh of their own.
+    """
+    if ranks == 1:
+        return True
+    if not is_dtensor(leaf) or leaf.device_mesh.size() != ranks:
+        return False
+    for dim, placement in enumerate(leaf.placements):
+        if leaf.device_mesh.size(dim) > 1 and not placement.is_shard():
+            return False
+    return True
+
+
+def checksum_of_shard(values: Tensor) -> str:
+    """Return a checksum of the bits of a shard: the CRC-32 on the CPU, and `checksum` elsewhere, to copy nothing."""
+    values = with_plain_bits(values)
+    if values.device.type != "cpu":
+        return f"{values.device.type} {checksum(values).item()}"
+    values = values.contiguous()
+    return f"cpu {crc32_of(bytes_of(values))}"
+
+
+Holders = Mapping[int, ProposedLeaf]
+"""The ranks whose trees have a leaf, in ascending order, each with its proposal for the leaf."""
+
+
+def require_consistent(proposals: Sequence[Proposal]) -> None:
+    """Raise unless every leaf has one shape and dtype, and its shards on all ranks fill it without a contradiction."""
+    holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}
+    for rank, proposal in enumerate(proposals):
+        for name, leaf in proposal.leaves.items():
+            holders_by_leaf.setdefault(name, {})[rank] = leaf
+    for name, holders in holders_by_leaf.items():
+        if len(proposals) > 1:  # one rank agrees with itself
+            _require_one_spec(name, holders)
+            _require_on_all_ranks(name, holders, len(proposals))
+        _require_filled(name, holders)
+    if len(proposals) > 1:
+        _require_equal_replicas(holders_by_leaf)
+
+
+def _require_one_spec(name: str, holders: Holders) -> None:
+    """Raise if a leaf has another shape or dtype on another rank."""
+    first_rank = min(holders)
+    first_spec = holders[first_rank].spec
+    for rank, leaf in holders.items():
+        if leaf.spec != first_spec:
+            raise CheckpointError(
+                f"nothing was written: the leaf {name!r} is {described(first_spec)} on rank {first_rank} and "
+                f"{described(leaf.spec)} on rank {rank}: its global shape and dtype must be the same on all"
+            )
+
+
+def _require_on_all_ranks(name: str, holders: Holders, ranks: int) -> None:
+    """Raise if some ranks hold a leaf as a plain tensor, and the trees of other ranks do not have it at all."""
+    if len(holders) == ranks or not any(leaf.is_plain for leaf in holders.values()):
+        return
+    with_shards = [rank for rank, leaf in holders.items() if leaf.checksums]
+    missing = [rank for rank in range(ranks) if rank not in holders]
+    raise CheckpointError(
+        f"nothing was written: the leaf {name!r} is a plain tensor on {listed(with_shards)} and missing on "
+        f"{listed(missing)}, expected equal values on all ranks: save it on all ranks or on none. If each rank has "
+        "its own parameters, as in a pipeline, mark those that it holds by FlatShard.cut(tensor, 0, tensor.numel())"
+    )
+
+
+def _require_filled(name: str, holders: Holders) -> None:
+    """Raise unless the different shards of a leaf fill it and do not overlap. Ranks may hold equal shards."""
+    boxes: dict[Box, object] = {}
+    for leaf in holders.values():
+        boxes |= leaf.checksums
+    spec = holders[min(holders)].spec
+    problem = problem_of_boxes(spec.shape, [*boxes])
+    if problem is not None:
+        raise CheckpointError(
+            f"nothing was written: the shards of {name!r} on all ranks {problem}, expected {described(spec)}"
+        )
+
+
+def _require_equal_replicas(holders_by_leaf: Mapping[str, Holders]) -> None:
+    """Raise if ranks hold other bits of one shard. Name the first leaf, and count the others."""
+    differences: list[str] = []
+    for name, holders in holders_by_leaf.items():
+        difference = _difference(holders)
+        if difference is not None:
+            differences.append(f"the leaf {name!r} {difference}")
+    if not differences:
+        return
+    more = ""
+    if len(differences) > 1:
+        more = f" (and {len(differences) - 1} other leaves differ)"
+    raise CheckpointError(
+        f"nothing was written: {differences[0]}{more}, expected equal bits, because all of these ranks hold it. If "
+        "they are replicas, make them equal with muonfx.sharding.broadcast(params, layout), or load one checkpoint on "
+        "all ranks. If each rank has values of its own, give them different names, or save them without group= to "
+        "different paths"
+    )
+
+
+def _difference(holders: Holders) -> str | None:
+    """Return a text with the ranks that hold other bits than the first holder of a shard; None if all are equal."""
+    checksums_of_box: dict[Box, dict[int, str | None]] = {}
+    for rank, leaf in holders.items():
+        for box, box_checksum in leaf.checksums.items():
+            checksums_of_box.setdefault(box, {})[rank] = box_checksum
+    for box, checksum_of_rank in checksums_of_box.items():
+        first_rank = min(checksum_of_rank)
+        expected = checksum_of_rank[first_rank]
+        different = [rank for rank, box_checksum in checksum_of_rank.items() if box_checksum != expected]
+        if not different or not box.numel:
+            continue
+        text = f"has other values on {listed(different)} than on rank {first_rank}"
+        if box.sizes != holders[first_rank].spec.shape:
+            text += f" in [{', '.join(slices_of(box))}]"
+        return f"{text} (checksums: {checksum_of_rank[different[0]]} and {expected})"
+    return None

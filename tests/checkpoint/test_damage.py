@@ -22,8 +22,8 @@ import torch
 
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, CorruptError, FormatError, MismatchError
-from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.index import BLOCK, INDEX, LONGEST
+from muonfx.checkpoint.reader import Reader
 from tests.checkpoint.common import assert_same_tree, copies, grads_like, threads
 from tests.processes import run_python
 
@@ -237,7 +237,7 @@ def test_what_is_damaged_is_named(tmp_path: Path, number: int):
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path, number: int):
     """The length is right when the file is opened, and no longer when a leaf is read."""
-    from muonfx.checkpoint.data import Reader
+    from muonfx.checkpoint.reader import Reader
 
     ck.save(tmp_path, {"w": torch.randn(5 * BLOCK // 4)})
     with threads(number), Reader(tmp_path, ck.inspect(tmp_path)) as reader:
@@ -419,9 +419,9 @@ def test_forged_files_end_in_an_error_of_ours_in_bounded_time_and_memory(tmp_pat
 
 
 def test_a_header_that_no_reader_would_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from muonfx.checkpoint import data, index
+    from muonfx.checkpoint import draft, index
 
-    monkeypatch.setattr(data, "LONGEST_HEADER", 100)
+    monkeypatch.setattr(draft, "LONGEST_HEADER", 100)
     with pytest.raises(ck.CheckpointError, match="save with group="):
         ck.save(tmp_path / "a", STATE)
     monkeypatch.undo()

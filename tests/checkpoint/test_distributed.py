@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
-from muonfx.checkpoint import CorruptError, FlatShard, MismatchError, WriteError, data
+from muonfx.checkpoint import CorruptError, FlatShard, MismatchError, WriteError, reader
 from muonfx.checkpoint.draft import Draft
 from muonfx.sharding.communication import waiting
 from tests.checkpoint.common import assert_same_tree, bits, copies
@@ -298,7 +298,7 @@ def test_a_load_that_does_not_fit_is_one_error_on_all(world: World, tmp_path: Pa
 def test_a_missing_or_damaged_shard_is_named_on_all(world: World, tmp_path: Path, monkeypatch):
     path = tmp_path / "here"
     world.check(4, save_mixed, path=path, seed=4)
-    monkeypatch.setattr(data, "_MOST_OPEN", 2)
+    monkeypatch.setattr(reader, "_MOST_OPEN", 2)
     assert_same_tree(ck.load(path, like=tree_of(4)), tree_of(4))  # with fewer open files than ranks have written
     shards = sorted(path.glob("*.safetensors"))
     assert len(shards) == 4

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import muonfx as mfx
-from muonfx.checkpoint import leftovers
+from muonfx.checkpoint import files, folder, index
 from muonfx.checkpoint.__main__ import main
 from muonfx.checkpoint.index import INDEX
 from tests.checkpoint.common import assert_same_tree
+from tests.checkpoint.faults import faults
 from tests.processes import ROOT
 
 ck = mfx.checkpoint
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="locks")
 
 WRITER = """
 import sys
+import warnings
 import torch
 import muonfx as mfx
 from muonfx.checkpoint.draft import Draft
@@ -106,7 +108,7 @@ def test_files_of_another_machine_stay_and_latest_warns_with_path_and_bytes(tmp_
     with writer(other) as process:
         require_line(process, "written")
     with monkeypatch.context() as patched:
-        patched.setattr(leftovers, "_this_boot", lambda: b"another machine")
+        patched.setattr(folder, "this_boot", lambda: b"another machine")
         path = ck.save(ck.step_path(tmp_path, 3), STATE, step=3, keep=1)
         assert len(list(other.iterdir())) == 2
         with pytest.warns(UserWarning, match=r"step-000000002.*clean") as told:
@@ -121,23 +123,23 @@ def test_latest_does_not_warn_of_a_save_that_ends_after_the_folder_was_listed(tm
     path = ck.step_path(tmp_path, 1)
     with writer(path) as process:
         require_line(process, "written")
-        unfinished = leftovers.unfinished_index_name(leftovers.save_id_of(next(path.glob("*.safetensors")).name))
+        unfinished = index.unfinished_index_name(index.save_id_of(next(path.glob("*.safetensors")).name))
         listed = [*os.listdir(path), unfinished]
         assert process.stdin is not None
         print("go on", file=process.stdin, flush=True)
         require_line(process, "saved")
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda folder: listed if Path(folder) == path else listdir(folder))
-    monkeypatch.setattr(leftovers, "_names_in_index", lambda folder: set())  # a third save has replaced the index
+    monkeypatch.setattr(folder, "_names_in_index", lambda folder: set())  # a third save has replaced the index
     assert ck.latest(tmp_path) == path
 
 
 def test_latest_does_not_warn_of_a_save_that_has_just_begun(tmp_path: Path):
     """It has created its lock file, and not yet locked it and written the boot id."""
     path = ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
-    lock = path / leftovers.lock_name("0123456789abcdef")
+    lock = path / index.lock_name("0123456789abcdef")
     lock.touch()
-    assert leftovers.unknown_files(path) == [lock]
+    assert folder.unknown_files(path) == [lock]
     lock.write_bytes(b"x" * 36)  # it may be written between the search and the sum of the sizes
     assert ck.latest(tmp_path) == path
 
@@ -183,9 +185,9 @@ def test_a_save_that_ends_while_it_makes_its_lock_leaves_no_file(tmp_path: Path,
     def is_killed() -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(leftovers, "_this_boot", is_killed)
+    monkeypatch.setattr(files, "this_boot", is_killed)
     with pytest.raises(KeyboardInterrupt):
-        leftovers.SaveLock(tmp_path, "0123456789abcdef").acquire()
+        files.SaveLock(tmp_path / "lock").acquire()
     assert not list(tmp_path.iterdir())
 
 
@@ -231,3 +233,23 @@ def test_a_file_whose_status_cannot_be_read_is_an_error_of_ours_and_stays(tmp_pa
         if failing_stat.calls <= first_failure:  # it made no further call
             break
     assert first_failure > 1
+
+
+def test_latest_raises_its_own_error_whichever_call_to_the_system_fails(tmp_path: Path):
+    """A disk error in any call is a `CheckpointError`, or a warning and an older checkpoint."""
+    path = ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
+    newer = ck.save(ck.step_path(tmp_path, 2), STATE, step=2)
+    (newer / "data-0123456789abcdef-00000-of-00001.safetensors").touch()
+    (newer / index.lock_name("fedcba9876543210")).touch()
+    for number in itertools.count():
+        with faults(tmp_path, number, reads=True) as fault, warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            try:
+                newest = ck.latest(tmp_path)
+            except ck.CheckpointError as error:
+                assert str(tmp_path) in str(error)
+            else:
+                assert newest in (newer, path, None)
+        if not fault.failed:
+            break
+    assert number > 20

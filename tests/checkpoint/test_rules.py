@@ -17,7 +17,7 @@ import muonfx as mfx
 from muonfx import testing as kit
 from muonfx import tree
 from muonfx.checkpoint import MismatchError, NotFoundError
-from muonfx.checkpoint.names import PARAMS, in_section, name_of, named_leaves
+from muonfx.checkpoint.leaves import PARAMS, in_section, name_of, named_leaves
 from muonfx.polar import policy
 from muonfx.routing import default_labels_by_name
 from muonfx.tree.dtypes import NAMES, widens

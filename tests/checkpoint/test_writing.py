@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, FlatShard, WriteError, folder, writer
-from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.draft import Draft
 from muonfx.checkpoint.index import INDEX
+from muonfx.checkpoint.reader import Reader
 from muonfx.polar import policy
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import faults
@@ -536,7 +536,7 @@ def test_ranks_load_one_checkpoint_while_it_is_replaced(here: Here, tmp_path: Pa
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_said_to_be_gone(tmp_path: Path, monkeypatch):
-    from muonfx.checkpoint.data import Reader
+    from muonfx.checkpoint.reader import Reader
 
     path = ck.save(ck.step_path(tmp_path, 1), state_of(1))
     check = Reader.check_files

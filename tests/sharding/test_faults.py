@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.checkpoint import background
+from muonfx.checkpoint.save import start, wait_for_save
 from muonfx.polar.many import Orthogonalizer
 from muonfx.sharding import ShardingError
 from muonfx.testing.transforms import halve
@@ -165,8 +165,8 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all(here: Here, tmp_pa
 
     def warns() -> None:
         if what == "a failed save":
-            saving = background.start(tmp_path, fail)
-            background.wait_for_save()
+            saving = start(tmp_path, fail)
+            wait_for_save()
             assert saving.done
             mfx.checkpoint.save(tmp_path / "new", params, group=here.group)
         over = sharding.sharded(tx, layout)

@@ -1,22 +1,15 @@
-"""Write and read data files: safetensors files with a checksum of every block.
+"""Read data files: safetensors files with a checksum of every block.
 
-The format is eight bytes with the length of the header, the header (JSON: name to dtype, shape and byte range), and
-the bytes of the tensors without gaps. The files are read with plain reads. With a memory map, truncation of a file in
-use would end the process.
+The files are read with plain reads. With a memory map, truncation of a file in use would end the process.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import json
 import os
-import sys
-import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from importlib import import_module
 from io import FileIO
 from itertools import groupby
 from math import prod
@@ -28,109 +21,10 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
-from muonfx.checkpoint.files import fresh_file, open_regular
-from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile, Index, Leaf
-from muonfx.checkpoint.shards import shards_of
+from muonfx.checkpoint.files import bytes_of, check_byte_order, checksum_of, open_regular
+from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
+from muonfx.checkpoint.leaves import shards_of
 from muonfx.sharding.shards.boxes import Box, intersection
-from muonfx.tree.dtypes import SAFETENSORS_NAMES
-
-crc32_of: Callable[[Any], int] = zlib.crc32
-with suppress(ImportError):  # isal has the same values, in about a tenth of the time
-    crc32_of = import_module("isal.isal_zlib").crc32
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a dense CPU tensor as bytes, not copied; the caller must keep the tensor alive."""
-    if not tensor.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
-
-
-def with_plain_bits(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory has its values. A view of a complex tensor may be conjugated when it is read."""
-    return tensor.resolve_conj().resolve_neg()
-
-
-def checksum_of(data: bytes | bytearray | memoryview) -> str:
-    """Return the CRC-32 checksum of some bytes as text: eight hex digits."""
-    return f"{crc32_of(data):08x}"
-
-
-def check_byte_order() -> None:
-    """Raise on a big-endian machine, because the files of checkpoints are little-endian."""
-    if sys.byteorder != "little":
-        raise CheckpointError("checkpoints store little-endian numbers, and this machine is big-endian")
-
-
-# ------------------------------------------------------------------------------------------------------------- writing
-
-
-class Entry(NamedTuple):
-    """One entry of a data file: a box (rectangular part) of a leaf, and its values."""
-
-    key: str
-    """Unique name of the entry in the data file: "trace/w" for a whole leaf, "trace/w~[0:4,0:8]" for a part."""
-    name: str
-    """The name of the leaf."""
-    box: Box
-    values: Tensor
-    """A tensor with the sizes of the box, on any device."""
-
-
-def write_data(path: Path, number: int, entries: Sequence[Entry]) -> tuple[DataFile, list[tuple[str, Chunk]]]:
-    """Write boxes of tensors to a new safetensors file, and flush the file to the disk.
-
-    Each tensor is copied to the CPU immediately before it is written. The result is the name and size of the file, and
-    a list with the name of the leaf and the position of the box for each entry. In these positions, ``number`` is the
-    number of the file in the index.
-    """
-    check_byte_order()
-    # Largest element size first, so that each leaf begins at a multiple of its element size.
-    ordered = sorted(entries, key=lambda entry: (-entry.values.itemsize, entry.key))
-    header = _header_of(ordered)
-    if len(header) > LONGEST_HEADER:
-        raise CheckpointError(
-            f"{path}: the names of {len(entries)} leaves take {len(header)} bytes, more than the header "
-            f"of a safetensors file may have ({LONGEST_HEADER}): save with group=, so that each rank writes its own"
-        )
-    chunks: list[tuple[str, Chunk]] = []
-    with fresh_file(path) as file:
-        file.write(header)
-        begin = len(header)
-        for entry in ordered:
-            tensor = with_plain_bits(entry.values).cpu().contiguous()
-            data = bytes_of(tensor)
-            checksums: list[str] = []
-            for offset in range(0, len(data), BLOCK):
-                block = data[offset : offset + BLOCK]
-                file.write(block)
-                checksums.append(checksum_of(block))
-            chunks.append((entry.name, Chunk(number, begin, entry.box, tuple(checksums))))
-            begin += len(data)
-            del tensor  # free it before the next tensor is made
-    return DataFile(path.name, begin, len(header), checksum_of(header)), chunks
-
-
-def _header_of(entries: Sequence[Entry]) -> bytes:
-    """Return the first bytes of a safetensors file with these entries: the length of the header, and the header."""
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        nbytes = entry.values.nbytes
-        begin = end
-        end += nbytes
-        dtype_name = SAFETENSORS_NAMES.get(entry.values.dtype)
-        shape = entry.box.sizes
-        if dtype_name is None:  # safetensors has no name for it, and stores its bytes
-            dtype_name = "U8"
-            shape = (nbytes,)
-        described[entry.key] = {"dtype": dtype_name, "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
 
 _MOST_OPEN = 64
 """Data files that a reader holds open. The system limits their number, and each rank has written one file."""

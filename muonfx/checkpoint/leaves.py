@@ -1,0 +1,357 @@
+"""The leaves of a state as a checkpoint holds them: their names, the shards of them on this rank, and their specs.
+
+Names are unique, with "/" between the levels of a tree. A leaf of a state is named by its path,
+``momentum/trace/blocks.0.attn.q.weight``; the name of a parameter begins with ``params/``. The state of a chain is a
+dict by member name, so a leaf keeps its name when another transform is added to the chain. If a whole recipe becomes a
+member of a chain, its names get a prefix.
+
+Special characters in an entry are escaped: ``~0`` is ``~`` and ``~1`` is ``/`` (as in JSON Pointer, RFC 6901). The
+prefix ``~2`` marks an entry as a literal string. It is added to an empty string, to a string that reads as an integer
+(an index is written in digits), and to a state's own top-level entry ``params`` or ``__metadata__``. ``~`` alone names
+a tree that is a single leaf.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Transform
+from muonfx.core.checks import check_tree
+from muonfx.core.precision import product_dtypes
+from muonfx.core.transform import require_transform
+from muonfx.core.value import strip_transparent
+from muonfx.internal.wrappers import MAY_BE_WRAPPED, unwrapped
+from muonfx.sharding.shards.boxes import Box, cover
+from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.tree import PyTree, Spec
+
+_MISTAKEN = {
+    Transform: "its state, which tx.init(params) or tx.update(...) returned",
+    torch.optim.Optimizer: "its state, optimizer.transform_state",
+    torch.nn.Module: "its parameters, dict(model.named_parameters())",
+}
+"""Classes of objects that are easily passed instead of a tree, and the code for the tree."""
+
+PARAMS = "params"
+"""The top level of the names of parameters."""
+
+_RESERVED = frozenset({PARAMS, "__metadata__"})
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+_ESCAPES = {"~0": "~", "~1": "/"}
+_ROOT = "~"
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """Return the name of a leaf in a checkpoint, such as "momentum/trace/fc.weight", from its path in the tree."""
+    if not path:
+        return _ROOT
+    entries = [_escaped(entry) for entry in path]
+    if entries[0] in _RESERVED:
+        entries[0] = "~2" + entries[0]
+    return "/".join(entries)
+
+
+@lru_cache(10_000, typed=True)  # the upper levels are in many names, and 1, 1.0 and True are equal
+def _escaped(entry: object) -> str:
+    """Return one level of a leaf name for a key of a tree, such that different keys have different levels.
+
+    The int 0 becomes "0", and the string "0" becomes "~20". In strings, "~" becomes "~0", and "/" becomes "~1".
+    """
+    if isinstance(entry, bool) or not isinstance(entry, str | int):
+        raise TypeError(
+            f"found the key {entry!r} of type {type(entry).__name__}, expected a string or an int: keys are part of "
+            "the leaf names in a checkpoint"
+        )
+    if isinstance(entry, int):
+        return str(int(entry))
+    literal = "~2" if not entry or _INTEGER.fullmatch(entry) else ""
+    return literal + entry.replace("~", "~0").replace("/", "~1")
+
+
+def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
+    """Return a list with the name and the value of each leaf of a tree, None leaves included.
+
+    Names begin with ``section``, such as "params", if given. Prefixes from wrappers like ``torch.compile`` are removed.
+    """
+    if section:
+        stored_names = ["/".join([section, *map(_escaped, path)]) for path in tree.paths(values)]
+    else:
+        stored_names = [name_of(path) for path in tree.paths(values)]
+    plain_name_of = plain_names(stored_names)
+    names = [plain_name_of[name] for name in stored_names]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(
+                f"two leaves have the name {name!r} when the prefixes of wrappers (torch.compile, DataParallel, ...) "
+                "are removed: rename one of them"
+            )
+    return list(zip(names, tree.leaves(values), strict=True))
+
+
+def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
+    """Return a list of (name, leaf) pairs; raise TypeError unless each leaf is a tensor, a shard, or None."""
+    for kind, code in _MISTAKEN.items():
+        if isinstance(values, kind):
+            raise TypeError(f"found a {type(values).__name__}, expected a tree of tensors: pass {code}")
+    named = named_leaves(values, section)
+    for name, leaf in named:
+        if leaf is not None and not isinstance(leaf, Tensor) and not hasattr(leaf, "__create_chunk_list__"):
+            raise TypeError(
+                f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint stores tensors and "
+                "JSON; store a number as a 0-d tensor, or pass it in extra="
+            )
+    return named
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Return a dict from each leaf name to the name without the prefixes of wrappers such as ``torch.compile``."""
+    plain_name_of = {name: name for name in names}
+    if not any(map(MAY_BE_WRAPPED.search, plain_name_of)):
+        return plain_name_of
+    # Leaves with a common prefix, such as those of one momentum, belong to one model.
+    siblings: dict[str, dict[str, str]] = {}
+    for name in plain_name_of:
+        above, level, escaped = name.rpartition("/")
+        if not _INTEGER.fullmatch(escaped):
+            siblings.setdefault(above + level, {})[_unescaped(escaped)] = name
+    for above, name_of_entry in siblings.items():
+        for entry, plain_entry in unwrapped(name_of_entry).items():
+            if plain_entry == entry:
+                continue
+            escaped = _escaped(plain_entry)
+            if not above and plain_entry in _RESERVED:
+                escaped = "~2" + escaped
+            plain_name_of[name_of_entry[entry]] = above + escaped
+    return plain_name_of
+
+
+def _unescaped(escaped: str) -> str:
+    """Return the string of an escaped entry: "a/b" for "a~1b"."""
+    return re.sub("~[01]", lambda match: _ESCAPES[match[0]], escaped.removeprefix("~2"))
+
+
+def in_section(name: str, section: str) -> bool:
+    """Return whether a name belongs to a parameter (``section="params"``) or to the state (``section=""``)."""
+    of_params = name == PARAMS or name.startswith(PARAMS + "/")
+    return of_params == (section == PARAMS)
+
+
+# --------------------------------------------------------------------------------------------------------------- shards
+
+
+def is_sharded(leaf: Any) -> bool:
+    """Return whether a leaf is of a class that describes its shards, such as `FlatShard` or a DTensor."""
+    return hasattr(
+        type(leaf), "__create_chunk_list__"
+    )  # fast: tensors have no such attribute, and their class is cached
+
+
+def require_whole(name: str, leaf: Any, advice: str) -> None:
+    """Raise if this rank holds only a shard of a leaf. The error ends with ``advice``, such as "pass group="."""
+    if is_sharded(leaf) and getattr(leaf, "whole", None) is None:
+        raise TypeError(f"the leaf {name!r} is a {type(leaf).__name__}, of which each rank holds a part: {advice}")
+
+
+def shards_of(leaf: Any) -> dict[Box, Tensor]:
+    """Return the shards of a leaf on this rank: boxes, with the values in them as views of the leaf.
+
+    A plain tensor is one shard, the whole leaf.
+
+    Empty shards are omitted, except that a leaf without elements is one empty shard.
+    """
+    shape = tuple(leaf.shape)
+    if not is_sharded(leaf):
+        return {whole_box(shape): leaf.detach()}
+    if isinstance(leaf, FlatShard):
+        shards = {box: leaf.values_in(box) for box in leaf.boxes}
+    elif is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:
+        return {}  # this rank is not in the leaf's mesh
+    else:
+        shards = _shards_by_protocol(leaf)
+    if not prod(shape):
+        first_values = next(iter(shards.values()))
+        return {whole_box(shape): first_values.reshape(-1)[:0].view(shape)}
+    return {box: values for box, values in shards.items() if box.numel}
+
+
+def _shards_by_protocol(leaf: Any) -> dict[Box, Tensor]:
+    """Return the shards of an object that follows the protocol of ``torch.distributed._checkpointable``."""
+    # Imported here, since torch.distributed.checkpoint takes longer to import than muonfx.
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    shards: dict[Box, Tensor] = {}
+    for chunk in leaf.__create_chunk_list__():
+        values: Tensor = leaf.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+        shards[Box(tuple(chunk.offsets), tuple(chunk.sizes))] = values.detach()
+    return shards
+
+
+def problem_of_boxes(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    """Return None if boxes contain each element of a leaf once, else the reason why they do not."""
+    if len(boxes) == 1 and boxes[0] == whole_box(shape):  # most leaves are in one piece, and this takes less time
+        return None
+    return cover(shape, boxes)
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return the box with all elements of a leaf of this shape."""
+    return Box((0,) * len(shape), shape)
+
+
+def slices_of(box: Box) -> list[str]:
+    """Return a box as one slice for each dim: ["0:4", "2:8"]."""
+    return [f"{start}:{end}" for start, end in zip(box.offsets, box.ends, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- specs
+
+
+def described(spec: Spec) -> str:
+    """Return a shape and dtype as text for messages, such as "(2, 3) float32"."""
+    return f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """The names, global shapes and dtypes of a state's leaves, without their values.
+
+    `muonfx.spec` returns it, and `muonfx.checkpoint.load` accepts it in place of a state. Iteration gives the names.
+
+    Attributes:
+        leaves: a dict from name to `muonfx.tree.Spec` (shape and dtype), in the order of the state; it omits None.
+        fingerprint: a hash of the structure of the transform; None if the transform is not known.
+        chain: the code that constructs the transform; None if the transform is not known.
+
+    >>> import muonfx as mfx
+    >>> spec = mfx.spec(mfx.momentum(), {"w": torch.zeros(2, 3, dtype=torch.bfloat16)})
+    >>> print(spec)
+    trace/w  (2, 3)  float32
+    >>> spec["trace/w"].dtype, spec.nbytes
+    (torch.float32, 24)
+    """
+
+    leaves: dict[str, Spec]
+    fingerprint: str | None = None
+    chain: str | None = None
+    _treedef: Any = field(default=None, repr=False)
+    _names: tuple[str, ...] = field(default=(), repr=False)
+    _tx: Transform | None = field(default=None, repr=False, compare=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.leaves
+
+    def __getitem__(self, name: str) -> Spec:
+        return self.leaves[name]
+
+    def __str__(self) -> str:
+        """Return one line for each leaf: name, shape, dtype."""
+        name_width = max([len(name) for name in self.leaves], default=0)
+        shape_width = max([len(str(spec.shape)) for spec in self.leaves.values()], default=0)
+        lines: list[str] = []
+        for name, spec in self.leaves.items():
+            dtype_name = str(spec.dtype).removeprefix("torch.")
+            lines.append(f"{name:{name_width}}  {spec.shape!s:{shape_width}}  {dtype_name}")
+        return "\n".join(lines)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole state: each leaf is counted once, at its global shape."""
+        return sum(leaf.nbytes for leaf in self.leaves.values())
+
+    @classmethod
+    def of(cls, state: PyTree) -> StateSpec:
+        """Return the `StateSpec` (names, global shapes and dtypes of the leaves) of an existing state.
+
+        Raises:
+            TypeError: a leaf is not a tensor; the message names it.
+
+        >>> print(StateSpec.of({"w": torch.zeros(2)}))
+        w  (2,)  float32
+        """
+        return spec_of_named(named_tensors(state), state)
+
+    def of_chain(self, tx: Transform) -> StateSpec:
+        """Return a copy with the fingerprint of a transform (a hash of its structure).
+
+        A `load` that receives the copy raises an error if the checkpoint has another fingerprint, because another
+        transform wrote it.
+        """
+        return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)
+
+    def products(self, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
+        """Return the dtype in which each transform multiplies matrices, as in ``{"orthogonalize": "bfloat16"}``.
+
+        It is the dtype for parameters of this ``dtype`` on this ``device``. The dict is empty if no transform is known.
+        """
+        if self._tx is None:
+            return {}
+        return product_dtypes(strip_transparent(self._tx), [dtype], device)
+
+    def unflatten(self, leaves: dict[str, Any]) -> PyTree:
+        """Return a state tree with the leaves in a dict by name; leaves without an entry in the dict are None."""
+        return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
+
+
+def spec_of_named(named: list[tuple[str, Any]], values: PyTree, tx: Transform | None = None) -> StateSpec:
+    """Return the `StateSpec` of the tree ``values``; ``named`` is a list of its (name, leaf) pairs."""
+    leaves = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
+    names = tuple(name for name, _ in named)
+    state_spec = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=names)
+    if tx is None:
+        return state_spec
+    return state_spec.of_chain(tx)
+
+
+def spec(tx: Transform, params: PyTree) -> StateSpec:
+    """Return the names, shapes and dtypes of a transform's state, without allocating the state.
+
+    Args:
+        tx: the transform.
+        params: the parameters on any device, including meta; only global shapes and dtypes are used.
+
+    Returns:
+        A `StateSpec`, made by ``tx.init`` on meta tensors. `muonfx.checkpoint.load` accepts it in place of a state.
+
+    Raises:
+        TypeError: ``tx`` is not a transform, or a parameter is not a floating-point tensor.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> params = {
+        ...     "up.weight": torch.empty(50_000, 8_000, device="meta"),
+        ...     "up.bias": torch.empty(50_000, device="meta"),
+        ... }
+        >>> spec = mfx.spec(mfx.muon_with_adamw(1e-2, labels=mfx.routing.default_labels_by_name), params)
+        >>> print(spec)
+        adamw/scale_by_adam/count       ()             int64
+        adamw/scale_by_adam/mu/up.bias  (50000,)       float32
+        adamw/scale_by_adam/nu/up.bias  (50000,)       float32
+        muon/momentum/trace/up.weight   (50000, 8000)  float32
+        >>> spec.nbytes
+        1600400008
+    """
+    require_transform("tx", tx)
+    check_tree("params", params)
+    meta = tree.map(lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # labels without a parameter are reported when the state itself is made
+        state = strip_transparent(tx).init(meta)
+    return spec_of_named(named_tensors(state), state, tx)
