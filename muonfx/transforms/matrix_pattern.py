@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,21 +22,23 @@ _DOTS = "..."
 _TOKEN = re.compile(r"\s*([A-Za-z_]\w*(?:\s*=\s*\d+)?|\.\.\.|[()+])")
 
 
-class Axis(NamedTuple):
-    """A named axis in a pattern, such as ``heads=8``, or one part of an axis that ``+`` divides, such as ``k=128``."""
+class Part(NamedTuple):
+    """A name in a pattern, such as ``heads=8``, or ``k=128`` in an axis ``(k=128 + v=64)``."""
 
     name: str
     size: int | None = None
-    """The length of the axis; None if it follows from the shape of the tensor."""
+    """None if the size follows from the shape of the tensor."""
 
     def __str__(self) -> str:
         return self.name if self.size is None else f"{self.name}={self.size}"
 
 
-Parts = tuple[Axis, ...]
-"""An axis, as the parts that are concatenated along it (``q + k + v``); a plain axis has one part, itself."""
+Axis = tuple[Part, ...]
+"""The parts that are concatenated along an axis, ``(k=128 + v=64)``. A plain axis such as ``heads=8`` has one part."""
+Dim = tuple[Axis, ...]
+"""The axes that form one dim of the tensor, outermost first, such as the two axes of ``(heads=8 d)``."""
 Group = tuple[str, ...]
-"""The names of the axes that form one dim right of the arrow, outermost first: ("heads", "d") for ``(heads d)``."""
+"""The names that form one dim of a result, outermost first: ("heads", "d") for ``(heads d)``."""
 
 
 class Units(NamedTuple):
@@ -48,15 +51,35 @@ class Units(NamedTuple):
     """The number of rows and of columns of a unit."""
     pattern: str
     """The pattern that divides the tensor into the same matrices after a reshape to (units, rows, columns)."""
-    is_plain: bool
+    are_matrices: bool
     """True if each unit is one matrix, and leading dims of the tensor count the units, as in a stack of experts."""
 
 
-class _Result(NamedTuple):
-    """One result of a pattern (a stack of matrices) for a tensor of known shape."""
+class _SizedAxis(NamedTuple):
+    """An axis of a tensor of known shape."""
 
+    dim: int
+    """The dim of the tensor to which the axis belongs."""
+    part_sizes: dict[str, int]
+    """The size of each part by name: {"k": 128, "v": 64}. A plain axis has one part, such as {"heads": 8}."""
+
+    @property
+    def size(self) -> int:
+        """The length of the axis."""
+        return sum(self.part_sizes.values())
+
+
+class _Stack(NamedTuple):
+    """How one result of a pattern, a stack of matrices, is cut from a tensor of known shape.
+
+    For ``"(q=2 + k=3) in -> q in, in k"`` and the shape (5, 4), the second stack is
+    ``_Stack(divided_axis=0, start=2, sizes=[3, 4], order=[1, 0], shape=[4, 3])``.
+    """
+
+    divided_axis: int | None
+    """The axis of the tensor that is divided by ``+``; None if there is none."""
     start: int
-    """The index at which the stack begins on the axis that ``+`` divides; 0 if there is no such axis."""
+    """The index on this axis at which the stack begins."""
     sizes: list[int]
     """The size of each axis within the stack, in the order of the axes in the tensor."""
     order: list[int]
@@ -64,23 +87,13 @@ class _Result(NamedTuple):
     shape: list[int]
 
 
-class _Bound(NamedTuple):
-    """The sizes of a pattern's axes for one shape of tensors, and the results computed from them."""
-
-    sizes: list[int]
-    """The size of each axis of the tensor, outermost first."""
-    divided: int | None
-    """The index of the axis that ``+`` divides in the pattern, as in ``(k + v)``; None if there is none."""
-    results: list[_Result]
-
-
 @dataclass(frozen=True)
 class Pattern:
     """A parsed pattern that divides tensors into matrices, such as ``"(qkv=3 out) in -> qkv out in"``; see `parse`."""
 
     text: str
-    dims: tuple[tuple[Parts, ...], ...]
-    """The left side of the pattern: for each dim of the tensor, its axes, outermost first."""
+    dims: tuple[Dim, ...]
+    """The left side of the pattern: the dims of the tensor."""
     results: tuple[tuple[Group, ...], ...]
     """The right side of the pattern: for each stack of matrices, its dims (batch dims, rows, columns)."""
 
@@ -90,33 +103,36 @@ class Pattern:
         Raises:
             ValueError: the shape of the tensor does not fit the pattern.
         """
-        bound = self._bound(tensor.shape)
-        tensor_axes = tensor.reshape(bound.sizes)
-        stacks: list[Tensor] = []
-        for result in bound.results:
+        axes, results = self._sized(tensor.shape)
+        tensor_axes = tensor.reshape([axis.size for axis in axes])
+        matrices: list[Tensor] = []
+        for result in results:
+            stack = _stack_of(axes, result)
             part = tensor_axes
-            if bound.divided is not None:
-                part = part.narrow(bound.divided, result.start, result.sizes[bound.divided])
-            stacks.append(part.permute(result.order).reshape(result.shape))
-        return stacks
+            if stack.divided_axis is not None:
+                part = part.narrow(stack.divided_axis, stack.start, stack.sizes[stack.divided_axis])
+            matrices.append(part.permute(stack.order).reshape(stack.shape))
+        return matrices
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape."""
-        bound = self._bound(shape)
-        part_at: dict[int, Tensor] = {}  # by its start on the axis that ``+`` divides
-        for result, stack in zip(bound.results, matrices, strict=True):
-            permuted_sizes = [result.sizes[axis] for axis in result.order]
-            order_in_tensor = [result.order.index(axis) for axis in range(len(result.order))]
-            part_at[result.start] = stack.reshape(permuted_sizes).permute(order_in_tensor)
+        axes, results = self._sized(shape)
+        stacks = [_stack_of(axes, result) for result in results]
+        part_at: dict[int, Tensor] = {}  # by its start on the divided axis
+        for stack, tensor in zip(stacks, matrices, strict=True):
+            permuted_sizes = [stack.sizes[axis] for axis in stack.order]
+            order_in_tensor = [stack.order.index(axis) for axis in range(len(axes))]
+            part_at[stack.start] = tensor.reshape(permuted_sizes).permute(order_in_tensor)
+        divided_axis = stacks[0].divided_axis
+        if divided_axis is None:
+            return part_at[0].reshape(shape)
         parts = [part_at[start] for start in sorted(part_at)]
-        if bound.divided is None:
-            return parts[0].reshape(shape)
-        return torch.cat(parts, dim=bound.divided).reshape(shape)
+        return torch.cat(parts, dim=divided_axis).reshape(shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return True if this pattern can divide a tensor of this shape into matrices."""
         try:
-            self._bound(shape)
+            self._sized(shape)
         except ValueError:
             return False
         return True
@@ -124,191 +140,187 @@ class Pattern:
     @property
     def is_stack(self) -> bool:
         """True if the pattern is for a stack of matrices: all dims of the tensor but the last two are batch dims."""
-        leading_names: set[str] = set()
+        leading_names: list[str] = []
         for dim in self.dims[:-2]:
-            parts = [part for axis in dim for part in axis]
-            if len(parts) > 1:
+            names = _names_of_dim(dim)
+            if len(names) > 1:
                 return False
-            leading_names.add(parts[0].name)
+            leading_names += names
         if not leading_names:
             return False
-        return all(leading_names.issubset(_names(result[:-2])) for result in self.results)
+        return all(set(leading_names).issubset(_names(result[:-2])) for result in self.results)
 
     @property
     def flattens_more_dims(self) -> bool:
         """True if the pattern also fits tensors with more dims, and then mixes their first dim into the matrices."""
-        has_dots = any(dim[0][0].name == _DOTS for dim in self.dims)
-        in_matrices = {name for result in self.results for name in _names(result[-2:])}
-        return has_dots and any(part.name in in_matrices for axis in self.dims[0] for part in axis)
+        has_dots = any(_DOTS in _names_of_dim(dim) for dim in self.dims)
+        first_dim_is_in_matrices = not _names_in_matrices(self.results).isdisjoint(_names_of_dim(self.dims[0]))
+        return has_dots and first_dim_is_in_matrices
 
     @property
     def is_transposed(self) -> bool:
-        """True if the tensor stores the columns of its matrices (input features) before their rows."""
-        dim_of_name: dict[str, int] = {}
-        for index, dim in enumerate(self.dims):
-            dim_of_name |= {part.name: index for axis in dim for part in axis}
+        """True if the tensor stores the columns of its matrices (input features) before their rows.
+
+        It is True for ``"in out -> out in"``.
+        """
         rows, columns = self.results[0][-2:]
-        return min(dim_of_name[name] for name in rows) > min(dim_of_name[name] for name in columns)
+        return self._first_dim_of(rows) > self._first_dim_of(columns)
+
+    def _first_dim_of(self, group: Group) -> int:
+        """Return the index of the first dim of the tensor that contains one of these names."""
+        return min(index for index, dim in enumerate(self.dims) if not set(group).isdisjoint(_names_of_dim(dim)))
 
     def independent(self, shape: Sequence[int]) -> Units | None:
         """Divide a tensor of this shape into units: equal, contiguous parts that contain whole matrices.
 
         A rank whose shard contains a unit can update it without other ranks. None if the tensor is empty or is one
-        unit. For ``"(heads=8 (k=3 + v=5)) in -> heads k in, heads v in"``, a unit is the 8 rows of one head.
+        unit.
+
+        In ``"(heads=8 (k=3 + v=5)) in -> heads k in, heads v in"``, ``heads`` is the only axis in front of the rows and
+        columns of the matrices. So there are 8 units, the heads. For the shape (64, 16), the result is
+        ``Units((8, 16), "units (k=3 + v=5) in=16 -> units k in, units v in", False)``.
         """
         if 0 in shape:
             return None
-        dims, results = self._expanded(len(shape))
-        axes: list[_SizedAxis] = []
-        for dim, (parts_of_axes, size) in enumerate(zip(dims, shape, strict=True)):
-            axes += [_SizedAxis(dim, sizes) for sizes in self._sized(parts_of_axes, size)]
+        axes, results = self._sized(shape)
         # The axes in front of the first one that belongs to the rows or columns of a matrix count the units.
-        start = _first_matrix_axis(axes, results)
-        row_dim = axes[start].dim  # its remaining axes are the rows of a unit, and further dims are columns
-        if start == 0 or row_dim > len(shape) - 2:
+        names_in_matrices = _names_in_matrices(results)
+        is_in_matrices = [not names_in_matrices.isdisjoint(axis.part_sizes) for axis in axes]
+        first_unit_axis = is_in_matrices.index(True)
+        counting_axes = axes[:first_unit_axis]
+        unit_axes = axes[first_unit_axis:]
+        # The rows of a unit are the rest of the dim of its first axis, and the columns are all further dims.
+        row_dim = unit_axes[0].dim
+        if not counting_axes or row_dim == len(shape) - 1:
             return None
-        counting_names = {name for axis in axes[:start] for name in axis.sizes}
-        unit_axes = axes[start:]
-        has_parts = any(len(axis.sizes) > 1 for axis in unit_axes)
-        unit_results = _unique_results_without(counting_names, results)
-        if len(unit_results) > 1 and not has_parts:
-            return None
-        rows = [axis.sizes for axis in unit_axes if axis.dim == row_dim]
-        columns = [axis.sizes for axis in unit_axes if axis.dim > row_dim]
-        results_text = ", ".join(" ".join(["units", *map(_group_text, result)]) for result in unit_results)
-        pattern = f"units {_sized_text(rows)} {_sized_text(columns)} -> {results_text}"
-        counts_whole_dims = axes[start - 1].dim < row_dim
-        is_one_matrix = not has_parts and all(len(result) == 2 for result in unit_results)
-        return Units((_size_of(rows), _size_of(columns)), pattern, counts_whole_dims and is_one_matrix)
+        row_axes = [axis for axis in unit_axes if axis.dim == row_dim]
+        column_axes = [axis for axis in unit_axes if axis.dim > row_dim]
 
-    def _expanded(self, ndim: int) -> tuple[list[tuple[Parts, ...]], list[list[Group]]]:
-        """Return `dims` and `results` with ``...`` replaced by named axes, for a tensor with ``ndim`` dims."""
-        dots = [f"dim_{index}" for index in range(ndim - len(self.dims) + 1)]
-        dims: list[tuple[Parts, ...]] = []
+        counting_names = {name for axis in counting_axes for name in axis.part_sizes}
+        unit_results = _without_names(results, counting_names)
+        has_parts = any(len(axis.part_sizes) > 1 for axis in unit_axes)
+        if len(unit_results) > 1 and not has_parts:  # some units are divided in another way than others
+            return None
+        result_texts = [" ".join(["units", *map(_group_text, result)]) for result in unit_results]
+        pattern = f"units {_text_of_axes(row_axes)} {_text_of_axes(column_axes)} -> {', '.join(result_texts)}"
+
+        is_one_matrix = not has_parts and len(unit_results[0]) == 2
+        counts_whole_dims = counting_axes[-1].dim < row_dim
+        rows = prod([axis.size for axis in row_axes])
+        columns = prod([axis.size for axis in column_axes])
+        return Units((rows, columns), pattern, is_one_matrix and counts_whole_dims)
+
+    def _sized(self, shape: Sequence[int]) -> tuple[list[_SizedAxis], list[list[Group]]]:
+        """Return the axes of a tensor of this shape, outermost first, and the results of the pattern without ``...``.
+
+        Raises:
+            ValueError: the shape does not fit the pattern.
+        """
+        dot_names = [f"dim_{index}" for index in range(len(shape) - len(self.dims) + 1)]  # for the dims of ``...``
+        dims: list[Dim] = []
         for dim in self.dims:
-            if dim[0][0].name == _DOTS:
-                dims += [((Axis(name),),) for name in dots]
+            if _names_of_dim(dim) == [_DOTS]:
+                dims += [((Part(name),),) for name in dot_names]
             else:
                 dims.append(dim)
-        if len(dims) != ndim:
+        if len(dims) != len(shape):
             raise ValueError(
-                f"found {ndim} dims, expected {len(dims)} for the pattern {self.text!r}: write one name or parentheses "
-                "for each dim left of the arrow, or '...' for any number of dims"
+                f"found {len(shape)} dims, expected {len(dims)} for the pattern {self.text!r}: write one name or "
+                "parentheses for each dim left of the arrow, or '...' for any number of dims"
             )
-        return dims, [_with_dots(result, dots) for result in self.results]
+        axes: list[_SizedAxis] = []
+        for index, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+            axes += [_SizedAxis(index, part_sizes) for part_sizes in self._part_sizes(dim, size)]
+        return axes, [_with_dots(result, dot_names) for result in self.results]
 
-    def _bound(self, shape: Sequence[int]) -> _Bound:
-        """Compute the sizes of all axes for a tensor of this shape; raise ValueError if the shape does not fit."""
-        dims, results = self._expanded(len(shape))
-        axes: list[dict[str, int]] = []  # the size of each part, by name
-        for dim, size in zip(dims, shape, strict=True):
-            axes += self._sized(dim, size)
-        axis_of_name: dict[str, int] = {}
-        divided = None
-        for index, sizes_of_parts in enumerate(axes):
-            axis_of_name |= dict.fromkeys(sizes_of_parts, index)
-            if len(sizes_of_parts) > 1:
-                divided = index
-        tensor_sizes = [sum(sizes_of_parts.values()) for sizes_of_parts in axes]
-        bound_results: list[_Result] = []
-        for result in results:
-            names = _names(result)
-            sizes = list(tensor_sizes)
-            start = 0
-            if divided is not None:
-                for part, part_size in axes[divided].items():
-                    if part in names:
-                        sizes[divided] = part_size
-                        break
-                    start += part_size
-            result_shape: list[int] = []
-            for group in result:
-                result_shape.append(prod([sizes[axis_of_name[name]] for name in group]))
-            bound_results.append(_Result(start, sizes, [axis_of_name[name] for name in names], result_shape))
-        return _Bound(tensor_sizes, divided, bound_results)
+    def _part_sizes(self, dim: Dim, size: int) -> list[dict[str, int]]:
+        """Return the sizes of the parts of each axis in a dim of this size.
 
-    def _sized(self, dim: tuple[Parts, ...], size: int) -> list[dict[str, int]]:
-        """Return, for each axis in one dim, a dict from part to size: {"k": 3, "v": 5} for ``(k=3 + v)`` and size 8."""
-        # At most one part in a dim has no size, as `parse` checks. The axis with this part is the open one.
-        known_size = 1
-        open_axis_size = 1
-        known_in_open_axis = 0
+        For ``(heads (k=3 + v=5))`` and the size 16, this is ``[{"heads": 2}, {"k": 3, "v": 5}]``. At most one part in
+        a dim has no size, as `parse` checks.
+        """
+        complete_axes = [axis for axis in dim if all(part.size is not None for part in axis)]
+        size_of_other_axis = size // prod([_known_size(axis) for axis in complete_axes])
+        part_sizes_of_axes: list[dict[str, int]] = []
         for axis in dim:
-            known_in_axis = sum(part.size for part in axis if part.size is not None)
-            if all(part.size is not None for part in axis):
-                known_size *= known_in_axis
-            else:
-                known_in_open_axis = known_in_axis
-        if any(part.size is None for axis in dim for part in axis):
-            open_axis_size = size // known_size
-        missing_size = open_axis_size - known_in_open_axis
-        if known_size * open_axis_size != size or missing_size < 0:
+            missing_size = size_of_other_axis - _known_size(axis)
+            part_sizes = {part.name: missing_size if part.size is None else part.size for part in axis}
+            part_sizes_of_axes.append(part_sizes)
+        has_negative_size = any(min(part_sizes.values()) < 0 for part_sizes in part_sizes_of_axes)
+        if has_negative_size or prod([sum(part_sizes.values()) for part_sizes in part_sizes_of_axes]) != size:
             raise ValueError(
                 f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}: correct a size in the "
                 "pattern"
             )
-        sizes: list[dict[str, int]] = []
-        for axis in dim:
-            sizes.append({part.name: missing_size if part.size is None else part.size for part in axis})
-        return sizes
+        return part_sizes_of_axes
 
 
-class _SizedAxis(NamedTuple):
-    """An axis of a tensor of known shape."""
-
-    dim: int
-    """The index of the dim of the tensor to which the axis belongs."""
-    sizes: dict[str, int]
-    """The size of each part, by name; a plain axis has one part, itself."""
+def _known_size(axis: Axis) -> int:
+    """Return the sum of the sizes that a pattern states for the parts of an axis."""
+    return sum([part.size for part in axis if part.size is not None])
 
 
-def _first_matrix_axis(axes: list[_SizedAxis], results: list[list[Group]]) -> int:
-    """Return the index of the first axis that belongs to the rows or columns of a matrix."""
-    names_in_matrices = {name for result in results for name in _names(result[-2:])}
-    index = 0
-    while names_in_matrices.isdisjoint(axes[index].sizes):
-        index += 1
-    return index
+def _stack_of(axes: list[_SizedAxis], result: list[Group]) -> _Stack:
+    """Return how one result of a pattern is cut from a tensor with these axes."""
+    names = _names(result)
+    axis_of_name: dict[str, int] = {}
+    sizes: list[int] = []
+    divided_axis = None
+    start = 0
+    for index, axis in enumerate(axes):
+        axis_of_name |= dict.fromkeys(axis.part_sizes, index)
+        if len(axis.part_sizes) == 1:
+            sizes.append(axis.size)
+            continue
+        # The result has one of the parts that are concatenated along this axis.
+        divided_axis = index
+        parts = list(axis.part_sizes)
+        (part,) = set(parts).intersection(names)
+        start = sum([axis.part_sizes[earlier] for earlier in parts[: parts.index(part)]])
+        sizes.append(axis.part_sizes[part])
+    order = [axis_of_name[name] for name in names]
+    shape = [prod([sizes[axis_of_name[name]] for name in group]) for group in result]
+    return _Stack(divided_axis, start, sizes, order, shape)
 
 
-def _unique_results_without(names: set[str], results: list[list[Group]]) -> list[list[Group]]:
+def _names_in_matrices(results: Sequence[Sequence[Group]]) -> set[str]:
+    """Return the names that belong to the rows or columns of a matrix: the last two dims of a result."""
+    names: set[str] = set()
+    for result in results:
+        names.update(_names(result[-2:]))
+    return names
+
+
+def _without_names(results: list[list[Group]], names: set[str]) -> list[list[Group]]:
     """Return each different result once, without these names and without the dims that consist of them alone.
 
     The names ``{"h"}`` and the results of ``h k in, h v in`` give the results of ``k in, v in``.
     """
-    unique: list[list[Group]] = []
+    unique_results: list[list[Group]] = []
     for result in results:
         groups = [tuple(name for name in group if name not in names) for group in result]
         nonempty_groups = [group for group in groups if group]
-        if nonempty_groups not in unique:
-            unique.append(nonempty_groups)
-    return unique
+        if nonempty_groups not in unique_results:
+            unique_results.append(nonempty_groups)
+    return unique_results
 
 
-def _with_dots(result: Sequence[Group], dots: list[str]) -> list[Group]:
-    """Return the dims of a result with ``...`` replaced by the names of the dims that it includes."""
+def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:
+    """Return the dims of a result with ``...`` replaced by the names of the dims that it includes.
+
+    With two such dims, ``... out in`` becomes ``dim_0 dim_1 out in``, and ``out (...)`` becomes ``out (dim_0 dim_1)``.
+    """
     groups: list[Group] = []
     for index, group in enumerate(result):
-        if group == (_DOTS,) and index < len(result) - 2:  # each of them is a batch dim of its own
-            groups += [(name,) for name in dots]
+        is_batch_dim = index < len(result) - 2
+        if is_batch_dim and group == (_DOTS,):
+            groups += [(name,) for name in dot_names]
             continue
         names: list[str] = []
         for name in group:
-            names += dots if name == _DOTS else [name]
+            names += dot_names if name == _DOTS else [name]
         groups.append(tuple(names))
     return groups
-
-
-def _size_of(axes: list[dict[str, int]]) -> int:
-    return prod([sum(sizes.values()) for sizes in axes])
-
-
-def _sized_text(axes: list[dict[str, int]]) -> str:
-    """Return the text of one dim of a pattern: ``"(heads=8 d=4)"`` for ``[{"heads": 8}, {"d": 4}]``."""
-    dim: list[Parts] = []
-    for sizes in axes:
-        dim.append(tuple(Axis(name, size) for name, size in sizes.items()))
-    return _dim_text(dim)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -331,10 +343,10 @@ def parse(text: str) -> Pattern:
     try:
         dims = tuple(map(_dim, _items(sides[0])))
         results = tuple(map(_result, sides[1].split(",")))
+        _check_dims(dims)
+        _check_results(dims, results)
     except _Malformed as error:
         raise ValueError(f"{text!r}: {error}") from None
-    if problem := _problem(dims, results):
-        raise ValueError(f"{text!r}: {problem}")
     return Pattern(text, dims, results)
 
 
@@ -343,61 +355,66 @@ class _Malformed(Exception):
 
 
 _Item = str | list["_Item"]
+"""A name such as "h=8", or what parentheses contain: ["h=8", "d"]."""
 
 
 def _items(text: str) -> list[_Item]:
-    """Split one side of a pattern at spaces: ``(h=8 d) in`` into ``[["h=8", "d"], "in"]``."""
-    stack: list[list[_Item]] = [[]]
-    at = 0
-    while text[at:].strip():
-        token = _TOKEN.match(text, at)
+    """Parse one side of a pattern: ``(h=8 d) in`` becomes ``[["h=8", "d"], "in"]``."""
+    open_lists: list[list[_Item]] = [[]]  # of the whole side, and of each parenthesis that is not closed yet
+    position = 0
+    while text[position:].strip():
+        token = _TOKEN.match(text, position)
         if token is None:
             raise _Malformed(
-                f"cannot read {text[at:].strip()!r}, expected names, name=size, '...', '+' or parentheses; spaces "
-                "separate axes, and commas only results"
+                f"cannot read {text[position:].strip()!r}, expected names, name=size, '...', '+' or parentheses; "
+                "spaces separate axes, and commas only results"
             )
-        at = token.end()
+        position = token.end()
         if token[1] == "(":
-            stack.append([])
-        elif token[1] != ")":
-            stack[-1].append(token[1].replace(" ", ""))
-        elif len(stack) > 1:
-            inner = stack.pop()
-            stack[-1].append(inner)
+            open_lists.append([])
+        elif token[1] == ")":
+            closed_list = open_lists.pop()
+            if not open_lists:
+                raise _Malformed("a closing parenthesis has no opening one")
+            open_lists[-1].append(closed_list)
         else:
-            raise _Malformed("a closing parenthesis has no opening one")
-    if len(stack) > 1:
+            open_lists[-1].append(token[1].replace(" ", ""))
+    if len(open_lists) > 1:
         raise _Malformed("an opening parenthesis has no closing one")
-    return stack[0]
+    return open_lists[0]
 
 
-def _dim(item: _Item) -> tuple[Parts, ...]:
+def _dim(item: _Item) -> Dim:
     """Return the axes in one dim of the tensor: two for ``(a b)``, and one axis with two parts for ``(a + b)``."""
     if isinstance(item, str):
-        return ((_axis(item),),)
+        return ((_part(item),),)
     if "+" in item:
-        return (_parts(item),)
-    axes: list[Parts] = []
+        return (_divided_axis(item),)
+    axes: list[Axis] = []
     for inner in item:
-        axes.append(_parts(inner) if isinstance(inner, list) else (_axis(inner),))
+        axes.append(_divided_axis(inner) if isinstance(inner, list) else (_part(inner),))
     return tuple(axes)
 
 
-def _parts(items: list[_Item]) -> Parts:
-    if len(items) < 3 or items[1::2] != ["+"] * (len(items) // 2) or len(items) % 2 == 0:
+def _divided_axis(items: list[_Item]) -> Axis:
+    """Return the parts of an axis: ``k=3`` and ``v=5`` for the items ``["k=3", "+", "v=5"]``."""
+    parts = items[::2]
+    signs = items[1::2]
+    if len(parts) < 2 or signs != ["+"] * (len(parts) - 1):
         raise _Malformed("parentheses within parentheses hold parts with '+' between them, as in (heads (k + v))")
-    return tuple(map(_axis, items[::2]))
+    return tuple(map(_part, parts))
 
 
-def _axis(item: _Item) -> Axis:
+def _part(item: _Item) -> Part:
+    """Return a name with its size, ``Part("heads", 8)`` for ``heads=8``."""
     if not isinstance(item, str) or item == "+":
         raise _Malformed(f"found {item if item == '+' else 'parentheses'!r} where the name of an axis must be")
     name, _, size = item.partition("=")
-    return Axis(name, int(size) if size else None)
+    return Part(name, int(size) if size else None)
 
 
 def _result(text: str) -> tuple[Group, ...]:
-    """Return the axis names in each dim of one result: (("qkv",), ("heads", "d"), ("in",)) for ``qkv (heads d) in``."""
+    """Return the names in each dim of one result: (("qkv",), ("heads", "d"), ("in",)) for ``qkv (heads d) in``."""
     items = _items(text)
     if len(items) < 2 or _DOTS in items[-2:] or [] in items[-2:]:
         raise _Malformed(
@@ -408,81 +425,89 @@ def _result(text: str) -> tuple[Group, ...]:
 
 
 def _group(item: _Item) -> Group:
-    """Return the axis names in one dim of a result: ("a", "b") for ``(a b)`` and ("a",) for ``a``."""
-    items = [item] if isinstance(item, str) else item
-    axes = [_axis(name) for name in items]
-    if any(axis.size is not None for axis in axes):
-        raise _Malformed(
-            "found a size right of the arrow: write it on the left side, as in '(heads=8 d) in -> heads d in'"
-        )
-    return tuple(axis.name for axis in axes)
+    """Return the names in one dim of a result: ("a", "b") for ``(a b)`` and ("a",) for ``a``."""
+    names: list[str] = []
+    for inner in [item] if isinstance(item, str) else item:
+        part = _part(inner)
+        if part.size is not None:
+            raise _Malformed(
+                "found a size right of the arrow: write it on the left side, as in '(heads=8 d) in -> heads d in'"
+            )
+        names.append(part.name)
+    return tuple(names)
 
 
-def _problem(dims: Sequence[tuple[Parts, ...]], results: Sequence[Sequence[Group]]) -> str | None:
-    """Return the syntax rule that a parsed pattern breaks, as text for an error message; None if it breaks none."""
-    axes = [axis for dim in dims for axis in dim]
-    return _problem_of_dims(dims) or _problem_of_results(axes, results)
-
-
-def _problem_of_dims(dims: Sequence[tuple[Parts, ...]]) -> str | None:
-    """Return the rule that the left side breaks."""
-    names: set[str] = set()
+def _check_dims(dims: Sequence[Dim]) -> None:
+    """Raise an error unless the left side names each part once, and its sizes can be computed from a shape."""
+    all_parts = [part for dim in dims for axis in dim for part in axis]
+    for name, count in Counter(part.name for part in all_parts).items():
+        if count > 1:
+            raise _Malformed(f"{name!r} occurs twice on the left")
+    if any(part.size == 0 for part in all_parts):
+        raise _Malformed("a size is 0; sizes are at least 1")
     for dim in dims:
-        parts = [part for axis in dim for part in axis]
-        for part in parts:
-            if part.name in names:
-                return f"{part.name!r} occurs twice on the left"
-            if part.size == 0:
-                return "a size is 0; sizes are at least 1"
-            names.add(part.name)
-        if sum(part.size is None for part in parts) > 1:
-            return (
+        sizes = [part.size for axis in dim for part in axis]
+        if sizes.count(None) > 1:
+            raise _Malformed(
                 "a dim has several axes without a size, expected at most one: give the others a size, as in (heads=8 d)"
             )
-        if len(parts) > 1 and any(part.name == _DOTS for part in parts):
-            return "'...' is any number of whole dims, and cannot be inside parentheses on the left"
-    return None
+        if len(sizes) > 1 and _DOTS in _names_of_dim(dim):
+            raise _Malformed("'...' is any number of whole dims, and cannot be inside parentheses on the left")
 
 
-def _problem_of_results(axes: Sequence[Parts], results: Sequence[Sequence[Group]]) -> str | None:
-    """Return the rule that the right side breaks, given all axes of the left side."""
+def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> None:
+    """Raise an error unless there is one result for each part, and every result has each other name once."""
+    axes = [axis for dim in dims for axis in dim]
     divided_axes = [axis for axis in axes if len(axis) > 1]
     if len(divided_axes) > 1:
-        return "several axes are divided by '+'; expected at most one"
+        raise _Malformed("several axes are divided by '+'; expected at most one")
     if not divided_axes and len(results) > 1:
-        return "found several results, but no parts on the left: write one result, or parts as in '(q=8 + k=8) in'"
-    part_names = {part.name for axis in divided_axes for part in axis}
-    parts_of_results = [sorted(part_names.intersection(_names(result))) for result in results]
-    if divided_axes and sorted(parts_of_results) != [[name] for name in sorted(part_names)]:
-        parts = [part.name for part in divided_axes[0]]
-        example = ", ".join(f"{name} in" for name in parts)
-        return (
-            f"the parts {' + '.join(parts)} are matrices of their own: write one result for each after the arrow, "
-            f"separated by commas, as in {example!r}"
+        raise _Malformed(
+            "found several results, but no parts on the left: write one result, or parts as in '(q=8 + k=8) in'"
         )
-    plain_names = {axis[0].name for axis in axes if len(axis) == 1}
-    for result in results:
-        names = _names(result)
-        expected_names = sorted(plain_names | part_names.intersection(names))
-        if sorted(names) != expected_names:
+    plain_names = [axis[0].name for axis in axes if len(axis) == 1]
+    part_names = [part.name for axis in divided_axes for part in axis]
+    parts_of_results = [[name for name in part_names if name in _names(result)] for result in results]
+    if part_names and sorted(parts_of_results) != sorted([name] for name in part_names):
+        raise _wrong_parts(part_names)
+    for result, parts in zip(results, parts_of_results, strict=True):
+        expected_names = sorted([*plain_names, *parts])
+        if sorted(_names(result)) != expected_names:
             text = " ".join(map(_group_text, result))
-            return f"found the result {text!r}, expected each of {', '.join(expected_names)} in it once: correct it"
-    return None
+            raise _Malformed(
+                f"found the result {text!r}, expected each of {', '.join(expected_names)} in it once: correct it"
+            )
+
+
+def _wrong_parts(names: list[str]) -> _Malformed:
+    """Return an error for results that do not have one of these parts each."""
+    example = ", ".join(f"{name} in" for name in names)
+    return _Malformed(
+        f"the parts {' + '.join(names)} are matrices of their own: write one result for each after the arrow, "
+        f"separated by commas, as in {example!r}"
+    )
 
 
 def _names(groups: Sequence[Group]) -> list[str]:
     return [name for group in groups for name in group]
 
 
+def _names_of_dim(dim: Dim) -> list[str]:
+    return [part.name for axis in dim for part in axis]
+
+
 def _group_text(group: Group) -> str:
     return group[0] if len(group) == 1 else f"({' '.join(group)})"
 
 
-def _dim_text(dim: Sequence[Parts]) -> str:
+def _text_of_axes(axes: list[_SizedAxis]) -> str:
+    """Return one dim with these axes as text, such as ``(heads=8 d=4)``."""
+    return _dim_text([tuple(Part(name, size) for name, size in axis.part_sizes.items()) for axis in axes])
+
+
+def _dim_text(dim: Sequence[Axis]) -> str:
     """Return one dim of a pattern as text: ``in``, ``(heads=8 d)``, ``(k=3 + v=5)`` or ``(heads=8 (k=3 + v=5))``."""
-    axes = [" + ".join(map(str, axis)) for axis in dim]
-    if len(dim) > 1:
-        axes = [f"({axis})" if "+" in axis else axis for axis in axes]
-    text = " ".join(axes)
-    is_one_name = len(dim) == 1 and len(dim[0]) == 1
-    return text if is_one_name else f"({text})"
+    if len(dim) == 1:
+        text = " + ".join(map(str, dim[0]))
+        return f"({text})" if len(dim[0]) > 1 else text
+    return f"({' '.join(_dim_text([axis]) for axis in dim)})"

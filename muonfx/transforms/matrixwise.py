@@ -41,11 +41,11 @@ def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
 
 
 def on_stacks(
-    tx: Transform, shapes: Mapping[str, tuple[int, ...]], *, only_plain: bool = False
+    tx: Transform, shapes: Mapping[str, tuple[int, ...]], *, only_matrices: bool = False
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """Return a transform for parameters reshaped to (number, rows, columns), and a dict of (rows, columns) by name.
 
-    This is the option ``on_stacks`` of `MatrixWork`. ``only_plain`` omits parameters whose independent parts are
+    This is the option ``on_stacks`` of `MatrixWork`. ``only_matrices`` omits parameters whose independent parts are
     not single matrices.
     """
     view: MatrixView = tx.arguments["view"]
@@ -53,7 +53,7 @@ def on_stacks(
     for name, pattern in zip(shapes, view.of(list(shapes)), strict=True):
         if pattern is not None and pattern.fits(shapes[name]):  # else `init` reports it
             unit = pattern.independent(shapes[name])
-            if unit is not None and (unit.is_plain or not only_plain):
+            if unit is not None and (unit.are_matrices or not only_matrices):
                 units[name] = unit
     if not units:
         return tx, {}
@@ -246,7 +246,7 @@ def matrixwise(
             state, _ = constructor(**arguments_at(tx, 0))
             # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
             is_simple = not any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
-            return on_stacks(tx, shapes, only_plain=not is_simple)
+            return on_stacks(tx, shapes, only_matrices=not is_simple)
 
         def cost_of_leaf(tx: Transform, device: str, dtype: torch.dtype) -> LeafCost:
             assert cost is not None
