@@ -180,4 +180,5 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _like(number: Tensor, total: Tensor) -> Tensor:
+    """Return a sum with the device and the dtype of another number."""
     return total.to(device=number.device, dtype=number.dtype)

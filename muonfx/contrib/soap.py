@@ -173,13 +173,17 @@ def scale_by_soap(
         p = s.left_basis.clone(memory_format=torch.contiguous_format)
         q = s.right_basis.clone(memory_format=torch.contiguous_format)
 
-        # Adam, with the second moment in the bases p and q. The first gradient changes no moment: its update is zero.
-        m = torch.where(is_first, s.mu, s.mu + (1.0 - b1) * (g - s.mu))
+        # The moments of Adam, of which the second is in the bases p and q. The first gradient changes neither.
         rotated_g = _rotate(g, p, q)
-        v = torch.where(is_first, s.nu, s.nu + (1.0 - b2) * (rotated_g.square() - s.nu))
+        new_m = s.mu + (1.0 - b1) * (g - s.mu)
+        new_v = s.nu + (1.0 - b2) * (rotated_g.square() - s.nu)
+        m = torch.where(is_first, s.mu, new_m)
+        v = torch.where(is_first, s.nu, new_v)
+
+        # The update of Adam in the bases, and rotated back. For the first gradient, it is zero.
         divisor = torch.where(is_first, 1.0, ew.safe_sqrt(v / c2) + eps)
-        adam = _rotate(m, p, q) / divisor / c1
-        out = torch.where(is_first, 0.0, _rotate(adam, p.mT, q.mT))
+        rotated_update = _rotate(m, p, q) / divisor / c1
+        out = torch.where(is_first, 0.0, _rotate(rotated_update, p.mT, q.mT))
 
         # The matrix whose product with its transpose is averaged: G, or G whitened by the other factor.
         left = s.left

@@ -363,13 +363,18 @@ def _elements_and_owner_of_shards(layout: Layout, name: str) -> tuple[int, str]:
 
 
 def _ranks(ranks: Iterable[int | None], size: int) -> str:
-    """Return text that names the given ranks, in a group of ``size`` ranks; None in ``ranks`` means all ranks."""
+    """Return text for some of ``size`` ranks: "rank 3", "ranks 0, 2", "5 ranks" or "every rank".
+
+    None in ``ranks`` means all ranks.
+    """
     named = sorted(rank for rank in ranks if rank is not None)
     if None in ranks or len(named) == size:
         return "every rank"
     if len(named) == 1:
         return f"rank {named[0]}"
-    return "ranks " + ", ".join(map(str, named)) if len(named) <= 4 else f"{len(named)} ranks"
+    if len(named) <= 4:
+        return "ranks " + ", ".join(map(str, named))
+    return f"{len(named)} ranks"
 
 
 def _nbytes_of(params: PyTree) -> int | None:

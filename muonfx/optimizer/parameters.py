@@ -423,7 +423,7 @@ class GradientCheck:
         self._outside: dict[str, Tensor] = {}
         """The models' parameters that are not in the optimizer, by name, as the last search has found them."""
         self._searched: object = None
-        """What the last search depended on; if it is the same in a step, `_outside` is still right."""
+        """The values on which the last search depended; if a step has the same, `_outside` is still right."""
         self._reported: dict[str, Tensor] = {}
         """Those of `_outside` that had gradients, and that a warning has reported."""
         self._has_warned_of_none = False

@@ -340,7 +340,7 @@ class TransformOptimizer(Optimizer):
         """Return the object that creates the state of the named parameters and steps on them.
 
         Parameters with the label None, and those in ``not_trained``, get no state, but are in the layout.
-        ``not_trained`` is None after construction, when `_parameters` knows them.
+        ``not_trained`` is None after construction, when `_parameters` has them.
         """
         if not_trained is None:
             not_trained = self._parameters.not_trained_params()

@@ -160,12 +160,13 @@ def written_type(module: nn.Module) -> type:
 
 def _named_values(params: object) -> Iterable[tuple[str, object]]:
     """Return (name, value) pairs of named tensors, in any of the forms that `Params` describes, except a model."""
-    # A flat mapping from names to tensors keeps its order. A nested one is a tree.
     if isinstance(params, Mapping):
         mapping = cast("Mapping[object, object]", params)
-        if all(isinstance(name, str) and (v is None or isinstance(v, torch.Tensor)) for name, v in mapping.items()):
+        has_names = all(isinstance(name, str) for name in mapping)
+        has_tensors = all(value is None or isinstance(value, torch.Tensor) for value in mapping.values())
+        if has_names and has_tensors:
             return cast("Mapping[str, object]", mapping).items()  # flattening as a tree would sort the names
-        params = dict(mapping)
+        params = dict(mapping)  # a nested mapping is a tree
     # An iterator such as model.named_parameters() can be read only once.
     elif isinstance(params, Iterator):
         params = list(cast("Iterator[object]", params))

@@ -45,12 +45,9 @@ class Routing(Shown):
     def _parameters(self) -> Table:
         """Return the table with a row for each parameter. Labels without a view need no columns about matrices."""
         labels_with_views = {self.labels[name] for name in self.labels.views}
-        header = ["parameter", "shape", "label", "matrices", "stored", "rule"]
+        titles_of_matrices = ["matrices", "stored"] if labels_with_views else []
+        header = ["parameter", "shape", "label", *titles_of_matrices, "rule"]
         rows = [_row(info, self.labels.routes[info.name], labels_with_views) for info in self.params]
-        if not labels_with_views:  # the columns "matrices" and "stored" have no information
-            del header[3:5]
-            for row in rows:
-                del row[3:5]
         return Table(header, rows)
 
     def _totals_by_label(self) -> Table:
@@ -253,32 +250,38 @@ def _number(value: object) -> str:
 def _row(info: ParamInfo, route: Route, labels_with_views: Collection[Label]) -> list[str]:
     """Return the cells of a parameter: name, shape, label, matrices, order in memory, reason for the label.
 
-    The cells about matrices are empty if no parameter with this label has a view.
+    The cells about matrices are empty if no parameter with this label has a view. They are left out if no label has.
     """
-    matrices, order = "", ""
+    matrices: list[str] = []
     if info.ndim > 1 and route.label in labels_with_views:
-        matrices, order = _matrices(route.shape or info.shape, route.view)
-    return [info.name, format_shape(info.shape), _shown(route.label), matrices, order, route.reason]
+        matrices = [_matrices_text(route.shape or info.shape, route.view), _order_text(route.view)]
+    elif labels_with_views:
+        matrices = ["", ""]
+    return [info.name, format_shape(info.shape), _shown(route.label), *matrices, route.reason]
 
 
-def _matrices(shape: tuple[int, ...], view: MatrixView) -> tuple[str, str]:
-    """Return two table cells for a parameter: the number and sides of its matrices, and their order in memory.
+def _order_text(view: MatrixView) -> str:
+    """Return the order in which the dims of a parameter's matrices are stored: "out, in" or "in, out"."""
+    (pattern,) = view.of([""])
+    return "in, out" if pattern is not None and pattern.is_transposed else "out, in"
 
-    The first is such as "16 x 8", "4 of 16 x 8" for a stack, and "(16 + 4) x 8" for two matrices of 8 columns.
+
+def _matrices_text(shape: tuple[int, ...], view: MatrixView) -> str:
+    """Return the number and sides of the matrices of a parameter.
+
+    It is such as "16 x 8", "4 of 16 x 8" for a stack, and "(16 + 4) x 8" for two matrices of 8 columns.
     """
     (pattern,) = view.of([""])
     stacks = split(pattern, torch.empty(shape, device="meta"), "")
-    is_transposed = pattern is not None and pattern.is_transposed
-    order = "in, out" if is_transposed else "out, in"
     # Only matrices with equal numbers of columns, in equal stacks, can be written as a sum of rows.
     if len({(stack.shape[:-2], stack.shape[-1]) for stack in stacks}) > 1:
-        return " + ".join(f"{prod(stack.shape[:-2])} of {format_shape(stack.shape[-2:])}" for stack in stacks), order
-    rows = " + ".join(str(stack.shape[-2]) for stack in stacks)
+        return " + ".join([f"{prod(stack.shape[:-2])} of {format_shape(stack.shape[-2:])}" for stack in stacks])
+    rows = " + ".join([str(stack.shape[-2]) for stack in stacks])
     if len(stacks) > 1:
         rows = f"({rows})"
-    count, columns = prod(stacks[0].shape[:-2]), stacks[0].shape[-1]
-    times = f"{count} of " if count > 1 else ""
-    return f"{times}{rows} x {columns}", order
+    count = prod(stacks[0].shape[:-2])
+    matrix = f"{rows} x {stacks[0].shape[-1]}"
+    return f"{count} of {matrix}" if count > 1 else matrix
 
 
 def _shown(label: Label) -> str:

@@ -140,8 +140,8 @@ def _layers_of(model: nn.Module, read_widths: set[int]) -> Iterator[Layer]:
     """
     blocks = set(_blocks_of(model, read_widths))
     for path, module in model.named_modules():
-        # Blocks may be nested. The ancestors begin with the outermost.
-        block = next((above for above in _with_ancestors(path) if above in blocks), None)
+        blocks_around = [ancestor for ancestor in _with_ancestors(path) if ancestor in blocks]
+        block = blocks_around[0] if blocks_around else None  # the outermost, since blocks may be nested
         if widths := _widths_of(module):
             reads, returns = widths
             yield Layer(path, reads, returns, block)
@@ -157,7 +157,8 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
     if leaves.isdisjoint(_LEAVES_OF_LAYERS) and not parametrize.is_parametrized(module):
         return None
     for reads_name, returns_name in _WIDTHS:
-        reads, returns = getattr(module, reads_name, None), getattr(module, returns_name, None)
+        reads = getattr(module, reads_name, None)
+        returns = getattr(module, returns_name, None)
         if isinstance(reads, int) and isinstance(returns, int):
             return reads, returns
     return None
@@ -316,7 +317,9 @@ def _read_in_their_block(layers: list[Layer]) -> frozenset[str]:
     readers = Counter((layer.block, layer.reads) for layer in layers)
     read: set[str] = set()
     for layer in layers:
-        is_its_own_reader = layer.reads == layer.returns
-        if layer.block is not None and readers[layer.block, layer.returns] > int(is_its_own_reader):
+        count = readers[layer.block, layer.returns]
+        if layer.reads == layer.returns:  # the layer itself is counted, which does not read its own outputs
+            count -= 1
+        if layer.block is not None and count > 0:
             read.add(layer.path)
     return frozenset(read)

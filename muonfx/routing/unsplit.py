@@ -54,17 +54,13 @@ def _mixed_matrices(tx: Transform, name: str, route: Route, shape: tuple[int, ..
 
 def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transform]) -> None:
     """Warn if parameters hold several matrices, judged by label or name, but are updated as one matrix."""
-    names_by_label: dict[str, list[str]] = {}
-    for name, route in routes.items():
-        if route.label is not None:
-            names_by_label.setdefault(route.label, []).append(name)
     unused: list[str] = []  # parameters with a view in the labels, which the transform does not use
     suspected: dict[str, str] = {}  # the pattern of each parameter whose name alone suggests several matrices
     view_to_extend = MatrixView()
     for label, tx in transforms.items():
+        routes_of_label = {name: route for name, route in routes.items() if route.label == label}
         for view in _views_within(tx):
-            for name in names_by_label.get(label, ()):
-                route = routes[name]
+            for name, route in routes_of_label.items():
                 if route.view.pattern and not view.is_set_for(name):
                     unused.append(f"{name!r} ({route.reason})")
                 # A view that has the pattern of the label was extended by the labels: the user chose nothing.

@@ -614,14 +614,18 @@ def class_name_fits(module: type | None, pattern: str) -> bool:
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
-    """Return a dict with globs instead of names. A glob matches only names with its value, and none of ``others``."""
+    """Return a dict with globs instead of names. A glob matches only names with its value, and none of ``others``.
+
+    >>> patterns({"h.0.fc.weight": "a", "h.1.fc.weight": "a", "h.1.proj.weight": "b"}, ["head.fc.weight"])
+    {'*h.*.fc.weight': 'a', '*.proj.weight': 'b'}
+    """
     value_of_glob: dict[str, T] = {}
     names_without_value = [name for name in others if name not in values]
     for name, value in values.items():
         if any(matches(name, glob) for glob in value_of_glob):
             continue
-        names_with_another = [other_name for other_name in values if values[other_name] != value]
-        value_of_glob[_shortest_glob(name, names_without_value + names_with_another)] = value
+        names_with_another_value = [other_name for other_name in values if values[other_name] != value]
+        value_of_glob[_shortest_glob(name, names_without_value + names_with_another_value)] = value
     return value_of_glob
 
 
