@@ -11,6 +11,7 @@ from muonfx import tree
 from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.internal.tracing import fixed
 from muonfx.transforms.leafwise import WideStateDtype, state_dtype
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -94,7 +95,8 @@ def scale_by_factored_rms(
         """Return (second largest dim, largest dim), or None if the parameter is not factored."""
         if len(shape) < 2:
             return None
-        *_, second, largest = sorted(range(len(shape)), key=shape.__getitem__)
+        sides = [fixed(side) for side in shape]  # a tracer cannot sort symbols
+        *_, second, largest = sorted(range(len(shape)), key=sides.__getitem__)
         return (second, largest) if shape[second] >= min_dim_size_to_factor else None
 
     def shapes_of(param: Tensor) -> _Shapes:

@@ -146,14 +146,15 @@ class AttentionHeads:
             dims = self.query_dims if is_query else self.key_dims
             is_fused = dims is None and self.query == self.key  # all queries, all keys, all values
             block_count = self.heads + 2 * self.keys if is_fused else count
-            block, remainder = divmod(size, block_count)
+            block = size // block_count
+            is_divisible = size % block_count == 0
             first_row = self.heads * block if is_fused and not is_query else 0
 
             span = dims or (0, block)
             spans = [(0 if is_query else first_key, span)]
             if is_query and self.rotary_dims is not None:
                 spans.append((first_rotary, self.rotary_dims))
-            if remainder or any(end > block for _, (_, end) in spans):
+            if not is_divisible or any(end > block for _, (_, end) in spans):
                 raise ValueError(
                     f"qk_clip: {name!r} has {size} rows, expected equal blocks, one for each head of {self!r}, that "
                     "contain its dims: correct the heads or the dims"

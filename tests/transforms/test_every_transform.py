@@ -272,9 +272,6 @@ def test_every_transform_obeys_every_law(name: str, tx: mfx.Transform):
     assert len(report.held) >= 20
 
 
-WITH_FIXED_SIDES_ONLY = {"scale_by_factored_rms", "qk_clip"}
-"""Known faults that the law of other shapes finds: torch.compile cannot trace a sort and a divmod of symbolic sides."""
-
 # Compilation takes most of the time: a few transforms always, every other one in a whole run, and the further
 # cases of each in a deep one.
 ALWAYS_COMPILED = ("scale_by_adam", "accumulate", "muon_with_adamw")  # Muon itself: `test_settings_by_name_compile`
@@ -294,8 +291,7 @@ ALWAYS_COMPILED = ("scale_by_adam", "accumulate", "muon_with_adamw")  # Muon its
     ],
 )
 def test_every_transform_compiles(name: str, tx: mfx.Transform):
-    skip = ["compiled_update_takes_other_shapes"] if name in WITH_FIXED_SIDES_ONLY else []
-    kit.check_transform(tx, laws=COMPILED, skip=skip, params=suitable(tx), max_examples=6)
+    kit.check_transform(tx, laws=COMPILED, params=suitable(tx), max_examples=6)
 
 
 def test_settings_by_name_compile():
