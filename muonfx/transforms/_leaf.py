@@ -34,8 +34,17 @@ class Operation(NamedTuple):
     """The numbers of the values that it reads; a value has its position in the record as its number."""
     scalars: Sequence[object]
     overwrites: int | None
-    """The number of the operand whose storage the function may reuse. None for a torch function that is called for each
-    leaf, because its result may be a view of an operand and have any shape or dtype."""
+    """Which of its operands the function overwrites if it is called with ``reuse=True``, by the position in
+    ``operands``. None for a torch function that is called for each leaf."""
+
+    @property
+    def is_for_each(self) -> bool:
+        """True for a torch function that is called for each leaf.
+
+        Its results may be views of its operands and have any shape and dtype. All other functions return new tensors in
+        the shapes of the leaves, or overwrite an operand.
+        """
+        return self.overwrites is None
 
 
 def _unary(function: Callable[[Any], Any]) -> Callable[[Leaf], Leaf]:
@@ -50,7 +59,9 @@ def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Leaf], C
 
 def _times(alpha: Scalar, value: Any) -> Any:
     """Return ``alpha * value``, or the value itself if alpha is 1, so that a bool stays a bool."""
-    return value if not isinstance(alpha, Tensor) and alpha == 1 else alpha * value
+    if not isinstance(alpha, Tensor) and alpha == 1:
+        return value
+    return alpha * value
 
 
 def _plus(x: object, y: object, alpha: Scalar) -> Tensor:
@@ -60,11 +71,16 @@ def _plus(x: object, y: object, alpha: Scalar) -> Tensor:
 
 def _lerp(x: Tensor, y: Tensor, weight: Scalar) -> Tensor:
     """Return ``x + weight * (y - x)`` for one leaf."""
-    return x + weight * (y - x) if isinstance(weight, Tensor) else torch.lerp(x, y, weight)
+    if isinstance(weight, Tensor):
+        return x + weight * (y - x)
+    return torch.lerp(x, y, weight)
 
 
 def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Scalar) -> Tensor:
-    return x + value * y * z if isinstance(value, Tensor) else torch.addcmul(x, y, z, value=value)
+    """Return ``x + value * y * z`` for one leaf."""
+    if isinstance(value, Tensor):
+        return x + value * y * z
+    return torch.addcmul(x, y, z, value=value)
 
 
 def _refuse(*_: object) -> NoReturn:
@@ -222,11 +238,14 @@ def _listed(
         overwrites: which of the operands ``function`` may overwrite, by its position in ``operands``.
     """
     record = operands[0].record
-    operations = [record[operand.index] for operand in operands]
-    has_leaf_shapes = all(operation is None or operation.overwrites is not None for operation in operations)
-    if not has_leaf_shapes or not all(map(_is_number, scalars)):
+    indices = [operand.index for operand in operands]
+    for index in indices:
+        operation = record[index]  # None for an operand of the step, which has the shape of its leaf
+        if operation is not None and operation.is_for_each:
+            return record_for_each(for_one_leaf, *operands, *scalars)
+    if not all(map(_is_number, scalars)):
         return record_for_each(for_one_leaf, *operands, *scalars)
-    return Leaf(record, Operation(function, [operand.index for operand in operands], scalars, overwrites))
+    return Leaf(record, Operation(function, indices, scalars, overwrites))
 
 
 def _is_number(value: object) -> bool:
@@ -244,35 +263,36 @@ def record_on_list(function: Callable[[list[Tensor]], list[Tensor]], operand: Le
 def record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
     """Record a torch function that is called once for each leaf, and return a placeholder for the results."""
     flat_args, treedef = tree.flatten((args, kwargs))
-    is_operand = [isinstance(x, Leaf) for x in flat_args]  # `call` refers to no leaf, which would be a reference cycle
-    operands = [x for x in flat_args if isinstance(x, Leaf)]
-    constants = [x for x in flat_args if not isinstance(x, Leaf)]
+    positions = [index for index, x in enumerate(flat_args) if isinstance(x, Leaf)]
+    operands: list[Leaf] = [flat_args[position] for position in positions]
+    # The operation must not refer to a placeholder, which would be a reference cycle by its record.
+    constants = [None if isinstance(x, Leaf) else x for x in flat_args]
 
-    def call(*lists_and_constants: Any) -> list[Tensor]:
-        """Call the torch function for each leaf, with the leaf's tensor in place of each placeholder.
-
-        The arguments are one list of tensors for each operand, then the constants.
-        """
-        lists = lists_and_constants[: len(lists_and_constants) - len(constants)]
-        values = lists_and_constants[len(lists) :]
+    def call_for_each(*lists_and_constants: Any) -> list[Tensor]:
+        """Call the torch function for each leaf, with the leaf's tensors at ``positions`` among its arguments."""
+        lists = lists_and_constants[: len(positions)]
+        leaf_args = list(lists_and_constants[len(positions) :])
         results: list[Tensor] = []
         for tensors in zip(*lists, strict=True):
-            next_tensor = iter(tensors)
-            next_value = iter(values)
-            # The arguments in their first order, in which tensors and constants are mixed.
-            merged = [next(next_tensor if is_tensor else next_value) for is_tensor in is_operand]
-            leaf_args, leaf_kwargs = tree.unflatten(treedef, merged)
-            result = function(*leaf_args, **leaf_kwargs)
+            for position, tensor in zip(positions, tensors, strict=True):
+                leaf_args[position] = tensor
+            positional, named = tree.unflatten(treedef, leaf_args)
+            result = function(*positional, **named)
             if not isinstance(result, Tensor):
-                raise TypeError(
-                    f"leafwise: {function.__name__} of a leaf is {type(result).__name__}, and a step works with "
-                    f"tensors only; {_TRANSFORM}"
-                )
+                raise _not_a_tensor(function, result)
             results.append(result)
         return results
 
     indices = [operand.index for operand in operands]
-    return Leaf(operands[0].record, Operation(call, indices, constants, None))
+    return Leaf(operands[0].record, Operation(call_for_each, indices, constants, None))
+
+
+def _not_a_tensor(function: Callable[..., object], result: object) -> TypeError:
+    """Return an error for a torch function whose result for a leaf is no tensor, such as ``torch.chunk``."""
+    return TypeError(
+        f"leafwise: {function.__name__} of a leaf is {type(result).__name__}, and a step works with tensors only; "
+        f"{_TRANSFORM}"
+    )
 
 
 class Plan(NamedTuple):
@@ -285,6 +305,12 @@ class Plan(NamedTuple):
     """Pairs (number of the result, operation)."""
     uses: list[int]
     """For each value, how many operations and outputs read it. It may be overwritten after the last of them."""
+
+    @property
+    def may_vary(self) -> bool:
+        """True if a scalar is a tensor. Its value may change, so the step is recorded again at the next call."""
+        scalars = [scalar for _, operation in self.operations for scalar in operation.scalars]
+        return any(isinstance(scalar, Tensor) for scalar in scalars)
 
     @classmethod
     def of(cls, record: Sequence[Operation | None], outputs: Sequence[Leaf]) -> Plan:
@@ -311,10 +337,6 @@ class StepPlan(NamedTuple):
     """The number of the value that is the update."""
     state: list[int | Tensor]
     """For each field of the new state, the number of its value; for a number that all leaves share, its new tensor."""
-    unsure: frozenset[int]
-    """The numbers of values that must be checked: they may be complex, or have another shape than their leaf."""
-    may_vary: bool
-    """True if a scalar is a tensor. Its value may change, so the step is recorded again at the next call."""
 
     def unchanged_operands(self) -> list[int]:
         """Return the operands that are returned in their own place. They keep their storage."""
@@ -350,16 +372,15 @@ def record_step(
         reads_params: whether the step receives the parameter.
         extras: the extra arguments of the step.
     """
-    containers = tree.flatten(declared)[1]
+    record: list[Operation | None] = []
     # The operands in order: the update, each field of the state with a tensor for each leaf, the parameter. Numbers
     # that all leaves share are passed as the tensors that they are.
-    record: list[Operation | None] = []
     update = Leaf(record)
     fields = [Leaf(record) if of_leaves else value for of_leaves, value in zip(is_tree, state, strict=True)]
     params = [Leaf(record)] if reads_params else []
+    containers = tree.flatten(declared)[1]
     returned = step(update, tree.unflatten(containers, fields), *params, **extras)
 
-    # The result must be a pair of a placeholder and a state of the declared form.
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(f"{name}: the step must return (update, state), found a {type(returned).__name__}")
     new_update, new_state = returned
@@ -367,20 +388,23 @@ def record_step(
         raise TypeError(
             f"{name}: the step returns an update of type {type(new_update).__name__}, not one made of operands"
         )
+    new_fields = _new_fields(name, declared, is_tree, new_state)
+    outputs = [new_update, *[field for field in new_fields if isinstance(field, Leaf)]]
+    output_numbers = [field.index if isinstance(field, Leaf) else field for field in new_fields]
+    return StepPlan(Plan.of(record, outputs), new_update.index, output_numbers)
+
+
+def _new_fields(name: str, declared: PyTree, is_tree: Sequence[bool], state: object) -> list[Leaf | Tensor]:
+    """Return the fields of the state that a step returned. Raise an error unless it has the declared form."""
     try:
-        new_fields = tree.subtrees(containers, new_state)
+        fields = tree.subtrees(tree.flatten(declared)[1], state)
     except ValueError as error:
         raise TypeError(f"{name}: the step returns another state than declared. {error}") from error
-    for index, (of_leaves, field) in enumerate(zip(is_tree, new_fields, strict=True)):
-        if not isinstance(field, Leaf if of_leaves else Tensor):
+    for index, (of_leaves, field) in enumerate(zip(is_tree, fields, strict=True)):
+        expected_type = Leaf if of_leaves else Tensor
+        if not isinstance(field, expected_type):
             raise TypeError(
                 f"{name}: the step returns a {type(field).__name__} for {tree.names(declared)[index]!r} of its state, "
                 f"declared as {tree.leaves(declared)[index]!r}"
             )
-
-    plan = Plan.of(record, [new_update, *[field for field in new_fields if isinstance(field, Leaf)]])
-    # Torch functions that are called for each leaf (`overwrites` is None) may return any shape and dtype.
-    unsure = frozenset(index for index, operation in plan.operations if operation.overwrites is None)
-    may_vary = any(isinstance(scalar, Tensor) for _, operation in plan.operations for scalar in operation.scalars)
-    outputs = [field.index if isinstance(field, Leaf) else field for field in new_fields]
-    return StepPlan(plan, new_update.index, outputs, unsure, may_vary)
+    return fields

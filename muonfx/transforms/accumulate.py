@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -108,22 +107,16 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         """
         _check_boundary(boundary)
         accumulated = _add_gradients(updates, state, donate)
-        is_due = accumulated.count >= every if boundary is None else boundary
+        is_last = accumulated.count >= every if boundary is None else boundary
         is_compiling = torch.compiler.is_compiling()
-        # Under vmap and make_fx, a tensor has no value that Python can read.
-        is_batched = not is_compiling and isinstance(is_due, Tensor) and (is_wrapped(is_due) or is_traced())
-        # The leaves that get an update must be fixed before the choice. To find the leaves that had a gradient earlier
-        # in the group, counts are read, so a traced call uses the leaves that have a gradient in this call.
-        updated_leaves = updates if is_compiling or is_batched else _ever_seen(updates, accumulated)
+        if isinstance(is_last, Tensor) and (is_compiling or is_wrapped(is_last) or is_traced()):
+            # The value cannot be read, so both results are computed or compiled. Which leaves get an update must not
+            # depend on a value either: those that have a gradient in this call.
+            outcomes = _Outcomes(inner, updates, updates, mean, params, extras)
+            return outcomes.cond(is_last, accumulated) if is_compiling else outcomes.select(is_last, accumulated)
+        updated_leaves = updates if is_compiling else _ever_seen(updates, accumulated)
         outcomes = _Outcomes(inner, updates, updated_leaves, mean, params, extras)
-        # In a compiled graph, torch.cond runs one of both branches.
-        if isinstance(is_due, Tensor) and is_compiling:
-            return outcomes.cond(is_due, accumulated)
-        # Under vmap and make_fx, both are computed, and torch.where selects.
-        if isinstance(is_due, Tensor) and is_batched:
-            return outcomes.select(is_due, accumulated)
-        # Else Python chooses.
-        if is_due:
+        if is_last:
             return outcomes.step(accumulated, donate)
         return outcomes.wait(accumulated)
 
@@ -134,8 +127,9 @@ def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) ->
     """Return the state with the gradients of one micro-batch added to the sums, and the counts increased."""
     present = Present(updates)
     old_sums = present.pick(state.sums)
-    gradients, sums = ew.widest(present.pick(updates), old_sums)
-    sums = ew.store(ew.add(sums, gradients, reuse=donate.state), old_sums, reuse=donate.state)
+    wide_gradients, wide_sums = ew.widest(present.pick(updates), old_sums)
+    new_sums = ew.add(wide_sums, wide_gradients, reuse=donate.state)
+    sums = ew.store(new_sums, old_sums, reuse=donate.state)
     leaves = tree.leaves(updates)
     has_gradient = [leaves[index] is not None for index in _by_path(updates)]
     seen = state.seen + torch.tensor(has_gradient, dtype=torch.int64, device=state.seen.device)
@@ -152,7 +146,10 @@ def _by_path(updates: PyTree) -> list[int]:
 
 
 def _ever_seen(updates: PyTree, accumulated: AccumulateState) -> PyTree:
-    """Return the gradients, with a tensor for each None whose parameter had a gradient earlier in the group."""
+    """Return the gradients, with the sum in place of each None whose parameter had a gradient earlier in the group.
+
+    With gradients ``{"a": g, "b": None}`` and counts of 2 for "a" and 1 for "b", the result has the sum of "b".
+    """
     leaves, treedef = tree.flatten(updates)
     if all(leaf is not None for leaf in leaves):
         return updates
@@ -166,7 +163,9 @@ def _ever_seen(updates: PyTree, accumulated: AccumulateState) -> PyTree:
 
 def _scalar_for(number: Tensor, total: Tensor) -> Tensor:
     """Return a CPU scalar in a form that can be combined with ``total``: under ``torch.func``, on its device."""
-    return number if torch.compiler.is_compiling() or not is_wrapped(number) else number.to(total.device)
+    if torch.compiler.is_compiling() or not is_wrapped(number):
+        return number
+    return number.to(total.device)
 
 
 class _Outcomes(NamedTuple):
@@ -189,12 +188,10 @@ class _Outcomes(NamedTuple):
             gradients = [total / _scalar_for(number, total) for total in sums]
         else:
             gradients = ew.clone(sums)
+        gradients = ew.cast(gradients, self._gradient_dtypes(present, sums))
+        donation = Donation(self.mean and donate.state, donate.state)
         out, inner_state = self.inner.run(
-            present.fill(ew.cast(gradients, self._gradient_dtypes(present, sums))),
-            accumulated.inner,
-            self.params,
-            donate=Donation(self.mean and donate.state, donate.state),
-            **self.extras,
+            present.fill(gradients), accumulated.inner, self.params, donate=donation, **self.extras
         )
         return out, AccumulateState(
             count=torch.zeros_like(accumulated.count),
@@ -220,26 +217,26 @@ class _Outcomes(NamedTuple):
         """Return updates of zero and the state with the accumulated gradients."""
         return tree.map(torch.zeros_like, self.updates), accumulated
 
-    def select(self, is_due: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Compute both results and select one by ``is_due`` with ``torch.where``; ``vmap`` does so for each state."""
+    def select(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
+        """Compute both results and select one by ``is_last`` with ``torch.where``; ``vmap`` does so for each state."""
         stepped = self.step(accumulated, NOTHING)
         waited = self.wait(accumulated)
-        return tree.map(lambda a, b: torch.where(is_due.to(a.device), a, b), stepped, waited)
+        return tree.map(lambda a, b: torch.where(is_last.to(a.device), a, b), stepped, waited)
 
-    def cond(self, is_due: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Choose one of the two results by ``is_due`` with ``torch.cond``, in a compiled graph."""
+    def cond(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
+        """Choose one of the two results by ``is_last`` with ``torch.cond``, in a compiled graph."""
         leaves, treedef = tree.flatten(accumulated)
-        shape = tree.flatten(self.wait(accumulated))[1]
 
-        def run(function: Callable[[AccumulateState], PyTree]) -> Callable[..., tuple[Tensor, ...]]:
-            """Return `step` or `wait` as a branch of ``torch.cond``: a function of tensors that returns new tensors."""
+        def step(*leaves: Tensor) -> tuple[Tensor, ...]:
+            return _copies(self.step(tree.unflatten(treedef, leaves), NOTHING))
 
-            def branch(*leaves: Tensor) -> tuple[Tensor, ...]:
-                outcome = function(tree.unflatten(treedef, leaves))
-                return tuple(leaf.clone() for leaf in tree.leaves(outcome) if leaf is not None)
+        def wait(*leaves: Tensor) -> tuple[Tensor, ...]:
+            return _copies(self.wait(tree.unflatten(treedef, leaves)))
 
-            return branch
+        results = torch.cond(is_last, step, wait, tuple(leaves))
+        return Present((self.updates, accumulated)).fill(results)
 
-        results = iter(torch.cond(is_due, run(lambda g: self.step(g, NOTHING)), run(self.wait), tuple(leaves)))
-        template = tree.leaves((self.updates, accumulated))
-        return tree.unflatten(shape, [None if leaf is None else next(results) for leaf in template])
+
+def _copies(outcome: PyTree) -> tuple[Tensor, ...]:
+    """Return copies of the tensors in a tree: a branch of ``torch.cond`` returns new tensors, and no None."""
+    return tuple(leaf.clone() for leaf in tree.leaves(outcome) if leaf is not None)

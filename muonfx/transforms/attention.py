@@ -67,35 +67,46 @@ def max_logits(
         >>> mfx.attention.max_logits(query, key), mfx.attention.max_logits(query, key, is_causal=True)
         (tensor([15.]), tensor([5.]))
     """
-    query, key = _plain(query), _plain(key)
-    mask = None if attn_mask is None else _plain(attn_mask)
     dtype = torch.promote_types(query.dtype, key.dtype)
     # fp16 overflows at 65504, and large logits are the ones to clip; torch's kernels use higher precision too.
-    query, key = (x.to(torch.float32 if dtype == torch.float16 else dtype) for x in (query, key))
+    product_dtype = torch.float32 if dtype == torch.float16 else dtype
+    query = _plain(query).to(product_dtype)
+    key = _plain(key).to(product_dtype)
     heads, queries, features = query.shape[-3:]
-    keys = key.shape[-2]
-    scale = 1.0 / math.sqrt(features) if scale is None else scale
+    if scale is None:
+        scale = 1.0 / math.sqrt(features)
     if enable_gqa and key.shape[-3] != heads:
         key = key.repeat_interleave(heads // key.shape[-3], dim=-3)
-    most = query.new_full((heads,), -math.inf, dtype=torch.promote_types(dtype, torch.float32))
+    keys = key.shape[-2]
+    mask = None
+    if attn_mask is not None:
+        mask = _unmasked(_plain(attn_mask), queries, keys)
+
+    largest = query.new_full((heads,), -math.inf, dtype=torch.promote_types(dtype, torch.float32))
     batch = math.prod(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
-    rows = max(1, chunk // max(1, batch * keys))
-    for start in range(0, queries if keys else 0, rows):
-        end = min(start + rows, queries)
-        seen = min(end, keys) if is_causal else keys  # all later keys are masked for these queries
+    if batch * keys == 0:
+        return largest
+    queries_at_once = max(1, chunk // (batch * keys))
+    for start in range(0, queries, queries_at_once):
+        end = min(start + queries_at_once, queries)
+        visible_keys = min(end, keys) if is_causal else keys  # all later keys are masked for these queries
         with torch.autocast(query.device.type, enabled=False):
-            logits = (query[..., start:end, :] * scale) @ key[..., :seen, :].mT
+            logits = (query[..., start:end, :] * scale) @ key[..., :visible_keys, :].mT
         if is_causal:
-            later = torch.ones(end - start, seen, dtype=torch.bool, device=query.device).triu(start + 1)
-            logits = logits.masked_fill(later, -math.inf)
+            is_later = torch.ones(end - start, visible_keys, dtype=torch.bool, device=query.device).triu(start + 1)
+            logits = logits.masked_fill(is_later, -math.inf)
         if mask is not None:
-            part = mask if mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., start:end, :]
-            part = part if part.shape[-1] == 1 else part[..., :seen]
-            logits = torch.where(part if part.dtype == torch.bool else part > _EXCLUDED, logits, -math.inf)
-        logits = logits.movedim(-3, 0).flatten(1)
-        if logits.shape[1]:
-            most = torch.maximum(most, logits.amax(dim=1).to(most.dtype))
-    return most
+            logits = torch.where(mask[..., start:end, :visible_keys], logits, -math.inf)
+        logits_of_heads = logits.movedim(-3, 0).flatten(1)
+        largest = torch.maximum(largest, logits_of_heads.amax(dim=1).to(largest.dtype))
+    return largest
+
+
+def _unmasked(mask: Tensor, queries: int, keys: int) -> Tensor:
+    """Return bools (..., queries, keys), True for pairs that are not masked, from bools or from numbers to be added."""
+    if mask.dtype != torch.bool:
+        mask = mask > _EXCLUDED
+    return mask.expand(torch.broadcast_shapes(mask.shape, (queries, keys)))
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -111,13 +122,19 @@ def _plain(x: Tensor) -> Tensor:
 
 
 class _Collector(TorchFunctionMode):
-    """Stores the largest logits of each ``scaled_dot_product_attention`` in ``found``, by name of the module."""
+    """Stores the largest logits of each ``scaled_dot_product_attention``, by name of the module.
+
+    ``rank`` and ``size`` are those of the tensor-parallel group.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
-        self.found: dict[str, Tensor] = {}
-        self._rank, self._size = rank, size
+        self.largest_logits: dict[str, Tensor] = {}
+        """The largest logits of each module, (heads,), over all calls so far."""
+        self._rank = rank
+        self._size = size
         self._running: list[str] = []
+        """The names of the modules whose forward methods run, innermost last."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -134,20 +151,22 @@ class _Collector(TorchFunctionMode):
         if self._running:
             self._running.pop()
 
-    def add(self, most: Tensor) -> None:
+    def add(self, logits: Tensor) -> None:
         """Store the largest logits (heads,) of one attention call under the innermost running module."""
         if not self._running:
             return
         module = self._running[-1]
-        shares = [torch.full_like(most, -math.inf)] * self._size
-        most = torch.cat([*shares[: self._rank], most, *shares[self._rank + 1 :]])
-        known = self.found.get(module, most)
-        if len(known) != len(most):
+        logits_of_ranks = [torch.full_like(logits, -math.inf)] * self._size
+        logits_of_ranks[self._rank] = logits
+        all_logits = torch.cat(logits_of_ranks)
+        earlier_logits = self.largest_logits.get(module, all_logits)
+        if len(earlier_logits) != len(all_logits):
             raise ValueError(
-                f"collect_max_logits: {module!r} computes attention with {len(known)} heads and with {len(most)}, "
-                "expected one number of heads in a module: use a separate module for each, or exclude it with module="
+                f"collect_max_logits: {module!r} computes attention with {len(earlier_logits)} heads and with "
+                f"{len(all_logits)}, expected one number of heads in a module: use a separate module for each, or "
+                "exclude it with module="
             )
-        self.found[module] = torch.maximum(known, most)
+        self.largest_logits[module] = torch.maximum(earlier_logits, all_logits)
 
 
 _COLLECTOR: ContextVar[_Collector | None] = ContextVar("collector", default=None)
@@ -215,7 +234,7 @@ def collect_max_logits(
             stack.enter_context(observed.register_forward_hook(collector.leave_module, always_call=True))
         stack.callback(_COLLECTOR.reset, _COLLECTOR.set(collector))
         stack.enter_context(collector)
-        yield collector.found
+        yield collector.largest_logits
 
 
 def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
@@ -227,12 +246,12 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
                 f"collect_max_logits: {name or 'the model'!r} is compiled, and the logits of a compiled forward "
                 "pass cannot be observed: collect before torch.compile, or return the largest logits from the model"
             )
-    # `unwrapped` takes names of parameters.
+    # `unwrapped` maps names of parameters, and a wrapper is a component in front of the name of a parameter.
     plain_name_of = unwrapped(f"{name}.parameter" for name in modules if name)
     plain_modules: dict[str, nn.Module] = {}
     for name, module in modules.items():
-        plain_name = plain_name_of.get(f"{name}.parameter", "").removesuffix("parameter").removesuffix(".")
-        plain_modules[plain_name] = module
+        plain_name = plain_name_of.get(f"{name}.parameter", "parameter")  # the model itself has no name
+        plain_modules[plain_name.removesuffix("parameter").removesuffix(".")] = module
     if pattern is None:
         return plain_modules
     matching = {name: module for name, module in plain_modules.items() if matches(name, pattern)}

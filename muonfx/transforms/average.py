@@ -55,11 +55,14 @@ def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
     return EmaParamsState(Slot(dtype, start="params")), step
 
 
-def _followed(master: Tensor, param: Tensor, *, reuse: bool) -> Tensor:
-    """Return the master copy, but the parameter's own value where the parameter is not the rounded copy."""
+def _corrected(copy: Tensor, param: Tensor, *, reuse: bool) -> Tensor:
+    """Return the master copy of a parameter, with the parameter's own elements where these are not the rounded copy.
+
+    Another function has changed such elements, for example by loading weights. ``reuse`` overwrites the copy.
+    """
     param = as_start(param)
-    followed = torch.where(master.to(param.dtype) == param, master, param.to(master.dtype))
-    return master.copy_(followed) if reuse else followed
+    corrected = torch.where(copy.to(param.dtype) == param, copy, param.to(copy.dtype))
+    return copy.copy_(corrected) if reuse else corrected
 
 
 class MasterParamsState(NamedTuple):
@@ -123,22 +126,24 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         params = params_for("master_params", params)
         present = Present(updates)
         grads = present.pick(updates)
-        followed: list[Tensor] = []
-        for master, param in zip(present.pick(state.master), present.pick(params), strict=True):
-            followed.append(_followed(master, param, reuse=donate.state))
-        masters = present.fill(followed, state.master)
+        copies_of_leaves: list[Tensor] = []
+        for copy, param in zip(present.pick(state.master), present.pick(params), strict=True):
+            copies_of_leaves.append(_corrected(copy, param, reuse=donate.state))
+        master = present.fill(copies_of_leaves, state.master)
 
-        wide_grads = ew.cast_like(grads, followed)
-        # A gradient that was cast is a copy. If all are, the inner transform may overwrite them in any case.
-        are_copies = all(wide is not grad for wide, grad in zip(wide_grads, grads, strict=True))
-        donation = Donation(donate.updates or are_copies, donate.state)
-        out, inner_state = inner.run(present.fill(wide_grads), state.inner, masters, donate=donation, **extras)
-        new_masters = apply_updates(masters, out, donate=donate.state)
+        wide_grads = ew.cast_like(grads, copies_of_leaves)
+        # A gradient that was cast is a new tensor. If all are, the inner transform may overwrite them in any case.
+        are_new = all(wide_grad is not grad for wide_grad, grad in zip(wide_grads, grads, strict=True))
+        donation = Donation(donate.updates or are_new, donate.state)
+        inner_updates, inner_state = inner.run(present.fill(wide_grads), state.inner, master, donate=donation, **extras)
+        new_master = apply_updates(master, inner_updates, donate=donate.state)
 
-        def difference(update: Tensor, master: Tensor, param: Tensor) -> Tensor:
+        def step_to_rounded(update: Tensor, copy: Tensor, param: Tensor) -> Tensor:
             """Return the rounded copy minus the parameter. It is not called for a leaf whose ``update`` is None."""
-            return master.to(param.dtype).to(master.dtype) - param.to(master.dtype)
+            rounded_copy = copy.to(param.dtype)
+            return rounded_copy.to(copy.dtype) - param.to(copy.dtype)
 
-        return map(difference, out, new_masters, params), MasterParamsState(new_masters, inner_state)
+        out = map(step_to_rounded, inner_updates, new_master, params)
+        return out, MasterParamsState(new_master, inner_state)
 
     return init, update

@@ -284,40 +284,24 @@ def leafwise(
 
     def decorate(constructor: Callable[..., StateAndStep]) -> Callable[..., Transform]:
         """Return the factory. Its inner functions receive the constructor's arguments, and call it to read the step."""
-        name = constructor.__name__
 
-        def step_reads_params(*args: object, **kwargs: object) -> ReadsParams:
-            return reads_params(*args, **kwargs) if callable(reads_params) else reads_params
-
-        def declared(*args: object, **kwargs: object) -> tuple[PyTree, Step]:
-            """Return the declared state and the step of the constructor, after a check."""
+        def formula(*args: object, **kwargs: object) -> _Formula:
+            """Call the constructor, and return its declared state and step after a check."""
             returned = constructor(*args, **kwargs)
-            return state_and_step(
-                f"{name}: a leafwise", returned, (StepCount, Number), step_reads_params(*args, **kwargs)
-            )
+            step_reads_params = reads_params(*args, **kwargs) if callable(reads_params) else reads_params
+            kind = f"{constructor.__name__}: a leafwise"
+            state, step = state_and_step(kind, returned, (StepCount, Number), step_reads_params)
+            return _Formula(constructor.__name__, state, step, step_reads_params)
 
         @functools.wraps(constructor)
         def build(*args: object, **kwargs: object) -> InitAndUpdate:
-            state, step = declared(*args, **kwargs)
-            return _functions(name, state, step, step_reads_params(*args, **kwargs))
+            return _functions(formula(*args, **kwargs))
 
-        def find_locality(*args: object, **kwargs: object) -> Locality:
-            """Return the locality of a transform: that of the formula, and TREE if the step sums over leaves."""
-            state, step = declared(*args, **kwargs)
-            dtypes = [slot.dtype for slot in tree.leaves(state) if isinstance(slot, Slot)]
-            is_quantized = any(isinstance(dtype, QuantizedDtype) for dtype in dtypes)
-            of_formula = max(locality, Locality.LEAF) if is_quantized else locality  # a block shares a scale
-            if "sum_over_leaves" not in _extra_names(step):
-                return of_formula
-            if of_formula is not Locality.ELEMENT:
-                raise TypeError(
-                    f"{name}: found the locality {of_formula.name} and a step with sum_over_leaves, which runs on "
-                    "shards, expected ELEMENT: leave out quantized dtypes, or use muonfx.transform"
-                )
-            return Locality.TREE
+        def locality_of(*args: object, **kwargs: object) -> Locality:
+            return formula(*args, **kwargs).locality(locality)
 
         decorator = transform(
-            locality=find_locality,
+            locality=locality_of,
             reads_params=reads_params if callable(reads_params) else bool(reads_params),
             position=position,
             short_names=short_names,
@@ -331,7 +315,10 @@ def leafwise(
 def state_and_step(
     kind: str, returned: object, others: tuple[type, ...], reads_params: ReadsParams
 ) -> tuple[PyTree, Step]:
-    """Return a constructor's state and step. Raise an error if the state has items other than `Slot` and ``others``."""
+    """Return a constructor's state and step. Raise an error if the state has items other than `Slot` and ``others``.
+
+    ``kind`` begins the errors: the names of the constructor and of its decorator, such as "momentum: a leafwise".
+    """
     if not (type(returned) is tuple and len(returned) == 2 and callable(returned[1])):
         raise TypeError(f"{kind} constructor returns a state and a step, found {returned!r}")
     state = returned[0]
@@ -356,10 +343,9 @@ def _extra_names(step: Step) -> tuple[str, ...]:
     return code.co_varnames[first : first + code.co_kwonlyargcount]
 
 
-def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> InitAndUpdate:
-    """Build ``init`` and ``update`` of a `leafwise` transform from its declared state and its step."""
-    formula = _Formula(name, declared, step, reads_params)
-    extra_names = _extra_names(step)
+def _functions(formula: _Formula) -> InitAndUpdate:
+    """Return ``init`` and ``update`` of a `leafwise` transform."""
+    extra_names = formula.extra_names
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
@@ -388,16 +374,34 @@ class _Formula:
     """A step and its declared state, which runs the step on the lists of all leaves."""
 
     def __init__(self, name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> None:
-        """Prepare the fields of the state: one for each `Slot` and each shared number that ``declared`` has."""
+        self.extra_names = _extra_names(step)
+        """The names of the extra arguments of the step, such as "sum_over_leaves"."""
         self._name = name
         self._declared = declared
         self._step = step
         self._reads_params = reads_params
         self._saved_plan: StepPlan | None = None
+        """The recorded operations, if they are the same at every call."""
         self._fields: list[SlotTrees | SharedNumber] = []
+        """The fields of the state in order: one tensor for each leaf, or one number for all."""
         for field, role in zip(tree.leaves(declared), tree.names(declared), strict=True):
             self._fields.append(SlotTrees(field, role) if isinstance(field, Slot) else SharedNumber(field))
         self._is_tree = [isinstance(field, SlotTrees) for field in self._fields]
+        """For each field, whether it has one tensor for each leaf."""
+
+    def locality(self, of_formula: Locality) -> Locality:
+        """Return the locality of the transform: that of its formula, and TREE if the step sums over leaves."""
+        dtypes = [slot.dtype for slot in tree.leaves(self._declared) if isinstance(slot, Slot)]
+        if any(isinstance(dtype, QuantizedDtype) for dtype in dtypes):
+            of_formula = max(of_formula, Locality.LEAF)  # the elements of a block share a scale
+        if "sum_over_leaves" not in self.extra_names:
+            return of_formula
+        if of_formula is not Locality.ELEMENT:
+            raise TypeError(
+                f"{self._name}: found the locality {of_formula.name} and a step with sum_over_leaves, which runs on "
+                "shards, expected ELEMENT: leave out quantized dtypes, or use muonfx.transform"
+            )
+        return Locality.TREE
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state."""
@@ -407,9 +411,25 @@ class _Formula:
         self, updates: PyTree, state: PyTree, params: PyTree, donate: Donation, extras: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
         """Return the new updates and the new state."""
-        present = Present(updates)
         containers = tree.flatten(self._declared)[1]  # it has another type under torch.compile, so it is not saved
         old_fields = tree.subtrees(containers, state)
+        values = self._operands(updates, old_fields, params, donate)
+        if "sum_over_leaves" in extras:
+            extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
+        recorded = self._record(old_fields, extras)
+        values.run(recorded.plan, overwrite=True)
+
+        returned = recorded.unchanged_operands()
+        new_fields = self._write_state(values, recorded, old_fields, returned, donate)
+        if recorded.update != 0:
+            values.check(recorded.update, 0, f"{self._name}: the step returns an update")
+            new_updates = values.take(recorded.update, returned, spare=0)
+            updates = values.present.fill(ew.cast_like(new_updates, values.operands[0]))
+        return updates, tree.unflatten(containers, new_fields)
+
+    def _operands(self, updates: PyTree, old_fields: list[PyTree], params: PyTree, donate: Donation) -> Values:
+        """Return the operands of the step: the updates, each field with a tensor for each leaf, and the parameters."""
+        present = Present(updates)
         values = Values(present)
         values.add_operand(present.pick(updates), may_write=donate.updates)
         for field, old_field in zip(self._fields, old_fields, strict=True):
@@ -421,32 +441,21 @@ class _Formula:
             if self._reads_params == "updated":
                 params = apply_updates(params, updates)
             values.add_operand(present.pick(params), may_write=False)
-        if "sum_over_leaves" in extras:
-            extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
-
-        recorded = self._record(old_fields, extras)
-        values.run(recorded.plan, overwrite=True)
-        returned = recorded.unchanged_operands()
-        new_fields = self._write_state(values, recorded, old_fields, returned, donate)
-        if recorded.update != 0:
-            values.check(recorded, recorded.update, 0, f"{self._name}: the step returns an update")
-            new_updates = values.take(recorded.update, returned, spare=0)
-            updates = present.fill(ew.cast_like(new_updates, values.operands[0]))
-        return updates, tree.unflatten(containers, new_fields)
+        return values
 
     def _record(self, state: list[PyTree], extras: Mapping[str, object]) -> StepPlan:
         """Return the recorded operations of the step, from an earlier call if they are the same at every call."""
-        # If no scalar is a tensor (such as a count), the plan is the same at every call. A compiled graph would guard
-        # on a plan that is saved.
+        # A step without numbers and extra arguments does the same at every call, unless a schedule or an argument is a
+        # tensor (`may_vary`). A compiled graph would guard on a saved plan.
         may_save = all(self._is_tree) and not extras and not torch.compiler.is_compiling()
         if may_save and self._saved_plan is not None:
             return self._saved_plan
-        plan = record_step(
+        recorded = record_step(
             self._name, self._declared, self._step, state, self._is_tree, bool(self._reads_params), extras
         )
-        if may_save and not plan.may_vary:
-            self._saved_plan = plan
-        return plan
+        if may_save and not recorded.plan.may_vary:
+            self._saved_plan = recorded
+        return recorded
 
     def _write_state(
         self, values: Values, recorded: StepPlan, old_fields: list[PyTree], returned: list[int], donate: Donation
@@ -463,7 +472,7 @@ class _Formula:
             if output == source:
                 new_fields.append(old_field)
                 continue
-            values.check(recorded, output, source, f"{self._name}: the step returns a state")
+            values.check(output, source, f"{self._name}: the step returns a state")
             new_tensors = values.take(output, returned)
             old_tensors = values.operands[source]
             reuse = donate.state and values.was_cast[source]
@@ -482,12 +491,24 @@ def params_for(name: str, params: PyTree) -> PyTree:
 def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.dtype]:
     """Return for each leaf the widest dtype of its operands, at least fp32; one dtype if all leaves have the same."""
     dtypes_of_operands = [{tensor.dtype for tensor in tensors} for tensors in lists]
-    if all(len(dtypes) <= 1 for dtypes in dtypes_of_operands):
+    if all(len(dtypes) <= 1 for dtypes in dtypes_of_operands):  # a short way for the usual case
         return ew.wide_dtype(*set().union(*dtypes_of_operands))
-    dtypes: list[torch.dtype] = []
-    for operands_of_leaf in zip(*lists, strict=True):
-        dtypes.append(ew.wide_dtype(*[operand.dtype for operand in operands_of_leaf]))
-    return dtypes
+    wide_dtypes: list[torch.dtype] = []
+    for tensors_of_leaf in zip(*lists, strict=True):
+        wide_dtypes.append(ew.wide_dtype(*[tensor.dtype for tensor in tensors_of_leaf]))
+    return wide_dtypes
+
+
+def _require_one_shape(leaf: object) -> None:
+    """Raise an error if the argument of ``sum_over_leaves`` is no placeholder, or has the shapes of the leaves."""
+    if not isinstance(leaf, Leaf):
+        raise TypeError(f"leafwise: sum_over_leaves adds up a value of each leaf, found {leaf!r}")
+    operation = leaf.record[leaf.index]
+    if operation is None or not operation.is_for_each:
+        raise ValueError(
+            "leafwise: sum_over_leaves adds up values of one shape, found a value with the shapes of the leaves: "
+            "reduce it first, as in sum_over_leaves((u * u).sum())"
+        )
 
 
 class Values:
@@ -497,14 +518,19 @@ class Values:
         self.present = present
         """The leaves that have a gradient."""
         self.operands: list[list[Tensor]] = []
+        """The operands of the step in their own dtypes; they have the first numbers."""
         self.was_cast: list[bool] = []
         """For each operand, whether converting its dtype made copies of all its tensors."""
         self._lists: dict[int, list[Tensor]] = {}
         """The values that have been computed, and the operands that have been converted to the compute dtype."""
         self._may_write: dict[int, bool] = {}
+        """For each value, whether nobody else needs its storage, so that it may be overwritten after its last use."""
+        self._unsure: set[int] = set()
+        """The values that may be complex or have other shapes than their leaves, until `check` has examined them."""
         self._remaining_uses: dict[int, int] = {}
         """For each value, how many operations and outputs still read it."""
         self._dtypes: torch.dtype | list[torch.dtype] | None = None
+        """The compute dtype of each leaf, or one dtype for all; None until it is needed."""
 
     def add_operand(self, tensors: list[Tensor], *, may_write: bool) -> None:
         """Add an operand of the step, whose number is the number of operands before it."""
@@ -518,23 +544,19 @@ class Values:
         scalars = [scalar for _, operation in plan.operations for scalar in operation.scalars]
         with ew.unrecorded(*self.operands, scalars):
             for index, operation in plan.operations:
-                if index not in self._lists:
-                    self._lists[index] = self._compute(operation, overwrite=overwrite)
-                    self._may_write[index] = operation.overwrites is not None
+                if index in self._lists:
+                    continue
+                self._lists[index] = self._compute(operation, overwrite=overwrite)
+                self._may_write[index] = not operation.is_for_each
+                if operation.is_for_each:
+                    self._unsure.add(index)
 
     def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
         """Return the function ``sum_over_leaves`` for a step, which it calls with a `Leaf` instead of a tree."""
 
         def sum_of(leaf: Leaf) -> Tensor:
             """Compute the value of the placeholder for each leaf, and return the sum. It must have one shape."""
-            if not isinstance(leaf, Leaf):
-                raise TypeError(f"leafwise: sum_over_leaves adds up a value of each leaf, found {leaf!r}")
-            operation = leaf.record[leaf.index]
-            if operation is None or operation.overwrites is not None:
-                raise ValueError(
-                    "leafwise: sum_over_leaves adds up values of one shape, found a value with the shapes of the "
-                    "leaves: reduce it first, as in sum_over_leaves((u * u).sum())"
-                )
+            _require_one_shape(leaf)
             self.run(Plan.of(leaf.record, [leaf]), overwrite=False)  # the rest of the step may read every value
             return sum_over_leaves(self.present.fill(self.read(leaf.index)))
 
@@ -554,19 +576,20 @@ class Values:
 
     def _compute(self, operation: Operation, *, overwrite: bool) -> list[Tensor]:
         """Run one operation on the lists of all leaves; overwrite an operand if allowed and no longer needed."""
-        function, operands, scalars, overwrites = operation
-        lists = [self.read(index) for index in operands]
-        if overwrites is None:
-            result = function(*lists, *scalars)
-            for index in operands:
+        lists = [self.read(index) for index in operation.operands]
+        if operation.overwrites is None:
+            result = operation.function(*lists, *operation.scalars)
+            for index in operation.operands:
                 self._may_write[index] = False  # the result may be a view of it
         else:
-            target = operands[overwrites]
-            reuse = overwrite and self._may_write[target] and self._remaining_uses[target] == 1
-            result = function(*lists, *scalars, reuse=reuse)
-            self._may_write[target] = self._may_write[target] and not reuse
+            target = operation.operands[operation.overwrites]
+            is_last_use = self._remaining_uses[target] == 1
+            reuse = overwrite and is_last_use and self._may_write[target]
+            result = operation.function(*lists, *operation.scalars, reuse=reuse)
+            if reuse:
+                self._may_write[target] = False  # its storage is the result's
         if overwrite:
-            self._count_uses(operands)
+            self._count_uses(operation.operands)
         return result
 
     def _count_uses(self, operands: Sequence[int]) -> None:
@@ -576,9 +599,9 @@ class Values:
             if not self._remaining_uses[index] and index >= len(self.operands):
                 del self._lists[index]
 
-    def check(self, recorded: StepPlan, index: int, operand: int, beginning: str) -> None:
+    def check(self, index: int, operand: int, beginning: str) -> None:
         """Raise an error with this beginning if a value is complex or has other shapes than an operand."""
-        if index not in recorded.unsure:
+        if index not in self._unsure:
             return
         for position, (value, expected) in enumerate(zip(self.read(index), self.operands[operand], strict=True)):
             if value.is_complex():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import ClassVar
 
@@ -169,8 +170,7 @@ class Matrices:
         """Split other tensors of the same shapes; return, for each tensor, a list of stacks (..., rows, columns)."""
         if self._are_matrices(leaves):
             return [[leaf] for leaf in leaves]
-        patterns = zip(self._patterns, leaves, self.names, strict=True)
-        return [split(pattern, leaf, name) for pattern, leaf, name in patterns]
+        return list(map(split, self._patterns, leaves, self.names))
 
     def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
         """Undo `split`: join the stacks of each tensor into one tensor, with the shapes of the tensors ``like``."""
@@ -199,23 +199,20 @@ class Matrices:
         flat_operands: list[list[Tensor]] = []
         for operand in operands:
             flat_operands.append([stack for stacks in operand for stack in stacks])
-        flat_results = function(*flat_operands)
-        counts = [len(stacks) for stacks in operands[0]]
-        return [_in_groups(flat_result, counts) for flat_result in flat_results]
+        results_of_tensors: list[list[list[Tensor]]] = []
+        for flat_result in function(*flat_operands):
+            remaining = iter(flat_result)
+            results_of_tensors.append([list(islice(remaining, len(stacks))) for stacks in operands[0]])
+        return results_of_tensors
+
+    def replaced_by(self, function: Callable[[list[Tensor]], list[Tensor]]) -> PyTree:
+        """Return the tree with all matrices replaced by a function, which is called once with a list of all stacks."""
+        (new_stacks,) = self.map(lambda stacks: (function(stacks),), self.of_leaves)
+        return self.fill(new_stacks)
 
     def fill(self, matrices: list[list[Tensor]]) -> PyTree:
         """Return the tree with new matrices, given as `split` returns them: a list of stacks for each tensor."""
         return self.at.fill(self.join(matrices, self.leaves))
-
-
-def _in_groups(stacks: Sequence[Tensor], counts: list[int]) -> list[list[Tensor]]:
-    """Divide a flat list into lists of these lengths."""
-    groups: list[list[Tensor]] = []
-    start = 0
-    for count in counts:
-        groups.append(list(stacks[start : start + count]))
-        start += count
-    return groups
 
 
 def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:

@@ -201,14 +201,12 @@ class Pattern:
         has_parts = any(len(axis.part_sizes) > 1 for axis in unit_axes)
         if len(unit_results) > 1 and not has_parts:  # some units are divided in another way than others
             return None
-        result_texts = [" ".join(["units", *map(_group_text, result)]) for result in unit_results]
-        pattern = f"units {_text_of_axes(row_axes)} {_text_of_axes(column_axes)} -> {', '.join(result_texts)}"
-
         is_one_matrix = not has_parts and len(unit_results[0]) == 2
         counts_whole_dims = counting_axes[-1].dim < row_dim
         rows = prod([axis.size for axis in row_axes])
         columns = prod([axis.size for axis in column_axes])
-        return Units((rows, columns), pattern, is_one_matrix and counts_whole_dims)
+        pattern = _pattern_of_units(row_axes, column_axes, unit_results)
+        return Units((rows, columns), pattern, are_matrices=is_one_matrix and counts_whole_dims)
 
     def _sized(self, shape: Sequence[int]) -> tuple[list[_SizedAxis], list[list[Group]]]:
         """Return the axes of a tensor of this shape, outermost first, and the results of the pattern without ``...``.
@@ -303,6 +301,12 @@ def _without_names(results: list[list[Group]], names: set[str]) -> list[list[Gro
         if nonempty_groups not in unique_results:
             unique_results.append(nonempty_groups)
     return unique_results
+
+
+def _pattern_of_units(rows: list[_SizedAxis], columns: list[_SizedAxis], results: list[list[Group]]) -> str:
+    """Return the pattern for units of these axes: ``"units (k=3 + v=5) in=16 -> units k in, units v in"``."""
+    result_texts = [" ".join(["units", *map(_group_text, result)]) for result in results]
+    return f"units {_text_of_axes(rows)} {_text_of_axes(columns)} -> {', '.join(result_texts)}"
 
 
 def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:

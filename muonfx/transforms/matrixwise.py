@@ -43,28 +43,32 @@ def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
 def on_stacks(
     tx: Transform, shapes: Mapping[str, tuple[int, ...]], *, only_matrices: bool = False
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """Return a transform for parameters reshaped to (number, rows, columns), and a dict of (rows, columns) by name.
+    """Divide parameters into units: equal parts with whole matrices, such as the heads of a weight.
 
-    This is the option ``on_stacks`` of `MatrixWork`. ``only_matrices`` omits parameters whose independent parts are
-    not single matrices.
+    This is the option ``on_stacks`` of `MatrixWork`.
+
+    Args:
+        tx: a transform with an argument ``view``.
+        shapes: the shape of each parameter, by name.
+        only_matrices: leave out parameters whose units are not single matrices.
+
+    Returns:
+        A transform for parameters reshaped to (units, rows, columns), and a dict from the names of the parameters that
+        have units to (rows, columns).
     """
     view: MatrixView = tx.arguments["view"]
-    units: dict[str, Units] = {}
+    units_of_param: dict[str, Units] = {}
     for name, pattern in zip(shapes, view.of(list(shapes)), strict=True):
-        if pattern is not None and pattern.fits(shapes[name]):  # else `init` reports it
-            unit = pattern.independent(shapes[name])
-            if unit is not None and (unit.are_matrices or not only_matrices):
-                units[name] = unit
-    if not units:
+        if pattern is None or not pattern.fits(shapes[name]):  # `init` reports a pattern that does not fit
+            continue
+        units = pattern.independent(shapes[name])
+        if units is not None and (units.are_matrices or not only_matrices):
+            units_of_param[name] = units
+    if not units_of_param:
         return tx, {}
-    patterns = {escape(name): unit.pattern for name, unit in units.items()}  # the first match applies
-    if isinstance(view.pattern, Mapping):
-        for glob, pattern in view.pattern.items():
-            patterns.setdefault(glob, pattern)
-    elif view.pattern:
-        patterns.setdefault("*", view.pattern)
-    stacked = tx.replace(view=MatrixView(patterns))
-    return stacked, {name: unit.shape for name, unit in units.items()}
+    view_of_units = MatrixView({escape(name): units.pattern for name, units in units_of_param.items()})
+    stacked = tx.replace(view=view_of_units.extended(view.pattern))
+    return stacked, {name: units.shape for name, units in units_of_param.items()}
 
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
@@ -94,8 +98,8 @@ def _one_zero(matrices: Tensor) -> Tensor:
 
 def _shared_dims(stacks: Sequence[Tensor]) -> int:
     """Return the number of batch dims if all stacks of matrices have the same batch dims, else 0."""
-    batches = {tuple(stack.shape[:-2]) for stack in stacks}
-    return len(batches.pop()) if len(batches) == 1 else 0
+    batch_shapes = {stack.shape[:-2] for stack in stacks}
+    return len(batch_shapes.pop()) if len(batch_shapes) == 1 else 0
 
 
 @plain_fields
@@ -136,10 +140,12 @@ class MatrixSlot:
         """Divide the stored state of one parameter: return a list with the state of each stack of its matrices."""
         if len(matrices) == 1:
             return [stored]
-        shapes = [tuple(self.start(matrix.new_empty(matrix.shape, device="meta")).shape) for matrix in matrices]
-        batch = _shared_dims(matrices)
-        parts = stored.split([prod(shape[batch:]) for shape in shapes], dim=-1)
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        shapes: list[torch.Size] = []
+        for stack in matrices:
+            shapes.append(self.start(stack.new_empty(stack.shape, device="meta")).shape)
+        batch_dims = _shared_dims(matrices)
+        lengths = [prod(shape[batch_dims:]) for shape in shapes]
+        return [part.reshape(shape) for part, shape in zip(stored.split(lengths, dim=-1), shapes, strict=True)]
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
         """Convert a state to its storage dtype. If the slot ``saturates``, clamp it to the dtype's range first."""
@@ -150,8 +156,10 @@ class MatrixSlot:
 
     def join(self, states: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
         """Return the state to store for one parameter from the states of its stacks of matrices; inverts `split`."""
-        batch = _shared_dims(matrices)
-        return states[0] if len(states) == 1 else torch.cat([state.flatten(batch) for state in states], dim=-1)
+        if len(states) == 1:
+            return states[0]
+        batch_dims = _shared_dims(matrices)
+        return torch.cat([state.flatten(batch_dims) for state in states], dim=-1)
 
 
 @overload
@@ -365,23 +373,23 @@ def _advance(
     *operands: Tensor,
 ) -> list[Tensor]:
     """Run the step on one stack of matrices; return its update and the new value of each field of the state."""
-    likes = operands[: 1 + len(fields)]  # the update and the fields, whose shapes and dtypes the results have
+    old_values = operands[: 1 + len(fields)]  # the update and the fields; the results have their shapes and dtypes
     if operands[0].numel() == 0:
-        return [x.clone() for x in likes]
-    wide = ew.wide_dtype(*(x.dtype for x in operands))
+        return [x.clone() for x in old_values]
+    wide = ew.wide_dtype(*[x.dtype for x in operands])
     inputs = [x.to(wide) for x in operands]
     u = inputs[0]
-    old_states = inputs[1 : 1 + len(fields)]
+    s = tree.unflatten(containers, inputs[1 : 1 + len(fields)])
     params = inputs[1 + len(fields) :]
-    out, state = step(u, tree.unflatten(containers, old_states), *params)
+    out, state = step(u, s, *params)
 
-    results: list[Tensor] = []
-    for result, like in zip([out, *tree.subtrees(containers, state)], likes, strict=True):
-        if result.shape != like.shape:
-            raise ValueError(f"{name}: the step returns shape {tuple(result.shape)}, expected {tuple(like.shape)}")
-        is_operand = any(result is operand for operand in inputs)
-        results.append(result.clone() if is_operand else result)  # it must not share storage with an operand
-    rounded = [results[0].to(operands[0].dtype)]
-    for field, new_state, like in zip(fields, results[1:], likes[1:], strict=True):
-        rounded.append(field.rounded(new_state, like.dtype))
+    new_values: list[Tensor] = []
+    for new, old in zip([out, *tree.subtrees(containers, state)], old_values, strict=True):
+        if new.shape != old.shape:
+            raise ValueError(f"{name}: the step returns shape {tuple(new.shape)}, expected {tuple(old.shape)}")
+        is_operand = any(new is operand for operand in inputs)
+        new_values.append(new.clone() if is_operand else new)  # it must not share storage with an operand
+    rounded = [new_values[0].to(operands[0].dtype)]
+    for field, new_state, old_state in zip(fields, new_values[1:], old_values[1:], strict=True):
+        rounded.append(field.rounded(new_state, old_state.dtype))
     return rounded

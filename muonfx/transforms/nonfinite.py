@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,31 +65,37 @@ def skip_nonfinite(inner: Transform):
 
         No branch depends on a value: both outcomes are computed, and ``torch.where`` selects.
         """
-        at = Present(updates)
-        leaves = at.pick(updates)
-        # Use infinity as the flag: every rank sees it in the sum, whichever ranks contribute.
-        peaks = ew.peaks(leaves)
-        bad = sum_over_leaves(
-            at.fill([torch.where(p.isfinite(), 0.0, torch.inf).to(device=p.device, dtype=torch.float32) for p in peaks])
-        )
-        good = bad.to(state.skipped.device) == 0
+        present = Present(updates)
+        leaves = present.pick(updates)
+        # A collective: every rank sees the infinity of any rank in the sum.
+        flags = [_infinity_unless_finite(peak) for peak in ew.peaks(leaves)]
+        is_finite = sum_over_leaves(present.fill(flags)).to(state.skipped.device) == 0
 
-        def if_good(new: Tensor, old: Tensor) -> Tensor:
+        def if_finite(new: Any, old: Tensor) -> Any:
             """Return ``new`` if all gradients of the step are finite, else ``old``."""
-            # Zero times NaN is NaN. A selection also keeps derivatives finite.
-            return torch.where(good.to(new.device), new, old) if isinstance(new, Tensor) else new
+            if not isinstance(new, Tensor):
+                return new
+            # A selection, because zero times NaN is NaN. It also keeps derivatives finite.
+            return torch.where(is_finite.to(new.device), new, old)
 
-        clean = at.fill([if_good(leaf, torch.zeros_like(leaf)) for leaf in leaves])
+        clean = present.fill([if_finite(leaf, torch.zeros_like(leaf)) for leaf in leaves])
         extras["sum_over_leaves"] = sum_over_leaves
         if "only_if" in inner.extras.named:  # the state is offloaded: a selection would load the old and the new state
-            donated = Donation(True, donate.state)
-            out, inner_state = inner.run(clean, state.inner, params, donate=donated, only_if=good, **extras)
+            donation = Donation(True, donate.state)
+            out, inner_state = inner.run(clean, state.inner, params, donate=donation, only_if=is_finite, **extras)
         else:
             # The old state is needed for the selection, so it is not donated.
-            out, after = inner.run(clean, state.inner, params, donate=Donation(True, False), **extras)
-            inner_state = map(if_good, after, state.inner)
-        skipped = (~good).to(torch.int64)
-        new_state = SkipNonfiniteState(state.skipped + skipped, (state.in_a_row + 1) * skipped, inner_state)
-        return map(lambda u: if_good(u, torch.zeros_like(u)), out), new_state
+            out, new_state = inner.run(clean, state.inner, params, donate=Donation(True, False), **extras)
+            inner_state = map(if_finite, new_state, state.inner)
+        out = map(lambda update: if_finite(update, torch.zeros_like(update)), out)
+
+        is_skipped = (~is_finite).to(torch.int64)
+        in_a_row = (state.in_a_row + 1) * is_skipped
+        return out, SkipNonfiniteState(state.skipped + is_skipped, in_a_row, inner_state)
 
     return init, update
+
+
+def _infinity_unless_finite(peak: Tensor) -> Tensor:
+    """Return 0 if the largest magnitude of a leaf is finite, else infinity, as a 0-d fp32 tensor."""
+    return torch.where(peak.isfinite(), 0.0, torch.inf).to(device=peak.device, dtype=torch.float32)

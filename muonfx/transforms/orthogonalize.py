@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -86,7 +88,7 @@ def orthogonalize(
     """
     # Raises if an option is malformed.
     polar.explain((0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=products)
-    iterated = Orthogonalizer(coefficients, steps, method, dtype, products)
+    orthogonalizer = Orthogonalizer(coefficients, steps, method, dtype, products)
 
     def init(params: PyTree) -> EmptyState:
         Matrices(view, params, named=True)  # raises if a leaf is not a matrix
@@ -101,10 +103,7 @@ def orthogonalize(
         workspace: polar.Workspace | None = None,
     ):
         """Orthogonalize all matrices in one call, which batches those of equal shape. The state is empty."""
-        matrices = Matrices(view, updates)
-        (out,) = matrices.map(
-            lambda xs: (iterated(xs, donate=donate.updates, workspace=workspace),), matrices.of_leaves
-        )
-        return matrices.fill(out), state
+        orthogonalize_stacks = functools.partial(orthogonalizer, donate=donate.updates, workspace=workspace)
+        return Matrices(view, updates).replaced_by(orthogonalize_stacks), state
 
     return init, update

@@ -27,6 +27,14 @@ Span = tuple[int, int]
 _ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
 
 
+def _is_span(rows: object) -> bool:
+    """Return True for a tuple (first, end) of ints with 0 <= first < end."""
+    if not isinstance(rows, tuple) or len(rows) != 2 or not all(isinstance(row, int) for row in rows):
+        return False
+    first, end = rows
+    return 0 <= first < end
+
+
 @plain_fields
 @dataclass(frozen=True, repr=False)
 class AttentionHeads:
@@ -83,11 +91,10 @@ class AttentionHeads:
                 f"AttentionHeads: heads must be a multiple of key_heads, found {self.heads} and {self.keys}"
             )
         for name in ("query_dims", "key_dims", "rotary_dims"):
-            span = getattr(self, name)
-            is_pair = isinstance(span, tuple) and len(span) == 2 and all(isinstance(at, int) for at in span)
-            if span is not None and not (is_pair and 0 <= span[0] < span[1]):
+            rows = getattr(self, name)
+            if rows is not None and not _is_span(rows):
                 raise ValueError(
-                    f"AttentionHeads: {name} must be a tuple (first, end) of ints with 0 <= first < end, found {span!r}"
+                    f"AttentionHeads: {name} must be a tuple (first, end) of ints with 0 <= first < end, found {rows!r}"
                 )
 
     def __repr__(self) -> str:
@@ -116,54 +123,86 @@ class AttentionHeads:
         With ``query="q_proj"``, the parameter "layers.0.attn.q_proj.weight" gives ("layers.0.attn", ("query",)). A
         fused weight gives both contents, and a parameter that holds neither gives ("", ()).
         """
-        dotted_name = f".{name}"  # a dot in front, so that "my_q_proj" does not end with ".q_proj"
         module = ""
         roles: list[str] = []
         for projection, role in ((self.query, "query"), (self.key, "key")):
             for ending in _ENDINGS:
-                suffix = f".{projection}{ending}"  # such as ".q_proj.weight"
-                if not dotted_name.endswith(suffix):
-                    continue
-                owner = dotted_name.removesuffix(suffix).removeprefix(".")
-                if matches(owner, self.module):
-                    module = owner
+                prefix = _module_before(name, projection + ending)
+                if prefix is not None and matches(prefix, self.module):
+                    module = prefix
                     roles.append(role)
         return module, tuple(roles)
 
-    def places(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
-        """Return an index for each row of a query or key weight: the position of the row's factor.
+    def factor_indices(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
+        """Return for each row of a query or key weight the position of its factor in the vector of `_factors`.
 
-        The position is in the vector that `_factors` returns for the module. ``roles`` has "query", "key" or both, and
-        ``size`` is the number of rows.
+        With 2 heads, that vector has the factors of the queries at 0 and 1, of the keys at 2 and 3, of the rotary
+        queries at 4 and 5, and at 6 the factor 1 of all other rows. A key weight of 6 rows gives [2, 2, 2, 3, 3, 3].
+
+        Args:
+            name: the name of the weight, for errors.
+            size: its number of rows.
+            roles: what it contains: "query", "key", or both.
+            device: the device of the result.
         """
         first_key = self.heads
         first_rotary = first_key + self.keys
         unchanged = first_rotary + self.heads
         indices = torch.full((size,), unchanged, device=device)
-        for role in roles:
-            is_query = role == "query"
-            count = self.heads if is_query else self.keys
-            dims = self.query_dims if is_query else self.key_dims
-            is_fused = dims is None and self.query == self.key  # all queries, all keys, all values
-            block_count = self.heads + 2 * self.keys if is_fused else count
-            block = size // block_count
-            is_divisible = size % block_count == 0
-            first_row = self.heads * block if is_fused and not is_query else 0
-
-            span = dims or (0, block)
-            spans = [(0 if is_query else first_key, span)]
-            if is_query and self.rotary_dims is not None:
-                spans.append((first_rotary, self.rotary_dims))
-            if not is_divisible or any(end > block for _, (_, end) in spans):
-                raise ValueError(
-                    f"qk_clip: {name!r} has {size} rows, expected equal blocks, one for each head of {self!r}, that "
-                    "contain its dims: correct the heads or the dims"
-                )
-            rows_of_heads = indices[first_row : first_row + count * block].view(count, block)
-            for first_index, (start, end) in spans:
-                index_of_head = torch.arange(first_index, first_index + count, device=device)
-                rows_of_heads[:, start:end] = index_of_head.unsqueeze(1)
+        if "query" in roles:
+            blocks = self._blocks(name, indices, "query")
+            _fill_rows(blocks, self.query_dims, first_factor=0)
+            if self.rotary_dims is not None:
+                _fill_rows(blocks, self.rotary_dims, first_factor=first_rotary)
+        if "key" in roles:
+            blocks = self._blocks(name, indices, "key")
+            _fill_rows(blocks, self.key_dims, first_factor=first_key)
         return indices
+
+    def _blocks(self, name: str, rows: Tensor, role: str) -> Tensor:
+        """Return a view of a vector, with an item for each row of a weight, as (heads, rows of a head).
+
+        Raises:
+            ValueError: the rows are not equal blocks, one for each head, that contain the declared ranges of rows.
+        """
+        size = len(rows)
+        is_query = role == "query"
+        count = self.heads if is_query else self.keys
+        spans = [self.query_dims, self.rotary_dims] if is_query else [self.key_dims]
+        # A fused weight has all queries, then all keys, then as many values as keys.
+        is_fused = spans[0] is None and self.query == self.key
+        block_count = self.heads + 2 * self.keys if is_fused else count
+        block_size = size // block_count  # not divmod, which a tracer cannot apply to a symbolic size
+        is_divisible = size % block_count == 0
+        first_row = self.heads * block_size if is_fused and not is_query else 0
+        if not is_divisible or any(span is not None and span[1] > block_size for span in spans):
+            raise ValueError(
+                f"qk_clip: {name!r} has {size} rows, expected equal blocks, one for each head of {self!r}, that "
+                "contain its dims: correct the heads or the dims"
+            )
+        return rows[first_row : first_row + count * block_size].view(count, block_size)
+
+
+def _module_before(name: str, ending: str) -> str | None:
+    """Return the module of a parameter name that ends with the name ``ending``; None if it does not.
+
+    "layers.0.q_proj.weight" and "q_proj.weight" give "layers.0", and "my_q_proj.weight" gives None.
+    """
+    if name == ending:
+        return ""
+    if name.endswith(f".{ending}"):
+        return name.removesuffix(f".{ending}")
+    return None
+
+
+def _fill_rows(blocks: Tensor, span: Span | None, first_factor: int) -> None:
+    """Write the number of its factor into a range of rows of each head; None selects all rows.
+
+    Head h has the number ``first_factor + h``. ``blocks`` has the shape (heads, rows of a head).
+    """
+    first, end = span or (0, blocks.shape[1])
+    numbers = torch.arange(first_factor, first_factor + len(blocks), device=blocks.device)
+    blocks[:, first:end] = numbers.unsqueeze(1)
 
 
 class _Member(NamedTuple):
@@ -178,7 +217,7 @@ class _Member(NamedTuple):
     is_present: bool
 
     def factor_indices(self, device: torch.device | str) -> Tensor:
-        """Return the result of `AttentionHeads.places` in a shape that broadcasts to the parameter."""
+        """Return `AttentionHeads.factor_indices` in a shape that broadcasts to the parameter: (rows, 1) or (rows,)."""
         shape = self.shape
         axis = 0 if len(shape) == 1 else self.heads.axis
         if not -len(shape) <= axis < len(shape):
@@ -186,12 +225,15 @@ class _Member(NamedTuple):
                 f"qk_clip: {self.name!r} has shape {shape}, expected a dim {axis}, the axis of {self.heads!r}: "
                 "correct axis="
             )
-        rows = self.heads.places(self.name, shape[axis], self.roles, device)
-        return rows.reshape([size if dim == axis % len(shape) else 1 for dim, size in enumerate(shape)])
+        indices = self.heads.factor_indices(self.name, shape[axis], self.roles, device)
+        broadcast_shape = [1] * len(shape)
+        broadcast_shape[axis] = shape[axis]
+        return indices.reshape(broadcast_shape)
 
-    def lacking(self, factors: dict[str, Tensor], device: torch.device) -> Tensor:
+    def one_minus_factor(self, factors: dict[str, Tensor], device: torch.device) -> Tensor:
         """Return a tensor in the parameter's full shape: 1 minus the factor that multiplies each element."""
-        return (1.0 - factors[self.module].to(device)[self.factor_indices(device)]).expand(self.shape)
+        factors_of_rows = factors[self.module].to(device)[self.factor_indices(device)]
+        return (1.0 - factors_of_rows).expand(self.shape)
 
 
 def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
@@ -323,21 +365,23 @@ def qk_clip(
         ``shard`` returns this rank's shards of a dict of whole tensors by parameter name.
         """
         params = params_for("qk_clip", params)
-        weights = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+        weights = dict(tree.named_leaves(params))
         members = [member for member in _members(all_heads, params) if weights[member.name] is not None]
         if not members:
             return updates, state
         wide = ew.wide_dtype(*(weights[member.name].dtype for member in members))
         like = torch.zeros((), dtype=wide, device=tree.device_of(params))
         factors = _factors(members, max_logits, tau, alpha, max_over_ranks, like)
-        # For each weight, 1 minus the factor of each element, in the full shape, so that it can be sharded likewise.
-        lacking = {member.name: member.lacking(factors, weights[member.name].device) for member in members}
-        local_lacking = shard(lacking)
+        # 1 minus the factor of each element of a weight, in its full shape, so that it is sharded like the weight.
+        one_minus_factors: dict[str, Tensor] = {}
+        for member in members:
+            one_minus_factors[member.name] = member.one_minus_factor(factors, weights[member.name].device)
+        local_one_minus_factors = shard(one_minus_factors)
 
         leaves, treedef = tree.flatten(updates)
         for index, (name, weight) in enumerate(weights.items()):
-            if leaves[index] is not None and name in local_lacking:
-                leaves[index] = _scaled(leaves[index], weight, local_lacking[name])
+            if leaves[index] is not None and name in local_one_minus_factors:
+                leaves[index] = _scaled(leaves[index], weight, local_one_minus_factors[name])
         return tree.unflatten(treedef, leaves), state
 
     def without_heads(
@@ -357,18 +401,24 @@ def qk_clip(
 
 def _check_pairs(members: list[_Member]) -> None:
     """Raise an error unless both the queries and the keys of each module are present."""
+    roles_of_module: dict[str, set[str]] = {}
     for member in members:
-        roles_of_module: set[str] = set()
-        for other in members:
-            if other.module == member.module:
-                roles_of_module.update(other.roles)
-        for role in {"query", "key"} - roles_of_module:
-            lacking = ".".join(filter(None, (member.module, getattr(member.heads, role))))
-            raise ValueError(
-                f"qk_clip: found the {member.roles[0]} weights {member.name!r} without the {role} weights {lacking!r}, "
-                "expected both, because both are multiplied by a part of the factor: include both in the mask or the "
-                "labels of this qk_clip"
-            )
+        roles_of_module.setdefault(member.module, set()).update(member.roles)
+    for member in members:
+        for role in ("query", "key"):
+            if role not in roles_of_module[member.module]:
+                raise _missing_role(member, role)
+
+
+def _missing_role(member: _Member, role: str) -> ValueError:
+    """Return an error for query weights without the key weights of their module, or the reverse."""
+    projection = getattr(member.heads, role)  # such as "k_proj"
+    missing_name = f"{member.module}.{projection}" if member.module else projection
+    return ValueError(
+        f"qk_clip: found the {member.roles[0]} weights {member.name!r} without the {role} weights {missing_name!r}, "
+        "expected both, because both are multiplied by a part of the factor: include both in the mask or the labels of "
+        "this qk_clip"
+    )
 
 
 def _logits(members: list[_Member], max_logits: object) -> dict[str, Tensor]:
@@ -415,6 +465,7 @@ def _factors(
 ) -> dict[str, Tensor]:
     """Return for each module a vector: factors of query heads, key heads and rotary queries, and 1 for other rows."""
     logits = _logits(members, max_logits)
+    # The formulas of `qk_clip` for all heads of all modules at once: s, tau / s where s exceeds tau, gamma.
     s = max_over_ranks(torch.cat([module_logits.to(like) for module_logits in logits.values()]))
     exceeds = s.isfinite() & (s > tau)
     ratio = ew.scalar_like(tau, s) / torch.where(exceeds, s, 1.0)
@@ -431,11 +482,11 @@ def _factors(
     return factors
 
 
-def _scaled(update: Tensor, weight: Tensor, lacking: Tensor) -> Tensor:
-    """Return the update after which the new weight is multiplied by a factor; ``lacking`` is 1 minus this factor."""
+def _scaled(update: Tensor, weight: Tensor, one_minus_factor: Tensor) -> Tensor:
+    """Return the update after which the new weight is multiplied by the factor f."""
     wide = ew.wide_dtype(update.dtype, weight.dtype)
     u = update.to(wide)
     w = weight.to(wide)
-    one_minus_f = lacking.to(wide)
+    one_minus_f = one_minus_factor.to(wide)
     # f (w + u) - w, written as u + (1 - f) (-w - u) to keep the digits of a small u.
     return torch.where(one_minus_f == 0, u, torch.lerp(u, -w, one_minus_f)).to(update.dtype)

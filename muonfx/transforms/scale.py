@@ -49,17 +49,21 @@ def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
 
 
 def _position_of_factor(factor: object) -> Position | None:
-    """Return the position of `scale` in a chain relative to the learning rate, by the sign of its factor."""
+    """Return the position of `scale` in a chain: "turns" for a negative factor, None for a positive factor.
+
+    The signs of a schedule are those of the numbers that it is made of. It is "either_sign" if both signs are possible.
+    """
     numbers: list[object] = [factor]
     if isinstance(factor, Schedule):
         numbers = [number for _, number in parts_of(factor)]
     floats = [number for number in numbers if isinstance(number, float)]
-    may_be_negative = any(number < 0 for number in floats)
-    may_be_positive = any(number > 0 for number in floats)
-    if may_be_negative:
-        return "either_sign" if may_be_positive else "turns"
-    all_are_known = len(floats) == len(numbers) > 0
-    return None if all_are_known else "either_sign"
+    has_negative = any(number < 0 for number in floats)
+    has_positive = any(number > 0 for number in floats)
+    if has_negative:
+        return "either_sign" if has_positive else "turns"
+    if not floats or len(floats) < len(numbers):  # the sign of a tensor or a function is not known
+        return "either_sign"
+    return None
 
 
 @transform(locality=Locality.ELEMENT, position=_position_of_factor)
@@ -186,12 +190,12 @@ def scale_by_shape(lr_scaling: ShapeRule = "match_rms_adamw", *, view: MatrixVie
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         """Multiply each matrix by the factor of its shape."""
-        matrices = Matrices(view, updates)
 
-        def scaled(xs: list[Tensor]) -> tuple[list[Tensor]]:
-            return (ew.mul_each(xs, [shape_factor(lr_scaling, x) for x in xs], reuse=donate.updates),)
+        def scale_stacks(stacks: list[Tensor]) -> list[Tensor]:
+            """Multiply the stacks of all tensors, in one call."""
+            factors = [shape_factor(lr_scaling, stack) for stack in stacks]
+            return ew.mul_each(stacks, factors, reuse=donate.updates)
 
-        (out,) = matrices.map(scaled, matrices.of_leaves)
-        return matrices.fill(out), state
+        return Matrices(view, updates).replaced_by(scale_stacks), state
 
     return no_state, update
