@@ -25,7 +25,7 @@ from torch import Tensor
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import check_step, folder_named, step_of
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.leaves import PARAMS, in_section, named_tensors, require_whole
+from muonfx.checkpoint.leaves import PARAMS, in_section, is_sharded, named_tensors, require_whole
 from muonfx.checkpoint.writer import SaveRequest, write_checkpoint
 from muonfx.core import Transform
 from muonfx.core.checks import positive_int
@@ -243,10 +243,12 @@ def _require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
     """Raise unless a leaf can be written: a dense tensor with values, or, with a group, a shard of one."""
     if leaf.dtype not in NAMES:
         raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
-    if is_alone:
-        require_whole(name, leaf, "pass group= on all ranks")
     if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
         raise TypeError(f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}")
+    if not is_sharded(leaf):
+        return
+    if is_alone:
+        require_whole(name, leaf, "pass group= on all ranks")
     if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
         raise TypeError(
             f"the leaf {name!r} has the placements {leaf.placements}, of which each rank holds a summand, expected "
