@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -23,13 +23,14 @@ from muonfx.checkpoint.files import (
     checksum_of,
     fresh_file,
     make_folder,
+    no_collection,
     open_regular,
     open_to_wait,
     sync_folder,
     wait_for_readers,
     with_plain_bits,
 )
-from muonfx.checkpoint.folder import inspect, prune, remove_files, remove_files_of_killed_saves, warn_of_later_steps
+from muonfx.checkpoint.folder import inspect, prune, remove_files_of_killed_saves, warn_of_later_steps
 from muonfx.checkpoint.index import (
     BLOCK,
     FORMAT,
@@ -40,6 +41,7 @@ from muonfx.checkpoint.index import (
     Index,
     data_name,
     lock_name,
+    read_index,
     text_of,
     unfinished_index_name,
 )
@@ -76,9 +78,8 @@ class Draft:
         self._has_other_writer = False
         """True if the index was replaced by another save since then."""
         self._has_made_folder = False
-        # Between the two, an error does not show whether the new index is in place.
-        self._rename_began = False
-        self._rename_ended = False
+        self._rename: Literal["to do", "begun", "done"] = "to do"
+        """The rename of the index. If it has begun and failed, the new index may be in place or not."""
 
     def data_file(self, rank: int, ranks: int) -> Path:
         """Return the path of a rank's data file, whose name contains the rank and the id of the save."""
@@ -109,23 +110,27 @@ class Draft:
 
         After an error, `is_committed` returns whether the new checkpoint replaced the previous one.
         """
-        for file in index.files:
-            if not (self.path / file.name).exists():
-                raise FileNotFoundError(
-                    errno.ENOENT,
-                    f"{file.name} is not visible to the writer of the index: do all ranks use one file system?",
-                )
+        self._require_visible(index.files)
         sync_folder(self.path)
         with fresh_file(self._unfinished_index) as file:
             file.write(text_of(index))
         self._has_other_writer = self._identity_of_index() != self._index_at_begin
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
-            self._replaced_files = inspect(self.path).files
+            self._replaced_files = read_index(self.path / INDEX, with_leaves=False).files
         self._replaced_index = open_to_wait(self.path / INDEX)
-        self._rename_began = True  # from here on readers may see the files, so they are kept even if a later step fails
+        self._rename = "begun"  # from here on readers may see the files, so they are kept even if a later step fails
         os.replace(self._unfinished_index, self.path / INDEX)
-        self._rename_ended = True
+        self._rename = "done"
         sync_folder(self.path)  # the files of the replaced index are needed until the rename is on the disk
+
+    def _require_visible(self, files: Sequence[DataFile]) -> None:
+        """Raise unless this rank can see the data files that all ranks have written."""
+        for file in files:
+            if not (self.path / file.name).exists():
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    f"{file.name} is not visible to the writer of the index: do all ranks use one file system?",
+                )
 
     def _identity_of_index(self) -> tuple[int, int] | None:
         """Return inode and time of ``index.json``, which change if it is replaced; None if there is no such file."""
@@ -142,11 +147,7 @@ class Draft:
         checkpoints of its series. Warn if something cannot be removed.
         """
         try:
-            try:
-                wait_for_readers(self._replaced_index)  # of the replaced checkpoint, which open its files
-                remove_files(self.path, self._replaced_files)
-            finally:
-                self._lock.release()
+            self._remove_replaced_files()
             if keep is not None:
                 prune(self.path.parent, keep, written=self.path)
             remove_files_of_killed_saves(self.path)
@@ -163,12 +164,20 @@ class Draft:
                 stacklevel=2,
             )
 
+    def _remove_replaced_files(self) -> None:
+        """Remove the data files of the replaced checkpoint after its readers have opened them; end this save's lock."""
+        try:
+            wait_for_readers(self._replaced_index)
+            for file in self._replaced_files:
+                (self.path / file.name).unlink(missing_ok=True)
+        finally:
+            self._lock.release()
+
     def is_committed(self) -> bool | None:
         """Return whether rank 0 has completed the checkpoint (renamed the index); None if that cannot be known."""
-        # A network file system may report an error for a rename that it has performed.
-        if self._rename_began and not self._rename_ended:
+        if self._rename == "begun":  # a network file system may report an error for a rename that it has performed
             return self.is_at_path()
-        return self._rename_ended
+        return self._rename == "done"
 
     def is_at_path(self) -> bool | None:
         """Return whether the checkpoint at the path is the one of this save; None if its index cannot be read."""
@@ -194,7 +203,7 @@ class Draft:
 
         Return whether it is complete; None if that cannot be known.
         """
-        if self._rename_began and not self._rename_ended:
+        if self._rename == "begun":
             with suppress(OSError):  # so that a rename still in progress after an error fails
                 self._unfinished_index.unlink()
         is_committed = self.is_committed()
@@ -218,10 +227,7 @@ class Draft:
 
 def _reason(error: Exception) -> str:
     """Return the text of an error; of an OSError only the text of the system, without number and path."""
-    reason = ""
-    if isinstance(error, OSError):
-        reason = error.strerror
-    return reason or str(error)
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _refusal(path: Path, error: OSError, is_committed: bool | None) -> str:
@@ -291,6 +297,7 @@ def write_data(path: Path, number: int, entries: Sequence[Entry]) -> tuple[DataF
     return DataFile(path.name, begin, len(header), checksum_of(header)), chunks
 
 
+@no_collection()
 def _header_of(entries: Sequence[Entry]) -> bytes:
     """Return the first bytes of a safetensors file with these entries: the length of the header, and the header."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}

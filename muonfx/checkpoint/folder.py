@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -16,7 +16,6 @@ from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError,
 from muonfx.checkpoint.files import LONGEST_LOCK, lock, open_regular, read_regular, this_boot
 from muonfx.checkpoint.index import (
     INDEX,
-    DataFile,
     Index,
     is_own_name,
     lock_name,
@@ -326,16 +325,13 @@ def _obsolete(paths: list[Path], keep: int, written: Path | None) -> list[Path]:
     good = [path for path in paths if _problem(path) is None]
     if len(good) <= keep:
         return []
-    kept = [path for path in good if path == written]
-    by_step = [path for path in good if path != written]
-    kept += by_step[len(by_step) - (keep - len(kept)) :]
+    newest_first = sorted(good, key=lambda path: (path == written, paths.index(path)), reverse=True)
+    kept = newest_first[:keep]  # begins with ``written``
+    oldest_kept = min([paths.index(path) for path in kept])
     obsolete: list[Path] = []
-    for path in paths:
-        if path in kept:
-            continue
-        # A damaged checkpoint is removed only if all that are kept are newer.
-        is_older = paths.index(path) < min(map(paths.index, kept))
-        if path in good or is_older:
+    for position, path in enumerate(paths):
+        is_removable = path in good or position < oldest_kept  # a damaged one, only if all that are kept are newer
+        if is_removable and path not in kept:
             obsolete.append(path)
     return obsolete
 
@@ -348,7 +344,8 @@ def _remove(path: Path) -> bool:
     try:
         index = inspect(path)
         (path / INDEX).unlink()  # first, so that a partly removed checkpoint is never taken for a whole one
-        remove_files(path, index.files)
+        for file in index.files:
+            (path / file.name).unlink(missing_ok=True)
     except (FileNotFoundError, NotFoundError):  # another process has removed it
         return True
     except CheckpointError:
@@ -356,12 +353,6 @@ def _remove(path: Path) -> bool:
     with suppress(OSError):  # the folder still contains other files
         path.rmdir()
     return True
-
-
-def remove_files(path: Path, files: Iterable[DataFile]) -> None:
-    """Delete the data files of an old checkpoint from its folder, and ignore missing files."""
-    for file in files:
-        (path / file.name).unlink(missing_ok=True)
 
 
 def clean(path: str | os.PathLike[str]) -> list[Path]:
@@ -464,22 +455,20 @@ def _judged(folder: Path, save_id: str) -> Generator[Verdict]:
     """
     path = folder / lock_name(save_id)
     with ExitStack() as stack:
+        verdict: Verdict = "unknown"
         try:
             boot = read_regular(path, LONGEST_LOCK)
             file = stack.enter_context(FileIO(path, "r+b"))
+            if boot and boot == this_boot():
+                verdict = "dead" if lock(file) else "alive"
         except FileNotFoundError:
             # Files without a lock belong to a save that has ended, or to a checkpoint that was removed by half. An
             # unfinished index without a lock is of another program or version. It is searched for after the lock: a
             # save that ends in these moments has renamed its index before it removes its lock.
-            yield "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
-            return
+            verdict = "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
         except OSError:
-            yield "unknown"
-            return
-        if not boot or boot != this_boot():
-            yield "unknown"
-            return
-        yield "dead" if lock(file) else "alive"
+            pass
+        yield verdict
 
 
 def _may_exist(path: Path) -> bool:
@@ -496,19 +485,16 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
     Only files of saves with one of the ``verdicts`` are returned: ``("dead",)`` for killed saves. With ``remove=True``
     they are also removed. The name of each file has the id of its save: ``data-0123456789abcdef-00000-of-00001...``.
     """
-    try:
-        names = {name for name in os.listdir(folder) if is_own_name(name)}
-    except OSError:
-        return []
-    if not names:
+    names_of_save = _names_by_save(folder)
+    if not names_of_save:
         return []
     # An ordinary checkpoint has an index and no lock. Its index is read only if a caller searches thoroughly.
-    has_lock = any(name.startswith(".save-") for name in names)
+    has_lock = any(lock_name(save_id) in names for save_id, names in names_of_save.items())
     is_thorough = "unknown" in verdicts
     if not is_thorough and not has_lock and _may_exist(folder / INDEX):
         return []
     unnamed: list[Path] = []
-    for save_id in sorted({save_id_of(name) for name in names}):
+    for save_id, names in names_of_save.items():
         with _judged(folder, save_id) as verdict:
             if verdict not in verdicts:
                 continue
@@ -517,9 +503,7 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
                 named = _names_in_index(folder)
             except (OSError, CheckpointError):
                 return unnamed  # any file may belong to an index that cannot be read
-            files = [folder / name for name in sorted(names - named) if save_id_of(name) == save_id]
-            # The lock file is the last, so that a removal that is interrupted is completed later.
-            files.sort(key=lambda file: file.name == lock_name(save_id))
+            files = [folder / name for name in names if name not in named]
             if remove:
                 for file in files:
                     file.unlink(missing_ok=True)
@@ -527,10 +511,23 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
     return unnamed
 
 
+def _names_by_save(folder: Path) -> dict[str, list[str]]:
+    """Return a dict from the id of each save to the names of its files in a folder, the lock last.
+
+    The lock is removed last, so that a removal that is interrupted is completed later. An unreadable folder has none.
+    """
+    names_of_save: dict[str, list[str]] = {}
+    with suppress(OSError):
+        names = [name for name in os.listdir(folder) if is_own_name(name)]
+        for name in sorted(names, key=lambda name: (name == lock_name(save_id_of(name)), name)):
+            names_of_save.setdefault(save_id_of(name), []).append(name)
+    return names_of_save
+
+
 def _names_in_index(folder: Path) -> set[str]:
     """Return the names of the data files of the checkpoint in a folder; none if it has no index."""
     try:
-        return {file.name for file in read_index(folder / INDEX).files}
+        return {file.name for file in read_index(folder / INDEX, with_leaves=False).files}
     except FileNotFoundError:
         return set()
 

@@ -41,9 +41,8 @@ _MOST_DIMS = 64
 """Maximum number of dims of a tensor in torch."""
 
 _HEAD = b'{"sha256": "'
-_BETWEEN = b'",\n"index": '
-_TAIL = b"}\n"
-_START = len(_HEAD) + 64 + len(_BETWEEN)
+_WHOLE = re.compile(_HEAD + rb'([0-9a-f]{64})",\n"index": (.*)}\n', re.DOTALL)
+"""An index file: the digest, and the text that it is of."""
 _BIGGEST = 2**63 - 1
 
 
@@ -194,12 +193,15 @@ def text_of(index: Index) -> bytes:
         "leaves": {name: _json_of_leaf(leaf) for name, leaf in index.leaves.items()},
     }
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-    if _START + len(text) + len(_TAIL) > LONGEST:
+    digest = hashlib.sha256(text).hexdigest().encode()
+    data = b"".join([_HEAD, digest, b'",\n"index": ', text, b"}\n"])
+    if len(data) > LONGEST:
         raise CheckpointError(f"the index has {len(text)} bytes, expected at most {LONGEST}: save fewer leaves")
-    return _HEAD + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _TAIL
+    return data
 
 
 def _json_of_leaf(leaf: Leaf) -> dict[str, Any]:
+    """Return the entry of a leaf, which `_leaf` reads: ``{"dtype": "F32", "shape": [2], "chunks": [...]}``."""
     chunks: list[dict[str, Any]] = []
     for file, begin, box, crc32 in leaf.chunks:
         chunks.append({"file": file, "begin": begin, "offsets": box.offsets, "sizes": box.sizes, "crc32": crc32})
@@ -207,44 +209,46 @@ def _json_of_leaf(leaf: Leaf) -> dict[str, Any]:
 
 
 @no_collection()
-def read_index(path: Path) -> Index:
+def read_index(path: Path, *, with_leaves: bool = True) -> Index:
     """Read an index file, which may be untrusted, in bounded time and memory.
 
-    Raise `CorruptError` if it is damaged, and `FormatError` if it has another version of the format.
+    Without leaves, ``Index.leaves`` is empty, and the call takes a fraction of the time. Raise `CorruptError` if the
+    file is damaged, and `FormatError` if it has another version of the format.
     """
     data = read_regular(path, LONGEST)
     if not data.startswith(_HEAD):
         raise CorruptError(f"{path} is damaged, or is not an index of muonfx, which begins with {_HEAD.decode()!r}")
-    digest, text = data[len(_HEAD) : len(_HEAD) + 64], data[_START : -len(_TAIL)]
-    if (
-        hashlib.sha256(text).hexdigest().encode() != digest
-        or data[len(_HEAD) + 64 : _START] != _BETWEEN
-        or not data.endswith(_TAIL)
-    ):
+    match = _WHOLE.fullmatch(data)
+    if match is None or hashlib.sha256(match[2]).hexdigest().encode() != match[1]:
         raise CorruptError(f"{path} is damaged: its text does not match its checksum")
     try:
-        body = json.loads(text)
-        if body["format"] != FORMAT:
-            raise FormatError(f"{path} has the format {body['format']!r:.80}, expected {FORMAT!r}")
-        if body["version"] != VERSION:
-            raise FormatError(
-                f"{path} has version {body['version']!r:.80} of the format, and this muonfx reads version {VERSION}: "
-                "upgrade to the version of muonfx that wrote it"
-            )
-        return _index(body)
+        body = json.loads(match[2])
+        _require_format(body, path)
+        return _index(body, with_leaves=with_leaves)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{path} has invalid contents: {type(error).__name__}: {error!s:.300}") from error
+
+
+def _require_format(body: Any, path: Path) -> None:
+    """Raise unless this version of muonfx can read the parsed text of an index."""
+    if body["format"] != FORMAT:
+        raise FormatError(f"{path} has the format {body['format']!r:.80}, expected {FORMAT!r}")
+    if body["version"] != VERSION:
+        raise FormatError(
+            f"{path} has version {body['version']!r:.80} of the format, and this muonfx reads version {VERSION}: "
+            "upgrade to the version of muonfx that wrote it"
+        )
 
 
 # The checksum finds damage. The checks below are for files that were made to do harm, or by another program: they bound
 # the memory that a reader allocates, and keep it within the folder.
 
 
-def _index(body: Any) -> Index:
+def _index(body: Any, *, with_leaves: bool) -> Index:
     """Return the `Index` that a parsed text describes."""
     step = body["step"]
     if step is not None:
-        (step,) = _sizes([step])
+        _sizes([step])
     chain: Any = body["chain"]
     if chain is None:
         chain = {"fingerprint": None, "repr": None, "products": {}}
@@ -252,8 +256,10 @@ def _index(body: Any) -> Index:
         _texts([chain["fingerprint"], chain["repr"], *chain["products"].values()])
     _texts([body["save_id"], *body["versions"].values()])
     files = tuple(_file(entry) for entry in body["files"])
-    leaves = {name: _leaf(name, entry, files) for name, entry in body["leaves"].items()}
-    _require_filled(files, leaves)
+    leaves: dict[str, Leaf] = {}
+    if with_leaves:
+        leaves = {name: _leaf(name, entry, files) for name, entry in body["leaves"].items()}
+        _require_filled(files, leaves)
     return Index(
         save_id=body["save_id"],
         step=step,
@@ -284,7 +290,8 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
     if dtype is None:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
     shape = _sizes(entry["shape"])
-    if len(shape) > _MOST_DIMS or prod(filter(None, shape)) * dtype.itemsize > _BIGGEST:
+    strides_fit = prod(filter(None, shape)) * dtype.itemsize <= _BIGGEST  # torch has strides also for a size of 0
+    if len(shape) > _MOST_DIMS or not strides_fit:
         raise ValueError(f"{name!r} has the shape {shape!r:.80}, which no tensor can have")
     chunks = tuple(_chunk(name, chunk_entry, dtype.itemsize, files) for chunk_entry in entry["chunks"])
     problem = problem_of_boxes(shape, [chunk.box for chunk in chunks])
@@ -301,7 +308,8 @@ def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) ->
     nbytes = box.numel * itemsize
     if number >= len(files) or not files[number].header_nbytes <= begin <= files[number].nbytes - nbytes:
         raise ValueError(f"a chunk of {name!r} is outside of the data files")
-    if len(crc32) != -(-nbytes // BLOCK):
+    blocks = -(-nbytes // BLOCK)  # rounded up
+    if len(crc32) != blocks:
         raise ValueError(f"a chunk of {name!r} has {len(crc32)} checksums, expected one for each {BLOCK} bytes")
     return Chunk(number, begin, box, crc32)
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.internal.renaming import Rename
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
 from muonfx.tree import PyTree, Spec
 
@@ -106,23 +106,21 @@ def load(
         >>> mfx.checkpoint.load(path, like=half, cast={"trace": torch.bfloat16}).trace["w"].dtype
         torch.bfloat16
     """
-    if isinstance(tx, Sharded) and not isinstance(like, StateSpec) and group is None:
-        group = tx.layout.group
-    # A rank without shards has no local leaves, and counts as global.
-    is_local = isinstance(tx, Sharded) and not isinstance(like, StateSpec) and not is_global(like)
+    local_tx: Sharded | None = None  # the sharded transform whose local state on this rank is ``like``
+    if isinstance(tx, Sharded) and not isinstance(like, StateSpec):
+        if group is None:
+            group = tx.layout.group
+        if not is_global(like):  # a rank without shards has no local leaves, and counts as global
+            local_tx = tx
 
     def make_target() -> Target:
         """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
         rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
-        global_like = like
-        if isinstance(tx, Sharded) and is_local:
-            global_like = to_global(tx, like)
+        global_like = like if local_tx is None else to_global(local_tx, like)
         return Target.of(global_like, tx, rules, device, "", is_alone=group is None)
 
     loaded = load_checkpoint(path, make_target, group)
-    if isinstance(tx, Sharded) and is_local:
-        return from_global(tx, loaded)
-    return loaded
+    return loaded if local_tx is None else from_global(local_tx, loaded)
 
 
 def load_params(
@@ -172,17 +170,18 @@ def load_params(
 
     def make_target() -> Target:
         """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
-        # allow_other_chain=True, because a chain has no meaning for parameters.
-        rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), True, cast or {}, rename or {})
-        global_like = like
-        if layout is not None:
-            global_like = layout.to_global(like)
+        rules = Rules(
+            patterns_of(allow_missing),
+            patterns_of(allow_extra),
+            allow_other_chain=True,  # a chain has no meaning for parameters
+            cast=cast or {},
+            rename=rename or {},
+        )
+        global_like = like if layout is None else layout.to_global(like)
         return Target.of(global_like, None, rules, device, PARAMS, is_alone=group is None)
 
     loaded = load_checkpoint(path, make_target, group)
-    if layout is not None:
-        return layout.from_global(loaded)
-    return loaded
+    return loaded if layout is None else layout.from_global(loaded)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -247,8 +246,13 @@ class Loader:
     def __init__(self, path: Any, make_target: Callable[[], Target]) -> None:
         self.path = path
         self.make_target = make_target
+        """Returns the tree to fill; an error that it raises is raised on all ranks."""
+        self.index: Index | None = None
+        """The index of the checkpoint to read; None until this rank or rank 0 has read it."""
         self._stack = ExitStack()
-        self._kept = self._stack.enter_context(ExitStack())
+        """Closes all files."""
+        self._index_lock = self._stack.enter_context(ExitStack())
+        """Keeps saves from removing the data files until `read`."""
 
     def __enter__(self) -> Loader:
         return self
@@ -258,19 +262,21 @@ class Loader:
         with suppress(CheckpointError) if kind is not None else nullcontext():
             self._stack.close()
 
-    def keep(self) -> Index:
+    def share_index(self, ranks: Alone | Together) -> None:
+        """Let rank 0 read and lock the index for all ranks."""
+        read_index = self._lock_index if ranks.rank == 0 else _no_index
+        self.index = ranks.step(read_index, _first_for_all)
+
+    def _lock_index(self) -> Index:
         """Return the index, and keep saves from removing its data files until `open` has ended on all ranks."""
-        return self._kept.enter_context(inspect_and_keep(folder_named(self.path)))
+        return self._index_lock.enter_context(inspect_and_keep(folder_named(self.path)))
 
     @no_collection()
-    def open(self, shared_index: Index | None) -> OpenedCheckpoint:
-        """Allocate the tensors to fill, and open the data files that this rank needs.
-
-        ``shared_index`` is the index that rank 0 keeps; None if each rank reads the index itself.
-        """
+    def open(self) -> OpenedCheckpoint:
+        """Allocate the tensors to fill, and open the data files that this rank needs."""
         folder = folder_named(self.path)
         self.target = self.make_target()
-        index = shared_index or self.keep()
+        index = self.index or self._lock_index()
         self.leaves, destinations = self.target.allocate(index, str(folder))
         with replacement(folder, index):
             self.reader = self._stack.enter_context(Reader(folder, index))
@@ -280,14 +286,15 @@ class Loader:
 
     def require_same(self, opened: Sequence[OpenedCheckpoint]) -> Sequence[None]:
         """Check that all ranks call `load` with equal arguments, and have opened one checkpoint."""
-        require_same([each.arguments for each in opened], "load", "nothing was loaded")
-        if len({each.save_id for each in opened}) > 1:
+        require_same([checkpoint.arguments for checkpoint in opened], "load", "nothing was loaded")
+        save_ids = {checkpoint.save_id for checkpoint in opened}
+        if len(save_ids) > 1:
             raise ReplacedError(f"{self.path} was replaced while the ranks began to read it")
         return [None] * len(opened)
 
     def read(self) -> None:
         """Read the values that this rank needs."""
-        self._kept.close()  # all ranks have opened their files
+        self._index_lock.close()  # all ranks have opened their files
         with replacement(self.reader.folder, self.reader.index):
             self.reader.read(self.transfers)
             self.reader.close()  # inside the step, so that an error is raised on all ranks
@@ -303,30 +310,24 @@ def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) ->
     ``make_target`` returns the tree to fill; an error that it raises is raised on all ranks.
     """
     ranks: Alone | Together = Alone()
-    if group is not None:
-        ranks = Together(group, path, f"the load of {path}")
-        wait_for_save()  # a save in the background may use the same group
-        try:
-            ranks.meet("checkpoint.load")
-        except ShardingError as error:
-            raise CheckpointError(f"{path} was not loaded: {error}") from error
-
-    def attempt(number: int) -> PyTree:
-        """Read the checkpoint, for the first time if ``number`` is 0; `ReplacedError` starts the next attempt."""
-        with Loader(path, make_target) as loader:
-            # After a failed attempt of several ranks, all of them read the index that rank 0 has locked.
-            shared_index: Index | None = None
-            if number > 0 and ranks.size > 1:
-                keep = loader.keep if ranks.rank == 0 else _no_index
-                shared_index = ranks.step(keep, _first_for_all)
-            ranks.step(lambda: loader.open(shared_index), loader.require_same)
-            ranks.step(loader.read, _no_merge)
-            return loader.result()
-
     try:
-        return retried(path, attempt)
+        if group is not None:
+            ranks = Together(group, path, f"the load of {path}")
+            wait_for_save()  # a save in the background may use the same group
+            ranks.meet("checkpoint.load")
+        return retried(path, partial(_load_once, path, make_target, ranks))
     except LostRanksError as error:
         raise CheckpointError(f"{path} was not loaded: {error}") from error
+
+
+def _load_once(path: Any, make_target: Callable[[], Target], ranks: Alone | Together, attempt: int) -> PyTree:
+    """Load a checkpoint in attempt number ``attempt``; raise `ReplacedError` if a save has replaced it meanwhile."""
+    with Loader(path, make_target) as loader:
+        if attempt > 0 and ranks.size > 1:  # in attempt 0, the ranks may have read different indexes
+            loader.share_index(ranks)
+        ranks.step(loader.open, loader.require_same)
+        ranks.step(loader.read, _no_merge)
+        return loader.result()
 
 
 def _no_index() -> None:
@@ -335,7 +336,7 @@ def _no_index() -> None:
 
 
 def _first_for_all(indexes: list[Index | None]) -> Sequence[Index | None]:
-    """Answer all ranks with the index of rank 0."""
+    """Return the index of rank 0 as the answer to each rank."""
     return [indexes[0]] * len(indexes)
 
 

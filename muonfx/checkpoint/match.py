@@ -72,23 +72,6 @@ class Rules:
         return texts
 
 
-@dataclass
-class _Report:
-    """The differences between a checkpoint and the requested state, and what the caller can do about them."""
-
-    problems: list[str] = field(default_factory=list)
-    advice: list[str] = field(default_factory=list)
-
-    def raise_if_any(self, where: str) -> None:
-        """Raise one `MismatchError` with all problems; ``where`` is the path of the checkpoint."""
-        if not self.problems:
-            return
-        text = f"{where} does not fit, nothing was loaded:\n  " + "\n  ".join(first_of_each_kind(self.problems))
-        if self.advice:
-            text += "\nwhat to do:\n  " + "\n  ".join(dict.fromkeys(self.advice))
-        raise MismatchError(text, self.problems)
-
-
 def match(index: Index, expected: StateSpec, rules: Rules, *, section: str, where: str) -> dict[str, str | None]:
     """Return a dict from leaf name in ``expected``, the requested state, to the leaf's name in the checkpoint.
 
@@ -101,28 +84,28 @@ def match(index: Index, expected: StateSpec, rules: Rules, *, section: str, wher
         section: "params" to match parameters, "" to match a state.
         where: the path of the checkpoint, for messages.
     """
-    report = _Report()
     new_name_of = plain_names(index.leaves)
     problems: list[str] = []
     if rules.rename:
         new_name_of, problems = new_names(new_name_of, rules.rename)
     stored_name_of = _names_in_section(new_name_of, section, problems)
-    _report_renaming(problems, report)
     moved: dict[str, str] = {}
     if not section:
         stored_specs = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
         moved = moved_states(stored_specs, expected, rules)
+    comparison = _Comparison(index, expected, rules, section, stored_name_of, moved)
+    comparison.check_renaming(problems)
     if rules.allow_other_chain:
-        stored_name_of = _with_moved_states(stored_name_of, expected, moved)
+        comparison.stored_name_of = _with_moved_states(stored_name_of, expected, moved)
     else:
-        _check_chain(index, expected, moved, report)
-    _check_patterns(rules, [*new_name_of.values(), *expected], report)
-    _check_names(index, expected, rules, section, stored_name_of, moved, report)
-    _check_leaves(index, expected, rules, stored_name_of, report)
-    report.raise_if_any(where)
+        comparison.check_chain()
+    comparison.check_patterns([*new_name_of.values(), *expected])
+    comparison.check_names()
+    comparison.check_leaves()
+    comparison.raise_if_different(where)
     if moved and rules.allow_other_chain:
         warn_caller(f"{where}: found other names than in `like`, loaded {_moved_text(moved)}")
-    return {name: stored_name_of.get(name) for name in expected}
+    return {name: comparison.stored_name_of.get(name) for name in expected}
 
 
 # ------------------------------------------------------------------------------------------------------------ renaming
@@ -140,17 +123,6 @@ def _names_in_section(new_name_of: Mapping[str, str], section: str, problems: li
             problems.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
         stored_name_of[new_name] = stored_name
     return stored_name_of
-
-
-def _report_renaming(problems: Sequence[str], report: _Report) -> None:
-    """Add the problems of ``rename=`` to the report, with advice."""
-    if not problems:
-        return
-    report.problems += [f"rename:    {problem}" for problem in problems]
-    report.advice.append(
-        "rename= maps names in the checkpoint to names in `like`: whole names, first levels of names, or patterns "
-        "such as {'*/encoder.*': '*/model.encoder.*'}"
-    )
 
 
 # -------------------------------------------------------------------------------------------------------- moved states
@@ -260,140 +232,166 @@ def _moved_text(moved: Mapping[str, str]) -> str:
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def _check_chain(index: Index, expected: StateSpec, moved: Mapping[str, str], report: _Report) -> None:
-    """Report that another chain wrote the state, and which states could be loaded under other names."""
-    is_known = index.fingerprint is not None and expected.fingerprint is not None
-    is_other = is_known and index.fingerprint != expected.fingerprint
-    if is_other:
-        report.problems.append(
-            f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
-            f"{expected.chain} (fingerprint {expected.fingerprint})"
+@dataclass
+class _Comparison:
+    """Finds the differences between a checkpoint and the requested state, and what the caller can do about them."""
+
+    index: Index
+    expected: StateSpec
+    rules: Rules
+    section: str
+    """The section of the names: "params" for parameters, "" for a state."""
+    stored_name_of: Mapping[str, str]
+    """The name in the checkpoint of each leaf, by its name after renaming."""
+    moved: Mapping[str, str]
+    """The states that `moved_states` has paired."""
+    problems: list[str] = field(default_factory=list)
+    """A sentence about each difference that the rules do not allow."""
+    advice: list[str] = field(default_factory=list)
+    """What the caller can do about the problems."""
+
+    def raise_if_different(self, where: str) -> None:
+        """Raise one `MismatchError` with all problems; ``where`` is the path of the checkpoint."""
+        if not self.problems:
+            return
+        text = f"{where} does not fit, nothing was loaded:\n  " + "\n  ".join(first_of_each_kind(self.problems))
+        if self.advice:
+            text += "\nwhat to do:\n  " + "\n  ".join(dict.fromkeys(self.advice))
+        raise MismatchError(text, self.problems)
+
+    def check_renaming(self, problems: Sequence[str]) -> None:
+        """Report the problems of ``rename=``."""
+        if not problems:
+            return
+        self.problems += [f"rename:    {problem}" for problem in problems]
+        self.advice.append(
+            "rename= maps names in the checkpoint to names in `like`: whole names, first levels of names, or patterns "
+            "such as {'*/encoder.*': '*/model.encoder.*'}"
         )
-        report.advice.append("to continue the saved run: create `tx` and `like` as the checkpoint's chain, shown above")
-    if is_other or moved:
-        advice = "if the state has the same meaning for this chain: allow_other_chain=True"
-        if moved:
-            advice += f", which loads {_moved_text(moved)}"
-        report.advice.append(advice)
 
+    def check_chain(self) -> None:
+        """Report that another chain wrote the state, and which states could be loaded under other names."""
+        index = self.index
+        expected = self.expected
+        is_known = index.fingerprint is not None and expected.fingerprint is not None
+        is_other = is_known and index.fingerprint != expected.fingerprint
+        if is_other:
+            self.problems.append(
+                f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), "
+                f"expected {expected.chain} (fingerprint {expected.fingerprint})"
+            )
+            self.advice.append(
+                "to continue the saved run: create `tx` and `like` as the checkpoint's chain, shown above"
+            )
+        if is_other or self.moved:
+            names = f", which loads {_moved_text(self.moved)}" if self.moved else ""
+            self.advice.append(f"if the state has the same meaning for this chain: allow_other_chain=True{names}")
 
-def _check_patterns(rules: Rules, names: Collection[str], report: _Report) -> None:
-    """Report patterns of the caller that match no leaf of the checkpoint or of the requested state."""
-    for argument in ("allow_missing", "allow_extra", "cast"):
-        for pattern in getattr(rules, argument):
-            if pattern == "*" or any(matches(pattern, name) for name in names):
+    def check_patterns(self, names: Collection[str]) -> None:
+        """Report patterns of the caller that match none of the leaf names."""
+        rules = self.rules
+        for pattern in rules.allow_missing:
+            self._check_pattern("allow_missing", pattern, names)
+        for pattern in rules.allow_extra:
+            self._check_pattern("allow_extra", pattern, names)
+        for pattern in rules.cast:
+            self._check_pattern("cast", pattern, names)
+
+    def _check_pattern(self, argument: str, pattern: str, names: Collection[str]) -> None:
+        """Report a pattern of an argument such as "allow_missing" if it matches none of the leaf names."""
+        if pattern == "*" or any(matches(pattern, name) for name in names):
+            return
+        problem = f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`"
+        close = close_names(pattern.strip("*/"), names, "/")
+        if close:
+            problem += f", close: {format_list(close)}"
+        self.problems.append(problem)
+        self.advice.append(f"correct or remove {pattern!r} in {argument}: a name, the first levels of names, or a glob")
+
+    def check_names(self) -> None:
+        """Report leaves that only the checkpoint or only the requested state has."""
+        missing: list[str] = []
+        for name in self.expected:
+            if name not in self.stored_name_of and not matches_any(self.rules.allow_missing, name):
+                missing.append(name)
+                self.problems.append(f"missing:   {name!r}, {described(self.expected[name])}, is not in the checkpoint")
+        extra: list[str] = []
+        for name in self.stored_name_of:
+            if name not in self.expected and not matches_any(self.rules.allow_extra, name):
+                extra.append(name)
+                self.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
+        self._advise_about_names(missing, extra)
+
+    def _advise_about_names(self, missing: Sequence[str], extra: Sequence[str]) -> None:
+        """Add the arguments that allow ``missing`` leaves, and ``extra`` leaves of the checkpoint."""
+        are_params = not self.section and all(f"{PARAMS}/{name}" in self.index.leaves for name in missing)
+        if missing and are_params:  # the caller has passed parameters, which are in another section, as a state
+            self.advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
+            return
+        if missing and extra and not self.moved:
+            renaming = "{name in the checkpoint: name in `like`}"
+            if not self.rules.rename:  # the caller's own renaming did not help, so no other is derived
+                derived_renaming = prefix_renaming(extra, missing)
+                renaming = repr(derived_renaming) if derived_renaming else renaming
+            self.advice.append(f"if only the names of leaves differ: rename={renaming}")
+        if missing:
+            patterns = shortest_levels(missing, self.expected)
+            self.advice.append(f"to keep the values of `like` for missing leaves: allow_missing={patterns}")
+        if extra:
+            patterns = shortest_levels(extra, self.stored_name_of)
+            self.advice.append(f"to ignore leaves of the checkpoint: allow_extra={patterns}")
+
+    def check_leaves(self) -> None:
+        """Report leaves whose shape or dtype differs in a way that the rules do not allow."""
+        narrowed: list[str] = []
+        for name, spec in self.expected.leaves.items():
+            stored_name = self.stored_name_of.get(name)
+            if stored_name is None:
                 continue
-            problem = f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`"
-            close = close_names(pattern.strip("*/"), names, "/")
-            if close:
-                problem += f", close: {format_list(close)}"
-            report.problems.append(problem)
-            report.advice.append(
-                f"correct or remove {pattern!r} in {argument}: a name, the first levels of names, or a glob"
+            stored = self.index.leaves[stored_name].spec
+            if stored == spec and not self.rules.cast:
+                continue
+            self._check_shape(name, stored, spec)
+            if stored.dtype != spec.dtype and self._has_codes(stored_name):
+                self.problems.append(
+                    f"codes:     {name!r} holds codes of {stored.dtype}, which have no meaning as {spec.dtype}"
+                )
+                continue
+            cast_dtypes = {dtype for pattern, dtype in self.rules.cast.items() if matches(pattern, name)}
+            if cast_dtypes - {spec.dtype}:
+                self._report_cast(name, spec, cast_dtypes)
+            elif not cast_dtypes and stored.dtype != spec.dtype and not widens(stored.dtype, spec.dtype):
+                narrowed.append(name)
+                self.problems.append(f"narrowing: {name!r} is {stored.dtype} in the checkpoint, expected {spec.dtype}")
+        if narrowed:
+            more = ", ..." if len(narrowed) > 1 else ""
+            self.advice.append(
+                f"to round: cast={{{narrowed[0]!r}: {self.expected[narrowed[0]].dtype}{more}}} (keys are names, first "
+                "levels of names, or globs); to keep the values: use a chain with the state dtype of the checkpoint"
             )
 
+    def _check_shape(self, name: str, stored: Spec, spec: Spec) -> None:
+        """Report a leaf whose shape differs."""
+        if stored.shape == spec.shape:
+            return
+        self.problems.append(f"reshaped:  {name!r} has shape {stored.shape} in the checkpoint, expected {spec.shape}")
+        self.advice.append("to load other shapes: create `like` for parameters with the shapes in the checkpoint")
 
-def _check_names(
-    index: Index,
-    expected: StateSpec,
-    rules: Rules,
-    section: str,
-    stored_name_of: Mapping[str, str],
-    moved: Mapping[str, str],
-    report: _Report,
-) -> None:
-    """Report leaves that only the checkpoint or only the requested state has, with the arguments that allow them.
+    def _report_cast(self, name: str, spec: Spec, cast_dtypes: Iterable[torch.dtype]) -> None:
+        """Report that ``cast=`` has another dtype than ``like``; it allows rounding, but does not choose the dtype."""
+        texts = ", ".join(sorted(map(str, cast_dtypes)))
+        self.problems.append(f"cast:      {name!r} has dtype {spec.dtype} in `like`, and cast= gives {texts}")
+        self.advice.append("cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it")
 
-    ``stored_name_of`` is a dict from the name of each leaf of the checkpoint, after renaming, to its name in the file.
-    ``section`` is "params" or "". ``moved`` are the states that `moved_states` has paired.
-    """
-    missing: list[str] = []
-    for name in expected:
-        if name not in stored_name_of and not matches_any(rules.allow_missing, name):
-            missing.append(name)
-    extra: list[str] = []
-    for name in stored_name_of:
-        if name not in expected and not matches_any(rules.allow_extra, name):
-            extra.append(name)
-    for name in missing:
-        report.problems.append(f"missing:   {name!r}, {described(expected[name])}, is not in the checkpoint")
-    for name in extra:
-        report.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
-    # `load`, which reads a state, was called with parameters that the checkpoint has in its section "params".
-    are_params = not section and all(f"{PARAMS}/{name}" in index.leaves for name in missing)
-    if missing and are_params:
-        report.advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
-        return
-    if missing and extra and not moved:
-        renaming: object = {}
-        if not rules.rename:  # the caller's own renaming did not help, so no other is derived
-            renaming = prefix_renaming(extra, missing)
-        renaming_text = repr(renaming) if renaming else "{name in the checkpoint: name in `like`}"
-        report.advice.append(f"if only the names of leaves differ: rename={renaming_text}")
-    if missing:
-        patterns = shortest_levels(missing, expected)
-        report.advice.append(f"to keep the values of `like` for missing leaves: allow_missing={patterns}")
-    if extra:
-        patterns = shortest_levels(extra, stored_name_of)
-        report.advice.append(f"to ignore leaves of the checkpoint: allow_extra={patterns}")
-
-
-def _check_leaves(
-    index: Index, expected: StateSpec, rules: Rules, stored_name_of: Mapping[str, str], report: _Report
-) -> None:
-    """Report leaves whose shape or dtype differs in a way that the rules do not allow."""
-    narrowed: dict[str, torch.dtype] = {}
-    for name, spec in expected.leaves.items():
-        stored_name = stored_name_of.get(name)
-        if stored_name is None:
-            continue
-        stored = index.leaves[stored_name].spec
-        if stored == spec and not rules.cast:
-            continue
-        if stored.shape != spec.shape:
-            report.problems.append(
-                f"reshaped:  {name!r} has shape {stored.shape} in the checkpoint, expected {spec.shape}"
-            )
-            report.advice.append("to load other shapes: create `like` for parameters with the shapes in the checkpoint")
-        if stored.dtype != spec.dtype and _is_codes(stored_name, index):
-            report.problems.append(
-                f"codes:     {name!r} holds codes of {stored.dtype}, which have no meaning as {spec.dtype}"
-            )
-            continue
-        cast_dtypes = {dtype for pattern, dtype in rules.cast.items() if matches(pattern, name)}
-        if cast_dtypes - {spec.dtype}:  # cast= allows rounding, but does not choose the dtype
-            texts = ", ".join(sorted(map(str, cast_dtypes)))
-            report.problems.append(f"cast:      {name!r} has dtype {spec.dtype} in `like`, and cast= gives {texts}")
-            report.advice.append(
-                "cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it"
-            )
-            continue
-        if not cast_dtypes and stored.dtype != spec.dtype and not widens(stored.dtype, spec.dtype):
-            report.problems.append(f"narrowing: {name!r} is {stored.dtype} in the checkpoint, expected {spec.dtype}")
-            narrowed[name] = spec.dtype
-    if narrowed:
-        report.advice.append(_advice_to_round(narrowed))
-
-
-def _is_codes(name: str, index: Index) -> bool:
-    """Return whether a leaf has the codes of a quantized state, as "trace/codes/w" if "trace/scales/w" exists."""
-    levels = name.split("/")
-    for position, level in enumerate(levels):
-        if position > 0 and level == "codes":
-            scales_name = "/".join([*levels[:position], "scales", *levels[position + 1 :]])
-            if scales_name in index.leaves:
-                return True
-    return False
-
-
-def _advice_to_round(narrowed: Mapping[str, torch.dtype]) -> str:
-    """Return what to do about leaves that would be rounded; ``narrowed`` is a dict from their names to new dtypes."""
-    name, dtype = next(iter(narrowed.items()))
-    more = ", ..." if len(narrowed) > 1 else ""
-    return (
-        f"to round: cast={{{name!r}: {dtype}{more}}} (keys are names, first levels of names, or globs); to "
-        "keep the values: use a chain with the state dtype of the checkpoint"
-    )
+    def _has_codes(self, stored_name: str) -> bool:
+        """Return whether a leaf has the codes of a quantized state, as "trace/codes/w" if "trace/scales/w" exists."""
+        levels = stored_name.split("/")
+        for position, level in enumerate(levels):
+            if position > 0 and level == "codes":
+                scales_name = "/".join([*levels[:position], "scales", *levels[position + 1 :]])
+                if scales_name in self.index.leaves:
+                    return True
+        return False
 
 
 def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[str]:

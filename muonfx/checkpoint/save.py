@@ -25,7 +25,7 @@ from torch import Tensor
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import check_step, folder_named, step_of
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.leaves import PARAMS, in_section, named_tensors, require_whole
+from muonfx.checkpoint.leaves import PARAMS, in_section, is_sharded, named_tensors, require_whole
 from muonfx.checkpoint.writer import SaveRequest, write_checkpoint
 from muonfx.core import Transform
 from muonfx.core.checks import positive_int
@@ -177,10 +177,9 @@ def _request(
     group, the error of an invalid argument is returned as ``SaveRequest.problem`` instead of raised, because the other
     ranks wait for this rank; the writer raises it on all ranks.
     """
-    if group is None:
-        group = _group_of_layout(tx)
-        uses_group_of_training = group is not None and copy  # training continues, and communicates on this group
-        if uses_group_of_training:
+    if group is None and isinstance(tx, Sharded):
+        group = tx.layout.group
+        if group is not None and copy:  # training continues, and communicates on this group
             raise ValueError(
                 "save_async of a sharded state requires a process group that nothing else uses: pass "
                 'group=dist.new_group(backend="gloo")'
@@ -202,13 +201,6 @@ def _request(
     return SaveRequest(folder, head, leaves, keep, group)
 
 
-def _group_of_layout(tx: Transform | None) -> ProcessGroup | None:
-    """Return the process group of a sharded transform; None for other transforms."""
-    if isinstance(tx, Sharded):
-        return tx.layout.group
-    return None
-
-
 def _require_valid(path: Path, tx: object, step: int | None, keep: int | None) -> None:
     """Raise unless ``tx``, ``step`` and ``keep`` are arguments that a save to ``path`` can have."""
     if tx is not None and not isinstance(tx, Transform):
@@ -228,14 +220,14 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
             state = to_global(tx, state)
         if params is not None:
             params = tx.layout.to_global(params)
-    leaves: dict[str, Any] = {}
-    for values, section in ((state, ""), (params, PARAMS)):
-        if values is None:
-            continue
-        for name, leaf in named_tensors(values, section):
-            if leaf is not None:
-                _require_writable(name, leaf, is_alone=is_alone)
-                leaves[name] = leaf
+    named: list[tuple[str, Any]] = []
+    if state is not None:
+        named += named_tensors(state)
+    if params is not None:
+        named += named_tensors(params, PARAMS)
+    leaves = {name: leaf for name, leaf in named if leaf is not None}
+    for name, leaf in leaves.items():
+        _require_writable(name, leaf, is_alone=is_alone)
     return leaves
 
 
@@ -243,10 +235,12 @@ def _require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
     """Raise unless a leaf can be written: a dense tensor with values, or, with a group, a shard of one."""
     if leaf.dtype not in NAMES:
         raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
-    if is_alone:
-        require_whole(name, leaf, "pass group= on all ranks")
     if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
         raise TypeError(f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}")
+    if not is_sharded(leaf):
+        return
+    if is_alone:
+        require_whole(name, leaf, "pass group= on all ranks")
     if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
         raise TypeError(
             f"the leaf {name!r} has the placements {leaf.placements}, of which each rank holds a summand, expected "
@@ -286,18 +280,22 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
 
 def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of the index about a transform: its fingerprint, ``repr``, and dtypes of matrix products."""
-    floating = {name: leaf.dtype for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
-    param_dtypes = frozenset(dtype for name, dtype in floating.items() if in_section(name, PARAMS))
-    # The state's dtypes stand in for the dtypes of parameters that are not saved.
-    dtypes = param_dtypes or frozenset(floating.values())
-    devices = [torch.device(leaf.device) for leaf in leaves.values()]
-    device = devices[0] if devices else None
-    key = "checkpoint", dtypes, device
+    state_dtypes: set[torch.dtype] = set()
+    param_dtypes: set[torch.dtype] = set()
+    device: torch.device | None = None  # of the first leaf
+    for name, leaf in leaves.items():
+        device = device or torch.device(leaf.device)
+        if leaf.dtype.is_floating_point:
+            dtypes = param_dtypes if in_section(name, PARAMS) else state_dtypes
+            dtypes.add(leaf.dtype)
+    # Parameters that are not saved are assumed to have the dtypes of the state.
+    product_inputs = frozenset(param_dtypes or state_dtypes)
+    key = "checkpoint", product_inputs, device
     if key not in tx.derived or tx.tensors:  # a number in a tensor may have changed in place
         plain = strip_transparent(tx)
         products: dict[str, str] = {}
-        if device is not None and dtypes:
-            products = product_dtypes(plain, dtypes, device)
+        if device is not None and product_inputs:
+            products = product_dtypes(plain, product_inputs, device)
         tx.derived[key] = {"fingerprint": tx.fingerprint, "chain": repr(plain), "products": products}
     return tx.derived[key]
 
@@ -390,20 +388,14 @@ def wait_for_save() -> None:
 
 def finish_earlier_save() -> None:
     """Wait until the save in the background has ended; warn once if it failed and `Saving.wait` was not called."""
-    if _latest is None:
-        return
-    failure = _latest.unreported_failure()
-    if failure is not None:
+    if _latest is not None and (failure := _latest.unreported_failure()):
         warnings.warn(f"{failure}: call wait() on the result of save_async", stacklevel=4)
 
 
 @atexit.register
 def _report_at_exit() -> None:
     """Print, when the process exits, the error of a save on which `Saving.wait` was not called."""
-    if _latest is None:
-        return
-    failure = _latest.unreported_failure()
-    if failure is not None:
+    if _latest is not None and (failure := _latest.unreported_failure()):
         print(f"muonfx: {failure}", file=sys.stderr)
 
 

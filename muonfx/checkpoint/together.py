@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError, WriteError
-from muonfx.sharding.communication.differences import listed
+from muonfx.sharding.communication.differences import errors_by_rank, listed
 from muonfx.sharding.communication.waiting import wait_for_all
+from muonfx.sharding.errors import ShardingError
 
 Value = TypeVar("Value")
 Answer = TypeVar("Answer")
@@ -33,8 +34,22 @@ class Alone:
         return answer
 
 
+class _Outcome(NamedTuple):
+    """What a rank has computed in a step."""
+
+    sent: Any
+    """The value to send to other ranks, or the error that was raised instead, in a form that can be sent."""
+    interrupt: BaseException | None = None
+    """An interrupt of this rank, such as KeyboardInterrupt, which it raises again after the step."""
+
+
 class _Failures(dict[int, Exception]):
     """The errors of the ranks that have failed, by rank. Each rank receives them in place of its answer."""
+
+
+def _failures_of(values: Sequence[object]) -> _Failures:
+    """Return the errors among the values of the ranks; ``values[rank]`` is a value or an error."""
+    return _Failures({rank: value for rank, value in enumerate(values) if isinstance(value, Exception)})
 
 
 class Together:
@@ -55,30 +70,30 @@ class Together:
 
     def meet(self, call: str) -> None:
         """Wait until all ranks make the same call, such as "checkpoint.save"; raise if some do not make it."""
-        wait_for_all(self.group, call)
+        try:
+            wait_for_all(self.group, call)
+        except ShardingError as error:
+            raise LostRanksError(str(error)) from error
 
     def step(self, compute: Callable[[], Value], merge: Callable[[list[Value]], Sequence[Answer]]) -> Answer:
         """Let each rank ``compute`` a value, and rank 0 ``merge`` the values to one answer for each rank.
 
         Rank 0 merges only if all ranks have a value. Otherwise, or if the merge fails, all ranks raise one error.
         """
-        interrupts: list[BaseException] = []
-        value = _attempt(compute, interrupts)
-        values = self._gather(value)
-        answers: list[Any] = [None] * self.size
+        computed = _attempt(compute)
+        merged = _Outcome(None)
+        answers: list[Any] = []
+        values = self._gather(computed.sent)
         if self.rank == 0:
-            failures = _Failures({rank: each for rank, each in enumerate(values) if isinstance(each, Exception)})
+            failures = _failures_of(values)
             if not failures:
-                merged = _attempt(lambda: merge(values), interrupts)
-                if isinstance(merged, Exception):
-                    failures[0] = merged
-                else:
-                    answers = [*merged]
-            if failures:
-                answers = [failures] * self.size
+                merged = _attempt(lambda: merge(values))
+                failures = _failures_of([merged.sent])
+            answers = [failures] * self.size if failures else [*merged.sent]
         answer = self._scatter(answers)
-        if interrupts:
-            raise interrupts[0]
+        interrupt = computed.interrupt or merged.interrupt
+        if interrupt is not None:
+            raise interrupt
         if isinstance(answer, _Failures):
             raise_one_error(answer, self.path)
         return answer
@@ -93,33 +108,24 @@ class Together:
         return values
 
     def _scatter(self, answers: list[Any]) -> Any:
-        """Return this rank's item of the list ``answers`` on rank 0."""
+        """Return this rank's item of ``answers``, a list on rank 0 that is empty elsewhere."""
         received: list[Any] = [None]
-        to_send = None
-        if self.rank == 0:
-            to_send = answers
         with _communication():
-            dist.scatter_object_list(received, to_send, src=self._merging_rank, group=self.group)
+            dist.scatter_object_list(received, answers or None, src=self._merging_rank, group=self.group)
         return received[0]
 
 
-def _attempt(compute: Callable[[], Any], interrupts: list[BaseException]) -> Any:
-    """Return the value of a function, or the error that it raised, in a form that can be sent to other ranks.
-
-    An interrupt is also added to ``interrupts``, because the interrupted rank raises it again after the step.
-    """
+def _attempt(compute: Callable[[], Any]) -> _Outcome:
+    """Return the value of a function, or the error that it raised."""
     try:
-        return compute()
-    except CheckpointError as error:
-        return error
+        return _Outcome(compute())
     except Exception as error:
-        if type(error).__module__ == "builtins":
-            return error
+        if isinstance(error, CheckpointError) or type(error).__module__ == "builtins":
+            return _Outcome(error)
         # Such a class may be local, or its instances may not be restorable from their arguments by pickle.
-        return CheckpointError(f"{type(error).__name__}: {error}")
+        return _Outcome(CheckpointError(f"{type(error).__name__}: {error}"))
     except BaseException as error:
-        interrupts.append(error)
-        return CheckpointError(f"{type(error).__name__}: {error}")
+        return _Outcome(CheckpointError(f"{type(error).__name__}: {error}"), error)
 
 
 @contextmanager
@@ -137,18 +143,15 @@ def _communication() -> Generator[None]:
 
 def check_group(group: Any, action: str) -> dist.ProcessGroup:
     """Return ``group``; raise unless it is a process group with this rank. ``action`` begins the error message."""
-    rank = -1
     try:
-        if dist.is_initialized():
-            rank = dist.get_rank(group)
+        if dist.is_initialized() and dist.get_rank(group) >= 0:
+            return group
     except (ValueError, RuntimeError, TypeError, AttributeError):
         pass  # torch does not know the group
-    if rank < 0:
-        raise CheckpointError(
-            f"{action}: group={group!r} is not a process group that can be used: it was destroyed, or this process is "
-            "not one of its ranks"
-        )
-    return group
+    raise CheckpointError(
+        f"{action}: group={group!r} is not a process group that can be used: it was destroyed, or this process is "
+        "not one of its ranks"
+    )
 
 
 def raise_one_error(failures: Mapping[int, Exception], path: object) -> NoReturn:
@@ -158,13 +161,10 @@ def raise_one_error(failures: Mapping[int, Exception], path: object) -> NoReturn
     share a line. The class of the error is `ReplacedError` if any rank has one, because the caller reads again. Else it
     is the class of the lowest failed rank's error if that is a `CheckpointError`, and `CheckpointError` for others.
     """
-    ranks_of_text: dict[str, list[int]] = {}
-    for rank, error in sorted(failures.items()):
-        text = str(error)
-        if not isinstance(error, CheckpointError):
-            text = f"{path}: {error}"
-        ranks_of_text.setdefault(text, []).append(rank)
-    message = "\n".join(f"{listed(ranks)}: {text}" for text, ranks in ranks_of_text.items())
+    texts: list[str | None] = [None] * (max(failures) + 1)
+    for rank, error in failures.items():
+        texts[rank] = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
+    message = errors_by_rank(texts)
     first = failures[min(failures)]
     if any(isinstance(error, ReplacedError) for error in failures.values()):
         raise ReplacedError(message) from first
@@ -196,7 +196,9 @@ def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: s
 
 def _common_length(texts: Sequence[str]) -> int:
     """Return the number of characters with which all texts begin."""
-    for position, characters in enumerate(zip(*texts, strict=False)):
+    length = 0
+    for characters in zip(*texts, strict=False):
         if len(set(characters)) > 1:
-            return position
-    return min(map(len, texts))
+            break
+        length += 1
+    return length

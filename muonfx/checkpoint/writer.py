@@ -1,7 +1,7 @@
 """Write one checkpoint, in one process or together with all ranks of a group: plan, write the data, write the index.
 
-Each rank proposes its shards (`Proposal`), and `assignment` merges the proposals. A shard that several ranks hold is
-written by one of them. Which one depends on the sizes of all leaves, so if the ranks held different values, the file
+Each rank proposes its shards (`Proposal`), and `shards_to_write` merges the proposals. A shard that several ranks hold
+is written by one of them. Which one depends on the sizes of all leaves, so if the ranks held different values, the file
 would be a mixture that belongs to no rank. Each rank therefore proposes a checksum of every shard that others may hold,
 and `require_consistent` compares them before anything is written.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core.argument_texts import without_addresses
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.digests import checksum
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.boxes import Box
 from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.tree import Spec
@@ -80,8 +80,8 @@ class Writer:
         self.request = request
         self.rank = rank
         self.ranks = ranks
-        self.planner = SavePlanner(request.leaves, ranks)
-        """Divides the shards among the ranks that hold them."""
+        self.shards: dict[str, dict[Box, Tensor]] = {}
+        """The values of the shards on this rank, by the name of the leaf and the box of the shard."""
         self.draft: Draft | None = None
         """The files of this save; None until this rank begins to write."""
         self.specs: dict[str, Spec] = {}
@@ -89,19 +89,27 @@ class Writer:
 
     @no_collection()
     def propose(self) -> Proposal:
-        """Return this rank's shards and arguments."""
+        """Return this rank's arguments and shards, with a checksum of each shard that other ranks may hold."""
         if self.request.problem is not None:
             raise self.request.problem
+        leaves: dict[str, ProposedLeaf] = {}
+        for name, leaf in self.request.leaves.items():
+            shards = shards_of(leaf)
+            checksums: dict[Box, str | None] = dict.fromkeys(shards)
+            if not is_held_once(leaf, self.ranks):
+                checksums = {box: checksum_of_shard(values) for box, values in shards.items()}
+            leaves[name] = ProposedLeaf(Spec(tuple(leaf.shape), leaf.dtype), not is_sharded(leaf), checksums)
+            self.shards[name] = shards
         arguments: dict[str, str] = {}
         if self.ranks > 1:  # a single rank has nothing to compare them with
             arguments = self.request.arguments()
-        return self.planner.propose(arguments)
+        return Proposal(arguments, leaves)
 
     @no_collection()
     def assign(self, proposals: list[Proposal]) -> list[Assignment]:
         """Assign each shard to one rank that holds it, create the folder of the checkpoint, and lock the save."""
         require_same([proposal.arguments for proposal in proposals], "save", "nothing was written")
-        keys_of_rank = self.planner.assign(proposals)
+        require_consistent(proposals)
         for proposal in proposals:
             for name, leaf in proposal.leaves.items():
                 self.specs[name] = leaf.spec
@@ -110,8 +118,8 @@ class Writer:
         with draft.write_errors():
             draft.begin()
         assignments: list[Assignment] = []
-        number = 0
-        for rank, keys in enumerate(keys_of_rank):
+        number = 0  # of the next file that is not empty
+        for rank, keys in enumerate(shards_to_write(proposals)):
             assignments.append(Assignment(draft.save_id, draft.data_file(rank, self.ranks), number, keys))
             if keys:
                 number += 1
@@ -127,7 +135,7 @@ class Writer:
         with no_collection():
             for name, box in assignment.keys:
                 key_in_file = _key_in_file(name, box, self.request.leaves[name].shape)
-                entries.append(Entry(key_in_file, name, box, self.planner.values[name][box]))
+                entries.append(Entry(key_in_file, name, box, self.shards[name][box]))
         with draft.write_errors():
             return WrittenShards(*draft.write(assignment.file, assignment.number, entries))
 
@@ -192,7 +200,7 @@ def write_checkpoint(request: SaveRequest) -> None:
         ranks = Together(request.group, path, f"the save to {path}")
         try:
             ranks.meet("checkpoint.save")
-        except ShardingError as error:
+        except LostRanksError as error:
             raise WriteError(f"{path} was not written: {error}") from error
     writer = Writer(request, ranks.rank, ranks.size)
     try:
@@ -247,64 +255,22 @@ class ShardKey(NamedTuple):
     box: Box
 
 
-class SavePlanner:
-    """One rank's plan of a save: the shards that it holds, and on rank 0 the assignment of shards to ranks.
-
-    Args:
-        leaves: a dict from name to tensor or shard.
-        ranks: the number of ranks.
-    """
-
-    def __init__(self, leaves: dict[str, Any], ranks: int) -> None:
-        self.leaves = leaves
-        self.ranks = ranks
-        self.values: dict[str, dict[Box, Tensor]] = {}
-        """The values of the shards on this rank, by the name of the leaf and the box of the shard."""
-
-    def propose(self, arguments: dict[str, str]) -> Proposal:
-        """Return the shards of this rank, with a checksum of each that other ranks may hold."""
-        proposed: dict[str, ProposedLeaf] = {}
-        for name, leaf in self.leaves.items():
-            shards = shards_of(leaf)
-            checksums: dict[Box, str | None] = dict.fromkeys(shards)
-            if not is_held_once(leaf, self.ranks):
-                checksums = {box: checksum_of_shard(values) for box, values in shards.items()}
-            spec = Spec(tuple(leaf.shape), leaf.dtype)
-            proposed[name] = ProposedLeaf(spec, not is_sharded(leaf), checksums)
-            self.values[name] = shards
-        return Proposal(arguments, proposed)
-
-    def assign(self, proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
-        """Return the shards that each rank writes, after a check that the ranks' shards fit together."""
-        require_consistent(proposals)
-        return assignment(proposals)
-
-
-def assignment(proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
+def shards_to_write(proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
     """Return the shards that each rank writes: each shard once, and about as many bytes on each rank as possible."""
-    if len(proposals) == 1:
-        return [_keys_of(proposals[0])]
     holders: dict[ShardKey, list[int]] = {}
     for rank, proposal in enumerate(proposals):
-        for key in _keys_of(proposal):
-            holders.setdefault(key, []).append(rank)
+        for name, leaf in proposal.leaves.items():
+            for box in leaf.checksums:
+                holders.setdefault(ShardKey(name, box), []).append(rank)
     keys_of_rank: list[list[ShardKey]] = [[] for _ in proposals]
     bytes_of_rank = [0] * len(proposals)
     # Shards of one holder first: they leave no choice, and count for the choices that follow.
     for key, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
-        writer = min(ranks, key=lambda rank: bytes_of_rank[rank])
+        writer = min(ranks, key=bytes_of_rank.__getitem__)
         keys_of_rank[writer].append(key)
-        dtype = proposals[writer].leaves[key.name].spec.dtype
-        bytes_of_rank[writer] += key.box.numel * dtype.itemsize
+        itemsize = proposals[writer].leaves[key.name].spec.dtype.itemsize
+        bytes_of_rank[writer] += prod(key.box.sizes) * itemsize
     return keys_of_rank
-
-
-def _keys_of(proposal: Proposal) -> list[ShardKey]:
-    """Return the keys of all shards that a rank has proposed."""
-    keys: list[ShardKey] = []
-    for name, leaf in proposal.leaves.items():
-        keys += [ShardKey(name, box) for box in leaf.checksums]
-    return keys
 
 
 def is_held_once(leaf: Any, ranks: int) -> bool:
@@ -342,12 +308,12 @@ def require_consistent(proposals: Sequence[Proposal]) -> None:
         for name, leaf in proposal.leaves.items():
             holders_by_leaf.setdefault(name, {})[rank] = leaf
     for name, holders in holders_by_leaf.items():
-        if len(proposals) > 1:  # one rank agrees with itself
-            _require_one_spec(name, holders)
-            _require_on_all_ranks(name, holders, len(proposals))
+        if len(proposals) == 1 and holders[0].is_plain:
+            continue  # a whole tensor on a single rank
+        _require_one_spec(name, holders)
+        _require_on_all_ranks(name, holders, len(proposals))
         _require_filled(name, holders)
-    if len(proposals) > 1:
-        _require_equal_replicas(holders_by_leaf)
+    _require_equal_replicas(holders_by_leaf)
 
 
 def _require_one_spec(name: str, holders: Holders) -> None:
@@ -392,14 +358,12 @@ def _require_equal_replicas(holders_by_leaf: Mapping[str, Holders]) -> None:
     """Raise if ranks hold other bits of one shard. Name the first leaf, and count the others."""
     differences: list[str] = []
     for name, holders in holders_by_leaf.items():
-        difference = _difference(holders)
+        difference = _difference(holders) if len(holders) > 1 else None
         if difference is not None:
             differences.append(f"the leaf {name!r} {difference}")
     if not differences:
         return
-    more = ""
-    if len(differences) > 1:
-        more = f" (and {len(differences) - 1} other leaves differ)"
+    more = f" (and {len(differences) - 1} other leaves differ)" if len(differences) > 1 else ""
     raise CheckpointError(
         f"nothing was written: {differences[0]}{more}, expected equal bits, because all of these ranks hold it. If "
         "they are replicas, make them equal with muonfx.sharding.broadcast(params, layout), or load one checkpoint on "

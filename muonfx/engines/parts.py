@@ -27,37 +27,24 @@ def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
     >>> options["lr_scaling"], options["orthogonalize"]
     ('original', orthogonalize(dtype=torch.float32, view=MatrixView({'*.qkv': '(q=4 + kv=2) in -> q in, kv in'})))
     """
-    converted = dict(options)
-    for name, value in options.items():
-        if name == "orthogonalize" and isinstance(value, Mapping):
-            converted[name] = _orthogonalize(cast("Mapping[str, Any]", value))
-    return converted
+    arguments = options.get("orthogonalize")
+    if not isinstance(arguments, Mapping):
+        return dict(options)
+    return {**options, "orthogonalize": _orthogonalize(cast("Mapping[str, Any]", arguments))}
 
 
 def _orthogonalize(options: Mapping[str, Any]) -> Transform:
     """Return `muonfx.orthogonalize` with arguments from a JSON or YAML file."""
     arguments: dict[str, Any] = {}
     for name, value in options.items():
-        if name == "view":
-            arguments[name] = _view(value)
-        elif name == "dtype":
-            arguments[name] = _dtype(value)
+        dtype = getattr(torch, str(value), None)  # torch.float32 for "float32"
+        if name == "view" and isinstance(value, str | Mapping):
+            arguments[name] = MatrixView(cast("str | Mapping[str, str]", value))
+        elif name == "dtype" and isinstance(dtype, torch.dtype):
+            arguments[name] = dtype
         else:
             arguments[name] = _with_tuples(value)
     return orthogonalize(**arguments)
-
-
-def _view(value: object) -> object:
-    """Return a view from its pattern, or from a mapping of patterns; return other values unchanged."""
-    if isinstance(value, str | Mapping):
-        return MatrixView(cast("str | Mapping[str, str]", value))
-    return value
-
-
-def _dtype(value: object) -> object:
-    """Return a dtype from its name, such as ``"float32"``; return other values unchanged."""
-    dtype = getattr(torch, str(value), None)
-    return dtype if isinstance(dtype, torch.dtype) else value
 
 
 def _with_tuples(value: Any) -> Any:

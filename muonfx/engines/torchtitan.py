@@ -62,22 +62,13 @@ def _container() -> Any:
             options: dict[str, Any] = field(default_factory=dict[str, Any])
 
         def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
-            defaults = base.Config()
-            # The fields of torchtitan's own container would have no effect here, so they must have their defaults.
-            for item in fields(base.Config):
-                value = getattr(config, item.name)
-                if value != getattr(defaults, item.name):
-                    raise ValueError(
-                        f"{item.name}: found {value!r}, which is for torchtitan's own optimizers and has no effect on "
-                        "muonfx.Muon: leave it out; labels route parameters"
-                    )
+            _require_same_fields(config, base.Config())
+            options = with_parts(config.options)
             rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
             self.model_parts = model_parts
-            self.optimizers: list[Muon] = []
+            self.optimizers = [Muon(part, **rates, **options) for part in model_parts]
             all_params: list[Tensor] = []
-            for part in model_parts:
-                optimizer = Muon(part, **rates, **with_parts(config.options))
-                self.optimizers.append(optimizer)
+            for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     all_params.extend(group["params"])
             self._post_init(all_params)  # initializes the container as a torch optimizer of all parameters
@@ -93,3 +84,14 @@ def _container() -> Any:
             super().load_state_dict({key_of.get(name, name): value for name, value in state_dict.items()})
 
     return MuonContainer
+
+
+def _require_same_fields(config: Any, defaults: Any) -> None:
+    """Raise unless ``config`` has all values of ``defaults``, torchtitan's own configuration, which have no effect."""
+    for item in fields(defaults):
+        value = getattr(config, item.name)
+        if value != getattr(defaults, item.name):
+            raise ValueError(
+                f"{item.name}: found {value!r}, which is for torchtitan's own optimizers and has no effect on "
+                "muonfx.Muon: leave it out; labels route parameters"
+            )

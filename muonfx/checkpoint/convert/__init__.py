@@ -74,17 +74,12 @@ def read(
     form = _format(format)
     leaves: dict[str, Leaf] = {}
     for entry in _entries(form, source, flat(params), names):
+        # A key is None if the other optimizer does not store the value, so `get` returns None.
         keys = form.keys[entry.kind]
         first = entry.values.get(keys.first)
-        second = None
-        if keys.second is not None:
-            second = entry.values.get(keys.second)
-        counted = None
-        if keys.step is not None:  # some optimizers count in the group, not for each parameter
-            counted = entry.values.get(keys.step, entry.group.get(keys.step))
-        if counted is not None:
-            counted = int(counted)
-        leaves[entry.name] = Leaf(entry.kind, first, second, counted)
+        second = entry.values.get(keys.second)
+        steps = entry.values.get(keys.step, entry.group.get(keys.step))  # some optimizers count in the group
+        leaves[entry.name] = Leaf(entry.kind, first, second, None if steps is None else int(steps))
     return filled(tx, params, leaves, heavy_ball=form.heavy_ball, step=step)
 
 
@@ -123,18 +118,18 @@ def write(
     for entry in _entries(form, target, flat(params), names):
         leaf = leaves.get(entry.name)
         if leaf is None or leaf.kind != entry.kind:
-            kind_here = "nothing" if leaf is None else f"a {leaf.kind} state"
+            kind_in_state = "nothing" if leaf is None else f"a {leaf.kind} state"
             raise ValueError(
-                f"{entry.name!r} has a {entry.kind} state in {form.title}; the muonfx state has {kind_here} for it"
+                f"{entry.name!r} has a {entry.kind} state in {form.title}; the muonfx state has {kind_in_state} for it"
             )
-        step = None
-        if leaf.step is not None:
-            step = form.make_step(leaf.step)
-        # Entries of the other optimizer that have no counterpart, such as "use_muon", keep their values.
-        new_values = dict(entry.values)
-        for key, value in zip(form.keys[entry.kind], (leaf.first, leaf.second, step), strict=True):
-            if key is not None and value is not None:
-                new_values[key] = value
+        new_values = dict(entry.values)  # those without a counterpart here, such as "use_muon", stay
+        keys = form.keys[entry.kind]
+        if leaf.first is not None:
+            new_values[keys.first] = leaf.first
+        if leaf.second is not None and keys.second is not None:
+            new_values[keys.second] = leaf.second
+        if leaf.step is not None and keys.step is not None:
+            new_values[keys.step] = form.make_step(leaf.step)
         states[entry.number] = new_values
     return {**saved, "state": states}
 
@@ -223,9 +218,7 @@ def _format(format: str) -> Format:
 
 def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Sequence[str] | None) -> list[_Entry]:
     """Return the name, parameter group and state of each parameter in ``source``, the optimizer or optimizers."""
-    optimizers: Sequence[Any] = [source]
-    if isinstance(source, Sequence):
-        optimizers = source
+    optimizers: Sequence[Any] = source if isinstance(source, Sequence) else [source]
     entries: list[_Entry] = []
     for optimizer in optimizers:
         entries += _entries_of(form, optimizer, params, names)
@@ -264,11 +257,14 @@ def _entries_of(
 
 def _names_of_members(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> list[str] | None:
     """Return the names of an optimizer's parameters, in its order; None unless all of them are in ``params``."""
-    name_of_id = {id(param): name for name, param in params.items()}
-    members = [id(param) for group in optimizer.param_groups for param in group["params"]]
-    if not name_of_id.keys() >= {*members}:
-        return None
-    return [name_of_id[member] for member in members]
+    name_of = {param: name for name, param in params.items()}
+    names: list[str] = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param not in name_of:
+                return None
+            names.append(name_of[param])
+    return names
 
 
 def _require_names(form: Format, names: Sequence[str] | None, count: int, params: Mapping[str, Tensor]) -> None:

@@ -50,6 +50,7 @@ class Format:
 
 
 def _adamw(group: Group, betas: Sequence[float], eps: float, weight_decay: float) -> Transform:
+    """Return AdamW with the learning rate of a group; float(), since some optimizers hold numbers in tensors."""
     b1, b2 = map(float, betas)
     return adamw(float(group["lr"]), b1=b1, b2=b2, eps=float(eps), weight_decay=float(weight_decay))
 
@@ -69,14 +70,13 @@ def _muon_chain(
     ``options`` and ``more`` are keyword arguments of `orthogonalize`. If both have an argument, ``options`` is used.
     """
     orthogonal = orthogonalize(**{**more, **options})
-    return chain(
-        # float(), since some optimizers hold these numbers in tensors.
-        momentum(float(decay), nesterov=group.get("nesterov", True), heavy_ball=heavy_ball),
-        orthogonal,
-        *([scale_by_shape(lr_scaling, view=orthogonal.arguments["view"])] if lr_scaling is not None else []),
-        add_decayed_weights(float(weight_decay)),
-        scale_by_learning_rate(float(group["lr"])),
-    )
+    # float(), since some optimizers hold these numbers in tensors.
+    transforms = [momentum(float(decay), nesterov=group.get("nesterov", True), heavy_ball=heavy_ball), orthogonal]
+    if lr_scaling is not None:
+        transforms.append(scale_by_shape(lr_scaling, view=orthogonal.arguments["view"]))
+    transforms.append(add_decayed_weights(float(weight_decay)))
+    transforms.append(scale_by_learning_rate(float(group["lr"])))
+    return chain(*transforms)
 
 
 # ------------------------------------------------------------------------------------------------------- torch.optim
@@ -109,7 +109,9 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
         raise ValueError(
             f"eps={group['eps']} has no equivalent in muonfx, which divides by the norm alone: expected {_EPS}"
         )
-    steps = (tuple(group["ns_coefficients"]),) * group["ns_steps"]  # the coefficients of each Newton-Schulz step
+    coefficients: Any = (tuple(group["ns_coefficients"]),) * group["ns_steps"]  # of each Newton-Schulz step
+    if coefficients == (_KELLER,) * 5:
+        coefficients = "keller"
     return _muon_chain(
         group,
         group["momentum"],
@@ -117,7 +119,7 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
         options,
         heavy_ball=False,
         lr_scaling=group["adjust_lr_fn"] or "original",
-        coefficients="keller" if steps == (_KELLER,) * 5 else steps,
+        coefficients=coefficients,
     )
 
 
@@ -126,7 +128,8 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
 
 def _keller_kind(group: Group, values: Values) -> str:
     """Return "muon" or "adamw". A group without "use_muon" is of `Muon` if it has "momentum"."""
-    return "muon" if group.get("use_muon", "momentum" in group) else "adamw"
+    is_muon = group.get("use_muon", "momentum" in group)
+    return "muon" if is_muon else "adamw"
 
 
 def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
@@ -138,7 +141,9 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
             f"shape {tuple(shape)} has no equivalent in muonfx: the source scales updates by the sides of the kernel, "
             "muonfx by the sides of the flattened matrix. The state itself can be converted, with read()"
         )
-    steps: dict[str, Any] = {"steps": group["ns_steps"]} if group.get("ns_steps", 5) != 5 else {}  # in older releases
+    arguments: dict[str, Any] = {"coefficients": "keller", "view": MatrixView(STACK if len(shape) == 3 else None)}
+    if group.get("ns_steps", 5) != 5:  # newer releases have always five, the default here
+        arguments["steps"] = group["ns_steps"]
     return _muon_chain(
         group,
         group["momentum"],
@@ -146,9 +151,7 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
         options,
         heavy_ball=False,
         lr_scaling="original",
-        coefficients="keller",
-        **steps,
-        view=MatrixView(STACK if len(shape) == 3 else None),
+        **arguments,
     )
 
 
@@ -156,6 +159,7 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
 
 
 def _moonlight_kind(group: Group, values: Values) -> str:
+    """Return "muon" or "adamw", which Moonlight's Muon records in the state of each parameter."""
     if "use_muon" not in values:
         raise ValueError("expected Moonlight's Muon, which keeps 'use_muon' for each parameter; found none")
     return "muon" if values["use_muon"] else "adamw"
@@ -183,6 +187,7 @@ _RULES: dict[str | None, ShapeRule | None] = {"spectral_norm": "spectral", "rms_
 
 
 def _dion_kind(group: Group, values: Values) -> str:
+    """Return "muon", "adamw" or "lion", the algorithm of the group."""
     if group.get("algorithm") not in ("muon", "adamw", "lion"):
         raise ValueError(f"expected a group of dion.Muon, found the algorithm {group.get('algorithm')!r}")
     return group["algorithm"]
@@ -201,18 +206,15 @@ def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) ->
         return _adamw(group, betas, group["epsilon"], group["weight_decay"])
     if kind == "lion":
         return lion(float(group["lr"]), b1=betas[0], b2=betas[1], weight_decay=float(group["weight_decay"]))
-    heads = group.get("num_heads")
+    heads = group.get("num_heads") or 1
     sizes = group.get("split_sizes")
-    parts: Any = None
-    if sizes is not None:
-        parts = {f"part_{index}": size for index, size in enumerate(sizes)}
-    elif heads is not None and heads > 1:
-        parts = heads
-    is_stack = len(shape) > 2 and not group["flatten"]  # of matrices, such as experts
+    rows = "... {out} in -> ... {out} in"
     pattern = None
-    if parts:
-        pattern = divided("... {out} in -> ... {out} in", parts)
-    elif is_stack:
+    if sizes:
+        pattern = divided(rows, {f"part_{index}": size for index, size in enumerate(sizes)})
+    elif sizes is None and heads > 1:
+        pattern = divided(rows, heads)
+    elif len(shape) > 2 and not group["flatten"]:  # a stack of matrices, such as experts
         pattern = STACK
     return _muon_chain(
         group,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from muonfx import checkpoint, tree
 from muonfx.core import Transform
-from muonfx.engines.deepspeed.experts import global_names
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
+from muonfx.engines.deepspeed.parallel import gather_objects, global_names
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.tree import PyTree, Spec
 
@@ -116,6 +116,7 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
 
 
 def _optimizer_of(engine: Any) -> ZeroOptimizer:
+    """Return the optimizer of this module that a DeepSpeed engine steps; raise if it has another one."""
     # At ZeRO stages 1 to 3, `engine.optimizer` is a wrapper of the optimizer.
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if not isinstance(optimizer, ZeroOptimizer):
@@ -124,6 +125,7 @@ def _optimizer_of(engine: Any) -> ZeroOptimizer:
 
 
 def _all_ranks() -> dist.ProcessGroup | None:
+    """Return the group of all ranks; None in a single process."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
@@ -151,42 +153,34 @@ class _Values(NamedTuple):
             for name, param in unit_params.items():
                 local_params[new_name_of.get(name, name)] = param
             leaves_of_units.append(unit_leaves)
-        leaves = [_merged(column) for column in zip(*leaves_of_units, strict=True)]
+        leaves = [_merged(leaf_of_units) for leaf_of_units in zip(*leaves_of_units, strict=True)]
         paths: list[tuple[Any, ...]] = []
         if units:  # a pipeline stage may have no parameters
-            local_paths = tree.paths(units[0].unflatten(leaves))
-            paths = [tuple(new_name_of.get(str(entry), entry) for entry in path) for path in local_paths]
+            for path in tree.paths(units[0].unflatten(leaves)):
+                paths.append(tuple([new_name_of.get(str(entry), entry) for entry in path]))
         local_state: dict[Any, Any] = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if leaf is not None}
-        identities = _of_all_ranks((optimizer.tx.fingerprint, bool(new_name_of)))
+        identities = gather_objects((optimizer.tx.fingerprint, bool(new_name_of)))
         is_same_transform = set(identities) == {(optimizer.tx.fingerprint, False)}
         tx = optimizer.tx if is_same_transform else None
         return cls(_with_leaves_of_others(local_params), _nested(_with_leaves_of_others(local_state)), paths, tx)
 
 
-def _of_all_ranks(value: Any) -> list[Any]:
-    """Return the values of all ranks, in their order."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
     """Add an empty `FlatShard` for each leaf that only other ranks hold. Mark whole leaves that not all ranks hold."""
     specs = {key: Spec(tuple(leaf.shape), leaf.dtype) for key, leaf in leaves.items()}
-    specs_of_ranks: list[dict[Any, Spec]] = _of_all_ranks(specs)
-    all_leaves: dict[Any, Any] = {}
+    specs_of_ranks: list[dict[Any, Spec]] = gather_objects(specs)
+    all_specs: dict[Any, Spec] = {}
     for rank_specs in specs_of_ranks:
-        for key, spec in rank_specs.items():
-            if key in all_leaves:
-                continue
-            is_on_all_ranks = all(key in other_specs for other_specs in specs_of_ranks)
-            leaf = leaves.get(key)
-            if leaf is None:
-                leaf = FlatShard(spec.shape, 0, torch.empty(0, dtype=spec.dtype))
-            elif isinstance(leaf, Tensor) and not is_on_all_ranks:
-                leaf = FlatShard.cut(leaf, 0, leaf.numel())
+        all_specs = rank_specs | all_specs  # the spec of the first rank that has the leaf
+    all_leaves: dict[Any, Any] = {}
+    for key, spec in all_specs.items():
+        is_on_all_ranks = all(key in rank_specs for rank_specs in specs_of_ranks)
+        leaf = leaves.get(key)
+        if leaf is None:
+            all_leaves[key] = FlatShard(spec.shape, 0, torch.empty(0, dtype=spec.dtype))
+        elif isinstance(leaf, Tensor) and not is_on_all_ranks:
+            all_leaves[key] = FlatShard.cut(leaf, 0, leaf.numel())
+        else:
             all_leaves[key] = leaf
     return all_leaves
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,7 +14,7 @@ from muonfx.core import Locality, Transform
 from muonfx.core.hyperparams import hyperparams
 from muonfx.core.transform import require_transform
 from muonfx.core.visit import visit
-from muonfx.engines.deepspeed.experts import expert_group_name
+from muonfx.engines.deepspeed.parallel import expert_group_name, gather_objects, tensor_group_of, whole_shape_of
 from muonfx.engines.deepspeed.pieces import (
     flats_of,
     local_shape_of,
@@ -25,7 +24,6 @@ from muonfx.engines.deepspeed.pieces import (
     whole_pieces,
 )
 from muonfx.engines.deepspeed.rates import GroupRates
-from muonfx.engines.deepspeed.tensor_parallel import tensor_group_of, whole_shape_of
 from muonfx.engines.deepspeed.unit import Unit
 from muonfx.optimizer.group_numbers import GroupNumbers
 from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups
@@ -66,23 +64,11 @@ class ZeroOptimizer(Optimizer):
         for name, param in self._params.items():
             self._like[name] = torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta")
         tx.init(self._like)  # raises if the transform cannot handle the parameters
-        # A rule has a parameter's label and transforms. Parameters with one rule become one param group, apart from
-        # experts, which have a group of their own for each group of ranks that share them.
-        rules = update_rules_of(tuple(visit(tx, self._like)))
-        for name in self._like:
-            if name not in rules or rules[name].is_left_out:
-                raise ValueError(
-                    f"{name!r} requires grad but has no label: give it a label, or freeze it before this call"
-                )
         self._numbers: dict[tuple[str, ...], GroupNumbers] = {}
         """The object that reads the hyperparameters of each group, by the parameter names of the group."""
         self._units: dict[Tensor, Unit] = {}
-        """A unit for each flat tensor; at stage 0 for each group, by its first tensor."""
-        groups: list[dict[str, Any]] = []
-        for rule, rule_pairs in pairs_by_rule(self._params.items(), rules).items():
-            for expert_group, pairs in _by_expert_group(rule_pairs).items():
-                groups.append(self._new_group(rule, expert_group, pairs))
-        super().__init__(groups, {})
+        """The units that exist, by their first tensor: a flat tensor, or at stage 0 the first one of a group."""
+        super().__init__(self._new_groups(), {})
         own_groups(self)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         _warn_of_unequal_stages(model, self.param_groups)
@@ -90,6 +76,23 @@ class ZeroOptimizer(Optimizer):
         for group in self.param_groups:
             # If two keys of a group set one number, later reads compare both with this one to find the changed key.
             self._numbers_of(group).read(group)
+
+    def _new_groups(self) -> list[dict[str, Any]]:
+        """Return the param groups: parameters with one update rule (their label and transforms) are in one group.
+
+        Experts have a group of their own for each group of ranks that share them.
+        """
+        rules = update_rules_of(tuple(visit(self.tx, self._like)))
+        for name in self._like:
+            if name not in rules or rules[name].is_left_out:
+                raise ValueError(
+                    f"{name!r} requires grad but has no label: give it a label, or freeze it before this call"
+                )
+        groups: list[dict[str, Any]] = []
+        for rule, rule_pairs in pairs_by_rule(self._params.items(), rules).items():
+            for expert_group, pairs in _by_expert_group(rule_pairs).items():
+                groups.append(self._new_group(rule, expert_group, pairs))
+        return groups
 
     def _new_group(self, rule: UpdateRule, expert_group: str | None, pairs: list[tuple[str, Tensor]]) -> dict[str, Any]:
         """Return a param group for named parameters with the hyperparameters of the transforms that update them."""
@@ -141,29 +144,26 @@ class ZeroOptimizer(Optimizer):
 
     def _is_initialization(self) -> bool:
         """Return whether this is the step with zero gradients that DeepSpeed takes only to allocate the state."""
-        for unit in self._units.values():
-            if unit.pieces.is_flat:
-                return False
+        if any(unit.pieces.is_flat for unit in self._units.values()):
+            return False
         model_params = set(self._params.values())
         for group in self.param_groups:
             for param in group["params"]:
-                if param in model_params:  # not a copy in fp32, into which DeepSpeed would have put zeros
-                    return False
-                if param.grad is None or param.grad.any():
+                is_copy = param not in model_params  # in fp32, into which DeepSpeed puts the zeros
+                if not is_copy or param.grad is None or param.grad.any():
                     return False
         return True
 
     def _require_same_trained(self) -> None:
         """Raise if a parameter was frozen, unfrozen, added or removed since the optimizer was constructed."""
         # DeepSpeed's flat tensors contain the parameters from construction only.
-        trained = trained_parameters(self.model)
-        trained_params = set(trained.values())
-        former_params = set(self._params.values())
-        for name, param in trained.items():
-            if param not in former_params:
+        name_of_trained = {param: name for name, param in trained_parameters(self.model).items()}
+        name_of_former = {param: name for name, param in self._params.items()}
+        for param, name in name_of_trained.items():
+            if param not in name_of_former:
                 raise _trained_has_changed(name, "requires grad now, but did not")
-        for name, param in self._params.items():
-            if param not in trained_params:
+        for param, name in name_of_former.items():
+            if param not in name_of_trained:
                 raise _trained_has_changed(name, "required grad")
 
     def all_units(self) -> list[Unit]:
@@ -205,21 +205,18 @@ class ZeroOptimizer(Optimizer):
         param_shapes = [local_shape_of(param) for param in params.values()]
         is_stage_0 = [tuple(tensor.shape) for tensor in tensors] == param_shapes
         if is_stage_0:
-            if not tensors:  # a group without parameters
-                return []
-            first = tensors[0]
-            if first not in self._units:
-                pieces = whole_pieces(dict(zip(names, tensors, strict=True)), params, self._like, tensor_group)
-                self._units[first] = Unit(self.tx, self._like, pieces, self.state)
-            return [self._units[first]]
+            first_tensors = tensors[:1]
+        else:
+            first_tensors = [flat for flat in tensors if without_grads or flat.grad is not None]
         units: list[Unit] = []
-        for flat in tensors:
-            if flat.grad is None and not without_grads:
-                continue
-            if flat not in self._units:
-                pieces = locate(flat, params, self._like, tensor_group)
-                self._units[flat] = Unit(self.tx, self._like, pieces, self.state)
-            units.append(self._units[flat])
+        for tensor in first_tensors:
+            if tensor not in self._units:
+                if is_stage_0:
+                    pieces = whole_pieces(dict(zip(names, tensors, strict=True)), params, self._like, tensor_group)
+                else:
+                    pieces = locate(tensor, params, self._like, tensor_group)
+                self._units[tensor] = Unit(self.tx, self._like, pieces, self.state)
+            units.append(self._units[tensor])
         return units
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -239,8 +236,10 @@ class ZeroOptimizer(Optimizer):
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             for hyperparam in self._numbers_of(group).hyperparams:
                 if hyperparam.key not in saved_group:
-                    name = group["param_names"][0]
-                    raise ValueError(f"the state has no hyperparameter {hyperparam.key!r} for the group of {name!r}")
+                    first_name = group["param_names"][0]
+                    raise ValueError(
+                        f"the state has no hyperparameter {hyperparam.key!r} for the group of {first_name!r}"
+                    )
         super().load_state_dict(state_dict)
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             for param, index in zip(group["params"], saved_group["params"], strict=True):
@@ -260,10 +259,9 @@ def _trained_has_changed(name: str, when: str) -> ValueError:
 def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
     """Warn if the stages of a pipeline have different groups; all ranks call this together."""
     is_pipeline = hasattr(model, "num_stages") and hasattr(model, "topology")
-    if not is_pipeline or not dist.is_initialized():
+    if not is_pipeline:
         return
-    labels_of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(labels_of_ranks, [group["label"] for group in groups])
+    labels_of_ranks = gather_objects([group["label"] for group in groups])
     for rank, labels in enumerate(labels_of_ranks):
         if len(labels) != len(labels_of_ranks[0]):
             warnings.warn(

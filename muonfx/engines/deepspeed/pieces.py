@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muonfx.engines.deepspeed.tensor_parallel import block_group_of, tensor_shards_of
+from muonfx.engines.deepspeed.parallel import block_group_of, gather_objects, tensor_shards_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.cut import Cut, Intervals, Listed, Whole
 from muonfx.sharding.shards.flat_shard import FlatShard
@@ -117,10 +118,8 @@ def locate(
     layout = _layout(cut.cuts, like, dtypes, cut.group, stage=2 if engine is None else 3)
     shapes = {name: layout.position(name).shape for name in cut.at}
     pieces = Pieces(tuple(cut.at), [flat], layout, cut.at, shapes, cut.saved_elsewhere)
-    misplaced_names: list[str | None] = [None] * layout.size
     misplaced_name = cut.misplaced_name or _differing(pieces, params)
-    dist.all_gather_object(misplaced_names, misplaced_name, group=cut.group)
-    for name in misplaced_names:
+    for name in gather_objects(misplaced_name, cut.group):
         if name is not None:
             raise _misplaced(name)
     return pieces
@@ -184,11 +183,9 @@ def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
     """Find where each rank holds each parameter at stages 1 and 2, which partition the concatenated parameters."""
     located_here = _mappings(params)
     group = _data_group(flat, params)
-    size = dist.get_world_size(group)
-    located_on_ranks: list[Any] = [None] * size
-    dist.all_gather_object(located_on_ranks, located_here, group=group)
+    located_on_ranks: list[dict[str, Located]] = gather_objects(located_here, group)
     length = flat.numel()
-    borders = tuple([rank * length for rank in range(size + 1)])
+    borders = tuple([rank * length for rank in range(len(located_on_ranks) + 1)])
     cuts: dict[str, Cut] = {}
     misplaced_name: str | None = None
     for name, param in params.items():
@@ -199,7 +196,7 @@ def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
         starts: set[int] = set()  # of the parameter in the concatenation of the ranks' flat tensors, for each rank
         located_elements = 0  # on all ranks together
         for rank, located_on_rank in enumerate(located_on_ranks):
-            located: Located = located_on_rank[name]
+            located = located_on_rank[name]
             if located.length:
                 starts.add(rank * length + located.start - located.begin)
                 located_elements += located.length
@@ -263,8 +260,7 @@ def _cut_shards(
     """Compose the partition by ZeRO, of this tensor-parallel rank's shards, with the partition by AutoTP."""
     group = block_group_of(cut.group, tensor_group)
     tensor_rank = dist.get_rank(tensor_group)
-    intervals_of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(intervals_of_ranks, (tensor_rank, dict(cut.at)), group=group)
+    intervals_of_ranks: list[tuple[int, dict[str, Located]]] = gather_objects((tensor_rank, dict(cut.at)), group)
     cuts: dict[str, Cut] = {}
     overlapping: set[str] = set()
     for name, param in params.items():
@@ -290,13 +286,9 @@ def _cut_shards(
 
 def _do_overlap(pieces: Iterable[ShardPosition]) -> bool:
     """Return whether different intervals of one tensor overlap."""
-    intervals = {(piece.start or 0, piece.numel) for piece in pieces if piece.numel}
-    end = 0
-    for start, length in sorted(intervals):
-        if start < end:
-            return True
-        end = start + length
-    return False
+    intervals = sorted({(piece.start or 0, piece.numel) for piece in pieces if piece.numel})
+    neighbors = pairwise(intervals)
+    return any(start + length > next_start for (start, length), (next_start, _) in neighbors)
 
 
 def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:

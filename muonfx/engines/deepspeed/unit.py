@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -50,65 +49,58 @@ class Unit:
         self.pieces = pieces
         self._tx = tx
         self._names = list(like)
-        self._values: dict[str, Any] | None = None
+        self._numbers: dict[str, Any] | None = None
         """The hyperparameters in the last step."""
-        self._now = tx
+        self._current_tx = tx
         """The transform with these hyperparameters."""
-        self._views: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
-        """A dict from key to a flat state tensor and the torch views of its shards by parameter name."""
-        self._leaves: list[_StateEntry | None] = []
+        self._entries: list[_StateEntry | None] = []
         """For each leaf of the state, its entry in ``optimizer.state``; None for a leaf that is None."""
-        loaded_entries: list[dict[str, Any]] = [dict(states.get(tensor, {})) for tensor in pieces.flat]
-        params = self._among_all(pieces.views(pieces.flat))
-        self._lay_out(self._transform().init(params), states)
+        loaded_states = {tensor: states[tensor] for tensor in pieces.flat if states.get(tensor)}
+        state = self._transform().init(self._among_all(pieces.views(pieces.flat)))
+        self._treedef = tree.flatten(state)[1]
+        self._lay_out(state, states)
         self._specs = {tensor: tree.spec(states[tensor]) for tensor in pieces.flat}
         """A dict from tensor to the expected shapes and dtypes of its dict in ``optimizer.state``."""
-        self._checked: list[object] = [states[tensor] for tensor in pieces.flat]
-        """The dicts of ``optimizer.state`` that passed `_check`; a load puts others in their place."""
-        for tensor, entries in zip(pieces.flat, loaded_entries, strict=True):
-            if entries:
-                states[tensor] = entries
+        states.update(loaded_states)
 
     def _transform(self) -> Transform:
         """Return the transform with the current hyperparameters, sharded unless each rank has whole parameters."""
         layout = self.pieces.layout
-        return self._now if layout is None else sharded(self._now, layout)
+        return self._current_tx if layout is None else sharded(self._current_tx, layout)
 
     def _params(self) -> dict[str, Tensor]:
         """Return the parameters, or their shards, by name; they share memory with the tensors of DeepSpeed."""
         return self.pieces.views([tensor.detach() for tensor in self.pieces.flat])
 
-    def _among_all(self, some: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Return ``some`` with an entry for every parameter of the model: None for those that it lacks."""
-        return {name: some.get(name) for name in self._names}
+    def _among_all(self, params: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Return ``params`` with an entry for every parameter of the model: None for those that it lacks."""
+        return {name: params.get(name) for name in self._names}
 
     def _lay_out(self, state: PyTree, states: States) -> None:
         """Copy a new state into ``optimizer.state``; tensors like shards become parts of flat tensors."""
-        local = self.pieces.views(self.pieces.flat)
-        leaves, self._treedef = tree.flatten(state)
+        params = self.pieces.views(self.pieces.flat)
         for tensor in self.pieces.flat:
             states[tensor] = {}
-        shards: dict[str, dict[str, Tensor]] = {}
+        shards_by_key: dict[str, dict[str, Tensor]] = {}
         owners = ownership_of(state, dict.fromkeys(self._names))
-        for path, (name, path_without_name), leaf in zip(tree.paths(state), owners, leaves, strict=True):
+        for path, (name, path_without_name), leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
             if leaf is None:
-                self._leaves.append(None)
-                continue
-            if name is None or name not in local or leaf.shape != local[name].shape:
-                # A leaf of no parameter, such as a step count: every tensor has an entry with it.
-                key = path_of(path)
-                self._leaves.append(_StateEntry(key, None))
-                for tensor in self.pieces.flat:
-                    states[tensor][key] = leaf
-                continue
-            key = path_of(path_without_name)
-            self._leaves.append(_StateEntry(key, name))
-            if self.pieces.is_flat:
-                shards.setdefault(key, {})[name] = leaf
+                self._entries.append(None)
+            elif name is not None and name in params and leaf.shape == params[name].shape:
+                key = path_of(path_without_name)
+                self._entries.append(_StateEntry(key, name))
+                shards_by_key.setdefault(key, {})[name] = leaf
             else:
-                states[local[name]][key] = leaf
-        for key, shard_of in shards.items():
-            self._lay_out_flat(key, shard_of, states)
+                # A leaf of no parameter, such as a step count: every tensor has an entry with it.
+                self._entries.append(_StateEntry(path_of(path), None))
+                for tensor in self.pieces.flat:
+                    states[tensor][path_of(path)] = leaf
+        for key, shard_of in shards_by_key.items():
+            if self.pieces.is_flat:
+                self._lay_out_flat(key, shard_of, states)
+            else:
+                for name, leaf in shard_of.items():
+                    states[params[name]][key] = leaf
 
     def _lay_out_flat(self, key: str, shard_of: Mapping[str, Tensor], states: States) -> None:
         """Copy the shards of a state, by parameter name, into a new tensor of the length of the flat tensor."""
@@ -118,20 +110,16 @@ class Unit:
         (flat,) = self.pieces.flat
         flat_state = torch.zeros_like(flat, dtype=dtypes.pop(), requires_grad=False)
         states[flat][key] = flat_state
-        for name, view in self.pieces.views([flat_state]).items():
-            if name in shard_of:
-                view.copy_(shard_of[name])
+        views = self.pieces.views([flat_state])
+        for name, shard in shard_of.items():
+            views[name].copy_(shard)
 
     def _check(self, states: States) -> None:
-        """Raise unless a loaded ``optimizer.state`` fits the transform in keys and shapes; cast it to its dtypes."""
-        current = [states.get(tensor) for tensor in self.pieces.flat]
-        if all(map(is_, current, self._checked)):
-            return
+        """Raise unless ``optimizer.state``, which may be loaded, fits the transform; cast it to its dtypes."""
         for tensor, specs in self._specs.items():
             entries: dict[str, Any] = states.get(tensor, {})
-            differing_keys = sorted(specs.keys() ^ entries.keys())
-            if differing_keys:
-                raise self._other_keys(differing_keys[0], entries, specs)
+            if entries.keys() != specs.keys():
+                raise self._other_keys(entries, specs)
             for key, spec in specs.items():
                 leaf = entries[key]
                 if tuple(leaf.shape) != spec.shape or not widens(leaf.dtype, spec.dtype):
@@ -140,10 +128,10 @@ class Unit:
                         f"{leaf.dtype}, expected {spec.shape} and {spec.dtype} or a dtype that widens to it"
                     )
                 entries[key] = leaf.to(spec.dtype)
-        self._checked = [states[tensor] for tensor in self.pieces.flat]
 
-    def _other_keys(self, key: str, entries: Mapping[str, Any], specs: Mapping[str, Any]) -> ValueError:
-        """Return an error for a ``key`` that only the loaded ``entries`` have, or only the transform (``specs``)."""
+    def _other_keys(self, entries: Mapping[str, Any], specs: Mapping[str, Any]) -> ValueError:
+        """Return an error for a key that only the loaded ``entries`` have, or only the transform (``specs``)."""
+        key = min(specs.keys() ^ entries.keys())
         problem = "is missing" if key in specs else "belongs to another transform"
         return ValueError(
             f"optimizer.state: {key!r} {problem}, in the state {self._owners_text()}; it has {sorted(entries)}, "
@@ -151,6 +139,7 @@ class Unit:
         )
 
     def _owners_text(self) -> str:
+        """Return the parameters of this unit for an error: "of 'up.weight' and 3 more"."""
         return f"of {self.pieces.names[0]!r} and {len(self.pieces.names) - 1} more"
 
     def _read(self, states: States) -> PyTree:
@@ -159,48 +148,38 @@ class Unit:
         The leaves share memory with these tensors, so a step may update them in place. In a flat state tensor, a leaf
         is a view of the part that belongs to one parameter.
         """
-        first = self.pieces.flat[0]
-        # At stage 0 the tensors are the parameters themselves, and each has state of its own.
-        param_of = {} if self.pieces.is_flat else self.pieces.views(self.pieces.flat)
+        views_by_key: dict[str, dict[str, Tensor]] = {}
         leaves: list[Tensor | None] = []
-        for entry in self._leaves:
+        for entry in self._entries:
             if entry is None:
                 leaves.append(None)
-                continue
-            key, name = entry
-            if name is None:  # every tensor has the same leaf
-                leaves.append(states[first][key])
-            elif self.pieces.is_flat:
-                flat_state = states[first][key]
-                leaves.append(self._views_of(key, flat_state)[name])
+            elif entry.name is None:  # every tensor has the same leaf
+                leaves.append(states[self.pieces.flat[0]][entry.key])
             else:
-                leaves.append(states[param_of[name]][key])
+                if entry.key not in views_by_key:
+                    state_tensors = [states[tensor].get(entry.key) for tensor in self.pieces.flat]
+                    views_by_key[entry.key] = self.pieces.views(state_tensors)
+                leaves.append(views_by_key[entry.key][entry.name])
         return tree.unflatten(self._treedef, leaves)
-
-    def _views_of(self, key: str, flat_state: Tensor) -> dict[str, Tensor]:
-        """Return the parts of a flat state tensor by parameter name."""
-        if key not in self._views or self._views[key][0] is not flat_state:
-            self._views[key] = (flat_state, self.pieces.views([flat_state]))
-        return self._views[key][1]
 
     def _write(self, before: PyTree, after: PyTree, states: States) -> None:
         """Write the state after a step to ``optimizer.state``; reuse the memory of the state before the step."""
-        for entry, old, new in zip(self._leaves, tree.leaves(before), tree.leaves(after), strict=True):
+        for entry, old, new in zip(self._entries, tree.leaves(before), tree.leaves(after), strict=True):
             if entry is None or new is old:
                 continue
-            key, name = entry
-            if name is None:
+            if entry.name is None:
                 for tensor in self.pieces.flat:
-                    states[tensor][key] = new
+                    states[tensor][entry.key] = new
             elif new.data_ptr() != old.data_ptr():
                 old.copy_(new)
 
     def step(self, numbers: dict[str, Any], states: States) -> None:
         """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, by name."""
         self._check(states)
-        if numbers is not self._values:
-            self._now = prepared(with_hyperparams(self._tx, fitted(hyperparams(self._tx), numbers)))
-            self._values = numbers
+        if numbers is not self._numbers:
+            fitted_numbers = fitted(hyperparams(self._tx), numbers)
+            self._current_tx = prepared(with_hyperparams(self._tx, fitted_numbers))
+            self._numbers = numbers
         params = self._params()
         grads = self.pieces.views([tensor.grad for tensor in self.pieces.flat])
         state = self._read(states)
@@ -223,11 +202,12 @@ class Unit:
         state = self._read(states)
         if self.pieces.layout is not None:
             state = to_global(self._transform(), state, self._among_all(params))
-        leaves = tree.leaves(state)
-        for place, (entry, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
-            name = None if entry is None else entry.name
-            if name is not None and isinstance(leaf, Tensor):
-                leaves[place] = self.pieces.as_leaf(name, leaf, to_load=to_load)
+        leaves: list[Any] = []
+        for entry, leaf in zip(self._entries, tree.leaves(state), strict=True):
+            if entry is None or entry.name is None or not isinstance(leaf, Tensor):
+                leaves.append(leaf)
+            else:
+                leaves.append(self.pieces.as_leaf(entry.name, leaf, to_load=to_load))
         params_with_positions: dict[str, Any] = {}
         for name, param in params.items():
             params_with_positions[name] = self.pieces.as_leaf(name, param, to_load=to_load)
@@ -243,9 +223,8 @@ class Unit:
         views = self._params()
         for name, view in views.items():
             values = params[name]
-            if isinstance(values, FlatShard):
-                values = values.data
-            view.copy_(values.view(view.shape))
+            local_values = values.data if isinstance(values, FlatShard) else values
+            view.copy_(local_values.view(view.shape))
         current_leaves = self.to_global(states, to_load=True)[1]
         new_leaves: list[Any] = []
         for current_leaf, loaded_leaf in zip(current_leaves, leaves, strict=True):

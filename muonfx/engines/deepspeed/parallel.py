@@ -1,4 +1,4 @@
-"""Read how DeepSpeed's AutoTP has partitioned the parameters over its tensor-parallel group.
+"""Read how DeepSpeed has divided a model over ranks: by AutoTP over a tensor-parallel group, and by experts.
 
 AutoTP replaces linear layers by layers that hold some rows or columns of the weight. The parameter stays the same
 object with a smaller shape, and has a dict of metadata for DeepSpeed's universal checkpoints. A partitioned dim is
@@ -92,9 +92,7 @@ def block_group_of(data_group: dist.ProcessGroup, tensor_group: dist.ProcessGrou
     All of these ranks must call this together.
     """
     tensor_ranks = dist.get_process_group_ranks(tensor_group)
-    groups_of_ranks: list[Any] = [None] * dist.get_world_size(data_group)
-    dist.all_gather_object(groups_of_ranks, tensor_ranks, group=data_group)
-    ranks = sorted({rank for group_ranks in groups_of_ranks for rank in group_ranks})
+    ranks = sorted(set[int]().union(*gather_objects(tensor_ranks, data_group)))
     if ranks == sorted(tensor_ranks):
         return tensor_group
     if len(ranks) == dist.get_world_size():
@@ -114,3 +112,47 @@ def _undescribed(name: str, metadata: dict[str, Any]) -> ValueError:
         'columns of each rank: exclude this layer in "tensor_parallel", or train with another optimizer. '
         "Nothing was changed"
     )
+
+
+# ------------------------------------------------------------------------------------------------------------ experts
+
+
+def expert_group_name(param: Tensor) -> str | None:
+    """Return DeepSpeed's name of the group of an expert's parameter, such as "ep_size_2"; None for other parameters."""
+    if getattr(param, "allreduce", True):
+        return None
+    return getattr(param, "group_name", None)
+
+
+def global_names(model: nn.Module) -> dict[str, str]:
+    """Return a dict from parameter name to the name with the expert's index among all experts, where they differ.
+
+    Each rank numbers its own experts from 0. With 2 experts on each rank, the parameter
+    ``"moe.deepspeed_moe.experts.deepspeed_experts.0.weight"`` of rank 1 gets the name of expert 2.
+    """
+    new_name_of: dict[str, str] = {}
+    for layer_name, layer in model.named_modules():
+        experts: Any = getattr(getattr(layer, "experts", None), "deepspeed_experts", None)
+        expert_group: Any = getattr(layer, "ep_group", None)
+        if experts is None or expert_group is None:
+            continue
+        first_expert = dist.get_rank(expert_group) * len(experts)
+        if dist.get_world_size(expert_group) == 1:
+            continue
+        prefix = f"{layer_name}.experts.deepspeed_experts"
+        for local_index, expert in enumerate(experts):
+            for name, _ in expert.named_parameters():
+                new_name_of[f"{prefix}.{local_index}.{name}"] = f"{prefix}.{first_expert + local_index}.{name}"
+    return new_name_of
+
+
+# -------------------------------------------------------------------------------------------------------- communication
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks of a group, by default of all ranks of the job, in the order of the ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
