@@ -403,12 +403,12 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
             raise TypeError(f"state: {leaf_name} must be a tensor, found {type(leaves[index]).__name__}")
         shape, dtype = spec
         expected_shape, expected_dtype = expected_spec
-        if with_dtypes or shape != expected_shape:
-            raise ValueError(
-                f"state: {leaf_name} has shape {tuple(shape)} and dtype {dtype}, expected {tuple(expected_shape)} and "
-                f"{expected_dtype}; pass a state that was made by init(params) for these parameters and with these "
-                "options"
-            )
+        if shape == expected_shape and not with_dtypes:
+            continue
+        raise ValueError(
+            f"state: {leaf_name} has shape {tuple(shape)} and dtype {dtype}, expected {tuple(expected_shape)} and "
+            f"{expected_dtype}; pass a state that was made by init(params) for these parameters and with these options"
+        )
 
 
 def _wrong_structure(name: str, state: PyTree, expected: ExpectedState) -> ValueError:
@@ -481,24 +481,29 @@ def warn_of_growing_graphs(
     if not torch.is_grad_enabled() or functorch_is_active():
         return
     index = _index_of_graph(leaves)
-    if index is None or any(number.requires_grad for number in numbers or ()):
+    if index is None:
         return
-    reason = "because the gradients have no graph"
+    if numbers is not None and any(number.requires_grad for number in numbers):
+        return
     updates_have_graph = any(leaf.requires_grad for leaf in tree.tensors(updates))
-    if updates_have_graph:
-        # A step calls `update` and `apply_updates`. Only `update` has the numbers, so only it warns of a long graph.
-        is_from_update = numbers is not None
-        if not is_from_update or updates_in_graph(leaves[index]) != MANY_UPDATES:  # equal once, so it warns once
-            return
+    if not updates_have_graph:
+        reason = "because the gradients have no graph"
+        warnings.warn(_growing_graph(caller, tree.names(params)[index], reason), UserWarning, stacklevel=3)
+        return
+    # A step calls `update` and then `apply_updates`. Only `update` passes numbers, and only it warns of a long graph.
+    is_update = numbers is not None
+    if is_update and updates_in_graph(leaves[index]) == MANY_UPDATES:  # not `>=`: warn at one step only
         reason = f"because one graph records the last {MANY_UPDATES} updates"
-    name = tree.names(params)[index]
-    warnings.warn(
+        warnings.warn(_growing_graph(caller, tree.names(params)[index], reason), UserWarning, stacklevel=3)
+
+
+def _growing_graph(caller: str, name: str, reason: str) -> str:
+    """Return the warning that the parameter ``name`` has a graph of earlier steps, which is a mistake for a reason."""
+    return (
         f"{caller}: found parameters with an autograd graph of earlier steps, such as {name!r}, expected detached "
         f"parameters, {reason}. The graph grows with every step. Unless you differentiate "
         "through the optimizer, detach the parameters, {n: p.detach() for n, p in model.named_parameters()}, or step "
-        "under torch.no_grad()",
-        UserWarning,
-        stacklevel=3,
+        "under torch.no_grad()"
     )
 
 

@@ -94,23 +94,17 @@ class _Chooser:
     def __init__(
         self, argument: str, source: object, expected: str, kinds: tuple[type, ...], memory: Memory | None = None
     ) -> None:
-        # Two likely mistakes, for which the general error would not help: a condition on modules, and a whole model.
+        # Two likely mistakes, for which the general error would not help.
         if isinstance(source, Condition) and source.needs_modules():
-            raise ValueError(
-                f"{argument}: found {source!r}, expected a condition on names and shapes, because a transform receives "
-                "named tensors without module types. Evaluate it on the model: {name: label == 'yes' for name, label "
-                "in muonfx.labels(model, [(predicate, 'yes')], 'no').items()}"
-            )
+            raise _condition_on_modules(argument, source)
         if isinstance(source, torch.nn.Module):
-            raise TypeError(
-                f"{argument}: found the model {type(source).__name__}, expected a dict by parameter name: for "
-                "partition, muonfx.default_labels(model)"
-            )
+            raise _whole_model(argument, source)
         self.argument = argument
         self.source = source
         self.expected = expected
         self.kinds = kinds
         self._choice_of: dict[Any, _Choice] = {} if memory is None else memory
+        """The cache: by the `_cache_key` of parameters, their values."""
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> _Choice:
         """Return the value of each parameter, from the cache if these parameters were seen before.
@@ -118,12 +112,7 @@ class _Chooser:
         With ``quiet``, warnings that the source issues are suppressed.
         """
         names = tree.names(params)
-        # The values follow from the names and, for a function, from shapes and dtypes. The key is not the tree's
-        # structure, which cannot be hashed under compilation.
-        key: object = tuple(names)
-        if callable(self.source):
-            shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
-            key = tuple(zip(names, shapes, strict=True))
+        key = self._cache_key(params, names)
         if key in self._choice_of:
             return self._choice_of[key]
         if torch.compiler.is_compiling():  # a trace may not change the cache
@@ -131,24 +120,32 @@ class _Chooser:
         with warnings.catch_warnings():
             if quiet:
                 warnings.simplefilter("ignore")
-            self._choice_of[key] = self._choose(params, names)
-        return self._choice_of[key]
+            choice = self._choose(params, names)
+        self._choice_of[key] = choice
+        return choice
+
+    def _cache_key(self, params: PyTree, names: list[str]) -> object:
+        """Return all that the values depend on: names and, if a function chooses the values, shapes and dtypes.
+
+        The structure of the tree would do, but it cannot be hashed under compilation.
+        """
+        if not callable(self.source):
+            return tuple(names)
+        shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
+        return tuple(zip(names, shapes, strict=True))
 
     def of_updates(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
-        """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step.
+        """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step. It issues no warnings.
 
-        ``params`` may be None. The updates then give the names, shapes and dtypes.
+        ``params`` may be None. The updates then give the names, shapes and dtypes. A function that chooses values may
+        read the shape of any parameter, so an update of None, which has no shape, is an error.
         """
         if params is not None:
-            return self(params, quiet=True).values  # init has warned already
+            return self(params, quiet=True).values
         if callable(self.source):
             for name, leaf in tree.named_leaves(updates):
-                if leaf is None:  # the shape of this parameter is unknown
-                    raise ValueError(
-                        f"{self.argument}: found no parameters, and no gradient for {name!r}, so the function that "
-                        "chooses values cannot read its shape; expected parameters: call "
-                        "update(updates, state, params)"
-                    )
+                if leaf is None:
+                    raise _unknown_shape(self.argument, name)
         return self(updates, quiet=True).values
 
     def _choose(self, params: PyTree, names: list[str]) -> _Choice:
@@ -159,23 +156,29 @@ class _Chooser:
         """
         source = self.source
         if isinstance(source, Condition):
-            source = source.select(params)
+            chosen = source.select(params)
         elif callable(source) and not isinstance(source, Mapping):  # a mapping may be callable too
-            source = source(params)
-        if isinstance(source, Mapping) and self._is_by_name(source):
-            return self._choose_by_name(source, names)
-        # A tree. Names are compared, not structures: nested dicts fit parameters with dotted names too.
-        if set(tree.names(source)) != set(names):
+            chosen = source(params)
+        else:
+            chosen = source
+        if isinstance(chosen, Mapping) and self._is_by_name(chosen):
+            return self._choose_by_name(chosen, names)
+        return self._choose_by_tree(chosen, names)
+
+    def _choose_by_tree(self, values: PyTree, names: list[str]) -> _Choice:
+        """Return the leaves of a tree of values by name. Raise if they are not of the named parameters, or wrong."""
+        value_of = dict(tree.named_leaves(values))
+        # Names are compared, not structures: nested dicts fit parameters with dotted names too.
+        if set(value_of) != set(names):
             raise ValueError(
-                f"{self.argument}: found a {type(source).__name__} with the leaves {format_list(tree.names(source))}, "
+                f"{self.argument}: found a {type(values).__name__} with the leaves {format_list(tree.names(values))}, "
                 f"expected a dict from the name of each parameter to {self.expected}, or a tree with the structure of "
                 f"the parameters; their names are {format_list(names)}"
             )
-        values = dict(zip(tree.names(source), tree.leaves(source), strict=True))
-        for name, value in values.items():
+        for name, value in value_of.items():
             if not isinstance(value, self.kinds):
                 raise TypeError(f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}")
-        return _Choice(values)
+        return _Choice(value_of)
 
     def _is_by_name(self, source: Mapping[Any, Any]) -> bool:
         """Return True if a mapping has names and values; any other mapping is a tree."""
@@ -194,6 +197,31 @@ class _Chooser:
         if isinstance(source, RoutedLabels):
             return _Choice(values, source.for_names(key_of))
         return _Choice(values)
+
+
+def _condition_on_modules(argument: str, condition: Condition) -> ValueError:
+    """Return the error for a condition that depends on module types, which named tensors do not have."""
+    return ValueError(
+        f"{argument}: found {condition!r}, expected a condition on names and shapes, because a transform receives "
+        "named tensors without module types. Evaluate it on the model: {name: label == 'yes' for name, label "
+        "in muonfx.labels(model, [(predicate, 'yes')], 'no').items()}"
+    )
+
+
+def _whole_model(argument: str, model: torch.nn.Module) -> TypeError:
+    """Return the error for a model in place of labels or a mask."""
+    return TypeError(
+        f"{argument}: found the model {type(model).__name__}, expected a dict by parameter name: for partition, "
+        "muonfx.default_labels(model)"
+    )
+
+
+def _unknown_shape(argument: str, name: str) -> ValueError:
+    """Return the error for a step without parameters, in which the update for ``name`` is None."""
+    return ValueError(
+        f"{argument}: found no parameters, and no gradient for {name!r}, so the function that chooses values cannot "
+        "read its shape; expected parameters: call update(updates, state, params)"
+    )
 
 
 def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
@@ -229,6 +257,18 @@ def _leaves_with(value: object, values: Mapping[str, Any], leaves: list[Any]) ->
     """Return a dict from name to leaf, for the leaves whose label (or bool) in ``values`` equals ``value``."""
     pairs = zip(values.items(), leaves, strict=True)
     return {name: leaf for (name, label), leaf in pairs if label is not None and label == value}
+
+
+def _require_transforms(transforms: object) -> None:
+    """Raise TypeError unless the argument ``transforms`` of `partition` is a dict of transforms."""
+    if not isinstance(transforms, dict):
+        raise TypeError(
+            f"partition: transforms must be a dict with a Transform for each label, found {transforms!r}; write "
+            'partition({"muon": muon(...), "adamw": adamw(...)}, labels)'
+        )
+    for label, tx in transforms.items():
+        if not isinstance(tx, Transform):
+            raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
 
 
 def _require_known_labels(labels: Mapping[str, str | None], transforms: Mapping[str, Transform]) -> None:
@@ -334,14 +374,7 @@ def partition(
         >>> tx.update(params, tx.init(params))[0]
         {'w': tensor([-0.1000]), 'b': tensor([-1.])}
     """
-    if not isinstance(transforms, dict):
-        raise TypeError(
-            f"partition: transforms must be a dict with a Transform for each label, found {transforms!r}; write "
-            'partition({"muon": muon(...), "adamw": adamw(...)}, labels)'
-        )
-    for label, tx in transforms.items():
-        if not isinstance(tx, Transform):
-            raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
+    _require_transforms(transforms)
     choose = _label_chooser(labels, _memory)
 
     def init(params: PyTree) -> dict[str, PyTree]:
@@ -355,9 +388,10 @@ def partition(
             if label not in choice.values.values():
                 _warn_of_unused_label(label, choice)
         leaves = tree.leaves(params)
-        return {
-            label: tx.functions.init(_leaves_with(label, choice.values, leaves)) for label, tx in transforms.items()
-        }
+        state: dict[str, PyTree] = {}
+        for label, tx in transforms.items():
+            state[label] = tx.functions.init(_leaves_with(label, choice.values, leaves))
+        return state
 
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any

@@ -11,7 +11,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -191,20 +191,29 @@ class Call:
 
 
 def calls_of(tx: Transform, params: PyTree) -> list[Call]:
-    """Return the transforms that ``tx`` calls, in order. ``tx`` is resolved for ``params``."""
+    """Return the transforms that ``tx`` calls, in order. ``tx`` is resolved for ``params``.
+
+    A chain passes all parameters to each member. Any other transform shows what it passes, and where it stores the
+    inner states, when its ``init`` runs once on substitutes of the inner transforms (`record_calls`).
+
+    For example, a `partition` with the labels "muon" and "adamw" gives two calls. The first has the argument and the
+    label "muon", the parameters with this label, and the path ``("muon",)`` of its state.
+    """
     if not tx.children:
         return []
-    named = [
-        (name, value) for name, value in zip(part_names(tx), tx.parts, strict=True) if isinstance(value, Transform)
-    ]
+    inner_of: dict[str, Transform] = {}
+    for name, value in zip(part_names(tx), tx.parts, strict=True):
+        if isinstance(value, Transform):
+            inner_of[name] = value
     if chain_entries(tx) is not None:
-        return [Call(member, name, params, state=(name,), label=None) for name, member in named]
-    state, params_of = record_calls(tx, params, replaced=is_wrapper(tx))
-    path_of = _placeholder_paths(state)
-    received = [params_of.get(index, params) for index in range(len(named))]
+        return [Call(member, name, params, state=(name,), label=None) for name, member in inner_of.items()]
+    recorded = record_calls(tx, params, replaced=is_wrapper(tx))
+    path_of = _placeholder_paths(recorded.state)
+    # An inner transform that `init` does not call counts as one that receives all parameters.
+    received = [recorded.params_of.get(index, params) for index in range(len(inner_of))]
     labels = _labels(tx, received)
     calls: list[Call] = []
-    for index, (name, inner) in enumerate(named):
+    for index, (name, inner) in enumerate(inner_of.items()):
         label = name if name in labels else None
         calls.append(Call(inner, name, received[index], path_of.get(index), label))
     return calls
@@ -285,18 +294,27 @@ def _recorder(tx: Transform, index: int, record: Callable[[int, PyTree], None], 
     return init, update
 
 
-def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> tuple[PyTree, dict[int, PyTree]]:
-    """Call the ``init`` of a transform. Return its state, and the parameters that each inner transform received.
+class RecordedInit(NamedTuple):
+    """What the ``init`` of a transform returned, and what it passed to the inner transforms."""
 
-    The parameters are by the number of the inner transform. By default, the state has a `Placeholder` where the state
-    of an inner transform would be; a transform that computes with this state requires ``replaced=False``.
+    state: PyTree
+    """The state, with a `Placeholder` where the state of an inner transform would be."""
+    params_of: dict[int, PyTree]
+    """The parameters that each inner transform received, by its number."""
+
+
+def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> RecordedInit:
+    """Run the ``init`` of a transform, with a recorder in place of each inner transform.
+
+    A transform that computes with the states of inner transforms requires ``replaced=False``. They are then real states
+    instead of placeholders.
     """
     received: dict[int, PyTree] = {}
     indices = iter(range(len(tx.children)))
     recording = tx.with_children(lambda inner: _recorder(inner, next(indices), received.__setitem__, replaced))
     with warnings.catch_warnings():  # init on the real parameters gives the warnings
         warnings.simplefilter("ignore")
-        return recording.functions.init(params), received
+        return RecordedInit(recording.functions.init(params), received)
 
 
 # ----------------------------------------------------------------------------------------------- resolved transforms

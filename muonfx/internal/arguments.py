@@ -205,21 +205,38 @@ def close_names(wanted: str, names: Iterable[str], level: str = ".") -> list[str
 
 
 def hint(wrong: str, known: Iterable[str]) -> str:
-    """Return advice for an error about an unknown argument: the same argument in muonfx, or similar names."""
+    """Return advice for an error about an unknown argument: the same argument in muonfx, or similar names.
+
+    For example, " (did you mean 'decay'?)". The table `ARGUMENTS_HERE` has the arguments in muonfx for an argument of
+    another library. Its last entry may be a sentence of advice instead.
+    """
     known = list(known)
     equivalents = ARGUMENTS_HERE.get(wrong, ())
     accepted = [name for name in equivalents if name in known]
     if accepted:
         return f" (did you mean {' or '.join(map(repr, accepted))}?)"
+    code = _code_with_argument([wrong, *equivalents], known)
+    if code:
+        return f" (here: {code})"
+    has_advice = bool(equivalents) and not equivalents[-1].isidentifier()
+    if has_advice:
+        return f" (here: {equivalents[-1]})"
+    return did_you_mean(wrong, known)
+
+
+def _code_with_argument(names: list[str], known: list[str]) -> str:
+    """Return how to pass one of ``names`` to an object that is itself an argument in ``known``; "" if there is none.
+
+    >>> _code_with_argument(["steps"], ["orthogonalize"])
+    'orthogonalize=muonfx.orthogonalize(steps=...)'
+    """
     for argument, inner_arguments, code in ARGUMENTS_OF_PARTS:
         if argument not in known:
             continue
-        for name in (wrong, *equivalents):
+        for name in names:
             if name in inner_arguments:
-                return f" (here: {argument}={code.format(name)})"
-    if equivalents and not equivalents[-1].isidentifier():  # advice, not a name
-        return f" (here: {equivalents[-1]})"
-    return did_you_mean(wrong, known)
+                return f"{argument}={code.format(name)}"
+    return ""
 
 
 def _initials(name: str) -> str:

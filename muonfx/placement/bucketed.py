@@ -6,7 +6,7 @@ Each takes the place of a transform in `placed`: it has the numbers and the stat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -31,8 +31,6 @@ from muonfx.placement.buckets import (
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.tree import PyTree, Structure
 from muonfx.tree.members import parameters_of
-
-Update = Callable[..., tuple[PyTree, PyTree]]
 
 
 def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) -> None:
@@ -70,7 +68,9 @@ def in_buckets(_memory: Memory, tx: Transform, bucket_bytes: int, buckets: list[
         parameters = remembered_parameters(_memory, state, updates)
         if not can_be_shared_out(tree.leaves(state), parameters):
             return tx.run(updates, state, params, donate=donate, **extras)
-        return _run_in_buckets(IN_MEMORY, tx.run, current_buckets, parameters, updates, state, params, donate, extras)
+        device = device_of(updates, params)
+        bucketed = BucketedState(IN_MEMORY, device, state, parameters, current_buckets, donate)
+        return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
 
     return tx.functions.init, update
 
@@ -106,7 +106,8 @@ def in_store(_memory: Memory, tx: Transform, store: Store):
         can_be_divided = can_be_shared_out(tree.leaves(state), parameters)
         if len(buckets) < 2 or not can_be_divided:
             buckets = [tree.names(updates)]
-        return _run_in_buckets(store, tx.run, buckets, parameters, updates, state, params, donate, extras)
+        bucketed = BucketedState(store, device_of(updates, params), state, parameters, buckets, donate)
+        return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
 
     return init, update
 
@@ -134,10 +135,10 @@ def at_once(_memory: Memory, tx: Transform, store: Store):
         """Run ``tx`` with its whole state on the device, as one bucket of all parameters."""
         parameters = remembered_parameters(_memory, state, updates)
         is_stored = any(map(moves, tree.leaves(state), parameters))
-        all_leaves = [tree.names(updates)]
-        return _run_in_buckets(
-            store if is_stored else IN_MEMORY, tx.run, all_leaves, parameters, updates, state, params, donate, extras
-        )
+        store_of_state = store if is_stored else IN_MEMORY
+        all_leaves = [tree.names(updates)]  # one bucket
+        bucketed = BucketedState(store_of_state, device_of(updates, params), state, parameters, all_leaves, donate)
+        return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
 
     return init, update
 
@@ -201,32 +202,19 @@ def with_own_state_in_store(_memory: Memory, tx: Transform, division: StateDivis
         """Run the wrapper with its own state on the device. All tensors of the next state are in the store."""
         wrapper_state, inner_states = division.split(state)
         device = device_of(updates, params)
-        new_inner_states: list[PyTree] = []
-        caller_donation = donate
-
-        def run_with_loaded(
-            updates: PyTree, loaded_state: PyTree, params: PyTree, *, donate: Donation, **extras: Any
-        ) -> tuple[PyTree, PyTree]:
-            """Run the wrapper with its own state, loaded on the device. Return the updates and its own next state.
-
-            The next states of the inner transforms are appended to `new_inner_states`, and are not written back with
-            the wrapper's own: the inner transforms have stored theirs. `stored_again` copies other tensors only.
-            """
-            # `donate` is for the loaded copies, which may be overwritten. The inner states are the caller's tensors.
-            inner_donation = Donation(donate.updates, caller_donation.state)
-            whole_state = division.merge(loaded_state, inner_states)
-            out, new_state = tx.run(updates, whole_state, params, donate=inner_donation, **extras)
-            new_wrapper_state, returned_states = division.split(new_state)
-            for inner_state, returned in zip(inner_states, returned_states, strict=True):
-                new_inner_states.append(stored_again(store, device, inner_state, returned, caller_donation))
-            return out, new_wrapper_state
-
         parameters = remembered_parameters(_memory, wrapper_state, updates)
-        all_leaves = [tree.names(updates)]  # one bucket, so `run_with_loaded` is called once
-        out, wrapper_state = _run_in_buckets(
-            store, run_with_loaded, all_leaves, parameters, updates, wrapper_state, params, donate, extras
-        )
-        return out, division.merge(wrapper_state, new_inner_states)
+        all_leaves = [tree.names(updates)]  # one bucket
+        with BucketedState(store, device, wrapper_state, parameters, all_leaves, donate) as bucketed:
+            # Donate no more than the caller does: the loaded part is a copy, but the inner states are the caller's.
+            whole_state = division.merge(bucketed.load(0), inner_states)
+            new_updates, new_state = tx.run(updates, whole_state, params, donate=donate, **extras)
+            new_wrapper_state, new_inner_states = division.split(new_state)
+            for index, inner_state in enumerate(inner_states):
+                # The inner transforms have stored their states, unless the wrapper returned other tensors.
+                new_inner_states[index] = stored_again(store, device, inner_state, new_inner_states[index], donate)
+            bucketed.write_back(0, new_wrapper_state)
+            new_updates = bucketed.without_buffers(new_updates)
+        return new_updates, division.merge(bucketed.end(), new_inner_states)
 
     return init, update
 
@@ -241,7 +229,7 @@ class StateDivision(NamedTuple):
     @classmethod
     def of(cls, tx: Transform, params: PyTree) -> StateDivision:
         """Find out which parts of a wrapper's state belong to inner transforms. Meta tensors suffice as `params`."""
-        leaves, treedef = tree.flatten(record_calls(tx, params)[0])
+        leaves, treedef = tree.flatten(record_calls(tx, params).state)
         return cls(treedef, tuple([isinstance(leaf, Placeholder) for leaf in leaves]))
 
     def split(self, state: PyTree) -> tuple[PyTree, list[PyTree]]:
@@ -275,28 +263,20 @@ def remembered_parameters(memory: Memory, state: PyTree, updates: PyTree) -> lis
 
 
 def _run_in_buckets(
-    store: Store,
-    run: Update,
-    buckets: Sequence[Sequence[str]],
-    parameters: Sequence[str | None],
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree,
-    donate: Donation,
-    extras: Mapping[str, Any],
+    tx: Transform, bucketed: BucketedState, updates: PyTree, params: PyTree, donate: Donation, extras: Mapping[str, Any]
 ) -> tuple[PyTree, PyTree]:
-    """Call `run` (a transform's update) for each bucket of parameters in turn. Return all updates and the state."""
+    """Run a transform for each bucket of parameters in turn. Return all updates and the whole next state."""
     leaves, treedef = tree.flatten(updates)
     names = tree.names(updates)
-    results: dict[str, Any] = {}
-    with BucketedState(store, device_of(updates, params), state, parameters, buckets, donate) as bucketed:
-        for bucket_index, bucket in enumerate(buckets):
+    new_updates: dict[str, Any] = {}
+    with bucketed:
+        for bucket_index, bucket in enumerate(bucketed.buckets):
             members = set(bucket)
             bucket_leaves = [leaf if name in members else None for name, leaf in zip(names, leaves, strict=True)]
             bucket_updates = tree.unflatten(treedef, bucket_leaves)
-            out = bucketed.run(bucket_index, run, bucket_updates, params, extras, may_write=donate.updates)
+            out = bucketed.run(bucket_index, tx.run, bucket_updates, params, extras, may_write=donate.updates)
             for name, leaf in zip(names, tree.leaves(out), strict=True):
                 if name in members:
-                    results[name] = leaf
+                    new_updates[name] = leaf
             del bucket_leaves, bucket_updates, out  # free them before the next bucket
-    return tree.unflatten(treedef, [results.get(name) for name in names]), bucketed.end()
+    return tree.unflatten(treedef, [new_updates.get(name) for name in names]), bucketed.end()

@@ -177,7 +177,9 @@ _NO_BUCKET = -1
 class BucketedState:
     """A context manager for a step with offloaded state: it loads, updates and writes back one bucket at a time.
 
-    If the disk has too little space, the constructor raises OSError before anything is changed.
+    For each bucket, in order, call `run`; or `load` its state, run the update, and `write_back` its new state. Then
+    `end` returns the whole next state. If the disk has too little space, the constructor raises OSError before anything
+    is changed.
 
     Args:
         store: where the state is between steps. With `IN_MEMORY`, nothing is loaded or written back.
@@ -197,6 +199,7 @@ class BucketedState:
         buckets: Sequence[Sequence[str]],
         donate: Donation,
     ) -> None:
+        self.buckets = buckets
         self._store = store
         self._device = device
         self._donate = donate
@@ -219,7 +222,7 @@ class BucketedState:
         self._allocate_targets(moving)
         if any(self._moving):
             leaves_of_buckets = [_take(self._leaves, indices) for indices in self._moving]
-            self._transfer = BucketTransfer(device, leaves_of_buckets, filed=store.on_disk)
+            self._transfer = BucketTransfer(device, leaves_of_buckets, on_disk=store.on_disk)
 
     def _allocate_targets(self, moving: list[int]) -> None:
         """Allocate new tensors for moving leaves, except for donated leaves in the store, which are overwritten."""
@@ -238,6 +241,58 @@ class BucketedState:
                 self._new_leaves[index] = target.copy_(self._leaves[index])
                 release(target)
 
+    @property
+    def may_write_state(self) -> bool:
+        """True if an update may overwrite the state that `load` returns: it is donated, or loaded, so a copy."""
+        return self._donate.state or self._transfer is not None
+
+    def load(self, bucket_index: int) -> PyTree:
+        """Return the state for the update of one bucket, which may overwrite it if `may_write_state`."""
+        transferred: dict[int, Tensor] = {}
+        if self._transfer is not None:
+            tensors = self._transfer.fetch(bucket_index)
+            transferred = dict(zip(self._moving[bucket_index], tensors, strict=True))
+        leaves = list(self._leaves)
+        for index, leaf in enumerate(leaves):
+            if index in transferred:
+                leaves[index] = transferred[index]
+            elif self._must_be_copied(index, bucket_index):
+                leaves[index] = leaf.clone()
+        return tree.unflatten(self._treedef, leaves)
+
+    def _must_be_copied(self, index: int, bucket_index: int) -> bool:
+        """Return True if the update of a bucket may overwrite the leaf `index`, which is still needed afterwards."""
+        leaf_bucket = self._bucket_of[index]
+        if not self.may_write_state or not isinstance(self._leaves[index], Tensor):
+            return False
+        if leaf_bucket is not None and leaf_bucket != bucket_index:
+            return False  # not updated in this bucket; a wrapper may read its shape
+        if not self._donate.state:
+            return True
+        # Every bucket starts from the same counters, so only the last bucket may overwrite them.
+        return leaf_bucket is None and bucket_index != self._last_bucket
+
+    def write_back(self, bucket_index: int, new_state: PyTree) -> None:
+        """Take over the new state of one bucket, and start to copy the leaves that move into the store."""
+        new_leaves = tree.leaves(new_state)
+        for index, leaf in enumerate(new_leaves):
+            if self._bucket_of[index] in (None, bucket_index):
+                self._new_leaves[index] = leaf
+        if self._transfer is None:
+            return
+        indices = self._moving[bucket_index]
+        targets = [self._targets[index] for index in indices]
+        self._transfer.put(bucket_index, _take(new_leaves, indices), targets)
+        for index, target in zip(indices, targets, strict=True):
+            self._new_leaves[index] = target
+
+    def without_buffers(self, updates: PyTree) -> PyTree:
+        """Return the updates of a bucket, with copies of those in a transfer buffer: the next bucket overwrites it."""
+        transfer = self._transfer
+        if transfer is None:
+            return updates
+        return tree.map(lambda update: update.clone() if transfer.holds(update) else update, updates)
+
     def run(
         self,
         bucket_index: int,
@@ -249,22 +304,10 @@ class BucketedState:
         may_write: bool,
     ) -> PyTree:
         """Call `run` (a transform's update) with the state of one bucket. Return the bucket's updates."""
-        # A loaded leaf is a copy, so it may be overwritten. Then all leaves must be copies.
-        may_write_state = self._donate.state or self._transfer is not None
-        leaves = self._load(bucket_index, may_write=may_write_state)
-        bucket_updates, new_state = run(
-            updates,
-            tree.unflatten(self._treedef, leaves),
-            params,
-            donate=Donation(may_write, may_write_state),
-            **extras,
-        )
-        self._write_back(bucket_index, tree.leaves(new_state))
-        transfer = self._transfer
-        if transfer is None:
-            return bucket_updates
-        # The next bucket overwrites the transfer buffers.
-        return tree.map(lambda update: update.clone() if transfer.holds(update) else update, bucket_updates)
+        donate = Donation(may_write, self.may_write_state)
+        new_updates, new_state = run(updates, self.load(bucket_index), params, donate=donate, **extras)
+        self.write_back(bucket_index, new_state)
+        return self.without_buffers(new_updates)
 
     def end(self) -> PyTree:
         """Wait until all buckets are written back to host memory or disk, and return the whole next state."""
@@ -278,38 +321,6 @@ class BucketedState:
     def __exit__(self, error: object, *_: object) -> None:
         if error is not None and self._transfer is not None:
             self._transfer.abandon()
-
-    def _load(self, bucket_index: int, *, may_write: bool) -> list[Any]:
-        """Return the leaves of the state for the update of one bucket, which overwrites them if it `may_write`."""
-        loaded: dict[int, Tensor] = {}
-        if self._transfer is not None:
-            loaded = dict(zip(self._moving[bucket_index], self._transfer.fetch(bucket_index), strict=True))
-        leaves = list(self._leaves)
-        for index, leaf in enumerate(leaves):
-            leaf_bucket = self._bucket_of[index]
-            if index in loaded:
-                leaves[index] = loaded[index]
-            elif leaf_bucket not in (None, bucket_index):
-                continue  # not updated in this bucket; a wrapper may read its shape
-            elif may_write and isinstance(leaf, Tensor):
-                # Every bucket starts from the same counters, so only the last bucket may overwrite them.
-                is_last_use = leaf_bucket is not None or bucket_index == self._last_bucket
-                if not (self._donate.state and is_last_use):
-                    leaves[index] = leaf.clone()
-        return leaves
-
-    def _write_back(self, bucket_index: int, new_leaves: list[Any]) -> None:
-        """Take over the new leaves of one bucket, and start to write those that move to the store."""
-        for index, leaf in enumerate(new_leaves):
-            if self._bucket_of[index] in (None, bucket_index):
-                self._new_leaves[index] = leaf
-        if self._transfer is None:
-            return
-        indices = self._moving[bucket_index]
-        targets = [self._targets[index] for index in indices]
-        self._transfer.put(bucket_index, _take(new_leaves, indices), targets)
-        for index, target in zip(indices, targets, strict=True):
-            self._new_leaves[index] = target
 
 
 def _take(leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:

@@ -47,34 +47,37 @@ class BucketTransfer:
     Args:
         device: the device on which the state is updated.
         buckets: for each bucket, the tensors in the store.
-        filed: True if the store is on disk.
+        on_disk: True if the store is on disk.
     """
 
-    def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, filed: bool) -> None:
+    def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, on_disk: bool) -> None:
         self._buckets = buckets
         self._device = device
-        self._under_way: list[Future[Any]] = []
+        self._jobs: list[Future[Any]] = []
         """All jobs that this transfer gave to the worker."""
+        self._loads: dict[int, Future[tuple[list[Tensor], torch.cuda.Event | None]]] = {}
+        """By the index of a bucket that is being loaded, the result of `_read`."""
         size = max(map(nbytes_in_buffer, buckets), default=0)
         count = min(2, len(buckets))
         self._buffers = [buffer(size, device) for _ in range(count)]
+        """The two buffers on the device. Bucket number ``i`` uses the buffer ``i % 2``."""
         self._stream: torch.cuda.Stream | None = None
+        """The stream of the copies, on a GPU only."""
         self._staging: list[Tensor] = []
+        """The two buffers in pinned host memory, for state on disk and a GPU only."""
         if device.type == "cuda":
             self._stream = _stream_of(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))  # for earlier users of the memory
-            if filed:
+            if on_disk:
                 self._staging = [buffer(size, torch.device("cpu"), pin=True) for _ in range(count)]
-        self._coming: dict[int, Future[tuple[list[Tensor], torch.cuda.Event | None]]] = {}
-        """By the index of a bucket that is being loaded, the result of `_read`."""
-        self._ask_for(0)
+        self._start_to_load(0)
 
     def fetch(self, bucket_index: int) -> list[Tensor]:
         """Return the state of one bucket on the device, and start to load the next. It may be overwritten."""
-        leaves, ready = self._coming.pop(bucket_index).result()
+        leaves, ready = self._loads.pop(bucket_index).result()
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
-        self._ask_for(bucket_index + 1)
+        self._start_to_load(bucket_index + 1)
         return leaves
 
     def put(self, bucket_index: int, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -92,14 +95,14 @@ class BucketTransfer:
 
     def finish(self) -> None:
         """Wait until the new state of all buckets is written to host memory or disk."""
-        for future in self._under_way:
+        for future in self._jobs:
             future.result()
         if self._stream is not None:
             self._stream.synchronize()
 
     def abandon(self) -> None:
         """After an error, wait until pending copies end, so that no memory is freed while they use it."""
-        for future in self._under_way:
+        for future in self._jobs:
             future.exception()
         if self._stream is not None:
             self._stream.synchronize()
@@ -114,13 +117,13 @@ class BucketTransfer:
                 return job()
 
         future = _worker_of(os.getpid()).submit(safely)
-        self._under_way.append(future)
+        self._jobs.append(future)
         return future
 
-    def _ask_for(self, bucket_index: int) -> None:
+    def _start_to_load(self, bucket_index: int) -> None:
         """Start to load a bucket, unless the index is past the last one."""
         if bucket_index < len(self._buckets):
-            self._coming[bucket_index] = self._do(lambda: self._read(bucket_index))
+            self._loads[bucket_index] = self._do(lambda: self._read(bucket_index))
 
     def _read(self, bucket_index: int) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """Copy the state of a bucket into its buffer on the device.

@@ -86,7 +86,7 @@ def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) 
         members = zip(entries, visited.calls, strict=True)
         return {name: _of_visit(binding, member, plans) for name, member in members}
     if is_wrapper(visited.tx):  # its own leaves, and a placeholder for the state of each inner transform
-        described = _of_leaves(binding, record_calls(visited.tx, visited.params)[0], visited.params)
+        described = _of_leaves(binding, record_calls(visited.tx, visited.params).state, visited.params)
         inner = [_of_visit(binding, call, plans) for call in visited.calls]
         return tree.map(lambda leaf: inner[leaf.index] if isinstance(leaf, Placeholder) else leaf, described)
     state = fixed(visited).functions.init(visited.params)

@@ -41,9 +41,9 @@ def _leafwise(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
         return True
     if not torch.is_grad_enabled():
         return False
-    return (isinstance(scalar, Tensor) and scalar.requires_grad) or True in [
-        x.requires_grad for xs in lists for x in xs
-    ]
+    if isinstance(scalar, Tensor) and scalar.requires_grad:
+        return True
+    return True in [x.requires_grad for xs in lists for x in xs]
 
 
 def unrecorded(*lists: Sequence[object]) -> AbstractContextManager[object]:
@@ -106,7 +106,7 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
 
 
 def _needs_separate_calls(xs: Sequence[Tensor]) -> bool:
-    # A wider scalar tensor would change the dtype of a 0-d tensor in a list of several dtypes.
+    """Return True if a scalar tensor would change the dtype of a 0-d tensor, since the list has several dtypes."""
     return len({x.dtype for x in xs}) > 1 and any(x.ndim == 0 for x in xs)
 
 
@@ -190,18 +190,24 @@ def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
 
 
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
+    """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``.
+
+    One foreach call is the fast case. The cases before it are those in which foreach cannot be used, or would round or
+    promote in another way.
+    """
     if _leafwise(xs, scalar=c):
         return [x * c for x in xs]
     if isinstance(c, Tensor) and _needs_separate_calls(xs):
         return [mul([x], c, reuse=reuse)[0] for x in xs]
     if isinstance(c, Tensor) and _would_widen(xs):
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
-    if reuse and _rounds_numbers(xs):
-        c = _fit(c, xs)
-        return [x.mul_(c) for x in xs]
-    c = _fit(c, xs) if isinstance(c, Tensor) else _numbers([c], xs)[0]
-    return _foreach("mul", xs, c, reuse=reuse)
+    if reuse and _rounds_numbers(xs):  # foreach would round the number to the narrow dtype first
+        factor = _fit(c, xs)
+        return [x.mul_(factor) for x in xs]
+    if isinstance(c, Tensor):
+        return _foreach("mul", xs, _fit(c, xs), reuse=reuse)
+    (factor,) = _numbers([c], xs)
+    return _foreach("mul", xs, factor, reuse=reuse)
 
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:

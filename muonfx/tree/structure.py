@@ -127,25 +127,13 @@ class _Node:
 
 
 def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
-    """Return the container at the top of a tree, as a `_Node`, and its children; (None, []) if the tree is a leaf."""
-    # Dictionaries are handled here, since torch 2.13 cannot trace optree (0.20) through an empty one. The registry of
-    # optree handles the other nodes.
+    """Return the container at the top of a tree, as a `_Node`, and its children; (None, []) if the tree is a leaf.
+
+    The children of ``{"b": 1, "a": [2]}`` are ``[[2], 1]``, and the entries of its `_Node` are ``("a", "b")``.
+    """
     kind = type(node)
-    if kind is dict or kind is defaultdict:
-        keys = list(node)
-        entries = tuple(total_order_sorted(node))
-        default_factory = None if kind is dict else node.default_factory
-
-        def rebuild(children: list[PyTree]) -> PyTree:
-            child_of = dict(zip(entries, children, strict=True))
-            ordered = {key: child_of[key] for key in keys}
-            return ordered if kind is dict else defaultdict(default_factory, ordered)
-
-        return _Node(kind, entries, default_factory, rebuild), [node[key] for key in entries]
-    if kind is OrderedDict:
-        entries = tuple(node)
-        children = [node[key] for key in entries]
-        return _Node(kind, entries, None, lambda new: OrderedDict(zip(entries, new, strict=True))), children
+    if kind in _DICTS:
+        return _open_dict(node)
     if node is None or optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
         return None, []
     children, metadata, entries, build = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
@@ -154,6 +142,27 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
     elif optree.is_structseq_class(kind):
         entries = optree.structseq_fields(kind)
     return _Node(kind, tuple(entries), metadata, lambda new: build(metadata, new)), list(children)
+
+
+def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
+    """Return a dict, OrderedDict or defaultdict as a `_Node`, and its children in the order of optree.
+
+    Optree handles other containers itself. Torch 2.13 cannot trace optree (0.20) through an empty dict.
+    """
+    kind = type(node)
+    keys = list(node)
+    default_factory = node.default_factory if isinstance(node, defaultdict) else None
+    entries = tuple(keys) if kind is OrderedDict else tuple(total_order_sorted(node))
+
+    def rebuild(children: list[PyTree]) -> PyTree:
+        """Build the dict from new children, with the keys in the order of the old dict."""
+        child_of = dict(zip(entries, children, strict=True))
+        ordered = {key: child_of[key] for key in keys}
+        if kind is defaultdict:
+            return defaultdict(default_factory, ordered)
+        return OrderedDict(ordered) if kind is OrderedDict else ordered
+
+    return _Node(kind, entries, default_factory, rebuild), [node[key] for key in entries]
 
 
 def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:

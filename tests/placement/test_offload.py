@@ -398,7 +398,7 @@ def test_two_buckets_at_most_are_on_the_device(name: str, monkeypatch: pytest.Mo
 
 def test_the_next_bucket_is_read_before_this_one_is_computed(monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
-    for name in ("_ask_for", "put"):
+    for name in ("_start_to_load", "put"):
         real = getattr(transfer.BucketTransfer, name)
         monkeypatch.setattr(
             transfer.BucketTransfer,
@@ -409,7 +409,15 @@ def test_the_next_bucket_is_read_before_this_one_is_computed(monkeypatch: pytest
     with at_home("disk") as to:
         tx = sharding.offload(mfx.momentum(), to, bucket_bytes=1)
         tx.update(some, tx.init(some), donate=GIVEN_STATE)
-    assert said == ["_ask_for 0", "_ask_for 1", "put 0", "_ask_for 2", "put 1", "_ask_for 3", "put 2"]
+    assert said == [
+        "_start_to_load 0",
+        "_start_to_load 1",
+        "put 0",
+        "_start_to_load 2",
+        "put 1",
+        "_start_to_load 3",
+        "put 2",
+    ]
 
 
 GROWTH = """
