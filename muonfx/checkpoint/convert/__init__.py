@@ -74,11 +74,14 @@ def read(
     form = _format(format)
     leaves: dict[str, Leaf] = {}
     for entry in _entries(form, source, flat(params), names):
-        # A key is None if the other optimizer does not store the value, so `get` returns None.
         keys = form.keys[entry.kind]
         first = entry.values.get(keys.first)
-        second = entry.values.get(keys.second)
-        steps = entry.values.get(keys.step, entry.group.get(keys.step))  # some optimizers count in the group
+        second = None
+        if keys.second is not None:
+            second = entry.values.get(keys.second)
+        steps = None
+        if keys.step is not None:  # some optimizers count in the group, not for each parameter
+            steps = entry.values.get(keys.step, entry.group.get(keys.step))
         leaves[entry.name] = Leaf(entry.kind, first, second, None if steps is None else int(steps))
     return filled(tx, params, leaves, heavy_ball=form.heavy_ball, step=step)
 
