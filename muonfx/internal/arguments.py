@@ -218,9 +218,9 @@ def hint(wrong: str, known: Iterable[str]) -> str:
     code = _code_with_argument([wrong, *equivalents], known)
     if code:
         return f" (here: {code})"
-    has_advice = bool(equivalents) and not equivalents[-1].isidentifier()
-    if has_advice:
-        return f" (here: {equivalents[-1]})"
+    advice = equivalents[-1] if equivalents else ""
+    if advice and not advice.isidentifier():  # a sentence, not a name
+        return f" (here: {advice})"
     return did_you_mean(wrong, known)
 
 
