@@ -34,7 +34,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from torch import Tensor
 
@@ -66,11 +66,12 @@ def fresh_file(path: Path) -> Generator[BinaryIO]:
 
 def make_folder(path: Path) -> None:
     """Create a folder and its missing parents, and flush the new directory entries to the disk."""
-    missing = [path, *(parent for parent in path.parents if not parent.exists())]
+    new_folders = [path]
+    new_folders += [parent for parent in path.parents if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for made in missing:
+    for folder in new_folders:
         with suppress(PermissionError):  # an entry cannot be flushed if its folder is not readable
-            sync_folder(made.parent)
+            sync_folder(folder.parent)
 
 
 def sync_folder(path: Path) -> None:
@@ -145,14 +146,20 @@ def lock(file: FileIO, *, shared: bool = False) -> bool:
 
     Several processes can hold a ``shared`` lock. The lock ends when the file is closed.
     """
+    return _try_to_lock(file, shared=shared) == "locked"
+
+
+def _try_to_lock(file: FileIO, *, shared: bool = False) -> Literal["locked", "refused", "impossible"]:
+    """Lock an open file; "refused" if another process has locked it, "impossible" if its file system has no locks."""
     if fcntl is None:
-        return False
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        return "impossible"
     try:
-        fcntl.flock(file.fileno(), kind | fcntl.LOCK_NB)
+        fcntl.flock(file.fileno(), fcntl.LOCK_NB | (fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
+    except BlockingIOError:
+        return "refused"
     except OSError:
-        return False
-    return True
+        return "impossible"
+    return "locked"
 
 
 def open_to_wait(index_path: Path) -> FileIO | None:
@@ -169,21 +176,8 @@ def wait_for_readers(replaced_index: FileIO | None) -> None:
         return
     with replaced_index:
         end = time.monotonic() + _LONGEST_WAIT
-        while _is_locked(replaced_index) and time.monotonic() < end:
+        while _try_to_lock(replaced_index) == "refused" and time.monotonic() < end:
             time.sleep(_PAUSE)
-
-
-def _is_locked(file: FileIO) -> bool:
-    """Return whether another process has locked a file; False if its file system has no locks."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

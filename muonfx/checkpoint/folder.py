@@ -126,6 +126,7 @@ def inspect_and_keep(path: Path) -> Generator[Index]:
 
 
 def _close_index(path: Path, file: FileIO) -> None:
+    """Close the index of the checkpoint at ``path``."""
     with _errors_of_index(path):
         file.close()
 
@@ -151,17 +152,17 @@ def retried(path: object, attempt: Callable[[int], Result]) -> Result:
 
 def with_reader(path: Path, work: Callable[[Reader], Result]) -> Result:
     """Open all files of a checkpoint and return ``work(reader)``; read again if a save replaced it meanwhile."""
+    return retried(path, lambda attempt: _read_once(path, work))
 
-    def attempt(number: int) -> Result:
-        """Read the checkpoint that is at the path now; raise `ReplacedError` if it is replaced meanwhile."""
-        with ExitStack() as stack:
-            with inspect_and_keep(path) as index, replacement(path, index):
-                reader = stack.enter_context(Reader(path, index))
-                reader.check_files()
-            with replacement(path, index):
-                return work(reader)
 
-    return retried(path, attempt)
+def _read_once(path: Path, work: Callable[[Reader], Result]) -> Result:
+    """Return ``work(reader)`` for the checkpoint that is at the path now; raise `ReplacedError` if it is replaced."""
+    with ExitStack() as stack:
+        with inspect_and_keep(path) as index, replacement(path, index):
+            reader = stack.enter_context(Reader(path, index))
+            reader.check_files()
+        with replacement(path, index):
+            return work(reader)
 
 
 @contextmanager

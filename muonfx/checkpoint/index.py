@@ -116,22 +116,16 @@ class Index(Shown):
 
     def report(self) -> Report:
         """Return the printed form: a heading with step, transform and versions, and a table of the saved tensors."""
-        step = "-"
+        heading = {"step": "-", "chain": "-", "written by": "", "extra": "-", "files": ""}
         if self.step is not None:
-            step = str(self.step)
-        chain = "-"
+            heading["step"] = str(self.step)
         if self.fingerprint is not None:
-            chain = f"{self.chain} (fingerprint {self.fingerprint})"
-        extra = "-"
+            heading["chain"] = f"{self.chain} (fingerprint {self.fingerprint})"
         if self.extra:
-            extra = json.dumps(self.extra, sort_keys=True)
-        heading = {
-            "step": step,
-            "chain": chain,
-            "written by": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
-            "extra": extra,
-            "files": f"{len(self.files)}, {format_bytes(sum(file.nbytes for file in self.files))}",
-        }
+            heading["extra"] = json.dumps(self.extra, sort_keys=True)
+        heading["written by"] = ", ".join([f"{name} {version}" for name, version in self.versions.items()])
+        file_nbytes = sum([file.nbytes for file in self.files])
+        heading["files"] = f"{len(self.files)}, {format_bytes(file_nbytes)}"
         lines = [f"{key:10}  {printable(value):.2000}" for key, value in heading.items()]
         rows: list[tuple[str, ...]] = []
         for name, (spec, chunks) in self.leaves.items():
@@ -303,9 +297,10 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
 def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) -> Chunk:
     """Return the `Chunk` that an entry of the leaf ``name`` describes; it is within a data file."""
     number, begin = _sizes((entry["file"], entry["begin"]))
-    box = Box(_sizes(entry["offsets"]), _sizes(entry["sizes"]))
+    sizes = _sizes(entry["sizes"])
+    box = Box(_sizes(entry["offsets"]), sizes)
     crc32 = _texts(entry["crc32"])
-    nbytes = box.numel * itemsize
+    nbytes = prod(sizes) * itemsize
     if number >= len(files) or not files[number].header_nbytes <= begin <= files[number].nbytes - nbytes:
         raise ValueError(f"a chunk of {name!r} is outside of the data files")
     blocks = -(-nbytes // BLOCK)  # rounded up
@@ -319,7 +314,7 @@ def _require_filled(files: tuple[DataFile, ...], leaves: dict[str, Leaf]) -> Non
     ends = [file.header_nbytes for file in files]
     for leaf in leaves.values():
         for chunk in leaf.chunks:
-            ends[chunk.file] += chunk.box.numel * leaf.spec.dtype.itemsize
+            ends[chunk.file] += prod(chunk.box.sizes) * leaf.spec.dtype.itemsize
     if ends != [file.nbytes for file in files]:
         raise ValueError("the leaves do not fill the data files")
 

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import torch
@@ -153,9 +152,8 @@ def in_section(name: str, section: str) -> bool:
 
 def is_sharded(leaf: Any) -> bool:
     """Return whether a leaf is of a class that describes its shards, such as `FlatShard` or a DTensor."""
-    return hasattr(
-        type(leaf), "__create_chunk_list__"
-    )  # fast: tensors have no such attribute, and their class is cached
+    # Of the class, since tensors look up a missing attribute slowly.
+    return hasattr(type(leaf), "__create_chunk_list__")
 
 
 def require_whole(name: str, leaf: Any, advice: str) -> None:
@@ -167,22 +165,20 @@ def require_whole(name: str, leaf: Any, advice: str) -> None:
 def shards_of(leaf: Any) -> dict[Box, Tensor]:
     """Return the shards of a leaf on this rank: boxes, with the values in them as views of the leaf.
 
-    A plain tensor is one shard, the whole leaf.
-
-    Empty shards are omitted, except that a leaf without elements is one empty shard.
+    A plain tensor is one shard, the whole leaf. Empty shards are omitted, except that a leaf without elements is one
+    empty shard.
     """
     shape = tuple(leaf.shape)
     if not is_sharded(leaf):
         return {whole_box(shape): leaf.detach()}
+    if is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:
+        return {}  # this rank is not in the leaf's mesh
+    if 0 in shape:
+        return {whole_box(shape): torch.empty(shape, dtype=leaf.dtype)}
     if isinstance(leaf, FlatShard):
         shards = {box: leaf.values_in(box) for box in leaf.boxes}
-    elif is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:
-        return {}  # this rank is not in the leaf's mesh
     else:
         shards = _shards_by_protocol(leaf)
-    if not prod(shape):
-        first_values = next(iter(shards.values()))
-        return {whole_box(shape): first_values.reshape(-1)[:0].view(shape)}
     return {box: values for box, values in shards.items() if box.numel}
 
 

@@ -456,14 +456,7 @@ class Target:
             return  # another chain, which `match` has allowed
         if index.chain == self.expected.chain:
             return
-        saved_numbers = _NUMBERS.findall(str(index.chain))
-        numbers = _NUMBERS.findall(str(self.expected.chain))
-        differences = ["see the chain in muonfx.checkpoint.inspect(path)"]
-        if [name for name, _ in saved_numbers] == [name for name, _ in numbers]:
-            differences = []
-            for (name, saved_number), (_, number) in zip(saved_numbers, numbers, strict=True):
-                if saved_number != number:
-                    differences.append(f"{name} is {saved_number} in the checkpoint, {number} in the code")
+        differences = _differing_numbers(str(index.chain), str(self.expected.chain))
         if not differences:
             return  # only labels differ, which may be written with other names
         warn_caller(
@@ -495,3 +488,20 @@ class Target:
         copied = self._empty(leaf)
         copied.copy_(leaf)
         return copied
+
+
+def _differing_numbers(saved_chain: str, chain: str) -> list[str]:
+    """Return texts about the numbers that differ between the ``repr`` of two chains of transforms.
+
+    >>> _differing_numbers("momentum(decay=0.9)", "momentum(decay=0.95)")
+    ['decay is 0.9 in the checkpoint, 0.95 in the code']
+    """
+    saved_numbers = _NUMBERS.findall(saved_chain)
+    numbers = _NUMBERS.findall(chain)
+    if [name for name, _ in saved_numbers] != [name for name, _ in numbers]:
+        return ["see the chain in muonfx.checkpoint.inspect(path)"]
+    differences: list[str] = []
+    for (name, saved_number), (_, number) in zip(saved_numbers, numbers, strict=True):
+        if saved_number != number:
+            differences.append(f"{name} is {saved_number} in the checkpoint, {number} in the code")
+    return differences

@@ -352,15 +352,15 @@ class _Comparison:
             if stored == spec and not self.rules.cast:
                 continue
             self._check_shape(name, stored, spec)
-            if stored.dtype != spec.dtype and self._has_codes(stored_name):
+            differs = stored.dtype != spec.dtype
+            cast_dtypes = {dtype for pattern, dtype in self.rules.cast.items() if matches(pattern, name)}
+            if differs and self._has_codes(stored_name):
                 self.problems.append(
                     f"codes:     {name!r} holds codes of {stored.dtype}, which have no meaning as {spec.dtype}"
                 )
-                continue
-            cast_dtypes = {dtype for pattern, dtype in self.rules.cast.items() if matches(pattern, name)}
-            if cast_dtypes - {spec.dtype}:
+            elif cast_dtypes - {spec.dtype}:
                 self._report_cast(name, spec, cast_dtypes)
-            elif not cast_dtypes and stored.dtype != spec.dtype and not widens(stored.dtype, spec.dtype):
+            elif differs and not cast_dtypes and not widens(stored.dtype, spec.dtype):
                 narrowed.append(name)
                 self.problems.append(f"narrowing: {name!r} is {stored.dtype} in the checkpoint, expected {spec.dtype}")
         if narrowed:

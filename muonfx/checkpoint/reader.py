@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from io import FileIO
 from itertools import groupby
-from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,23 +82,25 @@ class Transfer(NamedTuple):
     """A tensor with the sizes of the box."""
 
 
-def transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
+def _transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
     """Return the copies that fill the shards of ``leaf`` on this rank from the chunks of a ``stored`` leaf."""
     transfers: list[Transfer] = []
     for box, values in shards_of(leaf).items():
         for chunk in stored.chunks:
-            if chunk.box == box:
-                overlap = box
-                destination = values
+            if chunk.box == box:  # the usual case, in which no boxes need be computed
+                transfer = Transfer(name, chunk, box, values)
+            elif (overlap := intersection(box, chunk.box)) is not None:
+                transfer = Transfer(name, chunk, overlap, _relative(overlap, box).of(values))
             else:
-                overlap = intersection(box, chunk.box)
-                if overlap is None:
-                    continue
-                offsets = map(int.__sub__, overlap.offsets, box.offsets)
-                destination = Box(tuple(offsets), overlap.sizes).of(values)
-            if overlap.numel:
-                transfers.append(Transfer(name, chunk, overlap, destination))
+                continue
+            if transfer.destination.numel():
+                transfers.append(transfer)
     return transfers
+
+
+def _relative(box: Box, outer: Box) -> Box:
+    """Return a box in the coordinates of another box that contains it."""
+    return Box(tuple(map(int.__sub__, box.offsets, outer.offsets)), box.sizes)
 
 
 class Reader:
@@ -165,7 +166,7 @@ class Reader:
         """Return the copies that fill ``destinations``, a dict from leaf name to a tensor or this rank's shards."""
         transfers: list[Transfer] = []
         for name, leaf in destinations.items():
-            transfers += transfers_of(name, self.index.leaves[name], leaf)
+            transfers += _transfers_of(name, self.index.leaves[name], leaf)
         return transfers
 
     def read(self, transfers: Iterable[Transfer]) -> None:
@@ -186,22 +187,18 @@ class Reader:
     def _read_and_convert(self, transfer: Transfer, dtype: torch.dtype) -> None:
         """Read the blocks of a chunk that contain a box into a buffer, and copy the box from there."""
         name, chunk, box, destination = transfer
-        sizes = chunk.box.sizes
-        strides = [prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-        first_element = 0
-        last_element = 0
-        for dim, stride in enumerate(strides):
-            first_element += stride * (box.offsets[dim] - chunk.box.offsets[dim])
-            last_element += stride * (box.ends[dim] - 1 - chunk.box.offsets[dim])
+        # A view without memory, of the stored values in the box: its strides and its offset are those in the chunk.
+        view = _relative(box, chunk.box).of(torch.empty(chunk.box.sizes, dtype=dtype, device="meta"))
+        first_element = view.storage_offset()
+        last_element = first_element + sum(map(int.__mul__, view.stride(), [size - 1 for size in box.sizes]))
         first_block = first_element * dtype.itemsize // BLOCK
         end_block = last_element * dtype.itemsize // BLOCK + 1
-        chunk_nbytes = chunk.box.numel * dtype.itemsize
-        buffer_begin = first_block * BLOCK
-        buffer_end = min(chunk_nbytes, end_block * BLOCK)
-        buffer = torch.empty((buffer_end - buffer_begin) // dtype.itemsize, dtype=dtype)
+        begin = first_block * BLOCK
+        end = min(end_block * BLOCK, chunk.box.numel * dtype.itemsize)
+        buffer = torch.empty((end - begin) // dtype.itemsize, dtype=dtype)
         self._read_blocks(_blocks(name, chunk, bytes_of(buffer), first_block))
-        offset_in_buffer = first_element - buffer_begin // dtype.itemsize
-        destination.copy_(buffer.as_strided(box.sizes, strides, offset_in_buffer))
+        offset_in_buffer = first_element - begin // dtype.itemsize
+        destination.copy_(buffer.as_strided(view.shape, view.stride(), offset_in_buffer))
 
     def verify(self) -> Index:
         """Read every byte of the checkpoint, verify all checksums, and return the index."""

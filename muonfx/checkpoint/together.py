@@ -7,7 +7,7 @@ value, and errors are raised as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -158,24 +158,30 @@ def raise_one_error(failures: Mapping[int, Exception], path: object) -> NoReturn
     """Raise one error whose message lists the errors of all ranks. Every rank calls this and raises an equal error.
 
     ``failures`` is a dict from rank to error, and ``path`` is the path of the checkpoint. Ranks with the same message
-    share a line. The class of the error is `ReplacedError` if any rank has one, because the caller reads again. Else it
-    is the class of the lowest failed rank's error if that is a `CheckpointError`, and `CheckpointError` for others.
+    share a line.
     """
     texts: list[str | None] = [None] * (max(failures) + 1)
     for rank, error in failures.items():
         texts[rank] = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
-    message = errors_by_rank(texts)
     first = failures[min(failures)]
-    if any(isinstance(error, ReplacedError) for error in failures.values()):
-        raise ReplacedError(message) from first
-    if isinstance(first, MismatchError):  # has a second argument
-        raise MismatchError(message, first.problems) from first
+    raise _merged_error(first, failures.values(), errors_by_rank(texts)) from first
+
+
+def _merged_error(first: Exception, errors: Iterable[Exception], message: str) -> CheckpointError:
+    """Return an error with this message, of the class of the ``first`` error if that is a `CheckpointError`.
+
+    It is a `ReplacedError` if any of the errors is, because the caller then reads the checkpoint again.
+    """
+    if any(isinstance(error, ReplacedError) for error in errors):
+        return ReplacedError(message)
+    if isinstance(first, MismatchError):
+        return MismatchError(message, first.problems)
     if isinstance(first, WriteError):  # the checkpoint was written if any rank has seen it
-        is_written = any(getattr(error, "written", False) for error in failures.values())
-        raise WriteError(message, is_written) from first
+        is_written = any(isinstance(error, WriteError) and error.written for error in errors)
+        return WriteError(message, is_written)
     if isinstance(first, CheckpointError):
-        raise type(first)(message) from first
-    raise CheckpointError(message) from first
+        return type(first)(message)
+    return CheckpointError(message)
 
 
 def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: str) -> None:

@@ -99,11 +99,7 @@ def _torch_kind(group: Group, values: Values) -> str:
 def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
     """Return the chain of transforms that updates a parameter as torch.optim.Muon or AdamW does."""
     if kind == "adamw":
-        refused = [key for key in ("amsgrad", "maximize") if group.get(key)]
-        if not group.get("decoupled_weight_decay", True) and float(group["weight_decay"]):
-            refused.append("the coupled weight_decay of torch.optim.Adam")
-        if refused:
-            raise ValueError(f"found {' and '.join(refused)}, without an equivalent in muonfx: turn it off")
+        _require_adamw_options(group)
         return _adamw(group, group["betas"], group["eps"], group["weight_decay"])
     if float(group["eps"]) != _EPS:
         raise ValueError(
@@ -121,6 +117,16 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
         lr_scaling=group["adjust_lr_fn"] or "original",
         coefficients=coefficients,
     )
+
+
+def _require_adamw_options(group: Group) -> None:
+    """Raise if a group of torch.optim.AdamW or Adam has an option without an equivalent here."""
+    refused = [key for key in ("amsgrad", "maximize") if group.get(key)]
+    is_coupled = not group.get("decoupled_weight_decay", True)
+    if is_coupled and float(group["weight_decay"]):
+        refused.append("the coupled weight_decay of torch.optim.Adam")
+    if refused:
+        raise ValueError(f"found {' and '.join(refused)}, without an equivalent in muonfx: turn it off")
 
 
 # ------------------------------------------------------------------------------------------------------ Keller Jordan

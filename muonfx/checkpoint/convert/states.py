@@ -90,13 +90,8 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     state = tx.init(params)  # new tensors, which are filled in place
     filled_names: set[str] = set()
     for path, part in _states_in(state):
-        names: list[str] = []
-        for number, (field, moments) in enumerate(_moments_of(part, path).items()):
-            names = tree.names(moments)
-            for name, zeros in zip(names, tree.leaves(moments), strict=True):
-                problem = None if zeros is None else _fill(zeros, leaves.get(name), _STATES[type(part)][0], number)
-                if problem is not None:
-                    problems.append(f"{path}{field}/{name}: {problem}")
+        problems += _fill_moments(part, path, leaves)
+        names = _parameter_names(part, path)
         filled_names.update(names)
         if "count" in part._fields:
             steps_of_part = {name: steps[name] for name in names if name in steps}
@@ -124,6 +119,26 @@ def _common_step(path: str, steps: Mapping[str, int], step: int | None, problems
     else:
         problems.append(f"{path}: the source does not count steps; give step=")
     return 0
+
+
+def _parameter_names(part: Any, path: str) -> list[str]:
+    """Return the names of the parameters in the state of a transform; none for the state of a schedule."""
+    for moments in _moments_of(part, path).values():
+        return tree.names(moments)
+    return []
+
+
+def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf]) -> list[str]:
+    """Copy the moments in ``leaves`` into the state of a transform; return texts about those that do not fit."""
+    problems: list[str] = []
+    for number, (field, moments) in enumerate(_moments_of(part, path).items()):
+        for name, zeros in zip(tree.names(moments), tree.leaves(moments), strict=True):
+            if zeros is None:
+                continue
+            problem = _fill(zeros, leaves.get(name), _STATES[type(part)][0], number)
+            if problem is not None:
+                problems.append(f"{path}{field}/{name}: {problem}")
+    return problems
 
 
 def _fill(zeros: Tensor, leaf: Leaf | None, kind: str, number: int) -> str | None:

@@ -81,16 +81,16 @@ class Pieces(NamedTuple):
         if self.layout is None:
             return value
         shape = self.layout.specs[name].shape
-        piece = self.layout.position(name)
-        if not self.is_flat:
-            if piece == ShardPosition.whole(shape):
-                return value
-            piece = piece.interval_of_shard(0, piece.numel)  # the same elements, flattened
+        position = self.layout.position(name)
+        if not self.is_flat and position == ShardPosition.whole(shape):
+            return value
         if name in self.saved_elsewhere and not to_load:
             return FlatShard(shape, 0, value.new_empty(0))
-        if piece.start is None:
-            return FlatShard(shape, 0, value.reshape(-1), piece)
-        return FlatShard(shape, piece.start, value.reshape(-1))
+        if not self.is_flat:
+            position = position.interval_of_shard(0, position.numel)  # the same elements, flattened
+        if position.start is None:
+            return FlatShard(shape, 0, value.reshape(-1), position)
+        return FlatShard(shape, position.start, value.reshape(-1))
 
     def views(self, flat: Sequence[Any]) -> dict[str, Any]:
         """Return a dict from parameter name to its shard in a flat tensor, such as a gradient; memory is shared."""
