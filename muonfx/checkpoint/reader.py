@@ -189,10 +189,10 @@ class Reader:
         name, chunk, box, destination = transfer
         # A view without memory, of the stored values in the box: its strides and its offset are those in the chunk.
         view = _relative(box, chunk.box).of(torch.empty(chunk.box.sizes, dtype=dtype, device="meta"))
-        first_element = view.storage_offset()
+        first_element = int(view.storage_offset())
         last_element = first_element
         for stride, size in zip(view.stride(), box.sizes, strict=True):
-            last_element += stride * (size - 1)
+            last_element += int(stride) * (size - 1)
         first_block = first_element * dtype.itemsize // BLOCK
         end_block = last_element * dtype.itemsize // BLOCK + 1
         begin = first_block * BLOCK
