@@ -218,8 +218,7 @@ def hint(wrong: str, known: Iterable[str]) -> str:
     code = _code_with_argument([wrong, *equivalents], known)
     if code:
         return f" (here: {code})"
-    has_advice = bool(equivalents) and not equivalents[-1].isidentifier()
-    if has_advice:
+    if equivalents and not equivalents[-1].isidentifier():  # advice, not a name
         return f" (here: {equivalents[-1]})"
     return did_you_mean(wrong, known)
 
