@@ -295,7 +295,7 @@ def _recorder(tx: Transform, index: int, record: Callable[[int, PyTree], None], 
 
 
 class RecordedInit(NamedTuple):
-    """What the ``init`` of a transform returned, and what it passed to the inner transforms."""
+    """The state that the ``init`` of a transform returned, and the parameters that it passed to inner transforms."""
 
     state: PyTree
     """The state, with a `Placeholder` where the state of an inner transform would be."""
