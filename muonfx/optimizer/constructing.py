@@ -23,14 +23,27 @@ def constructed_together(constructor: Constructor) -> Constructor:
 
     @functools.wraps(constructor)
     def construct(self: Any, *args: Any, **options: Any) -> None:
-        # Such as model.named_parameters(), which can be read only once.
-        args = tuple([list(argument) if isinstance(argument, Iterator) else argument for argument in args])
-        if isinstance(options.get("params"), Iterator):
-            options["params"] = list(options["params"])
+        if args:
+            args = (_without_iterators(args[0]), *args[1:])
+        elif "params" in options:
+            options["params"] = _without_iterators(options["params"])
         with construction(lambda: _group_of(args, options)):
             constructor(self, *args, **options)
 
     return cast("Constructor", construct)
+
+
+def _without_iterators(params: Any) -> Any:
+    """Return parameters or groups with lists for iterators such as ``model.parameters()``, to read them repeatedly."""
+    if isinstance(params, Iterator):
+        params = list(params)
+    if not isinstance(params, list | tuple):
+        return params
+    items: list[Any] = []
+    for item in params:
+        is_group = isinstance(item, dict) and isinstance(item.get("params"), Iterator)
+        items.append({**item, "params": list(item["params"])} if is_group else item)
+    return items
 
 
 def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGroup | None:

@@ -570,3 +570,21 @@ def test_a_tensor_of_one_element_is_a_number_that_schedulers_write_into(where: s
     again.load_state_dict(optimizer.state_dict())
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     assert [float(group["lr"]) for group in again.param_groups] == rates
+
+
+GROUPS_OF_ITERATORS = {
+    "names": lambda model: [{"params": model.named_parameters(), "lr": 0.5}],
+    "tensors": lambda model: [{"params": model.parameters(), "lr": 0.5}],
+    "two groups": lambda model: ({"params": layer.parameters(), "lr": 0.5} for layer in model),
+}
+
+
+@pytest.mark.parametrize("groups_of", GROUPS_OF_ITERATORS.values(), ids=GROUPS_OF_ITERATORS)
+@pytest.mark.parametrize(
+    "make", [mfx.Muon, lambda groups, model: mfx.TransformOptimizer(groups, mfx.adamw(), model=model)]
+)
+def test_groups_may_have_iterators_as_in_torch(groups_of, make):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = make(groups_of(model), model=model)
+    assert {param for group in optimizer.param_groups for param in group["params"]} == {*model.parameters()}
+    assert {group["lr"] for group in optimizer.param_groups} == {0.5}
