@@ -133,7 +133,7 @@ class AttentionHeads:
                     roles.append(role)
         return module, tuple(roles)
 
-    def factor_indices(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
+    def places(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
         """Return for each row of a query or key weight the position of its factor in the vector of `_factors`.
 
         With 2 heads, that vector has the factors of the queries at 0 and 1, of the keys at 2 and 3, of the rotary
@@ -217,7 +217,7 @@ class _Member(NamedTuple):
     is_present: bool
 
     def factor_indices(self, device: torch.device | str) -> Tensor:
-        """Return `AttentionHeads.factor_indices` in a shape that broadcasts to the parameter: (rows, 1) or (rows,)."""
+        """Return `AttentionHeads.places` in a shape that broadcasts to the parameter: (rows, 1) or (rows,)."""
         shape = self.shape
         axis = 0 if len(shape) == 1 else self.heads.axis
         if not -len(shape) <= axis < len(shape):
@@ -225,7 +225,7 @@ class _Member(NamedTuple):
                 f"qk_clip: {self.name!r} has shape {shape}, expected a dim {axis}, the axis of {self.heads!r}: "
                 "correct axis="
             )
-        indices = self.heads.factor_indices(self.name, shape[axis], self.roles, device)
+        indices = self.heads.places(self.name, shape[axis], self.roles, device)
         broadcast_shape = [1] * len(shape)
         broadcast_shape[axis] = shape[axis]
         return indices.reshape(broadcast_shape)
