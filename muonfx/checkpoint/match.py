@@ -248,7 +248,7 @@ class _Comparison:
     problems: list[str] = field(default_factory=list)
     """A sentence about each difference that the rules do not allow."""
     advice: list[str] = field(default_factory=list)
-    """What the caller can do about the problems."""
+    """Sentences about how the caller can solve the problems."""
 
     def raise_if_different(self, where: str) -> None:
         """Raise one `MismatchError` with all problems; ``where`` is the path of the checkpoint."""

@@ -35,7 +35,7 @@ class Alone:
 
 
 class _Outcome(NamedTuple):
-    """What a rank has computed in a step."""
+    """The value that a rank has computed in a step."""
 
     sent: Any
     """The value to send to other ranks, or the error that was raised instead, in a form that can be sent."""

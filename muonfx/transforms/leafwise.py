@@ -524,7 +524,7 @@ class Values:
         self._lists: dict[int, list[Tensor]] = {}
         """The values that have been computed, and the operands that have been converted to the compute dtype."""
         self._may_write: dict[int, bool] = {}
-        """For each value, whether nobody else needs its storage, so that it may be overwritten after its last use."""
+        """For each value, True if nothing else needs its storage, so that it may be overwritten after its last use."""
         self._unsure: set[int] = set()
         """The values that may be complex or have other shapes than their leaves, until `check` has examined them."""
         self._remaining_uses: dict[int, int] = {}
