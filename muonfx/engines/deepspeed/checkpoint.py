@@ -171,7 +171,8 @@ def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
     specs_of_ranks: list[dict[Any, Spec]] = gather_objects(specs)
     all_specs: dict[Any, Spec] = {}
     for rank_specs in specs_of_ranks:
-        all_specs = rank_specs | all_specs  # the spec of the first rank that has the leaf
+        for key, spec in rank_specs.items():
+            all_specs.setdefault(key, spec)
     all_leaves: dict[Any, Any] = {}
     for key, spec in all_specs.items():
         is_on_all_ranks = all(key in rank_specs for rank_specs in specs_of_ranks)
