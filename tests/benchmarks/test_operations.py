@@ -60,6 +60,7 @@ def test_a_step_of_torch_has_the_flops_of_its_formula():
     assert counter.totals.flops == steps * (4 * short * short * long + 2 * short**3)
 
 
+@pytest.mark.slow
 def test_symmetric_kernels_halve_products_of_large_matrices():
     full, halved = operations.count(LARGE, OURS), operations.count(LARGE, OURS_WITH_KERNELS)
     assert 0.65 * full.flops < halved.flops < 0.75 * full.flops
@@ -68,7 +69,11 @@ def test_symmetric_kernels_halve_products_of_large_matrices():
 
 @pytest.mark.parametrize(
     ("model", "most_operations", "most_bytes"),
-    [(SMALL, 350, 19e9), (LARGE, 2000, 214e9), ("one layer of 8 B", 330, 35e9)],
+    [
+        (SMALL, 350, 19e9),
+        pytest.param(LARGE, 2000, 214e9, marks=pytest.mark.slow),
+        pytest.param("one layer of 8 B", 330, 35e9, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_takes_at_most_so_many_operations_and_bytes(model: str, most_operations: int, most_bytes: float):
     ours, torchs = operations.count(model, OURS), operations.count(model, TORCHS)

@@ -211,9 +211,12 @@ CHAOTIC = {
     "monitor": ["large_and_small_gradients_give_finite_updates"],  # the Gram matrix of its metric overflows
 }
 EXAMPLES = max(6, settings.default.max_examples // 10)
+LONG = {"scale_by_dion", "scale_by_dion2", "scale_by_shampoo", "scale_by_soap"}
+"""Transforms with decompositions, whose laws take ten seconds: checked in a whole run."""
+
 EVERY_CASE = [
     # The first case of each always, further cases in a whole run: all laws take seconds.
-    pytest.param(name, tx, id=f"{name}-{i}", marks=[pytest.mark.slow] if i else [])
+    pytest.param(name, tx, id=f"{name}-{i}", marks=[pytest.mark.slow] if i or name in LONG else [])
     for name, cases in CASES.items()
     for i, tx in enumerate(cases)
 ]
@@ -274,7 +277,7 @@ def test_every_transform_obeys_every_law(name: str, tx: mfx.Transform):
 
 # Compilation takes most of the time: a few transforms always, every other one in a whole run, and the further
 # cases of each in a deep one.
-ALWAYS_COMPILED = ("scale_by_adam", "accumulate", "muon_with_adamw")  # Muon itself: `test_settings_by_name_compile`
+ALWAYS_COMPILED = ("scale_by_adam", "accumulate")  # Muon itself: `test_settings_by_name_compile`
 
 
 @pytest.mark.parametrize(
