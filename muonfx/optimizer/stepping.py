@@ -150,8 +150,14 @@ class Stepping:
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
         """Copy values into the state on this rank alone."""
         leaves = tree.leaves(state)
+        memory = {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
+        values: list[Tensor] = []
         for load in loads:
-            leaves[load.leaf_index].copy_(load.value)
+            # A caller may exchange the tensors of two parameters: read both before either is overwritten.
+            is_of_state = load.value.untyped_storage().data_ptr() in memory
+            values.append(load.value.clone() if is_of_state else load.value)
+        for load, value in zip(loads, values, strict=True):
+            leaves[load.leaf_index].copy_(value)
 
     def initial(self, params: Mapping[str, Tensor]) -> PyTree:
         """Return the initial state for named parameters, in one process."""

@@ -145,3 +145,16 @@ def test_entries_of_another_tensor_are_an_error():
     optimizer.state[nn.Parameter(torch.zeros(4))] = {MU: torch.zeros(4)}
     with pytest.raises(ValueError, match=r"entries for \(4,\), which is no parameter"):
         step(params, optimizer)
+
+
+def test_the_states_of_two_parameters_may_be_exchanged():
+    params, optimizer = trained(steps=0)
+    for number, param in enumerate(params.values(), 1):
+        param.grad = torch.full((3,), float(number))
+    optimizer.step()
+    state_w, state_v = optimizer.state[params["w"]], optimizer.state[params["v"]]
+    former_w, former_v = state_w[MU].clone(), state_v[MU].clone()
+    state_w[MU], state_v[MU] = state_v[MU], state_w[MU]
+    optimizer.state_dict()  # reads the edits, as a step does
+    moments = optimizer.transform_state["scale_by_adam"].mu
+    torch.testing.assert_close((moments["w"], moments["v"]), (former_v, former_w), rtol=0, atol=0)
