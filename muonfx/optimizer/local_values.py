@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -28,6 +28,20 @@ class Load(NamedTuple):
 
 class Misfit(ValueError):
     """An error for a value that does not fit a leaf of the state. The message continues the name of the leaf."""
+
+
+def apart_from(tensors: Iterable[object], loads: Iterable[Load]) -> list[Load]:
+    """Clone the values that share memory with ``tensors``, which the loads will overwrite.
+
+    Otherwise, to exchange the tensors of two parameters would give both the same values.
+    """
+    local_tensors = (local_of(tensor) for tensor in tensors)
+    memory = {tensor.untyped_storage().data_ptr() for tensor in local_tensors if isinstance(tensor, Tensor)}
+    separate: list[Load] = []
+    for load in loads:
+        is_shared = local_of(load.value).untyped_storage().data_ptr() in memory
+        separate.append(load._replace(value=load.value.clone()) if is_shared else load)
+    return separate
 
 
 def require_fit(leaf: object, value: object) -> None:

@@ -13,7 +13,7 @@ from muonfx.core import Transform
 from muonfx.core.visit import Visit, visit
 from muonfx.optimizer.gathering import Gathering
 from muonfx.optimizer.group_numbers import TrackedGroup
-from muonfx.optimizer.local_values import Load, on_this_rank, require_same_position
+from muonfx.optimizer.local_values import Load, apart_from, on_this_rank, require_same_position
 from muonfx.optimizer.stepping import FormerState, Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.offload import inner_of, store_of
@@ -71,8 +71,8 @@ def _complete_layout(
 ) -> Layout | None:
     """Return the layout of all parameters, trained or not; None in one process.
 
-    It is the caller's ``layout``, or that of DTensors. A layout in which every rank has every parameter in full is
-    extended to parameters that were added later.
+    It is the caller's ``layout``, or follows from the DTensors. A layout in which every rank has every parameter in
+    full is extended to parameters that were added later.
     """
     all_params = {**params, **others}
     dtensor_names = [name for name, param in all_params.items() if is_dtensor(param)]
@@ -232,7 +232,7 @@ class SteppingOverRanks(Stepping):
             return on_this_rank(leaf, value)
         if isinstance(value, FlatShardTensor):
             return on_this_rank(leaf, value)
-        if not is_dtensor(value):  # `assign` copies the part of this rank, and that of others into gathered copies
+        if not is_dtensor(value):  # `assign` takes this rank's part; gathered copies take all of it
             return value
         spec = self.layout.dtensors.get(placement.name)
         is_of_one_owner = is_dtensor(leaf) and value.device_mesh == leaf.device_mesh
@@ -263,7 +263,7 @@ class SteppingOverRanks(Stepping):
         leaves = tree.leaves(state)
         # The gathered copies are loaded too, not gathered again, because this rank may load alone.
         gathered = {} if self._gathering is None else self._gathering.wait()
-        for load in loads:
+        for load in apart_from([*leaves, *gathered.values()], loads):
             placement = self._placements[load.leaf_index]
             leaf = leaves[load.leaf_index]
             value = load.value.full_tensor() if is_dtensor(load.value) else load.value

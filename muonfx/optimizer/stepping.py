@@ -23,7 +23,7 @@ from muonfx.core.value import prepared, with_numbers
 from muonfx.core.visit import Visit, check_resolved_extras
 from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
 from muonfx.optimizer.group_numbers import Number, TrackedGroup, fitted, read_numbers, separate_tensors
-from muonfx.optimizer.local_values import Load, on_this_rank
+from muonfx.optimizer.local_values import Load, apart_from, on_this_rank
 from muonfx.optimizer.update_rules import update_rules_of
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import require_room
@@ -42,7 +42,7 @@ class FormerState(NamedTuple):
 
 
 class Stepping:
-    """Creates the optimizer state and runs steps in one process. ``index`` is that of a leaf in the list of its leaves.
+    """Creates the optimizer state and runs steps in one process. ``index`` counts the leaves of the state.
 
     Args:
         tx: the transform, with the hyperparameters from construction.
@@ -150,14 +150,8 @@ class Stepping:
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
         """Copy values into the state on this rank alone."""
         leaves = tree.leaves(state)
-        memory = {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
-        values: list[Tensor] = []
-        for load in loads:
-            # A caller may exchange the tensors of two parameters: read both before either is overwritten.
-            is_of_state = load.value.untyped_storage().data_ptr() in memory
-            values.append(load.value.clone() if is_of_state else load.value)
-        for load, value in zip(loads, values, strict=True):
-            leaves[load.leaf_index].copy_(value)
+        for load in apart_from(leaves, loads):
+            leaves[load.leaf_index].copy_(load.value)
 
     def initial(self, params: Mapping[str, Tensor]) -> PyTree:
         """Return the initial state for named parameters, in one process."""
@@ -201,7 +195,7 @@ class Stepping:
         for tracked, numbers in zip(groups, values, strict=True):
             if tracked.names:  # a group without parameters has no effect
                 members.append(GroupMembers(sorted(tracked.names), fitted(self.defaults, numbers)))
-        # The order of groups may differ between ranks, but that of versions in `by_groups` must not: sort by names.
+        # The order of groups may differ between ranks, the order of versions in `by_groups` must not: sort by names.
         return sorted(members, key=lambda group: group.names)
 
     def snapshot(

@@ -147,14 +147,22 @@ def test_entries_of_another_tensor_are_an_error():
         step(params, optimizer)
 
 
-def test_the_states_of_two_parameters_may_be_exchanged():
-    params, optimizer = trained(steps=0)
+def first_moments(optimizer: mfx.TransformOptimizer) -> dict[str, torch.Tensor]:
+    """Return copies of the first moments. This applies the edits of ``optimizer.state``, as a step does."""
+    _, state, _, _ = optimizer.snapshot()
+    return {name: moment.clone() for name, moment in state["scale_by_adam"].mu.items()}
+
+
+@pytest.mark.parametrize("shard", [None, mfx.sharding.replicated, mfx.sharding.zero])
+def test_the_states_of_two_parameters_may_be_exchanged(shard: Callable | None):
+    params = {name: nn.Parameter(torch.ones(3)) for name in ("w", "v")}
+    layout = None if shard is None else shard(params, 1)
+    optimizer = mfx.TransformOptimizer(params, mfx.adamw(0.1), layout=layout)
     for number, param in enumerate(params.values(), 1):
         param.grad = torch.full((3,), float(number))
     optimizer.step()
+    former = first_moments(optimizer)
     state_w, state_v = optimizer.state[params["w"]], optimizer.state[params["v"]]
-    former_w, former_v = state_w[MU].clone(), state_v[MU].clone()
     state_w[MU], state_v[MU] = state_v[MU], state_w[MU]
-    optimizer.state_dict()  # reads the edits, as a step does
-    moments = optimizer.transform_state["scale_by_adam"].mu
-    torch.testing.assert_close((moments["w"], moments["v"]), (former_v, former_w), rtol=0, atol=0)
+    exchanged = first_moments(optimizer)
+    torch.testing.assert_close(exchanged, {"w": former["v"], "v": former["w"]}, rtol=0, atol=0)
