@@ -6,7 +6,7 @@ that would start a kernel; views, allocations and questions about devices start 
 one operation, whatever the number of tensors.
 
 The time is an estimate, by which two versions of a step can be compared without a GPU: for each operation, the time
-to start it (`LAUNCH_SECONDS`) and the longer of two times, that of its FLOPs and that of reading its inputs and writing
+to start it (`LAUNCH_SECONDS`) and the longer of two times, one for its FLOPs and one for reading its inputs and writing
 its results. Caches, overlap and small products that do not fill the device are not considered.
 """
 

@@ -275,8 +275,7 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
             return path
         if isinstance(problem, FormatError):
             raise problem
-        with _errors_of_folder(folder):
-            is_removed = isinstance(problem, NotFoundError) and not path.is_symlink()
+        is_removed = isinstance(problem, NotFoundError) and not os.path.islink(path)
         if is_removed:  # since the folder was listed
             continue
         warnings.warn(f"{path.name} is not used, and an older checkpoint is tried: {problem}", stacklevel=2)

@@ -119,7 +119,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     plain_name_of = {name: name for name in names}
     if not any(map(MAY_BE_WRAPPED.search, plain_name_of)):
         return plain_name_of
-    # Leaves with a common prefix, such as those of one momentum, belong to one model.
+    # Leaves with a common prefix, such as the leaves of one momentum, belong to one model.
     siblings: dict[str, dict[str, str]] = {}
     for name in plain_name_of:
         above, level, escaped = name.rpartition("/")

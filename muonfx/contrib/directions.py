@@ -101,7 +101,7 @@ def scale_by_namo(
     ):
         """Average gradients and squared norms, and scale the inner transform's direction of each matrix by alpha.
 
-        The names are those of the docstring of `scale_by_namo`: the average m of the gradients, and the average v of
+        The names are as in the docstring of `scale_by_namo`: the average m of the gradients, and the average v of
         the squared norm of each matrix.
         """
         matrices = Matrices(view, updates)  # of the leaves that have a gradient; the others keep their state

@@ -48,13 +48,13 @@ def _named_by_path(saved_groups: list[Group], groups: Sequence[TrackedGroup]) ->
     plain_names = set(unwrapped(name for tracked in groups for name in tracked.names).values())
     if plain_names <= set(unwrapped(paths).values()):
         return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
-    # The optimizer has names that are not those of the model, so its parameters are found by the order of the groups.
+    # The optimizer and the model name the parameters differently, so they are found by the order of the groups.
     _require_same_order(paths[0], saved_groups, groups)
     return saved_groups
 
 
 def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[TrackedGroup]) -> None:
-    """Raise if the names in saved groups are those of the optimizer in another order. ``path`` is one for the error."""
+    """Raise if saved groups have the names of the optimizer in another order. ``path`` is one for the error."""
     names_per_group = [tracked.names for tracked in groups]
     saved_names_per_group = [saved.get("param_names", []) for saved in saved_groups]
     if saved_names_per_group == names_per_group:

@@ -146,7 +146,7 @@ def warn_of_shared(edits: Edits, number: int) -> None:
     if edits.shared and edits.emptied and len(edits.emptied) < number:
         warn_caller(
             f"optimizer.state: the state of {edits.emptied[0]!r} starts again, but {edits.shared[0]!r} continues, "
-            "because all parameters share it, so the first updates may be larger than those of a new optimizer; "
+            "because all parameters share it, so the first updates may be larger than in a new optimizer; "
             "optimizer.state.clear() starts all again"
         )
 

@@ -47,7 +47,7 @@ def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
 
 
 def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -> UpdateRule:
-    """Return the update rule of a parameter. ``visits`` are those of the transforms that update it."""
+    """Return the update rule of a parameter. ``visits`` has the transforms that update it."""
     labels = [visited.label for visited in visits if visited.label is not None]
     is_left_out = any(_leaves_out(visited, name) for visited in visits)
     has_matrices = any(needs_matrices(visited.tx) for visited in visits)
@@ -198,7 +198,7 @@ def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Mapping[str
 
 
 def label_of(rules: Sequence[UpdateRule]) -> str | None:
-    """Return the label of a group: that of its parameters, or all of their labels, as in "muon+adamw"."""
+    """Return the label of a group: the label of its parameters, or all of their labels, as in "muon+adamw"."""
     if len(rules) < 2:
         return rules[0].label if rules else None
     return "+".join(dict.fromkeys([str(rule.label) for rule in rules])) or None

@@ -195,7 +195,7 @@ class _DefaultLabels(NamedTuple):
 def _labels(
     caller: str, model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label, roles: bool
 ) -> _DefaultLabels:
-    """Label the parameters by the user's rules, then by their roles; the arguments are those of `default_labels`."""
+    """Label the parameters by the user's rules, then by their roles; the arguments are as in `default_labels`."""
     if roles and (muon, other) != ("muon", "adamw"):
         raise ValueError(
             f"{caller}: found roles=True with muon={muon!r} and other={other!r}, expected one of the two: the labels "

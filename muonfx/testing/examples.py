@@ -457,7 +457,7 @@ def _examples(
     plans = draw(plan_trees)
     seed = draw(_SEEDS)
     number_of_leaves = len(tree.leaves(plans))
-    grads_dtype = draw(st.sampled_from((None, None, None, torch.float32)))  # None: those of the parameters
+    grads_dtype = draw(st.sampled_from((None, None, None, torch.float32)))  # None: the dtypes of the parameters
     grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):
         layout = draw(st.sampled_from((None, "contiguous"))) if layouts else None

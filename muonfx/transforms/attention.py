@@ -124,7 +124,7 @@ def _plain(x: Tensor) -> Tensor:
 class _Collector(TorchFunctionMode):
     """Stores the largest logits of each ``scaled_dot_product_attention``, by name of the module.
 
-    ``rank`` and ``size`` are those of the tensor-parallel group.
+    ``rank`` is this rank in the tensor-parallel group, and ``size`` the number of its ranks.
     """
 
     def __init__(self, rank: int, size: int) -> None:

@@ -51,7 +51,7 @@ def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
 def _position_of_factor(factor: object) -> Position | None:
     """Return the position of `scale` in a chain: "turns" for a negative factor, None for a positive factor.
 
-    The signs of a schedule are those of the numbers that it is made of. It is "either_sign" if both signs are possible.
+    A schedule has the signs of the numbers in it. It is "either_sign" if both signs are possible.
     """
     numbers: list[object] = [factor]
     if isinstance(factor, Schedule):

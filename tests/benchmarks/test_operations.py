@@ -1,4 +1,4 @@
-"""Counting a step on paper: the counts of known operations, and bounds on those of `mfx.Muon`."""
+"""Counting a step on paper: the counts of known operations, and bounds on the counts of `mfx.Muon`."""
 
 import pytest
 import torch
