@@ -166,7 +166,7 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     site_packages = Path(
         run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     )
-    # A folder named in a .pth file is searched last. Python reads no .pth file inside it, so the package of this checkout is not found.
+    # A folder named in a .pth file is searched last. No .pth file inside it is read, so this checkout is not found.
     dependencies = Path(pytest.__file__).parent.parent
     (site_packages / "dependencies.pth").write_text(f"{dependencies}\n", encoding="utf-8")
     return python
