@@ -311,6 +311,20 @@ def test_formulas_and_words_behind_code_are_translated_and_examples_are_not(mark
     assert restructured(markdown) == expected
 
 
+API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", API_PAGES, ids=lambda page: page.stem)
+def test_an_api_page_leads_readers_on_github_to_the_docstrings(page: Path):
+    text = page.read_text(encoding="utf-8")
+    for block in api_pages.BLOCK.finditer(text):
+        note = api_pages.github_note(block)
+        assert text[: block.start()].endswith(note), f"expected above the block: {note}"
+        for file in re.findall(r"\]\((.*?)\)", note):
+            assert (page.parent / file).exists()
+    assert "> On GitHub:" not in api_pages.GITHUB_NOTE.sub("", text)
+
+
 def test_a_block_gives_every_name_a_row_and_an_entry():
     def text(block: str) -> str:
         return api_pages.BLOCK.sub(api_pages.expand, block)
