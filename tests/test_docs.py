@@ -35,6 +35,7 @@ from tests.processes import Failed, Here, World
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "docs" / "_extensions")]
 import api_pages  # noqa: E402
+import notebook_pages  # noqa: E402
 import public_api  # noqa: E402
 import run_notebooks  # noqa: E402
 
@@ -142,6 +143,13 @@ def test_a_notebook_is_committed_with_its_outputs(path: Path):
         f"{path.name}: not run from top to bottom: make notebooks ARGS=--write"
     )
     assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+
+
+def test_the_page_of_examples_lists_every_notebook_with_its_question():
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    assert notebook_pages.table() in page
+    for path in (ROOT / "notebooks" / "experiments").glob("*.ipynb"):
+        assert f"(../notebooks/experiments/{path.name})" in page
 
 
 IS_IT_HERE = [

@@ -9,7 +9,7 @@ is replaced by all public names that these modules define; ``{api} muonfx.recipe
 ``{api-overview}`` becomes the list of all pages with their names. A public name without an entry is a warning, and
 so an error of the build.
 
-GitHub shows such a block as it is. Above it, a line that begins with ``> On GitHub:`` links to the source files; the site
+GitHub shows such a block as it is. Above it, a line that begins with ``> On GitHub:`` links to the source; the site
 leaves this line out.
 """
 
