@@ -279,6 +279,7 @@ def test_a_factory_that_was_not_called_is_reported():
 
 # ------------------------------------------------------------------------------------------------------- the page
 
+
 @mfx.transform(locality=mfx.Locality.LEAF)
 def divide_by_norm():
     """A right transform, whose last bit depends on the strides of a leaf, as the order of a sum does."""
