@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from muonfx.testing.optimizers.law import Broken, Build
+from muonfx.testing.violation import bits_equal
 
 Values = dict[str, Tensor]
 """Copies of the parameters of a model by name."""
@@ -162,9 +163,9 @@ def state_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def require_equal(values: Values, expected: Values, what: str) -> None:
-    """Raise `Broken` unless all parameters have the same bits (NaN equals NaN). ``what`` names the comparison."""
+    """Raise `Broken` unless all parameters have the same bits. ``what`` names the comparison."""
     for name, expected_value in expected.items():
-        if not torch.equal(values[name].nan_to_num(), expected_value.nan_to_num()):
+        if not bits_equal(values[name], expected_value):
             distance = _distance(values[name], expected_value)
             raise Broken(f"{what}: {name} differs by {distance:.1e} of its norm, expected equal bits")
 
