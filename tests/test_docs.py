@@ -145,6 +145,25 @@ def test_a_notebook_is_committed_with_its_outputs(path: Path):
     assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
 
 
+GUIDED = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", GUIDED, ids=lambda path: path.stem)
+def test_a_notebook_opens_in_colab_and_installs_there_only(path: Path, monkeypatch: pytest.MonkeyPatch):
+    title, install = nbformat.read(path, as_version=4).cells[:2]
+    assert f"(https://colab.research.google.com/github/muonfx/muonfx/blob/main/notebooks/{path.name})" in title.source
+    commands: list[list[str]] = []
+    folders: list[str] = []
+    monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))
+    monkeypatch.setattr("os.chdir", folders.append)
+    exec(install.source, {})
+    assert commands == folders == []
+    monkeypatch.setitem(sys.modules, "google.colab", sys)
+    exec(install.source, {})
+    assert [command[0] for command in commands] == ["git", sys.executable]
+    assert folders == ["muonfx/notebooks"]
+
+
 def test_the_page_of_examples_lists_every_notebook_with_its_question():
     page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     assert notebook_pages.table() in page
