@@ -34,7 +34,7 @@ class OptimizerReport(Shown):
     left_out: dict[str, str]
 
     def raise_failures(self) -> None:
-        """Raise an AssertionError with what was found if a law does not hold, for use in tests."""
+        """Raise an AssertionError with the table of failures if a law does not hold, for use in tests."""
         if self.failures:
             lines = [f"  {name} does not hold: {failure}" for name, failure in self.failures.items()]
             raise AssertionError("\n".join([f"{self.optimizer}: {self._summary()}", *lines]))
