@@ -81,10 +81,6 @@ def heavyball_muon(model: nn.Module) -> Optimizer:
     return importlib.import_module("heavyball").Muon(hidden(model), lr=0.01)
 
 
-def muonium_muon(model: nn.Module) -> Optimizer:
-    return importlib.import_module("muonium").Muon(hidden(model), lr=0.01)
-
-
 def reference_muon(model: nn.Module) -> Optimizer:
     module = importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     muon = {"params": hidden(model), "lr": 0.01, "momentum": 0.95, "weight_decay": 0.0, "use_muon": True}
@@ -113,7 +109,6 @@ CANDIDATES = [
     Candidate("pytorch_optimizer Muon", "pytorch_optimizer", pytorch_optimizer_muon),
     Candidate("pytorch_optimizer SOAP", "pytorch_optimizer", pytorch_optimizer_soap),
     Candidate("heavyball Muon", "heavyball", heavyball_muon),
-    Candidate("muonium Muon", "muonium", muonium_muon),
     Candidate("Keller Jordan's Muon with Adam", "deepspeed", reference_muon),
 ]
 

@@ -159,6 +159,11 @@ SEARCHES = {
     "EMA": "api/transforms-around.html",
     "mixed precision": "mixed-precision.html",
     "torch.compile": "compile.html",
+    "clip": "api/transforms-decay.html",
+    "freeze": "torch-optimizer.html",
+    "checkpoint format": "checkpoint-format.html",
+    "moe": "fused-weights.html",
+    "cuda": "gpu.html",
 }
 
 

@@ -46,7 +46,7 @@ class OptimizerLaw:
 
     >>> from muonfx.testing import OPTIMIZER_LAWS
     >>> OPTIMIZER_LAWS["autocast_changes_nothing"].sentence
-    'A step under `torch.autocast` has the bits of a step outside of it.'
+    'A step under torch.autocast has the bits of a step outside of it.'
     """
 
     name: str

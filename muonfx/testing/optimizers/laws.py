@@ -44,7 +44,7 @@ def steps_are_repeatable(build: Build) -> None:
 
 @optimizer_law
 def torch_save_resumes_the_run(build: Build) -> None:
-    """A run resumed from `torch.save` of the state dict ends in the bits of the run that was not stopped."""
+    """A run resumed from torch.save of the state dict ends in the bits of the run that was not stopped."""
     stopped = Run(build).steps(STEPS)
     file = io.BytesIO()
     torch.save(stopped.optimizer.state_dict(), file)
@@ -56,7 +56,7 @@ def torch_save_resumes_the_run(build: Build) -> None:
 
 @optimizer_law
 def dcp_resumes_the_run(build: Build) -> None:
-    """A run resumed from `torch.distributed.checkpoint` ends in the bits of the run that was not stopped."""
+    """A run resumed from torch.distributed.checkpoint ends in the bits of the run that was not stopped."""
     stopped = Run(build).steps(STEPS)
     resumed = _resumed(build, stopped)
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +100,7 @@ def _require_same_end(resumed: Run, continued: Run, tolerance: float | None = No
 
 @optimizer_law
 def states_keep_their_dtypes(build: Build) -> None:
-    """Each tensor of the state keeps its dtype and shape from the first step on, and through `load_state_dict`."""
+    """Each tensor of the state keeps its dtype and shape from the first step on, and through load_state_dict."""
     run = Run(build).steps(1)
     first = _specs(run.optimizer)
     _require_same_specs(_specs(run.steps(STEPS).optimizer), first, "after more steps")
@@ -264,7 +264,7 @@ def rates_may_be_tensors(build: Build) -> None:
 
 @optimizer_law
 def zero_grad_clears_every_gradient(build: Build) -> None:
-    """`zero_grad` clears the gradients of all parameters of the optimizer."""
+    """zero_grad clears the gradients of all parameters of the optimizer."""
     run = Run(build)
     run.set_gradients()
     run.optimizer.zero_grad()
@@ -275,7 +275,7 @@ def zero_grad_clears_every_gradient(build: Build) -> None:
 
 @optimizer_law
 def closures_are_called_with_gradients_enabled(build: Build) -> None:
-    """`step(closure)` calls the closure with gradients enabled, and returns its loss."""
+    """step(closure) calls the closure with gradients enabled, and returns its loss."""
     run = Run(build)
     modes: list[bool] = []
 
@@ -295,7 +295,7 @@ def closures_are_called_with_gradients_enabled(build: Build) -> None:
 
 @optimizer_law
 def autocast_changes_nothing(build: Build) -> None:
-    """A step under `torch.autocast` has the bits of a step outside of it."""
+    """A step under torch.autocast has the bits of a step outside of it."""
     outside = Run(build).steps(STEPS)
     inside = Run(build)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -305,7 +305,7 @@ def autocast_changes_nothing(build: Build) -> None:
 
 @optimizer_law
 def compiled_steps_equal_eager_ones(build: Build) -> None:
-    """A step that `torch.compile` has traced gives the update of the eager step."""
+    """A step that torch.compile has traced gives the update of the eager step."""
     eager = Run(build)
     start = eager.values()
     compiled = Run(build)

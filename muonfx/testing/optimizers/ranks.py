@@ -33,7 +33,7 @@ from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, OptimizerLaw, O
 from muonfx.testing.optimizers.runs import Run, require_close, require_equal, seeded
 
 RANKS = 2
-SECONDS = 90
+SECONDS = 180
 """The time after which ranks that have not finished are ended, and the law is reported as broken."""
 STEPS = 3
 TOLERANCE = 1e-3
@@ -45,7 +45,7 @@ TOLERANCE = 1e-3
 
 @law_of_ranks
 def ddp_gives_the_update_of_one_process(build: Build) -> None:
-    """A model in `DistributedDataParallel` is updated as in one process."""
+    """A model in DistributedDataParallel is updated as in one process."""
     model = seeded()
     wrapped = DistributedDataParallel(model)
     _require_the_update_of_one_process(build, wrapped.module)
@@ -53,7 +53,7 @@ def ddp_gives_the_update_of_one_process(build: Build) -> None:
 
 @law_of_ranks
 def fsdp2_gives_the_update_of_one_process(build: Build) -> None:
-    """A model that `fully_shard` has sharded is updated as in one process."""
+    """A model that fully_shard has sharded is updated as in one process."""
     model = seeded()
     fully_shard(model, mesh=_mesh())
     _require_the_update_of_one_process(build, model)
@@ -61,7 +61,7 @@ def fsdp2_gives_the_update_of_one_process(build: Build) -> None:
 
 @law_of_ranks
 def tensor_parallel_gives_the_update_of_one_process(build: Build) -> None:
-    """A model under tensor parallelism (`parallelize_module`) is updated as in one process."""
+    """A model under tensor parallelism (parallelize_module) is updated as in one process."""
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(),
         "up": ColwiseParallel(),
@@ -75,7 +75,7 @@ def tensor_parallel_gives_the_update_of_one_process(build: Build) -> None:
 
 @law_of_ranks
 def dcp_resumes_a_sharded_run(build: Build) -> None:
-    """A run under FSDP2 that `torch.distributed.checkpoint` resumes ends in the bits of the uninterrupted run."""
+    """A run under FSDP2 that torch.distributed.checkpoint resumes ends in the bits of the uninterrupted run."""
     stopped = _sharded_run(build)
     stopped.steps(STEPS)
     resumed = _sharded_run(build)
