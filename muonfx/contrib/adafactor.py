@@ -167,20 +167,33 @@ def _step(leaf: Tensor, s: _MeanSquares, beta: Tensor, eps: Scalar, min_size: in
     square = g.square() + ew.scalar_like(eps, g)  # a 0-d leaf would be promoted to the dtype of a tensor eps
     dims = _factored_dims(leaf.shape, min_size)
     if dims is None:
-        v = beta * s.v.to(wide) + (1.0 - beta) * square
+        v = _average(s.v, square, beta)
         u = g * v.rsqrt()
-        return u.to(leaf.dtype), _MeanSquares(s.v_row.clone(), s.v_col.clone(), v.to(s.v.dtype))
+        return u.to(leaf.dtype), _MeanSquares(
+            v_row=s.v_row.clone(),
+            v_col=s.v_col.clone(),
+            v=v.to(s.v.dtype),
+        )
 
     second, largest = dims
-    r = beta * s.v_row.to(wide) + (1.0 - beta) * square.mean(largest)
-    c = beta * s.v_col.to(wide) + (1.0 - beta) * square.mean(second)
+    r = _average(s.v_row, square.mean(largest), beta)
+    c = _average(s.v_col, square.mean(second), beta)
     # The mean square of element (i, j) is r_i c_j / mean(r).
     second_in_r = second - int(second > largest)  # r does not have the largest dim
     r_mean = r.mean(second_in_r, keepdim=True)
     row_factor = (r / r_mean).rsqrt().unsqueeze(largest)
     column_factor = c.rsqrt().unsqueeze(second)
     u = g * row_factor * column_factor
-    return u.to(leaf.dtype), _MeanSquares(r.to(s.v_row.dtype), c.to(s.v_col.dtype), s.v.clone())
+    return u.to(leaf.dtype), _MeanSquares(
+        v_row=r.to(s.v_row.dtype),
+        v_col=c.to(s.v_col.dtype),
+        v=s.v.clone(),
+    )
+
+
+def _average(stored: Tensor, value: Tensor, beta: Tensor) -> Tensor:
+    """Return ``beta * stored + (1 - beta) * value``, in the dtype of the value."""
+    return beta * stored.to(value.dtype) + (1.0 - beta) * value
 
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:

@@ -124,9 +124,15 @@ def scale_by_shampoo(
             right_root=right_root,
         )
 
-    left = MatrixSlot(functools.partial(_zeros, side=-2))
-    right = MatrixSlot(functools.partial(_zeros, side=-1))
-    return ShampooState(count=MatrixSlot(), left=left, right=right, left_root=left, right_root=right), step
+    left_slot = MatrixSlot(functools.partial(_zeros, side=-2))
+    right_slot = MatrixSlot(functools.partial(_zeros, side=-1))
+    return ShampooState(
+        count=MatrixSlot(),
+        left=left_slot,
+        right=right_slot,
+        left_root=left_slot,
+        right_root=right_slot,
+    ), step
 
 
 def _zeros(matrix: Tensor, side: int) -> Tensor:

@@ -18,6 +18,7 @@ from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise, product
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
+from muonfx.tree.elementwise import Scalar
 
 Factors = Literal["shampoo", "kl"]
 """The factors of `scale_by_soap`."""
@@ -57,13 +58,15 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
     is_kl = tx.arguments["factors"] == "kl"
 
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
-        sides = [side for side in (rows, columns) if side <= longest]
-        rectangular_product = sum(sides) * rows * columns
-        square_product = sum([side**3 for side in sides])
-        # Each side has three rotations of the gradient, one factor, and one product of factor and basis.
-        rectangular_products = (4 + is_kl) * rectangular_product
-        square_products = (1 + is_kl + _QR_PRODUCTS) * square_product
-        return 2.0 * (rectangular_products + square_products)
+        operations = 0.0
+        for side in (rows, columns):
+            if side > longest:
+                continue
+            # Each side has three rotations of the gradient, one factor, and one product of factor and basis.
+            rectangular_products = (4 + is_kl) * side * rows * columns
+            square_products = (1 + is_kl + _QR_PRODUCTS) * side**3
+            operations += 2.0 * (rectangular_products + square_products)
+        return operations
 
     return cost
 
@@ -181,23 +184,20 @@ def scale_by_soap(
         update = _rotate(rotated_update, p.mT, q.mT)
         update = torch.where(is_first, 0.0, update)
 
-        # left = b2 left + (1 - b2) g g^T,  right = b2 right + (1 - b2) g^T g. For "kl", g is first whitened by the
-        # factor of the other side.
-        left = s.left
-        right = s.right
+        # The factors, and the bases that follow from them. A new basis has another order of columns, and the second
+        # moment is sorted likewise.
         g_for_left = g
         g_for_right = g.mT
         if factors == "kl":
             missing = 1.0 / c2 - 1.0
-            g_for_left = _whitened(g, right, q, missing)
-            g_for_right = _whitened(g.mT, left, p, missing)
-        # A new basis has another order of columns, and the second moment is sorted likewise.
+            g_for_left = _whitened(g, s.right, q, missing)
+            g_for_right = _whitened(g.mT, s.left, p, missing)
+        left = _averaged(s.left, g_for_left, b2)
+        right = _averaged(s.right, g_for_right, b2)
         if left.shape[-1]:
-            left = running_average(left, g_for_left @ g_for_left.mT, b2)
             p, order = _refreshed(left, p, is_due, is_first)
             v = v.take_along_dim(order.mT, -2)
         if right.shape[-1]:
-            right = running_average(right, g_for_right @ g_for_right.mT, b2)
             q, order = _refreshed(right, q, is_due, is_first)
             v = v.take_along_dim(order, -1)
         return update, SoapState(
@@ -245,6 +245,13 @@ def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     if right.shape[-1]:
         x = x @ right
     return x
+
+
+def _averaged(factor: Tensor, g: Tensor, b2: Scalar) -> Tensor:
+    """Return ``b2 factor + (1 - b2) g g^T``. An empty factor stays empty."""
+    if not factor.shape[-1]:
+        return factor
+    return running_average(factor, g @ g.mT, b2)
 
 
 def _whitened(x: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:

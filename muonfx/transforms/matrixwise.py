@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from math import prod
-from typing import Any, ParamSpec, overload
+from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
 from torch import Tensor
@@ -290,13 +290,13 @@ class _SlotStates:
     def init(self, matrices: Matrices) -> PyTree:
         return self._trees.init(matrices.values)
 
-    def read(self, state: PyTree, matrices: Matrices) -> list[list[Tensor]]:
+    def read(self, state: PyTree, matrices: Matrices) -> list[Tensor]:
         return matrices.split(self._trees.read(matrices.at, state))
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
         return state  # `write` rounds instead, because a quantized dtype rounds a whole leaf, not a matrix
 
-    def write(self, states: list[list[Tensor]], old_state: PyTree, matrices: Matrices) -> PyTree:
+    def write(self, states: list[Tensor], old_state: PyTree, matrices: Matrices) -> PyTree:
         old_tensors = self._trees.read(matrices.at, old_state)
         new_tensors = matrices.join(states, old_tensors)
         return self._trees.write(matrices.at, new_tensors, old_tensors, old_state, reuse=False)
@@ -311,33 +311,86 @@ class MatrixStates:
 
     def init(self, matrices: Matrices) -> PyTree:
         """Return the initial state tree for the matrices of the parameters."""
-        slot = self._slot
-        states: list[Tensor] = []
-        for leaf, stacks in zip(matrices.leaves, matrices.of_leaves, strict=True):
-            dtype = state_dtype(slot.dtype, leaf.dtype)
+        tensors: list[Tensor] = []
+        for leaf, stacks in zip(matrices.leaves, matrices.grouped(matrices.stacks), strict=True):
             is_detached = leaf.requires_grad and not as_start(leaf).requires_grad  # the matrices are views of the leaf
-            starts: list[Tensor] = []
+            dtype = state_dtype(self._slot.dtype, leaf.dtype)
+            states: list[Tensor] = []
             for stack in stacks:
-                params = (stack.detach() if is_detached else stack).contiguous()
-                starts.append(slot.rounded(slot.start(params), dtype))
-            states.append(slot.join(starts, stacks))
-        return matrices.at.fill(states)
+                if is_detached:
+                    stack = stack.detach()
+                start = self._slot.start(stack.contiguous())
+                states.append(self._slot.rounded(start, dtype))
+            tensors.append(self._slot.join(states, stacks))
+        return matrices.at.fill(tensors)
 
-    def read(self, state: PyTree, matrices: Matrices) -> list[list[Tensor]]:
-        """Return for each leaf with a gradient a list of the states of its matrices, from a state tree."""
-        return list(map(self._slot.split, matrices.at.pick(state), matrices.of_leaves))
+    def read(self, state: PyTree, matrices: Matrices) -> list[Tensor]:
+        """Return the state of each stack of matrices, for the leaves that have a gradient."""
+        states: list[Tensor] = []
+        for tensor, stacks in zip(matrices.at.pick(state), matrices.grouped(matrices.stacks), strict=True):
+            states += self._slot.split(tensor, stacks)
+        return states
 
-    def write(self, states: list[list[Tensor]], old_state: PyTree, matrices: Matrices) -> PyTree:
+    def write(self, states: list[Tensor], old_state: PyTree, matrices: Matrices) -> PyTree:
         """Return a state tree with new states for the leaves that have a gradient."""
-        return matrices.at.fill(list(map(self._slot.join, states, matrices.of_leaves)), old_state)
+        states_of_leaves = matrices.grouped(states)
+        tensors = list(map(self._slot.join, states_of_leaves, matrices.grouped(matrices.stacks)))
+        return matrices.at.fill(tensors, old_state)
+
+
+class _MatrixStep(NamedTuple):
+    """A step and the fields of its state, which `run` applies to one stack of matrices."""
+
+    name: str
+    """The name of the transform, for errors."""
+    step: Callable[..., Any]
+    containers: Structure
+    """The NamedTuple, dict or tuple that contains the fields of the state."""
+    fields: Sequence[_SlotStates | MatrixStates]
+
+    def run(self, u: Tensor, *states_and_params: Tensor) -> list[Tensor]:
+        """Return the update of a stack of matrices, then the new value of each field of the state.
+
+        The arguments are the update, the value of each field, and the parameters if the step reads them.
+        """
+        operands = [u, *states_and_params]
+        old_values = operands[: 1 + len(self.fields)]  # the results have their shapes and dtypes
+        if u.numel() == 0:
+            return [value.clone() for value in old_values]
+        wide = ew.wide_dtype(*[operand.dtype for operand in operands])
+        wide_u, *wide_states_and_params = [operand.to(wide) for operand in operands]
+        state = tree.unflatten(self.containers, wide_states_and_params[: len(self.fields)])
+        params = wide_states_and_params[len(self.fields) :]
+        new_u, new_state = self.step(wide_u, state, *params)
+
+        new_values: list[Tensor] = []
+        for new_value, old_value in zip([new_u, *tree.subtrees(self.containers, new_state)], old_values, strict=True):
+            if new_value.shape != old_value.shape:
+                raise _wrong_shape(self.name, new_value, old_value)
+            if any(new_value is operand for operand in (wide_u, *wide_states_and_params)):
+                new_value = new_value.clone()  # it must not share storage with an operand
+            new_values.append(new_value)
+        rounded = [new_values[0].to(u.dtype)]
+        for field, new_value, old_value in zip(self.fields, new_values[1:], old_values[1:], strict=True):
+            rounded.append(field.rounded(new_value, old_value.dtype))
+        return rounded
+
+
+def _wrong_shape(name: str, returned: Tensor, expected: Tensor) -> ValueError:
+    """Return an error for an update or a state that has another shape than the one before the step."""
+    return ValueError(f"{name}: the step returns shape {tuple(returned.shape)}, expected {tuple(expected.shape)}")
 
 
 def _functions(
     name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], *, reads_params: bool
 ) -> InitAndUpdate:
     """Build ``init`` and ``update`` of a `matrixwise` transform from its declared state and its step."""
-    named = zip(tree.leaves(declared), tree.names(declared), strict=True)
-    fields = [_SlotStates(slot, role) if isinstance(slot, Slot) else MatrixStates(slot) for slot, role in named]
+    fields: list[_SlotStates | MatrixStates] = []
+    for slot, role in zip(tree.leaves(declared), tree.names(declared), strict=True):
+        if isinstance(slot, Slot):
+            fields.append(_SlotStates(slot, role))
+        else:
+            fields.append(MatrixStates(slot))
 
     def init(params: PyTree) -> PyTree:
         matrices = Matrices(view, params, named=True)
@@ -350,46 +403,16 @@ def _functions(
         matrices = Matrices(view, updates)
         containers = tree.flatten(declared)[1]
         old_fields = tree.subtrees(containers, state)
-        operands = [matrices.of_leaves]
+        operands = [matrices.stacks]
         for field, old_field in zip(fields, old_fields, strict=True):
             operands.append(field.read(old_field, matrices))
         if reads_params:
             operands.append(matrices.split(matrices.at.pick(params_for(name, params))))
-        advance = functools.partial(_advance, name, step, containers, fields)
-        out, *states = matrices.map(ew.by_stacks(advance, 1 + len(fields)), *operands)
+        matrix_step = _MatrixStep(name, step, containers, fields)
+        new_updates, *new_states = ew.by_stacks(matrix_step.run, 1 + len(fields))(*operands)
         new_fields: list[PyTree] = []
-        for field, new_states, old_field in zip(fields, states, old_fields, strict=True):
-            new_fields.append(field.write(new_states, old_field, matrices))
-        return matrices.fill(out), tree.unflatten(containers, new_fields)
+        for field, new_state, old_field in zip(fields, new_states, old_fields, strict=True):
+            new_fields.append(field.write(new_state, old_field, matrices))
+        return matrices.fill(new_updates), tree.unflatten(containers, new_fields)
 
     return init, update
-
-
-def _advance(
-    name: str,
-    step: Callable[..., Any],
-    containers: Structure,
-    fields: Sequence[_SlotStates | MatrixStates],
-    *operands: Tensor,
-) -> list[Tensor]:
-    """Run the step on one stack of matrices; return its update and the new value of each field of the state."""
-    old_values = operands[: 1 + len(fields)]  # the update and the fields; the results have their shapes and dtypes
-    if operands[0].numel() == 0:
-        return [x.clone() for x in old_values]
-    wide = ew.wide_dtype(*[x.dtype for x in operands])
-    inputs = [x.to(wide) for x in operands]
-    u = inputs[0]
-    s = tree.unflatten(containers, inputs[1 : 1 + len(fields)])
-    params = inputs[1 + len(fields) :]
-    out, state = step(u, s, *params)
-
-    new_values: list[Tensor] = []
-    for new, old in zip([out, *tree.subtrees(containers, state)], old_values, strict=True):
-        if new.shape != old.shape:
-            raise ValueError(f"{name}: the step returns shape {tuple(new.shape)}, expected {tuple(old.shape)}")
-        is_operand = any(new is operand for operand in inputs)
-        new_values.append(new.clone() if is_operand else new)  # it must not share storage with an operand
-    rounded = [new_values[0].to(operands[0].dtype)]
-    for field, new_state, old_state in zip(fields, new_values[1:], old_values[1:], strict=True):
-        rounded.append(field.rounded(new_state, old_state.dtype))
-    return rounded

@@ -147,7 +147,7 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     lr_scaling = tx.arguments["lr_scaling"]
     matrices = Matrices(tx.arguments["view"], params, named=True)
     factors: dict[str, float] = {}
-    for name, stacks in zip(matrices.names, matrices.of_leaves, strict=True):
+    for name, stacks in zip(matrices.names, matrices.grouped(matrices.stacks), strict=True):
         if len(stacks) > 1:
             return tx
         factors[name] = shape_factor(lr_scaling, stacks[0])
