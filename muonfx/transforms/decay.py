@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform
 from muonfx.core.value import Memory, with_memory
 from muonfx.transforms.leafwise import params_for
-from muonfx.tree import PyTree
+from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 
 
@@ -52,22 +52,24 @@ def _functions(
         params = params_for(name, params)
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
-        leaves, treedef = tree.flatten(updates)
-        indices: list[int] = []
-        for index, (leaf, does_decay) in enumerate(zip(leaves, decays(params), strict=True)):
-            if does_decay and leaf is not None:
-                indices.append(index)
-        all_weights = tree.leaves(params)
-        u = [leaves[index] for index in indices]
-        w = ew.cast_like([all_weights[index] for index in indices], u)
+        decaying = Present(_where(decays(params), updates))
+        u = decaying.pick(updates)
+        w = ew.cast_like(decaying.pick(params), u)
         if caution:
             w = [_where_decay_agrees(u_i, w_i, sign) for u_i, w_i in zip(u, w, strict=True)]
-        decayed = ew.cast_like(ew.add(u, w, sign * weight_decay, reuse=donate.updates), u)
-        for index, leaf in zip(indices, decayed, strict=True):
-            leaves[index] = leaf
-        return tree.unflatten(treedef, leaves), state
+        new_u = ew.add(u, w, sign * weight_decay, reuse=donate.updates)
+        return decaying.fill(ew.cast_like(new_u, u), updates), state
 
     return init, update
+
+
+def _where(selected: Sequence[bool], updates: PyTree) -> PyTree:
+    """Return the tree of updates with None for each leaf that is not selected."""
+    leaves, treedef = tree.flatten(updates)
+    for index, is_selected in enumerate(selected):
+        if not is_selected:
+            leaves[index] = None
+    return tree.unflatten(treedef, leaves)
 
 
 def _where_decay_agrees(update: Tensor, weight: Tensor, sign: float) -> Tensor:
@@ -204,10 +206,13 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
             """Set elements whose sign differs from the gradient's to zero; divide the others by their share."""
             if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
                 return torch.zeros_like(update)
+            if update.numel() == 0:
+                return update.clone()
             # Compare signs: the product of the values may underflow to zero.
             agrees = (update.sign() * gradient.sign() > 0).to(update.dtype)
-            share = agrees.float().mean() if agrees.numel() else agrees.float().sum()
-            return (update * agrees / share.clamp(min=min_share)).to(update.dtype)
+            share = agrees.float().mean()
+            scaled = update * agrees / share.clamp(min=min_share)
+            return scaled.to(update.dtype)
 
         return tree.map(keep, out, updates), state
 

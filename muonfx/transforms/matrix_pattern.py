@@ -259,7 +259,8 @@ class Pattern:
     def _wrong_size(self, dim: Dim, size: int) -> ValueError:
         """Return an error for a dim of a tensor whose size does not fit the pattern."""
         return ValueError(
-            f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}: correct a size in the pattern"
+            f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}: correct a size in the "
+            "pattern"
         )
 
 
@@ -301,12 +302,13 @@ def _selected_part(axis: _SizedAxis, names: list[str]) -> tuple[str, int]:
 
     For the axis ``(k=3 + v=5)`` and the names of ``h v in``, this is ("v", 3).
     """
+    (selected,) = axis.part_sizes.keys() & set(names)
     start = 0
     for name, size in axis.part_sizes.items():
-        if name in names:
-            return name, start
+        if name == selected:
+            break
         start += size
-    raise AssertionError  # `parse` checks that each result has one of the parts
+    return selected, start
 
 
 def _names_in_matrices(results: Sequence[Sequence[Group]]) -> set[str]:
@@ -486,10 +488,11 @@ def _group(item: _Item) -> Group:
 def _check_dims(dims: Sequence[Dim]) -> None:
     """Raise an error unless the left side names each part once, and its sizes can be computed from a shape."""
     names: set[str] = set()
-    for part in chain.from_iterable(map(_parts, dims)):
-        if part.name in names:
-            raise _Malformed(f"{part.name!r} occurs twice on the left")
-        names.add(part.name)
+    for dim in dims:
+        for name in _names_of_dim(dim):
+            if name in names:
+                raise _Malformed(f"{name!r} occurs twice on the left")
+            names.add(name)
     for dim in dims:
         sizes = [part.size for part in _parts(dim)]
         if 0 in sizes:

@@ -43,9 +43,15 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
 
 
 def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
-    # Not `leafwise`: a single product is rounded once in any dtype, so conversions to fp32 would only cost two passes.
-    # The sign is applied at every step, because a scheduler may write into a factor that is a tensor.
-    return of_lists(lambda leaves, reuse: ew.cast_like(ew.mul(leaves, sign * factor, reuse=reuse), leaves))
+    """Return a stateless ``init`` and ``update`` that multiply all updates by a number."""
+
+    def multiply(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
+        # Not `leafwise`: a single product is rounded once in any dtype, so conversions to fp32 would only cost two
+        # passes. The sign is applied at every step, because a scheduler may write into a factor that is a tensor.
+        products = ew.mul(leaves, sign * factor, reuse=may_overwrite)
+        return ew.cast_like(products, leaves)
+
+    return of_lists(multiply)
 
 
 def _position_of_factor(factor: object) -> Position | None:
@@ -57,10 +63,12 @@ def _position_of_factor(factor: object) -> Position | None:
     if isinstance(factor, Schedule):
         numbers = [number for _, number in parts_of(factor)]
     floats = [number for number in numbers if isinstance(number, float)]
-    has_negative = any(number < 0 for number in floats)
-    has_positive = any(number > 0 for number in floats)
+    has_negative = min(floats, default=0.0) < 0
+    has_positive = max(floats, default=0.0) > 0
+    if has_negative and has_positive:
+        return "either_sign"
     if has_negative:
-        return "either_sign" if has_positive else "turns"
+        return "turns"
     if not floats or len(floats) < len(numbers):  # the sign of a tensor or a function is not known
         return "either_sign"
     return None
@@ -157,7 +165,9 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
 def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
     """Return the number by which `scale_by_shape` multiplies the update of a matrix; 1 if the matrix is empty."""
     rows, columns = matrix.shape[-2:]
-    return SHAPE_RULES[lr_scaling](rows, columns) if rows and columns else 1.0
+    if rows == 0 or columns == 0:
+        return 1.0
+    return SHAPE_RULES[lr_scaling](rows, columns)
 
 
 @transform(
