@@ -14,7 +14,7 @@ from muonfx.core import Donation, MatrixWork, Transform, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
-from muonfx.transforms.formulas import divide_unless, running_average
+from muonfx.transforms.formulas import bias_correction, divide_unless, running_average
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.transforms.matrices import Matrices, MatrixView
 from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates, matrix_locality, name_patterns
@@ -120,7 +120,7 @@ def scale_by_namo(
         mu = present.fill(ew.store(m, old_m, reuse=False), state.mu)
 
         # v = b2 v + (1 - b2) |g|^2,  alpha = sqrt(1 - b2^t) / (1 - b1^t) * |m| / (sqrt(v) + eps)
-        correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
+        correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
         v_and_alpha = functools.partial(_v_and_alpha, b2=b2, eps=eps, correction=correction)
         for_all_stacks = ew.by_stacks(v_and_alpha, results=2)
         old_v = moments.read(state.nu, matrices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform
 from muonfx.core.value import Memory, with_memory
 from muonfx.transforms.leafwise import params_for
-from muonfx.tree import Present, PyTree
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
 
@@ -52,24 +52,22 @@ def _functions(
         params = params_for(name, params)
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
-        decaying = Present(_where(decays(params), updates))
-        u = decaying.pick(updates)
-        w = ew.cast_like(decaying.pick(params), u)
+        leaves, treedef = tree.flatten(updates)
+        weights = tree.leaves(params)
+        indices: list[int] = []
+        for index, (leaf, does_decay) in enumerate(zip(leaves, decays(params), strict=True)):
+            if does_decay and leaf is not None:
+                indices.append(index)
+        u = [leaves[index] for index in indices]
+        w = ew.cast_like([weights[index] for index in indices], u)
         if caution:
             w = [_where_decay_agrees(u_i, w_i, sign) for u_i, w_i in zip(u, w, strict=True)]
-        new_u = ew.add(u, w, sign * weight_decay, reuse=donate.updates)
-        return decaying.fill(ew.cast_like(new_u, u), updates), state
+        decayed = ew.add(u, w, sign * weight_decay, reuse=donate.updates)
+        for index, leaf in zip(indices, ew.cast_like(decayed, u), strict=True):
+            leaves[index] = leaf
+        return tree.unflatten(treedef, leaves), state
 
     return init, update
-
-
-def _where(selected: Sequence[bool], updates: PyTree) -> PyTree:
-    """Return the tree of updates with None for each leaf that is not selected."""
-    leaves, treedef = tree.flatten(updates)
-    for index, is_selected in enumerate(selected):
-        if not is_selected:
-            leaves[index] = None
-    return tree.unflatten(treedef, leaves)
 
 
 def _where_decay_agrees(update: Tensor, weight: Tensor, sign: float) -> Tensor:

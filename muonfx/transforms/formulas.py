@@ -1,10 +1,11 @@
-"""Terms of many formulas: a running average, and a quotient that is not defined everywhere."""
+"""Terms of many formulas: a running average and its bias, and a quotient that is not defined everywhere."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
 
@@ -15,6 +16,11 @@ def running_average(average: Tensor, value: Tensor, decay: Scalar) -> Tensor:
     tensor([1.5000])
     """
     return average + (1.0 - decay) * (value - average)
+
+
+def bias_correction(decay: Scalar, count: Tensor) -> Tensor:
+    """Return ``1 - decay^count``, the sum of the weights in a running average that started at zero."""
+    return 1.0 - ew.power(decay, count)
 
 
 def divide_unless(undefined: Tensor, numerator: Tensor, denominator: Tensor, otherwise: float | Tensor) -> Tensor:
