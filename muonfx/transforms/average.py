@@ -61,8 +61,11 @@ def _corrected(copy: Tensor, param: Tensor, *, reuse: bool) -> Tensor:
     Another function has changed such elements, for example by loading weights. ``reuse`` overwrites the copy.
     """
     param = as_start(param)
-    corrected = torch.where(copy.to(param.dtype) == param, copy, param.to(copy.dtype))
-    return copy.copy_(corrected) if reuse else corrected
+    is_rounded_copy = copy.to(param.dtype) == param
+    corrected = torch.where(is_rounded_copy, copy, param.to(copy.dtype))
+    if reuse:
+        return copy.copy_(corrected)
+    return corrected
 
 
 class MasterParamsState(NamedTuple):

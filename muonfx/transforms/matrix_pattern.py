@@ -116,9 +116,12 @@ class Pattern:
             ValueError: the shape of the tensor does not fit the pattern.
         """
         axes, results = self._sized(tensor.shape)
-        sizes = [axis.size for axis in axes]
-        tensor_axes = tensor.reshape(sizes)
-        return [_stack_of(axes, result).cut(tensor_axes) for result in results]
+        tensor_axes = tensor.reshape([axis.size for axis in axes])
+        matrices: list[Tensor] = []
+        for result in results:
+            stack = _stack_of(axes, result)
+            matrices.append(stack.cut(tensor_axes))
+        return matrices
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape."""

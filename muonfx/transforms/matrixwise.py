@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from math import prod
-from typing import Any, NamedTuple, ParamSpec, overload
+from typing import Any, ParamSpec, overload
 
 import torch
 from torch import Tensor
@@ -99,7 +99,9 @@ def _one_zero(matrices: Tensor) -> Tensor:
 def _shared_dims(stacks: Sequence[Tensor]) -> int:
     """Return the number of batch dims if all stacks of matrices have the same batch dims, else 0."""
     batch_shapes = {stack.shape[:-2] for stack in stacks}
-    return len(batch_shapes.pop()) if len(batch_shapes) == 1 else 0
+    if len(batch_shapes) > 1:
+        return 0
+    return len(batch_shapes.pop())
 
 
 @plain_fields
@@ -140,12 +142,16 @@ class MatrixSlot:
         """Divide the stored state of one parameter: return a list with the state of each stack of its matrices."""
         if len(matrices) == 1:
             return [stored]
-        shapes: list[torch.Size] = []
-        for stack in matrices:
-            shapes.append(self.start(stack.new_empty(stack.shape, device="meta")).shape)
         batch_dims = _shared_dims(matrices)
-        lengths = [prod(shape[batch_dims:]) for shape in shapes]
-        return [part.reshape(shape) for part, shape in zip(stored.split(lengths, dim=-1), shapes, strict=True)]
+        shapes: list[torch.Size] = []
+        lengths: list[int] = []
+        for stack in matrices:
+            on_meta = stack.new_empty(stack.shape, device="meta")
+            shape = self.start(on_meta).shape
+            shapes.append(shape)
+            lengths.append(prod(shape[batch_dims:]))
+        flat_states = stored.split(lengths, dim=-1)
+        return [state.reshape(shape) for state, shape in zip(flat_states, shapes, strict=True)]
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
         """Convert a state to its storage dtype. If the slot ``saturates``, clamp it to the dtype's range first."""
@@ -246,8 +252,9 @@ def matrixwise(
         @functools.wraps(constructor)
         def build(*args: object, view: MatrixView = parameters["view"].default, **kwargs: object) -> InitAndUpdate:
             returned = constructor(*args, view=view, **kwargs)
-            declared = state_and_step(f"{constructor.__name__}: a matrixwise", returned, (MatrixSlot,), reads_params)
-            return _functions(constructor.__name__, view, *declared, reads_params=reads_params)
+            name = constructor.__name__
+            state, step = state_and_step(f"{name}: a matrixwise", returned, [Slot, MatrixSlot], reads_params)
+            return _functions(name, view, state, step, reads_params=reads_params)
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
             """Return the transform for stacks of independent matrices, as `MatrixWork.on_stacks` describes."""
@@ -270,7 +277,9 @@ def matrixwise(
         )
         return decorator(build)
 
-    return decorate if constructor is None else decorate(constructor)
+    if constructor is None:
+        return decorate
+    return decorate(constructor)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -311,18 +320,17 @@ class MatrixStates:
 
     def init(self, matrices: Matrices) -> PyTree:
         """Return the initial state tree for the matrices of the parameters."""
-        tensors: list[Tensor] = []
+        slot = self._slot
+        states: list[Tensor] = []
         for leaf, stacks in zip(matrices.leaves, matrices.grouped(matrices.stacks), strict=True):
+            dtype = state_dtype(slot.dtype, leaf.dtype)
             is_detached = leaf.requires_grad and not as_start(leaf).requires_grad  # the matrices are views of the leaf
-            dtype = state_dtype(self._slot.dtype, leaf.dtype)
-            states: list[Tensor] = []
+            starts: list[Tensor] = []
             for stack in stacks:
-                if is_detached:
-                    stack = stack.detach()
-                start = self._slot.start(stack.contiguous())
-                states.append(self._slot.rounded(start, dtype))
-            tensors.append(self._slot.join(states, stacks))
-        return matrices.at.fill(tensors)
+                params = (stack.detach() if is_detached else stack).contiguous()
+                starts.append(slot.rounded(slot.start(params), dtype))
+            states.append(slot.join(starts, stacks))
+        return matrices.at.fill(states)
 
     def read(self, state: PyTree, matrices: Matrices) -> list[Tensor]:
         """Return the state of each stack of matrices, for the leaves that have a gradient."""
@@ -338,47 +346,43 @@ class MatrixStates:
         return matrices.at.fill(tensors, old_state)
 
 
-class _MatrixStep(NamedTuple):
-    """A step and the fields of its state, which `run` applies to one stack of matrices."""
+def _run_step(
+    name: str,
+    step: Callable[..., Any],
+    containers: Structure,
+    fields: Sequence[_SlotStates | MatrixStates],
+    *operands: Tensor,
+) -> list[Tensor]:
+    """Run the step on one stack of matrices; return its update, then the new value of each field of the state.
 
-    name: str
-    """The name of the transform, for errors."""
-    step: Callable[..., Any]
-    containers: Structure
-    """The NamedTuple, dict or tuple that contains the fields of the state."""
-    fields: Sequence[_SlotStates | MatrixStates]
+    Args:
+        name: the name of the transform, for errors.
+        step: the step.
+        containers: the NamedTuple, dict or tuple that contains the fields of the state.
+        fields: the fields, which round their new values.
+        operands: the update, the value of each field, and the parameters if the step reads them.
+    """
+    old_values = operands[: 1 + len(fields)]  # the results have their shapes and dtypes
+    if operands[0].numel() == 0:
+        return [value.clone() for value in old_values]
+    wide = ew.wide_dtype(*[operand.dtype for operand in operands])
+    inputs = [operand.to(wide) for operand in operands]
+    state = tree.unflatten(containers, inputs[1 : 1 + len(fields)])
+    params = inputs[1 + len(fields) :]
+    new_update, new_state = step(inputs[0], state, *params)
 
-    def run(self, u: Tensor, *states_and_params: Tensor) -> list[Tensor]:
-        """Return the update of a stack of matrices, then the new value of each field of the state.
-
-        The arguments are the update, the value of each field, and the parameters if the step reads them.
-        """
-        operands = [u, *states_and_params]
-        old_values = operands[: 1 + len(self.fields)]  # the results have their shapes and dtypes
-        if u.numel() == 0:
-            return [value.clone() for value in old_values]
-        wide = ew.wide_dtype(*[operand.dtype for operand in operands])
-        wide_u, *wide_states_and_params = [operand.to(wide) for operand in operands]
-        state = tree.unflatten(self.containers, wide_states_and_params[: len(self.fields)])
-        params = wide_states_and_params[len(self.fields) :]
-        new_u, new_state = self.step(wide_u, state, *params)
-
-        new_values: list[Tensor] = []
-        for new_value, old_value in zip([new_u, *tree.subtrees(self.containers, new_state)], old_values, strict=True):
-            if new_value.shape != old_value.shape:
-                raise _wrong_shape(self.name, new_value, old_value)
-            if any(new_value is operand for operand in (wide_u, *wide_states_and_params)):
-                new_value = new_value.clone()  # it must not share storage with an operand
-            new_values.append(new_value)
-        rounded = [new_values[0].to(u.dtype)]
-        for field, new_value, old_value in zip(self.fields, new_values[1:], old_values[1:], strict=True):
-            rounded.append(field.rounded(new_value, old_value.dtype))
-        return rounded
-
-
-def _wrong_shape(name: str, returned: Tensor, expected: Tensor) -> ValueError:
-    """Return an error for an update or a state that has another shape than the one before the step."""
-    return ValueError(f"{name}: the step returns shape {tuple(returned.shape)}, expected {tuple(expected.shape)}")
+    new_values = [new_update, *tree.subtrees(containers, new_state)]
+    rounding_functions = [Tensor.to, *[field.rounded for field in fields]]
+    results: list[Tensor] = []
+    for new_value, old_value, rounded in zip(new_values, old_values, rounding_functions, strict=True):
+        if new_value.shape != old_value.shape:
+            raise ValueError(
+                f"{name}: the step returns shape {tuple(new_value.shape)}, expected {tuple(old_value.shape)}"
+            )
+        if any(new_value is operand for operand in inputs):
+            new_value = new_value.clone()  # the results must not share storage with an operand
+        results.append(rounded(new_value, old_value.dtype))
+    return results
 
 
 def _functions(
@@ -408,8 +412,9 @@ def _functions(
             operands.append(field.read(old_field, matrices))
         if reads_params:
             operands.append(matrices.split(matrices.at.pick(params_for(name, params))))
-        matrix_step = _MatrixStep(name, step, containers, fields)
-        new_updates, *new_states = ew.by_stacks(matrix_step.run, 1 + len(fields))(*operands)
+        run_step = functools.partial(_run_step, name, step, containers, fields)
+        run_on_all = ew.by_stacks(run_step, results=1 + len(fields))
+        new_updates, *new_states = run_on_all(*operands)
         new_fields: list[PyTree] = []
         for field, new_state, old_field in zip(fields, new_states, old_fields, strict=True):
             new_fields.append(field.write(new_state, old_field, matrices))

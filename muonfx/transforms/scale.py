@@ -36,7 +36,8 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
 
     def update(leaves: list[Tensor], _: bool) -> list[Tensor]:
         flat_leaves = [leaf.reshape(-1) for leaf in leaves]
-        (flat_results,) = ew.by_stacks(function)(flat_leaves)
+        for_all_stacks = ew.by_stacks(function)
+        (flat_results,) = for_all_stacks(flat_leaves)
         return [result.reshape(leaf.shape) for result, leaf in zip(flat_results, leaves, strict=True)]
 
     return of_lists(update)
