@@ -144,11 +144,16 @@ def _zeros(param: Tensor, min_size: int, dtype: torch.dtype) -> _MeanSquares:
     dims = _factored_dims(param.shape, min_size)
     empty = param.new_zeros((0,), dtype=dtype)
     if dims is None:
-        return _MeanSquares(empty, empty.clone(), param.new_zeros(param.shape, dtype=dtype))
+        v = param.new_zeros(param.shape, dtype=dtype)
+        return _MeanSquares(v_row=empty, v_col=empty.clone(), v=v)
     second, largest = dims
-    v_row = param.new_zeros(_without(param.shape, largest), dtype=dtype)
-    v_col = param.new_zeros(_without(param.shape, second), dtype=dtype)
-    return _MeanSquares(v_row, v_col, empty)
+    row_shape = _without(param.shape, largest)
+    column_shape = _without(param.shape, second)
+    return _MeanSquares(
+        v_row=param.new_zeros(row_shape, dtype=dtype),
+        v_col=param.new_zeros(column_shape, dtype=dtype),
+        v=empty,
+    )
 
 
 def _step(leaf: Tensor, s: _MeanSquares, beta: Tensor, eps: Scalar, min_size: int) -> tuple[Tensor, _MeanSquares]:
@@ -180,8 +185,8 @@ def _step(leaf: Tensor, s: _MeanSquares, beta: Tensor, eps: Scalar, min_size: in
     c = _average(s.v_col, square.mean(second), beta)
     # The mean square of element (i, j) is r_i c_j / mean(r).
     second_in_r = second - int(second > largest)  # r does not have the largest dim
-    r_mean = r.mean(second_in_r, keepdim=True)
-    row_factor = (r / r_mean).rsqrt().unsqueeze(largest)
+    relative_r = r / r.mean(second_in_r, keepdim=True)
+    row_factor = relative_r.rsqrt().unsqueeze(largest)
     column_factor = c.rsqrt().unsqueeze(second)
     u = g * row_factor * column_factor
     return u.to(leaf.dtype), _MeanSquares(

@@ -85,7 +85,8 @@ def scale_by_dion(
         small_r = product(small_m.mT, p)
 
         # q = r with columns of length 1
-        lengths = ew.safe_sqrt(small_r.square().sum(-2, keepdim=True))
+        sum_of_squares = small_r.square().sum(-2, keepdim=True)
+        lengths = ew.safe_sqrt(sum_of_squares)
         is_zero = lengths == 0
         q = divide_unless(is_zero, small_r, lengths, otherwise=0.0)
         basis = torch.where(is_zero, s.basis, q)

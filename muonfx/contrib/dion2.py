@@ -128,7 +128,8 @@ def _largest(x: Tensor, side: int, number: int) -> Tensor:
     The result has the shape (..., number, 1) or (..., 1, number).
     """
     x = x.detach()
-    magnitudes = (x * unit_power(x) * 2.0**24).abs().trunc()  # integers
+    scaled = x * unit_power(x) * 2.0**24
+    magnitudes = scaled.abs().trunc()  # integers
     # Sums of integers below 2^25 are exact in fp64 for up to 2^28 elements.
     other_side = -3 - side
     sums = magnitudes.sum(other_side, keepdim=True, dtype=torch.float64)

@@ -161,13 +161,15 @@ def _v_and_alpha(
     """Return the new average ``v`` of each matrix's squared gradient norm, and the factor ``alpha`` of its update."""
     wide = ew.wide_dtype(g.dtype, old_v.dtype)
     largest = torch.finfo(old_v.dtype).max
-    square = norm(g).to(wide).square().clamp(max=largest)
+    g_norm = norm(g).to(wide)
+    m_norm = norm(m).to(wide)
+    square = g_norm.square().clamp(max=largest)
     v = running_average(old_v.to(wide), square, b2)
     divisor = ew.safe_sqrt(v) + eps
     # If all gradients have been zero, 0 / (0 + eps) is 0 for any eps.
-    is_unused = divisor == 0
-    ratio = divide_unless(is_unused, norm(m).to(wide), divisor, otherwise=0.0)
-    return v.to(old_v.dtype), ratio * correction.to(wide)
+    ratio = divide_unless(divisor == 0, m_norm, divisor, otherwise=0.0)
+    alpha = correction.to(wide) * ratio
+    return v.to(old_v.dtype), alpha
 
 
 def _scale(direction: Tensor, alpha: Tensor) -> Tensor:

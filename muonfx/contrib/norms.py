@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -107,7 +108,8 @@ def normalize_leaves():
         >>> mfx.contrib.normalize_leaves().update({"b": torch.tensor([3e-30, -3e-30])}, mfx.core.EmptyState())[0]
         {'b': tensor([ 1., -1.])}
     """
-    return of_leaves(lambda flat: _to_unit_rms(flat, (-1,)))
+    divide_by_rms = functools.partial(_to_unit_rms, dim=(-1,))
+    return of_leaves(divide_by_rms)
 
 
 def _to_unit_rms_over(*dim: int) -> StateAndMatrixStep:
@@ -159,9 +161,10 @@ def match_weight_norms(*, view: MatrixView = MatrixView()):
 
     def step(u: Tensor, s: EmptyState, p: Tensor):
         rows, columns = p.shape[-2:]
-        rms = norm(p) * (rows * columns) ** -0.5
-        scaled = _to_unit_rms(u, (-2, -1)) * rms
-        return torch.where(rms == 0, u, scaled), s
+        size = rows * columns
+        rms = norm(p) * size**-0.5
+        unit = _to_unit_rms(u, (-2, -1))
+        return torch.where(rms == 0, u, unit * rms), s
 
     return EmptyState(), step
 
@@ -289,7 +292,8 @@ def _with_norm(u: Tensor, p: Tensor, new_norm: Tensor, radius: Tensor, is_free: 
     ``new_norm`` is the norm of ``p + u``. Where ``is_free``, the result is ``u``.
     """
     ratio = divide_unless(is_free, radius, new_norm, otherwise=1.0)
-    return torch.where(is_free, u, (p + u) * ratio - p)
+    new_p = (p + u) * ratio
+    return torch.where(is_free, u, new_p - p)
 
 
 def norm(matrix: Tensor) -> Tensor:
@@ -298,5 +302,6 @@ def norm(matrix: Tensor) -> Tensor:
     if matrix.numel() == 0:
         return wide.new_zeros((*matrix.shape[:-2], 1, 1))
     power = unit_power(wide)
-    sum_of_squares = (wide * power).square().sum((-2, -1), keepdim=True)
+    squares = (wide * power).square()
+    sum_of_squares = squares.sum((-2, -1), keepdim=True)
     return ew.safe_sqrt(sum_of_squares) / power

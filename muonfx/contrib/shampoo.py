@@ -148,12 +148,14 @@ def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:
     is_usual = size.isfinite() & (size > 0)
     identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     unit_factor = divide_unless(~is_usual, factor, size, otherwise=0.0)
-    damped = torch.where(is_usual, unit_factor + damping * identity, identity)
-    root = _InverseRoot.apply(damped)
+    damped_factor = unit_factor + damping * identity
+    root = _InverseRoot.apply(torch.where(is_usual, damped_factor, identity))
     # Roots before the division: the quotient overflows for a tiny factor.
     usual_size = torch.where(is_usual, size, correction)
-    scale = correction.sqrt().sqrt() / usual_size.sqrt().sqrt()
-    return torch.where(size.isfinite(), root * scale, torch.nan)
+    fourth_root_of_size = usual_size.sqrt().sqrt()
+    fourth_root_of_correction = correction.sqrt().sqrt()
+    scaled_root = root * (fourth_root_of_correction / fourth_root_of_size)
+    return torch.where(size.isfinite(), scaled_root, torch.nan)
 
 
 class _InverseRoot(torch.autograd.Function):

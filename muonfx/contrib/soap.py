@@ -181,8 +181,7 @@ def scale_by_soap(
         root = ew.safe_sqrt(v / c2)
         divisor = torch.where(is_first, 1.0, root + eps)
         rotated_update = _rotate(m, p, q) / divisor / c1
-        update = _rotate(rotated_update, p.mT, q.mT)
-        update = torch.where(is_first, 0.0, update)
+        update = torch.where(is_first, 0.0, _rotate(rotated_update, p.mT, q.mT))
 
         # The factors, and the bases that follow from them. A new basis has another order of columns, and the second
         # moment is sorted likewise.
@@ -263,7 +262,8 @@ def _whitened(x: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tens
     root_n = columns**0.5
     if not factor.shape[-1]:
         return x / root_n
-    eigenvalues = (basis * (factor @ basis)).sum(-2, keepdim=True)
+    product = factor @ basis
+    eigenvalues = (basis * product).sum(-2, keepdim=True)
     mean = eigenvalues.mean(-1, keepdim=True)
     largest = eigenvalues.amax(-1, keepdim=True)
     damped = eigenvalues + missing * mean + _SHIFT * largest
@@ -283,10 +283,12 @@ def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) 
     rounded = (eigenvalues / _SHIFT).round()
     by_size = rounded.argsort(dim=-1, descending=True, stable=True)
     same_order = torch.arange(basis.shape[-1], device=basis.device).expand_as(by_size)
-    order = torch.where(is_due & ~is_first, by_size, same_order)
+    is_sorted = is_due & ~is_first
+    order = torch.where(is_sorted, by_size, same_order)
     q, r = torch.linalg.qr(product.take_along_dim(order, -1))
     # A positive diagonal of R makes the decomposition unique.
     diagonal = r.diagonal(dim1=-2, dim2=-1)
     signs = torch.where(diagonal < 0, -1.0, 1.0).unsqueeze(-2)
+    new_basis = torch.where(is_due, q * signs, basis)
     # The columns of `q` are contiguous; the state keeps the strides that `init` and `load` give it.
-    return torch.where(is_due, q * signs, basis).contiguous(), order
+    return new_basis.contiguous(), order

@@ -37,7 +37,12 @@ def clip_by_value(limit: ScalarOrSchedule):
     {'w': tensor([-1.0000,  0.5000])}
     """
     limit = checks.positive("limit", limit)
-    return of_lists(lambda leaves, _: ew.kept_visible(ew.clamp(leaves, -limit, limit), leaves))
+
+    def clip(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
+        clipped = ew.clamp(leaves, -limit, limit)
+        return ew.kept_visible(clipped, leaves)
+
+    return of_lists(clip)
 
 
 @transform(locality=Locality.LEAF, reads_params=False)

@@ -103,7 +103,8 @@ def momentum(
         next_correction = bias_correction(decay, t + 1)
         g_weight = ew.scalar_like(1.0 - decay, correction) / correction
         m_weight = ew.scalar_like(decay, next_correction) / next_correction
-        return (g * g_weight).add(m, alpha=m_weight), DebiasedMomentumState(t, m)
+        out = (g * g_weight).add(m, alpha=m_weight)
+        return out, DebiasedMomentumState(t, m)
 
     if debias:
         count: Any = StepCount()
@@ -195,8 +196,10 @@ def scale_by_adam(
         radicand = v
         if has_eps_root:
             radicand = v + eps_root * c2
-        denominator = radicand.sqrt() + eps * c2.sqrt()
-        return numerator / denominator * (c2.sqrt() / c1), AdamState(count=t, mu=m, nu=v)
+        root_c2 = c2.sqrt()
+        denominator = radicand.sqrt() + eps * root_c2
+        out = numerator / denominator * (root_c2 / c1)
+        return out, AdamState(count=t, mu=m, nu=v)
 
     count: Any = StepCount()
     return AdamState(count, Slot(mu_dtype, "mu_dtype"), Slot(nu_dtype, "nu_dtype", signed=False)), step

@@ -211,8 +211,9 @@ def _fill_rows(blocks: Tensor, span: Span | None, first_factor: int) -> None:
 
     Head h has the number ``first_factor + h``. ``blocks`` has the shape (heads, rows of a head).
     """
-    first, end = span or (0, blocks.shape[1])
-    numbers = torch.arange(first_factor, first_factor + len(blocks), device=blocks.device)
+    heads, rows = blocks.shape
+    first, end = span or (0, rows)
+    numbers = torch.arange(first_factor, first_factor + heads, device=blocks.device)
     blocks[:, first:end] = numbers.unsqueeze(1)
 
 

@@ -102,7 +102,12 @@ def scale_by_sign():
     >>> mfx.scale_by_sign().update({"w": torch.tensor([3.0, 0.0, -0.1])}, mfx.core.EmptyState())[0]
     {'w': tensor([ 1.,  0., -1.])}
     """
-    return of_lists(lambda leaves, _: ew.kept_visible(ew.apply("sign", leaves), leaves))
+
+    def sign(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
+        signs = ew.apply("sign", leaves)
+        return ew.kept_visible(signs, leaves)
+
+    return of_lists(sign)
 
 
 @transform(locality=Locality.ELEMENT, position="learning_rate", short_names={"lr": "learning_rate"})
