@@ -106,5 +106,6 @@ def _random_basis(matrix: Tensor, rank: int) -> Tensor:
     short = min(rank, rows, columns)
     seed = torch.full((), columns, dtype=torch.int64, device=matrix.device)
     noise = uniform(seed, columns * short)  # in [0, 1)
-    basis = (noise * 2 - 1).reshape(columns, short)
+    symmetric_noise = noise * 2 - 1
+    basis = symmetric_noise.reshape(columns, short)
     return basis.expand(*batch, columns, short).clone()

@@ -102,7 +102,9 @@ def scale_by_dion2(
         """Orthogonalize the largest rows of the momentum, or columns if there are fewer, and decay these alone."""
         m = s.trace + u
         rows, columns = m.shape[-2:]
-        side = -2 if rows <= columns else -1
+        side = -2
+        if rows > columns:
+            side = -1
         number = _number(m.shape[side], shrink)
         indices = _largest(m, side, number)
         selected = m.take_along_dim(indices, side)

@@ -120,7 +120,9 @@ def scale_by_namo(
         mu = present.fill(ew.store(m, old_m, reuse=False), state.mu)
 
         # v = b2 v + (1 - b2) |g|^2,  alpha = sqrt(1 - b2^t) / (1 - b1^t) * |m| / (sqrt(v) + eps)
-        correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
+        c1 = bias_correction(b1, count)
+        c2 = bias_correction(b2, count)
+        correction = c2.sqrt() / c1
         v_and_alpha = functools.partial(_v_and_alpha, b2=b2, eps=eps, correction=correction)
         for_all_stacks = ew.by_stacks(v_and_alpha, results=2)
         old_v = moments.read(state.nu, matrices)
@@ -221,8 +223,9 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         for index, direction in enumerate(matrices.leaves):
             if gradients[index] is None:
                 gradients[index] = torch.zeros_like(direction)
+        gradient_stacks = matrices.split(gradients)
         scale_stacks = ew.by_stacks(_scale_by_inner_product)
-        (scaled,) = scale_stacks(matrices.stacks, matrices.split(gradients))
+        (scaled,) = scale_stacks(matrices.stacks, gradient_stacks)
         return matrices.fill(scaled), state
 
     return init, update

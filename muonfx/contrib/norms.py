@@ -277,9 +277,11 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
     def step(u: Tensor, s: EmptyState, p: Tensor):
         old_norm = norm(p)
         new_norm = norm(p + u)
-        grows = new_norm > old_norm
-        fraction = torch.where(grows, ew.scalar_like(outward, new_norm), ew.scalar_like(inward, new_norm))
-        radius = old_norm + (new_norm - old_norm) * fraction
+        change = new_norm - old_norm
+        fraction_outward = ew.scalar_like(outward, new_norm)
+        fraction_inward = ew.scalar_like(inward, new_norm)
+        fraction = torch.where(new_norm > old_norm, fraction_outward, fraction_inward)
+        radius = old_norm + change * fraction
         is_free = (old_norm == 0) | (new_norm == 0)
         return _with_norm(u, p, new_norm, radius, is_free), s
 

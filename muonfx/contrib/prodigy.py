@@ -140,7 +140,9 @@ def scale_by_prodigy(
         d = state.estim_lr
         d0 = estim_lr0
         sqrt_b2 = ew.new_number(b2, d.device).sqrt()  # Python's power rounds differently than torch's
-        correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
+        c1 = bias_correction(b1, count)
+        c2 = bias_correction(b2, count)
+        correction = c2.sqrt() / c1
         step_size = ew.new_number(d * learning_rate * correction, d.device)
 
         # r = sqrt(b2) r + d / d0 * step_size * <g, x0 - x>

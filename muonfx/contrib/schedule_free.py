@@ -254,19 +254,18 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             f"schedule_free_eval_params: found no ScheduleFreeState in a {type(state).__name__}; give the state that "
             "the update of schedule_free, or of a transform around it, returned"
         )
-    averaged_leaves: dict[str, tuple[Tensor, Tensor]] = {}
+    z_and_b1: dict[str, tuple[Tensor, Tensor]] = {}
     for averaging in states:
         for name, z in tree.named_leaves(averaging.z):
             if z is not None:
-                averaged_leaves[name] = (z, averaging.b1)
+                z_and_b1[name] = (z, averaging.b1)
 
-    def average(name: str, y: Tensor | None) -> Tensor | None:
-        if y is None or name not in averaged_leaves:
-            return y
-        z, b1 = averaged_leaves[name]
-        wide_z, wide_y = ew.widest([z], [y])
-        (x,) = ew.lerp(wide_z, wide_y, 1.0 / b1)
-        return x.to(y.dtype)
-
-    averaged = [average(name, y) for name, y in tree.named_leaves(params)]
-    return tree.unflatten(tree.flatten(params)[1], averaged)
+    leaves, treedef = tree.flatten(params)
+    for index, name in enumerate(tree.names(params)):
+        y = leaves[index]
+        if y is not None and name in z_and_b1:
+            z, b1 = z_and_b1[name]
+            wide_z, wide_y = ew.widest([z], [y])
+            (x,) = ew.lerp(wide_z, wide_y, 1.0 / b1)  # the average, from y = (1 - b1) z + b1 x
+            leaves[index] = x.to(y.dtype)
+    return tree.unflatten(treedef, leaves)

@@ -146,7 +146,8 @@ def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:
     size = norm(factor)
     # `eigh` raises an error for NaN. A matrix with NaN or infinity gets a root of NaN, and others are not affected.
     is_usual = size.isfinite() & (size > 0)
-    identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    n = factor.shape[-1]
+    identity = torch.eye(n, dtype=factor.dtype, device=factor.device)
     unit_factor = divide_unless(~is_usual, factor, size, otherwise=0.0)
     damped_factor = unit_factor + damping * identity
     root = _InverseRoot.apply(torch.where(is_usual, damped_factor, identity))

@@ -267,7 +267,8 @@ def _whitened(x: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tens
     mean = eigenvalues.mean(-1, keepdim=True)
     largest = eigenvalues.amax(-1, keepdim=True)
     damped = eigenvalues + missing * mean + _SHIFT * largest
-    rms = norm(x) / (rows**0.5 * root_n)
+    root_size = rows**0.5 * root_n
+    rms = norm(x) / root_size
     damped = torch.where(largest == 0, rms, damped)
     divisor = torch.where(damped <= 0, 1.0, damped).sqrt()
     return x @ basis / (divisor * root_n)
@@ -285,7 +286,8 @@ def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) 
     same_order = torch.arange(basis.shape[-1], device=basis.device).expand_as(by_size)
     is_sorted = is_due & ~is_first
     order = torch.where(is_sorted, by_size, same_order)
-    q, r = torch.linalg.qr(product.take_along_dim(order, -1))
+    sorted_product = product.take_along_dim(order, -1)
+    q, r = torch.linalg.qr(sorted_product)
     # A positive diagonal of R makes the decomposition unique.
     diagonal = r.diagonal(dim1=-2, dim2=-1)
     signs = torch.where(diagonal < 0, -1.0, 1.0).unsqueeze(-2)

@@ -513,10 +513,12 @@ def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:
         alpha: the exponent of gamma for the queries.
     """
     gamma_by_key = gamma.unflatten(0, (keys, -1))  # the query heads that share a key head
+    largest_gamma = gamma_by_key.amax(dim=1)
     exponent = ew.scalar_like(1.0 - alpha, gamma)
-    key = torch.pow(gamma_by_key.amax(dim=1), exponent)
+    key = torch.pow(largest_gamma, exponent)
     query = gamma_by_key / key.unsqueeze(1)
-    return torch.cat([query.flatten(), key, gamma, gamma.new_ones(1)])
+    one = gamma.new_ones(1)
+    return torch.cat([query.flatten(), key, gamma, one])
 
 
 def _scaled(update: Tensor, weight: Tensor, one_minus_factor: Tensor) -> Tensor:

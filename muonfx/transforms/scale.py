@@ -150,8 +150,10 @@ def scale_each(factors: Mapping[str, float]):
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         present = Present(updates)
+        leaves = present.pick(updates)
         leaf_factors = [factors[name] for name in present.names()]
-        return present.fill(ew.mul_each(present.pick(updates), leaf_factors, reuse=donate.updates)), state
+        scaled = ew.mul_each(leaves, leaf_factors, reuse=donate.updates)
+        return present.fill(scaled), state
 
     return no_state, update
 
