@@ -32,7 +32,7 @@ class FactoredRmsState(NamedTuple):
 
 
 class _MeanSquares(NamedTuple):
-    """The mean squares of one parameter. Those that are not used have the shape (0,)."""
+    """The mean squares of one parameter. An unused one has the shape (0,)."""
 
     v_row: Tensor
     v_col: Tensor
@@ -161,7 +161,7 @@ def _step(leaf: Tensor, s: _MeanSquares, beta: Tensor, eps: Scalar, min_size: in
 
     Args:
         leaf: the gradient g.
-        s: the mean squares before this step. Those that are not used are returned as copies.
+        s: the mean squares before this step. Unused ones are returned as copies.
         beta: the decay rate of the averages, 0-d.
         eps: added to each square.
         min_size: the shortest dim that is factored.

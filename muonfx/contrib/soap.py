@@ -156,9 +156,9 @@ def scale_by_soap(
     def step(u: Tensor, s: SoapState) -> tuple[Tensor, SoapState]:
         """Return Adam's update in the current bases, then average the factors and refresh the bases.
 
-        The names are those of the formulas above: the bases p and q, the moments m and v, and the factors left (L) and
-        right (R). The shapes are (..., rows, columns) for u, m and v, (..., rows, rows) for p and left, and (...,
-        columns, columns) for q and right. A basis and a factor are empty if the side is too long.
+        The names are as in the docstring of `scale_by_soap`: bases p and q, moments m and v, factors left (L) and right
+        (R). The shapes are (..., rows, columns) for u, m and v, (..., rows, rows) for p and left, and (..., columns,
+        columns) for q and right. A basis and a factor are empty if the side is too long.
         """
         is_first = s.count == 0
         is_due = s.count.remainder(refresh) == 0

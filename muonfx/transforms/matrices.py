@@ -151,8 +151,8 @@ def view_of(tx: Transform) -> MatrixView | None:
 class Matrices:
     """The tensors of a tree, divided into matrices by a `MatrixView`; `fill` joins results into such a tree.
 
-    Lists of matrices are flat: they have the stacks of matrices (..., rows, columns) of the first tensor, then those of
-    the second tensor, and so on. `grouped` divides such a list by tensor.
+    Lists of matrices are flat: the stacks of matrices (..., rows, columns) of the first tensor come first, then the
+    stacks of the second tensor, and so on. `grouped` divides such a list by tensor.
 
     ``names`` are the names of the tensors, for error messages. They are empty unless ``named`` is True or the view
     depends on names, because naming the leaves takes time at every step.

@@ -193,27 +193,28 @@ class Pattern:
         axes, results = self._sized(shape)
         # The axes in front of the first one that belongs to the rows or columns of a matrix count the units.
         names_in_matrices = _names_in_matrices(results)
-        counting_names: set[str] = set()
+        counting_axes: list[_SizedAxis] = []
         unit_axes = axes.copy()
         while names_in_matrices.isdisjoint(unit_axes[0].part_sizes):
-            counting_names.update(unit_axes.pop(0).part_sizes)
+            counting_axes.append(unit_axes.pop(0))
         # The rows of a unit are the rest of the dim of its first axis, and the columns are all further dims.
         row_dim = unit_axes[0].dim
-        if not counting_names or row_dim == len(shape) - 1:
+        if not counting_axes or row_dim == len(shape) - 1:
             return None
         row_axes = [axis for axis in unit_axes if axis.dim == row_dim]
         column_axes = unit_axes[len(row_axes) :]
 
+        counting_names = set(chain.from_iterable([axis.part_sizes for axis in counting_axes]))
         unit_results = _without_names(results, counting_names)
         has_parts = any(len(axis.part_sizes) > 1 for axis in unit_axes)
         if len(unit_results) > 1 and not has_parts:  # some units are divided in another way than others
             return None
         is_one_matrix = not has_parts and len(unit_results[0]) == 2
-        starts_a_dim = axes[-len(unit_axes) - 1].dim < row_dim
+        counts_whole_dims = counting_axes[-1].dim < row_dim
         return Units(
             shape=(_size(row_axes), _size(column_axes)),
             pattern=_pattern_of_units(row_axes, column_axes, unit_results),
-            are_matrices=is_one_matrix and starts_a_dim,
+            are_matrices=is_one_matrix and counts_whole_dims,
         )
 
     def _sized(self, shape: Sequence[int]) -> tuple[list[_SizedAxis], list[list[Group]]]:
@@ -226,7 +227,7 @@ class Pattern:
         dims: list[Dim] = []
         for dim in self.dims:
             if _names_of_dim(dim) == [_DOTS]:
-                dims += [((Part(name),),) for name in dot_names]
+                dims += [_plain_dim(name) for name in dot_names]
             else:
                 dims.append(dim)
         if len(dims) != len(shape):
@@ -265,6 +266,11 @@ class Pattern:
             f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}: correct a size in the "
             "pattern"
         )
+
+
+def _plain_dim(name: str) -> Dim:
+    """Return a dim that is one axis with one part, whose size follows from the tensor."""
+    return ((Part(name),),)
 
 
 def _known_size(axis: Axis) -> int:
