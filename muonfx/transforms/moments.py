@@ -180,7 +180,7 @@ def scale_by_adam(
     has_eps_root = not isinstance(eps_root, float) or eps_root != 0.0
 
     def step(g: Leaf, s: AdamState):
-        """Return Adam's update; the names are those of the formula in the docstring of `scale_by_adam`."""
+        """Return Adam's update; the names are as in the docstring of `scale_by_adam`."""
         t = s.count + 1
         m = s.mu.lerp(g, 1.0 - b1)
         v = (s.nu * b2).addcmul(g, g, value=1.0 - b2)
