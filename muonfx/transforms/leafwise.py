@@ -292,7 +292,7 @@ def leafwise(
                 step_reads_params = step_reads_params(*args, **kwargs)
             returned = constructor(*args, **kwargs)
             name = constructor.__name__
-            state, step = state_and_step(f"{name}: a leafwise", returned, [Slot, StepCount, Number], step_reads_params)
+            state, step = state_and_step(f"{name}: a leafwise", returned, (Slot, StepCount, Number), step_reads_params)
             return _Formula(name, state, step, step_reads_params)
 
         @functools.wraps(constructor)
@@ -317,22 +317,22 @@ def leafwise(
 
 
 def state_and_step(
-    caller: str, returned: object, fields: Sequence[type], reads_params: ReadsParams
+    caller: str, returned: object, types: tuple[type, ...], reads_params: ReadsParams
 ) -> tuple[PyTree, Step]:
     """Return the state and the step that a constructor returned, after a check.
 
     Args:
         caller: the beginning of errors: the names of the constructor and its decorator, "momentum: a leafwise".
         returned: what the constructor returned.
-        fields: the types that the state may contain, such as `Slot`.
+        types: the types of the items that the state may contain, such as `Slot`.
         reads_params: whether the step receives the parameters, as a slot that starts at the parameters requires.
     """
     if not (type(returned) is tuple and len(returned) == 2 and callable(returned[1])):
         raise TypeError(f"{caller} constructor returns a state and a step, found {returned!r}")
     state = returned[0]
     for name, field in zip(tree.names(state), tree.leaves(state), strict=True):
-        if type(field) not in fields:
-            *first_names, last_name = [expected.__name__ for expected in fields]
+        if not isinstance(field, types):
+            *first_names, last_name = [expected.__name__ for expected in types]
             expected_names = f"{', '.join(first_names)} and {last_name}"
             raise TypeError(f"{caller} constructor returns a state of {expected_names}, found {field!r} at {name!r}")
         if isinstance(field, Slot) and field.start == "params" and not reads_params:

@@ -253,7 +253,7 @@ def matrixwise(
         def build(*args: object, view: MatrixView = parameters["view"].default, **kwargs: object) -> InitAndUpdate:
             returned = constructor(*args, view=view, **kwargs)
             name = constructor.__name__
-            state, step = state_and_step(f"{name}: a matrixwise", returned, [Slot, MatrixSlot], reads_params)
+            state, step = state_and_step(f"{name}: a matrixwise", returned, (Slot, MatrixSlot), reads_params)
             return _functions(name, view, state, step, reads_params=reads_params)
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
@@ -372,7 +372,8 @@ def _run_step(
     new_update, new_state = step(inputs[0], state, *params)
 
     new_values = [new_update, *tree.subtrees(containers, new_state)]
-    rounding_functions = [Tensor.to, *[field.rounded for field in fields]]
+    rounding_functions: list[Callable[[Tensor, torch.dtype], Tensor]] = [Tensor.to]
+    rounding_functions += [field.rounded for field in fields]
     results: list[Tensor] = []
     for new_value, old_value, rounded in zip(new_values, old_values, rounding_functions, strict=True):
         if new_value.shape != old_value.shape:
