@@ -9,7 +9,7 @@ from muonfx.core import Transform, chain
 from muonfx.core.partition import partition
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform, within
-from muonfx.internal.arguments import check_plain, close_names, plain_arguments, plain_kinds
+from muonfx.internal.arguments import accepted_types, check_plain, close_names, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.routing import Labels, default_labels, default_labels_by_name
 from muonfx.transforms import (
@@ -233,7 +233,7 @@ def _common_roles(owner: str, numbers_by_role: Mapping[str, Mapping[str, object]
     roles = list(numbers_by_role[first_argument])
     for argument, number_of_role in numbers_by_role.items():
         for role, value in number_of_role.items():
-            check_plain(owner, f"{argument}[{role!r}]", value, plain_kinds(kind, {}))
+            check_plain(owner, f"{argument}[{role!r}]", value, accepted_types(kind, {}))
         if "hidden" in number_of_role:
             raise ValueError(
                 f"{owner}: {argument} has a number for 'hidden', the role of Muon's parameters, expected roles of "

@@ -28,7 +28,7 @@ from optree import PyTreeSpec
 from torch import Tensor
 
 from muonfx.core.argument_texts import code_of_value, public_name, same, text_of
-from muonfx.internal.arguments import bind, check_plain, hint, kinds_of
+from muonfx.internal.arguments import accepted_types_of, bind, check_plain, hint
 from muonfx.tree import NAMESPACE
 
 V = TypeVar("V")
@@ -102,7 +102,7 @@ def make_factory(
         _check_public_name(name)
     parameters = dict(inspect.signature(constructor).parameters)
     accepted: dict[str, frozenset[str]] = {}
-    for argument, types in kinds_of(parameters, constructor).items():
+    for argument, types in accepted_types_of(parameters, constructor).items():
         is_scalar_or_schedule = _BY_STEP <= types <= _SCALAR
         accepted[argument] = types - _BY_STEP if is_scalar_or_schedule else types
     factory = cast("Factory", call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 from collections import Counter
 from itertools import cycle
 

@@ -133,12 +133,13 @@ def plot_spectrum(before: Tensor, after: Tensor | None = None, *, ax: Axes | Non
     values = _singular_values("before", before)
     if values.any():  # a matrix of zeros is not scaled
         values = values / values.max()
-    curves = [(values, "before, over its largest", COLORS["gray"], ":")]
+    values_after = None
     if after is not None:
-        curves.append((_singular_values("after", after), "after", COLORS["blue"], "-"))
+        values_after = _singular_values("after", after)
     with axes_for(ax) as axes:
-        for curve in curves:
-            _draw_curve(axes, *curve)
+        _draw_curve(axes, values, "before, over its largest", COLORS["gray"], ":")
+        if values_after is not None:
+            _draw_curve(axes, values_after, "after", COLORS["blue"], "-")
         axes.set(xlabel="number of the singular value, largest first", ylabel="singular value")
         axes.set(ylim=(0.0, None), xlim=(1, max(len(values), 2)))
     return axes
