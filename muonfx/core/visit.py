@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,17 +42,19 @@ class OwnNumbers:
     @classmethod
     def of(cls, tx: Transform, name: str, key: str) -> OwnNumbers:
         """Return the names for a transform with a dotted name, and a key (the name without labels)."""
-        arguments = _own_numbers(tx)
-        full_name = {argument: dotted(name) + argument for argument in arguments}
+        full_name_of: dict[str, str] = {}
+        keys: list[str] = []
+        for argument in _own_numbers(tx):
+            full_name_of[argument] = dotted(name) + argument
+            keys.append(dotted(key) + argument)
         short_names: dict[str, str | tuple[str, ...]] = {}
-        for short, declared in tx.declaration.short_names.items():
+        for short_name, declared in tx.declaration.short_names.items():
             if isinstance(declared, str):
-                if declared in full_name:
-                    short_names[short] = full_name[declared]
-            elif full_name.keys() >= set(declared):
-                short_names[short] = tuple([full_name[argument] for argument in declared])
-        keys = tuple([dotted(key) + argument for argument in arguments])
-        return cls(tuple(full_name.values()), keys, short_names)
+                if declared in full_name_of:
+                    short_names[short_name] = full_name_of[declared]
+            elif full_name_of.keys() >= set(declared):
+                short_names[short_name] = tuple([full_name_of[argument] for argument in declared])
+        return cls(tuple(full_name_of.values()), tuple(keys), short_names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +143,9 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
     resolved = tx.resolve(params)
     calls: list[Visit] = []
     for call in calls_of(resolved, params):
-        inner_key = key if call.label is not None else joined_name(key, call.argument)
+        inner_key = key
+        if call.label is None:
+            inner_key = joined_name(key, call.argument)
         inner_state = None
         if state is not None and call.state is not None:
             inner_state = (*state, *call.state)
@@ -209,14 +213,12 @@ def calls_of(tx: Transform, params: PyTree) -> list[Call]:
         return [Call(member, name, params, state=(name,), label=None) for name, member in inner_of.items()]
     recorded = record_calls(tx, params, replaced=is_wrapper(tx))
     path_of = _placeholder_paths(recorded.state)
-    # An inner transform that `init` does not call counts as one that receives all parameters.
-    received = [recorded.params_of.get(index, params) for index in range(len(inner_of))]
-    labels = _labels(tx, received)
     calls: list[Call] = []
     for index, (name, inner) in enumerate(inner_of.items()):
-        label = name if name in labels else None
-        calls.append(Call(inner, name, received[index], path_of.get(index), label))
-    return calls
+        # An inner transform that `init` does not call counts as one that receives all parameters.
+        inner_params = recorded.params_of.get(index, params)
+        calls.append(Call(inner, name, inner_params, path_of.get(index), label=None))
+    return _with_labels(tx, calls)
 
 
 def _placeholder_paths(state: PyTree) -> dict[int, Path]:
@@ -256,21 +258,26 @@ def works_on_pieces(tx: Transform) -> bool:
     return not ON_PIECES.isdisjoint(tx.extras.named)
 
 
-def _labels(tx: Transform, received: Sequence[PyTree]) -> set[str]:
-    """Return the names of inner transforms that are labels, such as "muon"; none if leaves are not divided by label.
+def _with_labels(tx: Transform, calls: list[Call]) -> list[Call]:
+    """Return the calls of a transform with labels, such as "muon", if it divides the parameters among them by label.
 
-    ``received`` are the parameters that each inner transform receives.
+    A label is a key of a dict of transforms that is an argument, as for `partition`.
     """
-    leaves: list[str] = []
-    for params in received:
-        leaves += tree.names(params)
-    if len(leaves) > len(set(leaves)):  # some leaf is passed to several inner transforms
-        return set()
+    passed_names: list[str] = []
+    for call in calls:
+        passed_names += tree.names(call.params)
+    if len(passed_names) > len(set(passed_names)):  # some leaf is passed to several inner transforms
+        return calls
     labels: set[str] = set()
     for argument in tx.arguments.values():
         if type(argument) is dict:
             labels |= {str(label) for label, value in argument.items() if isinstance(value, Transform)}
-    return labels
+    labelled_calls: list[Call] = []
+    for call in calls:
+        if call.argument in labels:
+            call = replace(call, label=call.argument)
+        labelled_calls.append(call)
+    return labelled_calls
 
 
 @dataclass(frozen=True)
@@ -286,7 +293,9 @@ def _recorder(tx: Transform, index: int, record: Callable[[int, PyTree], None], 
 
     def init(params: PyTree) -> PyTree:
         record(index, params)
-        return Placeholder(index) if replaced else tx.functions.init(params)
+        if replaced:
+            return Placeholder(index)
+        return tx.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None):
         raise AssertionError("a recorder is never run")

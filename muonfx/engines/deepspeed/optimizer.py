@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -177,7 +177,9 @@ class ZeroOptimizer(Optimizer):
             names: list[str] = group["param_names"]
             params = [self._params[name] for name in names]
             engine = stage_3_of(params)
-            tensors = group["params"] if engine is None else flats_of(engine, params)
+            tensors: list[Tensor] = group["params"]
+            if engine is not None:
+                tensors = flats_of(engine, params)
             units += self._units_of(names, tensors, without_grads=True)
         return units
 
@@ -185,12 +187,12 @@ class ZeroOptimizer(Optimizer):
     def update_working_copy(self) -> None:
         """Copy the full-precision parameters into the model's parameters, and round them to the dtype of the model."""
         for unit in self.all_units():
-            for name, piece in unit.pieces.views(unit.pieces.flat).items():
-                partition = getattr(self._params[name], "ds_tensor", None)  # this rank's part at stage 3
+            for name, view in unit.pieces.views(unit.pieces.flat).items():
+                partition = getattr(self._params[name], "ds_tensor", None)  # this rank's shard at stage 3
                 if partition is None:
-                    self._params[name].copy_(piece)
+                    self._params[name].copy_(view)
                 else:
-                    partition.data.view(-1)[: piece.numel()].copy_(piece.reshape(-1))
+                    partition.data.view(-1)[: view.numel()].copy_(view.reshape(-1))
 
     def _units_of(self, names: Sequence[str], tensors: list[Tensor], *, without_grads: bool = False) -> list[Unit]:
         """Return the units of one param group, and create those that do not exist.
@@ -202,21 +204,20 @@ class ZeroOptimizer(Optimizer):
         """
         params = {name: self._params[name] for name in names}
         tensor_group = tensor_group_of(self.model.modules())
-        param_shapes = [local_shape_of(param) for param in params.values()]
-        is_stage_0 = [tuple(tensor.shape) for tensor in tensors] == param_shapes
-        if is_stage_0:
-            first_tensors = tensors[:1]
-        else:
-            first_tensors = [flat for flat in tensors if without_grads or flat.grad is not None]
         units: list[Unit] = []
-        for tensor in first_tensors:
-            if tensor not in self._units:
-                if is_stage_0:
-                    pieces = whole_pieces(dict(zip(names, tensors, strict=True)), params, self._like, tensor_group)
-                else:
-                    pieces = locate(tensor, params, self._like, tensor_group)
-                self._units[tensor] = Unit(self.tx, self._like, pieces, self.state)
-            units.append(self._units[tensor])
+        if _are_unflattened(tensors, params.values()):
+            first_tensor = tensors[0]
+            if first_tensor not in self._units:
+                pieces = whole_pieces(dict(zip(names, tensors, strict=True)), params, self._like, tensor_group)
+                self._units[first_tensor] = Unit(self.tx, self._like, pieces, self.state)
+            return [self._units[first_tensor]]
+        for flat in tensors:
+            if flat.grad is None and not without_grads:
+                continue
+            if flat not in self._units:
+                pieces = locate(flat, params, self._like, tensor_group)
+                self._units[flat] = Unit(self.tx, self._like, pieces, self.state)
+            units.append(self._units[flat])
         return units
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -272,6 +273,12 @@ def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]
                 stacklevel=4,
             )
             return
+
+
+def _are_unflattened(tensors: Sequence[Tensor], params: Iterable[Tensor]) -> bool:
+    """Return True if tensors have the shapes of the parameters, as at stage 0; False for flat tensors."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    return shapes == list(map(local_shape_of, params))
 
 
 def _by_expert_group(pairs: Sequence[tuple[str, Tensor]]) -> dict[str | None, list[tuple[str, Tensor]]]:

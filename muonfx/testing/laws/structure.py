@@ -78,8 +78,11 @@ def _owner(state_name: str, names: list[str]) -> str | None:
     >>> _owner("trace.layers.0.w", ["w", "layers.0.w"])
     'layers.0.w'
     """
-    candidates = [name for name in names if name and f".{state_name}".endswith(f".{name}")]
-    return max(candidates, key=len, default=None)
+    owner: str | None = None
+    for name in names:
+        if name and f".{state_name}".endswith(f".{name}") and len(name) > len(owner or ""):
+            owner = name
+    return owner
 
 
 def _also_in_every_dtype(example: Example) -> list[Example]:
@@ -128,9 +131,11 @@ def updates_look_like_the_gradients(
 
     def expected_update(grad: Tensor, param: Tensor) -> Tensor:
         """Return a tensor with the expected shape, dtype and device."""
-        if updates_dtype is None:
+        dtype = updates_dtype
+        if dtype is None:
             return grad
-        dtype = updates_dtype(param.dtype) if callable(updates_dtype) else updates_dtype
+        if callable(dtype):
+            dtype = dtype(param.dtype)
         return grad.detach().to(dtype)
 
     for step, updates in enumerate(updates_of(tx, params, steps)):
