@@ -120,7 +120,7 @@ _LAZY = {
 if not TYPE_CHECKING:  # a type checker would accept any misspelt name
 
     def __getattr__(name: str) -> Any:
-        """Import a name in `_LAZY`. For any other name, raise an AttributeError with the name that muonfx has for it."""
+        """Import a name in `_LAZY`. For any other, raise an AttributeError with the name that muonfx has for it."""
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_advice(name)}")
         value = importlib.import_module(_LAZY[name])

@@ -53,7 +53,9 @@ def with_views(tx: Transform, labels: Labels) -> Transform:
         return tx
     tx = tx.with_children(lambda part: with_views(part, labels))
     view = tx.arguments.get("view")
-    return tx.replace(view=labels.view(view)) if isinstance(view, MatrixView) else tx
+    if not isinstance(view, MatrixView):
+        return tx
+    return tx.replace(view=labels.view(view))
 
 
 @plain_arguments
@@ -361,8 +363,13 @@ def muon_with_adamw(
     roles = check_roles("muon_with_adamw", numbers, labels)
     if isinstance(labels, Labels):
         matrices = with_views(matrices, labels)
-    transforms = {"muon" if roles is None else "hidden": matrices}
-    for label in ["adamw"] if roles is None else roles:
+    if roles is None:
+        transforms = {"muon": matrices}
+        adamw_labels = ["adamw"]
+    else:
+        transforms = {"hidden": matrices}
+        adamw_labels = roles
+    for label in adamw_labels:
         transforms[label] = chain(
             adam,
             add_decayed_weights(_number_for(label, adamw_weight_decay), mask),
@@ -373,7 +380,9 @@ def muon_with_adamw(
 
 def _number_for(role: str, number: ByRole) -> ScalarOrSchedule:
     """Return the number for a role, from a dict from role to number or from one number for all."""
-    return number[role] if isinstance(number, Mapping) else number
+    if isinstance(number, Mapping):
+        return number[role]
+    return number
 
 
 @plain_arguments

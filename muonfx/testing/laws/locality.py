@@ -220,15 +220,15 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
     takes_sums = False
-    for part in within(tx):  # the transform itself, and the transforms that it calls
-        if part.locality < Locality.TREE:
+    for inner in within(tx):  # the transform itself, and the transforms that it calls
+        if inner.locality < Locality.TREE:
             continue
-        if "sum_over_leaves" in part.extras.named:
+        if "sum_over_leaves" in inner.extras.named:
             takes_sums = True
-        elif works_on_pieces(part):
-            return f"{part.name} combines its shards by other means than sums over leaves"
-        elif not part.extras.takes_all:  # a part with **extras forwards sum_over_leaves to the transforms that it calls
-            return _receives_gathered_tree(part)
+        elif works_on_pieces(inner):
+            return f"{inner.name} combines its shards by other means than sums over leaves"
+        elif not inner.extras.takes_all:  # one with **extras forwards sum_over_leaves to the transforms that it calls
+            return _receives_gathered_tree(inner)
     if not takes_sums:
         return _receives_gathered_tree(tx)
     return None

@@ -100,7 +100,7 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
 
 
 def _skips_nonfinite(tx: Transform) -> str | None:
-    if any(part.factory.__name__ == "skip_nonfinite" for part in within(tx)):
+    if any(inner.factory.__name__ == "skip_nonfinite" for inner in within(tx)):
         return "skip_nonfinite leaves out nonfinite gradients by design"
     return None
 
@@ -115,35 +115,43 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> a_nonfinite_gradient_stays_visible(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    names = tree.names(params)
     numbers = [number for number, leaf in enumerate(tree.leaves(params)) if leaf.numel()]
-    groups = [numbers]
-    if tx.locality is Locality.TREE:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
-        groups = [[number] for number in numbers]
-    usual = updates_of(tx, params, steps)
-    tolerance = tolerance_of(tx, usual, params)
+    if tx.locality is not Locality.TREE:
+        _check_faults(tx, params, steps, numbers)
+        return
+    for number in numbers:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
+        _check_faults(tx, params, steps, [number])
 
-    def updates_with(element_of: Callable[[Tensor], float], group: list[int]) -> list[PyTree]:
+
+def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], numbers: list[int]) -> None:
+    """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves gives usual updates.
+
+    ``numbers`` are those of the leaves. Each update is compared with the usual one, and with those after a change of
+    the same element to another number, and to a large number.
+    """
+
+    def updates_with(element_of: Callable[[Tensor], float]) -> list[PyTree]:
         """Return the updates of all steps, if ``element_of(grad)`` replaces an element in the first gradients."""
-        changed_step = map_some(lambda grad: _with_element(element_of(grad), grad), group, steps[0])
+        changed_step = map_some(lambda grad: _with_element(element_of(grad), grad), numbers, steps[0])
         return updates_of(tx, params, [changed_step, *steps[1:]])
 
-    for group in groups:
-        with_opposite = updates_with(_opposite_element, group)
-        with_nan = updates_with(lambda grad: math.nan, group)
-        with_large = updates_with(_large_element, group)
-        with_infinity = updates_with(lambda grad: math.inf, group)
-        for number in group:
-            gradient = f"the gradient of {names[number]!r}"
-            expected = _of_leaf(number, usual)
-            opposite = _of_leaf(number, with_opposite)
-            large = _of_leaf(number, with_large)
-            infinite = _of_leaf(number, with_infinity)
-            if _all_close(opposite, expected, tolerance):
-                continue  # its gradient does not matter
-            _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
-            if not _all_close(infinite, large, tolerance):
-                _require_visible(f"infinity in {gradient}", infinite, [expected, large], tolerance)
+    usual = updates_of(tx, params, steps)
+    with_opposite = updates_with(_opposite_element)
+    with_nan = updates_with(lambda grad: math.nan)
+    with_large = updates_with(_large_element)
+    with_infinity = updates_with(lambda grad: math.inf)
+    tolerance = tolerance_of(tx, usual, params)
+    names = tree.names(params)
+    for number in numbers:
+        gradient = f"the gradient of {names[number]!r}"
+        expected = _of_leaf(number, usual)
+        if _all_close(_of_leaf(number, with_opposite), expected, tolerance):
+            continue  # its gradient does not matter
+        _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
+        large = _of_leaf(number, with_large)
+        infinite = _of_leaf(number, with_infinity)
+        if not _all_close(infinite, large, tolerance):
+            _require_visible(f"infinity in {gradient}", infinite, [expected, large], tolerance)
 
 
 def _opposite_element(grad: Tensor) -> float:
@@ -266,9 +274,9 @@ def _is_narrow(tx: Transform) -> str | None:
     for value in values_within(tx):
         if isinstance(value, QuantizedDtype) or (isinstance(value, torch.dtype) and value.itemsize < 4):
             return f"its argument {value} is narrow"
-    for part in within(tx):
-        if part.locality is not Locality.ELEMENT and "auto" in map(str, part.arguments.values()):
-            return f'the dtype "auto" of {part.name} may be narrow'
+    for inner in within(tx):
+        if inner.locality is not Locality.ELEMENT and "auto" in map(str, inner.arguments.values()):
+            return f'the dtype "auto" of {inner.name} may be narrow'
     return None
 
 

@@ -34,7 +34,7 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     """
     names = tree.names(params)
     state = tx.init(params)
-    accumulates = any(part.factory.__name__ == "accumulate" for part in within(tx))
+    accumulates = any(inner.factory.__name__ == "accumulate" for inner in within(tx))
     may_change: set[str] = set()  # with `accumulate`, the parameters that had a gradient before
     for step, grads in enumerate(steps):
         state_before = copied_tree(state)
