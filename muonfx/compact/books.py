@@ -197,9 +197,10 @@ def _look_up(numbers: Tensor, indices: Tensor) -> Tensor:
 
 def table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """Return numbers as an fp32 vector on a device; it is cached, except while torch traces or in inference mode."""
-    watched = torch.compiler.is_compiling() or functorch_is_active() or _get_current_dispatch_mode() is not None
-    if watched or torch.is_inference_mode_enabled():
+    is_traced = torch.compiler.is_compiling() or functorch_is_active() or _get_current_dispatch_mode() is not None
+    if is_traced or torch.is_inference_mode_enabled():
         return torch.tensor(numbers, dtype=torch.float32, device=device)
-    if (numbers, device) not in _tables:
-        _tables[numbers, device] = torch.tensor(numbers, dtype=torch.float32, device=device)
-    return _tables[numbers, device]
+    key = (numbers, device)
+    if key not in _tables:
+        _tables[key] = torch.tensor(numbers, dtype=torch.float32, device=device)
+    return _tables[key]

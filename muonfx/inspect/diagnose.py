@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -265,13 +265,12 @@ class _Measurements:
             self.has_orthogonalized = True
 
 
-def _require_whole_trees(argument: object) -> None:
+def _require_whole_trees(argument: Any) -> None:
     """Raise TypeError unless the argument of `diagnose` is a tuple (transform, state, params, grads) of whole trees.
 
     The trees of a sharded transform have shards only, and singular values need whole matrices.
     """
-    is_tuple_of_four = isinstance(argument, tuple) and len(cast("tuple[object, ...]", argument)) == 4
-    if not is_tuple_of_four or not isinstance(argument[0], Transform):
+    if not (isinstance(argument, tuple) and len(argument) == 4 and isinstance(argument[0], Transform)):
         raise _wrong_type(type(argument).__name__)
     if isinstance(argument[0], Sharded):
         raise _wrong_type("a sharded transform")

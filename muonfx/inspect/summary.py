@@ -90,8 +90,9 @@ class Summary(Shown):
         """Return the printed table: a row for each tensor, subtotals for each branch of the tree, and the total."""
         texts, sizes = self._columns()
         titles = ("leaf", *texts, *sizes)
-        right = range(1 + len(texts), len(titles))
-        table = Table(titles, _rows(self.leaves, 0, texts, sizes), right, self._footers(texts, sizes))
+        rows = _rows(self.leaves, 0, texts, sizes)
+        columns_of_bytes = range(1 + len(texts), len(titles))
+        table = Table(titles, rows, right=columns_of_bytes, footers=self._footers(texts, sizes))
         return Report((table, *self._compared()))
 
     def _footers(self, texts: _Texts, sizes: _Sizes) -> list[Row]:

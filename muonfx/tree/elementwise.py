@@ -268,8 +268,8 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
     if isinstance(c, Tensor) and _needs_separate_calls([*xs, *ys]):
         return _tensorwise(lambda x, y: add([x], [y], c, reuse=reuse)[0], xs, ys)
     if isinstance(c, Tensor):
-        products = torch._foreach_mul(ys, _fit(c, ys))
-        return _foreach("add", xs, products, alpha=1.0, reuse=reuse)
+        ys = list(torch._foreach_mul(ys, _fit(c, ys)))
+        c = 1.0
     return _foreach("add", xs, ys, alpha=c, reuse=reuse)
 
 

@@ -116,18 +116,19 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
     >>> a_nonfinite_gradient_stays_visible(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     numbers = [number for number, leaf in enumerate(tree.leaves(params)) if leaf.numel()]
+    usual = updates_of(tx, params, steps)
     if tx.locality is not Locality.TREE:
-        _check_faults(tx, params, steps, numbers)
+        _check_faults(tx, params, steps, usual, numbers)
         return
     for number in numbers:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
-        _check_faults(tx, params, steps, [number])
+        _check_faults(tx, params, steps, usual, [number])
 
 
-def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], numbers: list[int]) -> None:
-    """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves gives usual updates.
+def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], usual: list[PyTree], numbers: list[int]) -> None:
+    """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves is hidden.
 
-    ``numbers`` are those of the leaves. Each update is compared with the usual one, and with those after a change of
-    the same element to another number, and to a large number.
+    ``numbers`` are those of the leaves, and ``usual`` are the updates without a fault. An update after a fault is
+    compared with the usual one, and with those after a change of the same element to a large number.
     """
 
     def updates_with(element_of: Callable[[Tensor], float]) -> list[PyTree]:
@@ -135,7 +136,6 @@ def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], numbers: l
         changed_step = map_some(lambda grad: _with_element(element_of(grad), grad), numbers, steps[0])
         return updates_of(tx, params, [changed_step, *steps[1:]])
 
-    usual = updates_of(tx, params, steps)
     with_opposite = updates_with(_opposite_element)
     with_nan = updates_with(lambda grad: math.nan)
     with_large = updates_with(_large_element)
