@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from muonfx.testing.examples import (
     Example,
     copied_tree,
     history,
-    map_numbered,
     map_some,
     separating_groups,
     updates_of,
@@ -335,13 +333,10 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     if not counters:
         return
 
-    def late(number: int, leaf: Any) -> Any:
-        if number in counters:
-            return _counter_at(counters[number], leaf, A_LONG_RUN)
-        return leaf
-
-    late_state = map_numbered(late, copied_tree(state))
-    _, state = tx.run(steps[-1], late_state, params)
+    leaves, treedef = tree.flatten(copied_tree(state))
+    for number, name in counters.items():
+        leaves[number] = _counter_at(name, leaves[number], A_LONG_RUN)
+    _, state = tx.run(steps[-1], tree.unflatten(treedef, leaves), params)
     leaves = tree.leaves(state)
     for number, name in counters.items():
         if not bool((leaves[number] == A_LONG_RUN + 1).all()):

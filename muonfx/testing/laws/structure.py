@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.transform import within
-from muonfx.testing.examples import Example, copied_tree, map_numbered, on_meta, updates_of
+from muonfx.testing.examples import Example, copied_tree, on_meta, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_same, require_spec, shown
 from muonfx.tree import PyTree
@@ -150,7 +150,7 @@ def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) ->
     >>> import muonfx as mfx
     >>> empty_trees_are_taken(mfx.momentum(), {}, [])
     """
-    for empty in ({}, (), map_numbered(lambda number, leaf: None, params)):
+    for empty in ({}, (), tree.map(lambda leaf: None, params)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # labels without parameters are expected here
             state = tx.init(empty)
