@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from muonfx.core.transform import require_transform
 from muonfx.core.visit import visit
 from muonfx.engines.deepspeed.parallel import expert_group_name, gather_objects, tensor_group_of, whole_shape_of
 from muonfx.engines.deepspeed.pieces import (
+    Pieces,
     flats_of,
     local_shape_of,
     locate,
@@ -98,7 +100,7 @@ class ZeroOptimizer(Optimizer):
         """Return a param group for named parameters with the hyperparameters of the transforms that update them."""
         defaults = hyperparams(self.tx)
         numbers = GroupNumbers(rule.hyperparams)
-        self._numbers[tuple([name for name, _ in pairs])] = numbers
+        self._numbers[tuple(dict(pairs))] = numbers
         entries = numbers.entries({name: defaults[name] for name in numbers.names})
         group = {"label": rule.label, "lr": 0.0, **entries, "params": pairs}
         if expert_group is not None:
@@ -157,13 +159,14 @@ class ZeroOptimizer(Optimizer):
     def _require_same_trained(self) -> None:
         """Raise if a parameter was frozen, unfrozen, added or removed since the optimizer was constructed."""
         # DeepSpeed's flat tensors contain the parameters from construction only.
-        name_of_trained = {param: name for name, param in trained_parameters(self.model).items()}
-        name_of_former = {param: name for name, param in self._params.items()}
-        for param, name in name_of_trained.items():
-            if param not in name_of_former:
+        trained = trained_parameters(self.model)
+        at_construction = set(self._params.values())
+        for name, param in trained.items():
+            if param not in at_construction:
                 raise _trained_has_changed(name, "requires grad now, but did not")
-        for param, name in name_of_former.items():
-            if param not in name_of_trained:
+        trained_now = set(trained.values())
+        for name, param in self._params.items():
+            if param not in trained_now:
                 raise _trained_has_changed(name, "required grad")
 
     def all_units(self) -> list[Unit]:
@@ -204,21 +207,23 @@ class ZeroOptimizer(Optimizer):
         """
         params = {name: self._params[name] for name in names}
         tensor_group = tensor_group_of(self.model.modules())
-        units: list[Unit] = []
         if _are_unflattened(tensors, params.values()):
-            first_tensor = tensors[0]
-            if first_tensor not in self._units:
-                pieces = whole_pieces(dict(zip(names, tensors, strict=True)), params, self._like, tensor_group)
-                self._units[first_tensor] = Unit(self.tx, self._like, pieces, self.state)
-            return [self._units[first_tensor]]
+            tensor_of = dict(zip(names, tensors, strict=True))
+            find_pieces = functools.partial(whole_pieces, tensor_of, params, self._like, tensor_group)
+            return [self._unit_of(tensors[0], find_pieces)]
+        units: list[Unit] = []
         for flat in tensors:
             if flat.grad is None and not without_grads:
                 continue
-            if flat not in self._units:
-                pieces = locate(flat, params, self._like, tensor_group)
-                self._units[flat] = Unit(self.tx, self._like, pieces, self.state)
-            units.append(self._units[flat])
+            find_pieces = functools.partial(locate, flat, params, self._like, tensor_group)
+            units.append(self._unit_of(flat, find_pieces))
         return units
+
+    def _unit_of(self, first_tensor: Tensor, find_pieces: Callable[[], Pieces]) -> Unit:
+        """Return the unit whose first tensor is given; create it from its pieces if it does not exist."""
+        if first_tensor not in self._units:
+            self._units[first_tensor] = Unit(self.tx, self._like, find_pieces(), self.state)
+        return self._units[first_tensor]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, and keep the dtypes in it. DeepSpeed calls this with the state of this rank.

@@ -301,7 +301,7 @@ def _do_overlap(positions: Iterable[ShardPosition]) -> bool:
 
 def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
     """Return the flat tensors in which DeepSpeed holds these parameters at stage 3, one for each sub-group."""
-    param_ids = {id(param) for param in params}
+    param_ids = set(map(id, params))
     flats: list[Tensor] = []
     for flat, members in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
         if id(members[0]) in param_ids:
