@@ -228,13 +228,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
     tx_of_stacks, declared_shapes = stacked(tx, shapes)
-    matrix_shapes: dict[str, tuple[int, int]] = {}
-    for name, (rows, columns) in declared_shapes.items():
-        if prod(shapes[name]) == 0:
-            continue
-        if prod(shapes[name]) % (rows * columns):
-            raise Breach(f"{name!r}", f"of shape {shapes[name]} is not a stack of matrices of ({rows}, {columns})")
-        matrix_shapes[name] = (rows, columns)
+    matrix_shapes = _of_nonempty_stacks(declared_shapes, shapes)
     if not matrix_shapes:
         return
     as_stacks = functools.partial(_as_stacks, matrix_shapes)
@@ -250,6 +244,24 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     expected_of_first = tree.map(_first_matrix, expected)
     what = "updates of the first matrix of each stack alone"
     require_close(what, results_of_first, expected_of_first, "in the stack", tolerance * 1e2)
+
+
+def _of_nonempty_stacks(
+    declared_shapes: Mapping[str, tuple[int, int]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, int]]:
+    """Return the declared (rows, columns) of each leaf with elements; raise `Breach` if they do not divide its shape.
+
+    The declaration ``{"w": (2, 3)}`` fits a leaf of the shape (4, 3), which is a stack of two matrices.
+    """
+    matrix_shapes: dict[str, tuple[int, int]] = {}
+    for name, (rows, columns) in declared_shapes.items():
+        numel = prod(shapes[name])
+        if numel == 0:
+            continue
+        if numel % (rows * columns):
+            raise Breach(f"{name!r}", f"of shape {shapes[name]} is not a stack of matrices of ({rows}, {columns})")
+        matrix_shapes[name] = (rows, columns)
+    return matrix_shapes
 
 
 def _as_stacks(matrix_shapes: Mapping[str, tuple[int, int]], values: PyTree) -> dict[str, Tensor]:
