@@ -317,10 +317,12 @@ def _warn_of_unused_label(label: str, choice: _Choice) -> None:
         message += f". The labels of the {len(choice.values)} parameters are {', '.join(counts)}"
     else:
         message += ": there are no parameters"
+    reasons: list[str] = []
     if choice.routed is not None:
         reasons = choice.routed.reasons()
-        if len(reasons) > 5:
-            reasons = [*reasons[:5], "..."]
+    if len(reasons) > 5:
+        reasons = [*reasons[:5], "..."]
+    if reasons:
         message += f". {'; '.join(reasons)}"
     warn_caller(message)
 
