@@ -10,7 +10,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -213,12 +213,14 @@ def calls_of(tx: Transform, params: PyTree) -> list[Call]:
         return [Call(member, name, params, state=(name,), label=None) for name, member in inner_of.items()]
     recorded = record_calls(tx, params, replaced=is_wrapper(tx))
     path_of = _placeholder_paths(recorded.state)
+    # An inner transform that `init` does not call counts as one that receives all parameters.
+    received = [recorded.params_of.get(index, params) for index in range(len(inner_of))]
+    labels = _labels(tx, received)
     calls: list[Call] = []
     for index, (name, inner) in enumerate(inner_of.items()):
-        # An inner transform that `init` does not call counts as one that receives all parameters.
-        inner_params = recorded.params_of.get(index, params)
-        calls.append(Call(inner, name, inner_params, path_of.get(index), label=None))
-    return _with_labels(tx, calls)
+        label = name if name in labels else None
+        calls.append(Call(inner, name, received[index], path_of.get(index), label))
+    return calls
 
 
 def _placeholder_paths(state: PyTree) -> dict[int, Path]:
@@ -258,26 +260,22 @@ def works_on_pieces(tx: Transform) -> bool:
     return not ON_PIECES.isdisjoint(tx.extras.named)
 
 
-def _with_labels(tx: Transform, calls: list[Call]) -> list[Call]:
-    """Return the calls of a transform with labels, such as "muon", if it divides the parameters among them by label.
+def _labels(tx: Transform, received: Sequence[PyTree]) -> set[str]:
+    """Return the names of inner transforms that are labels, such as "muon"; none if leaves are not divided by label.
 
-    A label is a key of a dict of transforms that is an argument, as for `partition`.
+    A label is a key of a dict of transforms that is an argument, as for `partition`. ``received`` are the parameters
+    that each inner transform receives.
     """
-    passed_names: list[str] = []
-    for call in calls:
-        passed_names += tree.names(call.params)
-    if len(passed_names) > len(set(passed_names)):  # some leaf is passed to several inner transforms
-        return calls
+    names: list[str] = []
+    for params in received:
+        names += tree.names(params)
+    if len(names) > len(set(names)):  # some leaf is passed to several inner transforms
+        return set()
     labels: set[str] = set()
     for argument in tx.arguments.values():
         if type(argument) is dict:
             labels |= {str(label) for label, value in argument.items() if isinstance(value, Transform)}
-    labelled_calls: list[Call] = []
-    for call in calls:
-        if call.argument in labels:
-            call = replace(call, label=call.argument)
-        labelled_calls.append(call)
-    return labelled_calls
+    return labels
 
 
 @dataclass(frozen=True)

@@ -92,18 +92,26 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
         if section is None:
             owners.append(Ownership(None, entries))
         else:
-            owners.append(Ownership(name_of[path[section]], entries[: section.start] + entries[section.stop :]))
+            name = name_of[path[section.start : section.stop]]
+            owners.append(Ownership(name, entries[: section.start] + entries[section.stop :]))
     return owners
 
 
-def _section_from(path: TypedPath, start: int, name_of: Mapping[TypedPath, str]) -> slice | None:
-    """Return the longest section of a path, from an index on, that is the path of a parameter; None if there is none.
+class _Section(NamedTuple):
+    """The indices in a path between which it is the path of a parameter.
 
-    For the path ("trace", "mlp", "weight") and a parameter ("mlp", "weight"), this is ``slice(1, 3)`` from index 1 on.
+    In ("trace", "mlp", "weight"), the parameter ("mlp", "weight") is from 1 to 3.
     """
+
+    start: int
+    stop: int
+
+
+def _section_from(path: TypedPath, start: int, name_of: Mapping[TypedPath, str]) -> _Section | None:
+    """Return the longest section of a path, from an index on, that is a parameter; None if there is none."""
     for stop in range(len(path), start, -1):
         if path[start:stop] in name_of:
-            return slice(start, stop)
+            return _Section(start, stop)
     return None
 
 
@@ -117,9 +125,11 @@ def _mixed_nodes(state_paths: Sequence[TypedPath], name_of: Mapping[TypedPath, s
     return mixed
 
 
-def _parameter_section(path: TypedPath, name_of: Mapping[TypedPath, str], mixed_nodes: Set[TypedPath]) -> slice | None:
+def _parameter_section(
+    path: TypedPath, name_of: Mapping[TypedPath, str], mixed_nodes: Set[TypedPath]
+) -> _Section | None:
     """Return the section of the path of a state leaf that is its parameter; None if it belongs to no parameter."""
-    best: slice | None = None
+    best: _Section | None = None
     for start in range(len(path)):
         section = _section_from(path, start, name_of)
         if section is None or path[:start] in mixed_nodes:
