@@ -212,7 +212,7 @@ def widened(value: Any) -> Any:
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return torch.float64
     if type(value) in (tuple, list):
-        return type(value)(map(widened, value))
+        return type(value)([widened(item) for item in value])
     if type(value) is dict:
         return {key: widened(item) for key, item in value.items()}
     return value
