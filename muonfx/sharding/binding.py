@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,16 @@ from muonfx.core.visit import Visit, as_chain, stand_in, visit
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import remembered_parameters
 from muonfx.placement.placed import PlacedTransforms, Where
-from muonfx.placement.store import IN_MEMORY, Store
+from muonfx.placement.store import Store
 from muonfx.sharding.communication.agree import warn_together
 from muonfx.sharding.communication.collectives import all_reduce, gathered
-from muonfx.sharding.communication.matrix_stage import init_run, update_run
+from muonfx.sharding.communication.matrix_stage import MatrixStage
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.plan.matrix_shards import on_stacks
 from muonfx.sharding.shards.dtensors import map_named
-from muonfx.sharding.shards.once import Once
 from muonfx.tree import PyTree
 
 
@@ -98,9 +97,19 @@ class Binding:
     store: Store
     likes: dict[Hashable, PyTree] = field(default_factory=dict)
     """A dict from the tree structure of a transform to a tree of meta tensors in the shapes of this rank's shards."""
-    once: Once = field(default_factory=Once)
     progress_of: dict[Hashable, Progress] = field(default_factory=dict)
     """A dict from the tree structure of a transform to the progress of the one that was initialized last."""
+
+    # Caches, by the tree structure of a transform and the names of the parameters. Each is filled by its only user.
+    placements: dict[Hashable, list[Any]] = field(default_factory=dict)
+    """The results of `muonfx.sharding.state.describe_state`."""
+    facts: dict[Hashable, Any] = field(default_factory=dict)
+    """What `muonfx.sharding.facts.facts_of_step` uses in every step."""
+    expected_states: dict[Hashable, Any] = field(default_factory=dict)
+    """The structure, shapes and dtypes that a state must have, also by the dtypes of the parameters."""
+    _visits: dict[Hashable, tuple[Visit, ...]] = field(default_factory=dict)
+    plans: dict[Hashable, RunPlan] = field(default_factory=dict)
+    """The results of `plan`, by names of parameters, transforms and device."""
     _warned: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -124,8 +133,10 @@ class Binding:
 
     def visits(self, tx: Transform, params: PyTree) -> tuple[Visit, ...]:
         """Return a `Visit` of a transform and of each transform that it calls, for the global parameters."""
-        key = ("visits", tx.treedef, tuple(tree.names(params)))
-        return self.once(key, lambda: tuple(visit(tx, self.global_like(params))))
+        key = tx.treedef, tuple(tree.names(params))
+        if key not in self._visits:
+            self._visits[key] = tuple(visit(tx, self.global_like(params)))
+        return self._visits[key]
 
     def on_owners(self, tx: Transform) -> Transform:
         """Return a transform that runs ``tx``, which needs whole matrices, with each matrix on one rank (its owner)."""
@@ -147,8 +158,10 @@ class Binding:
         if device.type == "meta":
             device = torch.device("cpu")
         structures = tuple([(name, tx.treedef) for name, tx in entries])
-        key = ("plan", tuple(names), structures, str(device))
-        return self.once(key, lambda: plan_run(tuple(entries), names, self.layout, device, self.settings))
+        key = tuple(names), structures, str(device)
+        if key not in self.plans:
+            self.plans[key] = plan_run(tuple(entries), names, self.layout, device, self.settings)
+        return self.plans[key]
 
     def global_like(self, params: PyTree) -> PyTree:
         """Return a meta tensor with the global shape of each parameter. `params` has parameters or their shards."""
@@ -211,16 +224,6 @@ class Binding:
         )
 
 
-class _OnDevice(NamedTuple):
-    """The plan and the transforms of a matrix stage on one device."""
-
-    plan: RunPlan
-    run: Run
-    """The transforms, for the stacks of matrices in which the owners receive them."""
-    tx: Transform
-    """The same transforms as one."""
-
-
 @stand_in
 @with_memory
 def _on_owners(_memory: Memory, tx: Transform, binding: Any):
@@ -228,35 +231,40 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
 
     Each matrix is gathered on one rank, its owner, computed there, and scattered.
     """
-    entries = chain_entries(tx)
-    run = ((tx.name, tx),) if entries is None else tuple(entries.items())
-    prepared_for: dict[Hashable, _OnDevice] = {}
+    stages: dict[Hashable, MatrixStage] = {}
 
-    def prepared(params: PyTree) -> _OnDevice:
-        """Return the plan, and the transforms on the shapes that owners compute, for some parameters. Cached."""
+    def stage_for(params: PyTree) -> MatrixStage:
+        """Return the stage for some parameters, by their device and names."""
         # A wrapper may call its inner transform for some of the leaves, and then for others.
         key = tree.device_of(params), tuple(tree.names(params))
-        if key not in prepared_for:
-            plan = binding.plan(run, params)
-            # An owner may compute some matrices of a stack, so the transforms must accept any number of them.
-            shapes = {name: plan.specs[name].shape for name in plan.stacks}
-            stacked = on_stacks(run, shapes) if shapes else run
-            as_one = stacked[0][1] if entries is None else as_chain(dict(stacked))
-            prepared_for[key] = _OnDevice(plan, stacked, as_one)
-        return prepared_for[key]
+        if key not in stages:
+            stages[key] = _stage(tx, binding, params)
+        return stages[key]
 
     def init(params: PyTree) -> PyTree:
-        plan, stacked, as_one = prepared(params)
-        store = IN_MEMORY if tree.device_of(params).type == "meta" else binding.store
-        return init_run(plan, stacked, as_one, binding.layout, params, store)
+        return stage_for(params).init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         call = Arguments(updates, state, params, donate, extras)
-        plan, stacked, as_one = prepared(call.like)
         find_parameters = functools.partial(remembered_parameters, _memory, state, updates)
-        return update_run(plan, stacked, as_one, binding.layout, call, binding.store, find_parameters)
+        return stage_for(call.like).update(call, find_parameters)
 
     return init, update
+
+
+def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
+    """Build the matrix stage of a transform or a chain, with the plan of its owners for some parameters."""
+    entries = chain_entries(tx)
+    run: Run = ((tx.name, tx),)
+    if entries is not None:
+        run = tuple(entries.items())
+    plan = binding.plan(run, params)
+    if plan.stacks:
+        # An owner may compute some matrices of a stack, so the transforms must accept any number of them.
+        run = on_stacks(run, {name: plan.specs[name].shape for name in plan.stacks})
+        tx = run[0][1] if entries is None else as_chain(dict(run))
+    reads_params = any(member.reads_params for _, member in run)
+    return MatrixStage(plan, tx, reads_params, binding.layout, binding.store)
 
 
 @stand_in

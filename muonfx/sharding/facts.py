@@ -33,7 +33,17 @@ from muonfx.tree import PyTree
 
 # ----------------------------------------------------------------------------------------------------------- of a step
 
+# The subjects of facts, as errors name them. Some have advice in parentheses.
+_TRANSFORMS = "transforms and their arguments"
 _NUMBERS = "numbers in their chains"
+_ORDER = "sharded transforms or optimizers in this step (all ranks must step them in the same order)"
+_COMPLETED = (
+    "numbers of completed steps (a rank has gone on after an error inside its step, so its parameters and state are "
+    "old: load one checkpoint on all ranks)"
+)
+_EXTRAS = "extra arguments, such as value=loss; reduce them first"
+_DTYPES = 'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)'
+_LIBRARIES = 'libraries of symmetric products (polar.explain has the reason; give products="batched")'
 
 
 class _Fixed(NamedTuple):
@@ -49,31 +59,23 @@ class _Fixed(NamedTuple):
 
 def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arguments) -> Facts:
     """Return what must be equal on all ranks in a step, by subject. `call` has local tensors."""
-    key = "facts", tx.treedef, tuple(tree.names(call.like))
-    fixed = binding.once(key, lambda: _find_fixed(binding, tx, call))
-    leaves = tree.leaves(call.state)
-    shared: dict[str, object] = {"": f"{len(leaves)} leaves"}
-    step = progress.completed
-    if len(leaves) == fixed.state_size:
-        shared = {name: _comparable(leaves[index]) for name, index in fixed.shared_state.items()}
-        counters = [int(leaves[index]) for index in fixed.shared_state.values() if _is_host_counter(leaves[index])]
-        step = max(counters, default=step)
+    key = tx.treedef, tuple(tree.names(call.like))
+    if key not in binding.facts:
+        binding.facts[key] = _find_fixed(binding, tx, call)
+    fixed: _Fixed = binding.facts[key]
+    shared_leaves = _shared_leaves(fixed, call.state)
+    counters = [int(leaf) for leaf in shared_leaves.values() if _is_host_counter(leaf)]
+    step = max(counters, default=progress.completed)
+    loaded = "loaded" if progress.has_loaded else "not loaded"
     return {
-        "transforms and their arguments": fixed.transforms,
-        "sharded transforms or optimizers in this step (all ranks must step them in the same order)": (
-            f"number {progress.serial} of the group"
-        ),
+        _TRANSFORMS: fixed.transforms,
+        _ORDER: f"number {progress.serial} of the group",
         "arguments: some give params, some do not": call.params is not None,
-        "states (load on all ranks, or on none)": (
-            "loaded since the last step" if progress.has_loaded else "not loaded since the last step"
-        ),
-        "numbers of completed steps (a rank has gone on after an error inside its step, so its parameters and state "
-        "are old: load one checkpoint on all ranks)": progress.completed,
+        "states (load on all ranks, or on none)": f"{loaded} since the last step",
+        _COMPLETED: progress.completed,
         _NUMBERS: {**_comparable_numbers(tx), **_values_of_schedules(tx, step)},
-        "extra arguments, such as value=loss; reduce them first": {
-            name: _comparable_extra(call.extras[name]) for name in sorted(call.extras)
-        },
-        "numbers in their states": shared,
+        _EXTRAS: {name: _comparable_extra(call.extras[name]) for name in sorted(call.extras)},
+        "numbers in their states": {name: _comparable(leaf) for name, leaf in shared_leaves.items()},
     }
 
 
@@ -81,12 +83,22 @@ def _find_fixed(binding: Binding, tx: Transform, call: Arguments) -> _Fixed:
     """Compute the facts that are the same in each step. A leaf of the state without a parameter is a shared one."""
     described = describe_state(binding, tx, call.like)
     names = tree.names(binding.init(tx, binding.local_like(call.like)))
-    shared = [index for index, placed in enumerate(described) if placed is not None and placed.name is None]
-    return _Fixed(
-        digest(facts_of_transforms(binding, tx, call.like)),
-        len(described),
-        {names[index]: index for index in shared},
-    )
+    shared_state: dict[str, int] = {}
+    for index, placed in enumerate(described):
+        if placed is not None and placed.name is None:
+            shared_state[names[index]] = index
+    return _Fixed(digest(facts_of_transforms(binding, tx, call.like)), len(described), shared_state)
+
+
+def _shared_leaves(fixed: _Fixed, state: PyTree) -> dict[str, Any]:
+    """Return the leaves of a state that belong to no parameter, by name.
+
+    For the state of another transform, return its number of leaves, which differs between ranks if only some have it.
+    """
+    leaves = tree.leaves(state)
+    if len(leaves) != fixed.state_size:
+        return {"": f"{len(leaves)} leaves"}
+    return {name: leaves[index] for name, index in fixed.shared_state.items()}
 
 
 def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
@@ -145,12 +157,8 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         "stores of the state": _text_of_store(binding),
         "settings of torch": _settings_of_torch(),
         # Machines may resolve "auto" differently; an explicit dtype or choice of products is the same everywhere.
-        'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)': product_dtypes(
-            tx, dtypes, device
-        ),
-        'libraries of symmetric products (polar.explain has the reason; give products="batched")': (
-            product_libraries(tx, dtypes, device)
-        ),
+        _DTYPES: product_dtypes(tx, dtypes, device),
+        _LIBRARIES: product_libraries(tx, dtypes, device),
         "states": _texts_of_state(binding, tx, local),
     }
 

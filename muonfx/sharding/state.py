@@ -126,25 +126,28 @@ def _of_owners(binding: Binding, name: str, leaf: Tensor, shards: tuple[MatrixSh
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
     """Return a list with the placement (ranks and shapes) of each leaf of a state. A leaf that is None has None."""
+    key = tx.treedef, tuple(tree.names(params))
+    if key not in binding.placements:
+        binding.placements[key] = _describe(binding, tx, params)
+    return binding.placements[key]
 
-    def describe() -> list[LeafPlacement | None]:
-        """Compute the placements on meta tensors, and add the shape of each leaf on this rank."""
-        local_params = binding.local_like(params)
-        local_leaves = tree.leaves(binding.init(tx, local_params))
-        with warnings.catch_warnings():  # the first `init` has already warned
-            warnings.simplefilter("ignore")
-            described = tree.leaves(_placements(binding, root_visit(tx, binding.global_like(local_params))))
-        placements: list[LeafPlacement | None] = []
-        for placement, leaf in zip(described, local_leaves, strict=True):
-            if not isinstance(placement, LeafPlacement):
-                placements.append(None)
-            elif leaf is None:
-                placements.append(placement)
-            else:
-                placements.append(replace(placement, local=tuple(leaf.shape)))
-        return placements
 
-    return binding.once(("held", tx.treedef, tuple(tree.names(params))), describe)
+def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
+    """Compute the placements on meta tensors, with the shape of each leaf on this rank."""
+    local_params = binding.local_like(params)
+    local_leaves = tree.leaves(binding.init(tx, local_params))
+    with warnings.catch_warnings():  # the first `init` has already warned
+        warnings.simplefilter("ignore")
+        described = tree.leaves(_placements(binding, root_visit(tx, binding.global_like(local_params))))
+    placements: list[LeafPlacement | None] = []
+    for placement, leaf in zip(described, local_leaves, strict=True):
+        if not isinstance(placement, LeafPlacement):
+            placements.append(None)
+        elif leaf is None:
+            placements.append(placement)
+        else:
+            placements.append(replace(placement, local=tuple(leaf.shape)))
+    return placements
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
@@ -267,13 +270,13 @@ def _to_dtensor_of_owner(layout: Layout, owner: int, local: Tensor | None, like:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate
 
-    def mesh_of_owner() -> DeviceMesh:
+    if owner not in layout.mesh_of_owner:
         assert layout.group is not None
         device_type = next(iter(layout.dtensors.values())).mesh.device_type
         # A mesh of one rank needs no process group.
-        return DeviceMesh(device_type, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
-
-    mesh = layout.once(("mesh of an owner", owner), mesh_of_owner)
+        mesh = DeviceMesh(device_type, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
+        layout.mesh_of_owner[owner] = mesh
+    mesh = layout.mesh_of_owner[owner]
     local = _empty_on(mesh, like) if local is None else local.view(like.shape)
     return dtensor_of(local, mesh, [Replicate()], like.shape, like.stride())
 

@@ -40,10 +40,10 @@ def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[st
     ('eps', [1, 2])
     """
     for subject, expected in values_of_rank[0].items():
-        values = [of_rank.get(subject) for of_rank in values_of_rank]
-        different = [rank for rank, value in enumerate(values) if value != expected]
-        if different:
-            return subject, [rank for rank in different if values[rank] == values[different[0]]]
+        values = [values_by_subject.get(subject) for values_by_subject in values_of_rank]
+        for other in values:
+            if other != expected:
+                return subject, [rank for rank, value in enumerate(values) if value == other]
     return None
 
 

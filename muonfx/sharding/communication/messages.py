@@ -101,6 +101,11 @@ class Exchange:
         del self._receive_buffer
 
 
+def lists_by_rank(layout: ShardTable) -> list[list[Tensor]]:
+    """Return an empty list for each rank, to be filled with the tensors to send to it, or to receive from it."""
+    return [[] for _ in range(layout.size)]
+
+
 def exchange(
     layout: ShardTable,
     outgoing: Sequence[Sequence[Tensor]],

@@ -55,11 +55,10 @@ class Box(NamedTuple):
 def intersection(a: Box, b: Box) -> Box | None:
     """Return the box in which two boxes overlap, or None if they do not overlap."""
     offsets = tuple(map(max, a.offsets, b.offsets))
-    ends = map(min, a.ends, b.ends)
-    sizes = tuple([end - offset for end, offset in zip(ends, offsets, strict=True)])
-    if any(size <= 0 for size in sizes):
+    ends = tuple(map(min, a.ends, b.ends))
+    if any(map(int.__ge__, offsets, ends)):
         return None
-    return Box(offsets, sizes)
+    return Box.of_spans(list(zip(offsets, ends, strict=True)))
 
 
 def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:

@@ -99,8 +99,8 @@ class ShardPosition(NamedTuple):
         >>> ShardPosition.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
         (2, 4)
         """
-        spans_by_dim = tuple([_nonempty(spans_of_dim) for spans_of_dim in spans])
-        shape = tuple([_count(spans_of_dim) for spans_of_dim in spans_by_dim])
+        spans_by_dim = tuple(map(_nonempty, spans))
+        shape = tuple(map(_count, spans_by_dim))
         boxes = tuple(map(Box.of_spans, product(*spans_by_dim)))
         return cls(shape, boxes, None, spans_by_dim)
 
@@ -191,11 +191,8 @@ class ShardPosition(NamedTuple):
 
     def _view_of_grid(self, box: Box) -> ShardView:
         """Find a box of the whole tensor in a shard that was built by `grid`."""
-        local_offsets: list[int] = []
-        for spans, offset in zip(self.spans, box.offsets, strict=True):
-            before = [(start, min(stop, offset)) for start, stop in spans if start < offset]
-            local_offsets.append(_count(before))
-        return ShardView(None, self.shape, _narrowed(Box(tuple(local_offsets), box.sizes), self.shape))
+        local_offsets = tuple(map(_count_before, self.spans, box.offsets))
+        return ShardView(None, self.shape, _narrowed(Box(local_offsets, box.sizes), self.shape))
 
 
 def _nonempty(spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -205,6 +202,11 @@ def _nonempty(spans: Sequence[Span]) -> tuple[Span, ...]:
 def _count(spans: Sequence[Span]) -> int:
     """Return the number of indices in some disjoint spans."""
     return sum(stop - start for start, stop in spans)
+
+
+def _count_before(spans: Sequence[Span], offset: int) -> int:
+    """Return the number of indices in some disjoint spans that are lower than ``offset``."""
+    return sum(max(0, min(stop, offset) - start) for start, stop in spans)
 
 
 def _one_by_one(spans: Sequence[Span]) -> list[Span]:
