@@ -47,41 +47,38 @@ class Progress:
     """True if this rank has loaded a state since the last step."""
     is_unverified: bool = True
     """True until the first step after `init` or a load, which compares the replicas of all tensors."""
-    _new_states: list[weakref.ref[Tensor]] = field(default_factory=list)
-    """One tensor of each state from `init` with which no step has been made. One transform may have several states."""
+    _new_states: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    """One tensor, by its id, of each state from `init` with which no step was made. There may be several states."""
 
     def begin(self, serial: int, state: PyTree) -> None:
         """Record a new state of `init`, to be verified at its first step."""
-        self.serial, self.completed, self.is_unverified = serial, 0, True
-        self._new_states = [reference for reference in self._new_states if reference() is not None]
-        first = next(iter(tree.tensors(state)), None)
-        if first is not None:
-            self._new_states.append(weakref.ref(first))
+        self.serial = serial
+        self.completed = 0
+        self.is_unverified = True
+        for tensor in tree.tensors(state):
+            self._new_states[id(tensor)] = tensor
+            break
 
     def load(self) -> None:
         """Record that this rank has loaded a state."""
-        self.has_loaded, self.completed, self.is_unverified = True, 0, True
+        self.has_loaded = True
+        self.completed = 0
+        self.is_unverified = True
 
     def needs_verification(self, state: PyTree) -> bool:
         """Return True if this is the first step after `init` or a load, or the first step with a state of `init`."""
-        return self.is_unverified or self._new_state_in(state) is not None
+        if self.is_unverified or not self._new_states:
+            return self.is_unverified
+        return not tree.ids(state).isdisjoint(self._new_states)
 
     def verified(self, state: PyTree) -> None:
         """Record that the ranks have agreed on a step with a state, and compared the replicas if any rank needed it."""
-        self.has_loaded = self.is_unverified = False
-        reference = self._new_state_in(state)
-        if reference is not None:
-            self._new_states.remove(reference)
-
-    def _new_state_in(self, state: PyTree) -> weakref.ref[Tensor] | None:
-        """Return the entry of `_new_states` whose tensor is in a state: it comes from `init` and was never stepped."""
+        self.has_loaded = False
+        self.is_unverified = False
         if not self._new_states:
-            return None
-        leaves = {id(leaf) for leaf in tree.tensors(state)}
-        for reference in self._new_states:
-            if id(reference()) in leaves:
-                return reference
-        return None
+            return
+        for leaf_id in tree.ids(state).intersection(self._new_states):
+            del self._new_states[leaf_id]
 
 
 @dataclass(eq=False)
@@ -181,11 +178,14 @@ class Binding:
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Return the sum of a tree of scalars over all ranks. The scalar of a replicated shard counts once."""
-        present = [(name, leaf) for name, leaf in tree.named_leaves(scalars) if leaf is not None]
-        if not present:
+        device = tree.device_of(scalars)
+        counted: list[Tensor] = []
+        for name, leaf in tree.named_leaves(scalars):
+            if leaf is not None:
+                counted.append(self._counted(name, leaf.to(device)))
+        if not counted:
             return torch.zeros(())
-        device = present[0][1].device
-        stacked = torch.stack([self._counted(name, leaf.to(device)) for name, leaf in present])
+        stacked = torch.stack(counted)
         all_reduce(self.layout, stacked, "summing over all ranks")
         return sum_over_leaves(list(stacked.unbind()))
 
