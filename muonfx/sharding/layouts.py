@@ -8,12 +8,13 @@ from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.arguments import did_you_mean, plain_arguments
 from muonfx.internal.display import format_list
-from muonfx.sharding.communication.meshes import cuts_on_several_meshes, group_of_meshes
+from muonfx.sharding.communication.meshes import cuts_on_meshes, group_of_meshes
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign_by_bytes
@@ -21,9 +22,7 @@ from muonfx.sharding.plan.cost import costs_of
 from muonfx.sharding.shards.cut import (
     Cut,
     Intervals,
-    MeshCoordinates,
     Whole,
-    cuts_of_dtensors,
     equal_intervals,
     equal_parts,
     one_behind_another,
@@ -34,6 +33,7 @@ from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 Group = dist.ProcessGroup | int | None
@@ -65,8 +65,12 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
         )
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    cut_of_shape = {spec.shape: Whole(spec.shape, size) for spec in specs.values()}
-    cuts = {name: cut_of_shape[spec.shape] for name, spec in specs.items()}
+    cut_of_shape: dict[tuple[int, ...], Cut] = {}
+    cuts: dict[str, Cut] = {}
+    for name, (shape, _) in specs.items():
+        if shape not in cut_of_shape:
+            cut_of_shape[shape] = Whole(shape, size)
+        cuts[name] = cut_of_shape[shape]
     return Layout("replicated", specs, cuts, size, rank, process_group)
 
 
@@ -194,8 +198,12 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     <from_dtensors of 1 parameters over 1 rank>
     >>> dist.destroy_process_group()
     """
-    leaf_of = {name: leaf for name, leaf in tree.named_leaves(params) if leaf is not None}
-    dtensors = {name: leaf._spec for name, leaf in leaf_of.items() if is_dtensor(leaf)}
+    locals_: dict[str, Tensor] = {}
+    dtensors: dict[str, DTensorSpec] = {}
+    for name, leaf in tree.named_leaves(params):
+        if is_dtensor(leaf):
+            locals_[name] = leaf._local_tensor
+            dtensors[name] = leaf._spec
     if not dtensors:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
     ranks_of: dict[DeviceMesh, tuple[int, ...]] = {}
@@ -209,15 +217,8 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     rank = dist.get_rank(group)
     if rank < 0:
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
-    coordinates_on = {mesh: MeshCoordinates.of(mesh, ranks) for mesh in ranks_of}
-    cuts_and_names = None
-    if len(set(ranks_of.values())) > 1:
-        cuts_and_names = cuts_on_several_meshes(specs, dtensors, ranks_of, coordinates_on, group)
-    if cuts_and_names is None:
-        cuts_and_names = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks)), ()
-    cuts, on_several_meshes = cuts_and_names
-    for name in dtensors:
-        local = leaf_of[name]._local_tensor
+    cuts, on_several_meshes = cuts_on_meshes(specs, dtensors, ranks_of, group)
+    for name, local in locals_.items():
         position = cuts[name][rank]
         if not position.fits(local):
             raise ShardingError(

@@ -18,6 +18,7 @@ from muonfx.sharding.communication.messages import Exchange, collective, copied,
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
 from muonfx.sharding.shards.dtensors import is_dtensor, local_leaves, local_of, transform_problem
+from muonfx.sharding.shards.position import boxes_in
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -141,7 +142,7 @@ def _list_messages(
         if layout.rank not in holders:
             incoming[holders[layout.rank % len(holders)]] += boxes
             continue
-        shard_boxes = [view.of(shard) for view in layout.views(name)]
+        shard_boxes = boxes_in(shard, layout.views(name))
         outgoing[layout.rank] += shard_boxes
         incoming[layout.rank] += boxes
         for receiver in range(holders.index(layout.rank), layout.size, len(holders)):
@@ -251,7 +252,7 @@ def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) 
         outgoing = lists_by_rank(layout)
         targets: list[Tensor] = []
         for index in indices:
-            targets += [view.of(means[index]) for view in layout.views(names[index])]
+            targets += boxes_in(means[index], layout.views(names[index]))
             for rank in range(layout.size):
                 outgoing[rank] += [box.of(wholes[index]) for box in layout.position(names[index], rank).boxes]
         _exchange_and_average(layout, outgoing, targets, wholes[indices[0]])
@@ -265,9 +266,8 @@ def _exchange_and_average(
     if layout.group is None:
         _average_each(outgoing, targets)
         return
-    numel = sum(target.numel() for target in targets)
     shapes = [target.shape for target in targets]
-    expected = [numel] * layout.size
+    expected = [sum(map(Tensor.numel, targets))] * layout.size
     messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
     received = messages.arrived([shapes] * layout.size)
     _average_each(received, targets)

@@ -60,6 +60,7 @@ from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.bucket import Bucket
 from muonfx.sharding.plan.matrix_shards import LocalTransfers
 from muonfx.sharding.shards.dtensors import map_named
+from muonfx.sharding.shards.position import boxes_in
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
@@ -86,9 +87,12 @@ class MatrixStage:
         seen: set[str] = set()
         names_of_bucket: list[list[str]] = []
         for indices in self.plan.buckets:
-            names = dict.fromkeys([self.plan.shards[index].name for index in indices])
-            names_of_bucket.append([name for name in names if name not in seen])
-            seen.update(names)
+            names_of_bucket.append([])
+            for index in indices:
+                name = self.plan.shards[index].name
+                if name not in seen:
+                    names_of_bucket[-1].append(name)
+                    seen.add(name)
         return init_in_buckets(self.store, names_of_bucket or [[]], params, self._init, outside=None)
 
     def _init(self, params: PyTree) -> PyTree:
@@ -146,11 +150,8 @@ class MatrixStage:
         bucketed_state: BucketedState | None = None
         if len(buckets) > 1 or self.store != IN_MEMORY:
             device = device_of(call.updates, call.params)
-            names_of_bucket: list[list[str]] = []
-            for bucket in buckets:
-                names_of_bucket.append([local.shard.name for local in bucket.transfers if local.computes])
-            parameters = find_parameters()
-            bucketed_state = BucketedState(self.store, device, call.state, parameters, names_of_bucket, call.donate)
+            names = [bucket.computed_names for bucket in buckets]
+            bucketed_state = BucketedState(self.store, device, call.state, find_parameters(), names, call.donate)
         return _Step(self, call, treedef, local_updates, local_params, buckets, bucketed_state).run()
 
 
@@ -267,11 +268,12 @@ class _Gather:
 
     def _start_exchange(self) -> Exchange:
         """Send the boxes of this rank's shards that other ranks need."""
-        gathered_shards = [self._local_shards[local.shard.name] for local in self._bucket.gathered]
         outgoing = lists_by_rank(self._layout)
         for rank, boxes in enumerate(self._bucket.outgoing):
-            outgoing[rank] += [view.of(self._local_shards[name]) for name, view in boxes]
-        wire = _common_dtype(map(self._wire_dtype, {shard.dtype for shard in gathered_shards}))
+            for name, view in boxes:
+                outgoing[rank].append(view.of(self._local_shards[name]))
+        gathered_shards = [self._local_shards[local.shard.name] for local in self._bucket.gathered]
+        wire = _common_dtype(self._wire_dtype(shard.dtype) for shard in gathered_shards)
         device = gathered_shards[0].device
         what = "gathering matrices"
         return Exchange(self._layout, outgoing, self._bucket.expected, dtype=wire, device=device, what=what)
@@ -388,7 +390,7 @@ class _Scatter:
             result = results[shard.name]
             if local.computes and result is not None:
                 for transfer, views in local.transfers:
-                    boxes = [view.of(shard.as_shard(result)) for view in views]
+                    boxes = boxes_in(shard.as_shard(result), views)
                     for rank in transfer.ranks:
                         outgoing[rank] += boxes
         wire = _common_dtype(result_dtypes)
@@ -404,8 +406,7 @@ class _Scatter:
     def _store(self, local: LocalTransfers, result: Tensor) -> None:
         """Write a result that no other rank needs to the updated shards."""
         if not local.is_same_shard:
-            shard_of_result = local.shard.as_shard(result)
-            boxes = [view.of(shard_of_result) for view in local.matrix_views]
+            boxes = boxes_in(local.shard.as_shard(result), local.matrix_views)
             copied(boxes, self._boxes(local))
             return
         local_update = self._local_updates[local.shard.name]
@@ -424,4 +425,4 @@ class _Scatter:
         if name not in self._updated_shards:
             like = self._local_updates[name]
             self._updated_shards[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
-        return [view.of(self._updated_shards[name]) for view in local.local_views]
+        return boxes_in(self._updated_shards[name], local.local_views)

@@ -238,9 +238,11 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         agreement = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
         if layout.group is None or layout.size == 1:
             return params
-        local: dict[str, Tensor] = {}
+        on_all_ranks: dict[str, Tensor] = {}
+        on_some_ranks: dict[str, Tensor] = {}
         for index, name in enumerate(names):
-            if not layout.cuts[name].copies:
+            copies = layout.cuts[name].copies
+            if not copies:
                 continue
             if index in agreement.missing:  # equal on all ranks, so all of them raise
                 raise ShardingError(f"{name!r} is None on some ranks, expected a tensor on all ranks that hold it")
@@ -248,26 +250,24 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
                 continue
             if not donate:
                 leaves[index] = leaves[index].detach().clone()
-            local[name] = local_of(leaves[index]).detach()
-        _broadcast_from_first_rank(local, layout, layout.group)
-        _send_from_first_holders(local, layout)
+            target = on_some_ranks
+            if len(copies[0]) == layout.size:
+                target = on_all_ranks
+            target[name] = local_of(leaves[index]).detach()
+        _broadcast_from_first_rank([*on_all_ranks.values()], layout.group)
+        _send_from_first_holders(on_some_ranks, layout)
         return tree.unflatten(treedef, leaves)
 
 
-def _is_on_all_ranks(layout: Layout, name: str) -> bool:
-    return len(layout.cuts[name].copies[0]) == layout.size
-
-
-def _broadcast_from_first_rank(local: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
-    """Overwrite the parameters that all ranks hold in full with the values of rank 0, bucket by bucket."""
-    tensors = [tensor for name, tensor in local.items() if _is_on_all_ranks(layout, name)]
+def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite tensors that all ranks hold with the values of rank 0, bucket by bucket."""
     for indices in in_buckets(tensors, BUCKET):
         targets = [tensors[index] for index in indices]
-        packed = torch.cat([target.reshape(-1) for target in targets])
+        packed = torch.cat([*map(Tensor.flatten, targets)])
         with collective("broadcasting parameters"):
             dist.broadcast(packed, dist.get_global_rank(group, 0), group=group)
-        blocks = packed.split([target.numel() for target in targets])
-        copied(list(map(Tensor.view_as, blocks, targets)), targets)
+        blocks = packed.split([*map(Tensor.numel, targets)])
+        copied([*map(Tensor.view_as, blocks, targets)], targets)
 
 
 class Send(NamedTuple):
@@ -281,7 +281,7 @@ class Send(NamedTuple):
 
 def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> None:
     """Overwrite shards that some ranks hold with the values of the lowest of these ranks, bucket by bucket."""
-    names = [name for name in local if not _is_on_all_ranks(layout, name)]
+    names = [*local]
     largest_group = 1
     wholes: list[Tensor] = []
     for name in names:

@@ -14,25 +14,23 @@ from collections.abc import Iterable, Sequence
 
 def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
     """Choose one of its candidate ranks for each item, so that ranks have about equal costs. `sizes` break ties."""
-    # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
     board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
-    owners = [ranks_of_item[0] for ranks_of_item in candidates]
-    # Items with one candidate are first; the others follow by descending cost, ties by bytes, then by rank.
-    free: list[int] = []
-    queue_of_ranks: dict[tuple[int, ...], _Queue] = {}  # equal candidates share a queue
-    queue_of_object: dict[int, _Queue] = {}
+    owners: list[int] = []
+    free: list[int] = []  # the items that more than one rank may have
     for item, ranks_of_item in enumerate(candidates):
+        owners.append(ranks_of_item[0])
         if len(ranks_of_item) == 1:
             _give(board, owners[item], costs[item], sizes[item])
-            continue
-        free.append(item)
-        if id(ranks_of_item) not in queue_of_object:
-            key = tuple(ranks_of_item)
-            queue_of_object[id(ranks_of_item)] = queue_of_ranks.setdefault(key, _Queue(board, key))
+        else:
+            free.append(item)
     free.sort(key=lambda item: (-costs[item], -sizes[item], item))
     load_before = [load for load, _, _ in board]
+    queue_of_ranks: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
     for item in free:
-        owners[item] = queue_of_object[id(candidates[item])].least()
+        ranks_of_item = tuple(candidates[item])
+        if ranks_of_item not in queue_of_ranks:
+            queue_of_ranks[ranks_of_item] = _Queue(board, ranks_of_item)
+        owners[item] = queue_of_ranks[ranks_of_item].least()
         _give(board, owners[item], costs[item], sizes[item])
     if len(queue_of_ranks) == 1:
         (group,) = queue_of_ranks

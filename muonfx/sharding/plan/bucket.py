@@ -43,6 +43,11 @@ class Bucket:
         return [local for local in self.transfers if local.shard.needs_send]
 
     @cached_property
+    def computed_names(self) -> list[str]:
+        """The parameters whose matrices this rank computes."""
+        return [local.shard.name for local in self.transfers if local.computes]
+
+    @cached_property
     def already_local(self) -> list[LocalTransfers]:
         """The matrices that this rank computes and already holds."""
         return [local for local in self.transfers if local.computes and not local.shard.needs_gather]

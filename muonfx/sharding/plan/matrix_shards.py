@@ -246,12 +246,9 @@ class UnassignedShard(NamedTuple):
 
 def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
     """Return (rows, columns) by parameter name, for parameters that all transforms treat as a stack of matrices."""
-    (_, first), *others = run
-    _, common = stacked(first, shapes)
-    for _, tx in others:
-        _, matrices = stacked(tx, shapes)
-        common = dict(common.items() & matrices.items())
-    return {name: common[name] for name in shapes if name in common and prod(shapes[name])}
+    matrices = [stacked(tx, shapes)[1] for _, tx in run]
+    common = set(matrices[0].items()).intersection(*[of_transform.items() for of_transform in matrices])
+    return {name: matrix for name, matrix in sorted(common) if prod(shapes[name])}
 
 
 def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
@@ -371,13 +368,14 @@ def _divide(neighbours: Sequence[_Holders], first: int, matrices_of_rank: Mappin
         yield _Range(index, index + 1, candidates, complete)
 
 
-def _append(ranges: list[_Range], new: _Range) -> None:
-    """Append a range of matrices to a list. If the last range has the same single owner, extend it instead."""
-    if ranges and len(new.candidates) == 1 and ranges[-1].candidates == new.candidates:
-        last = ranges[-1]
-        ranges[-1] = last._replace(stop=new.stop, complete=last.complete and new.complete)
-    else:
-        ranges.append(new)
+def _append(ranges: list[_Range], added: _Range) -> None:
+    """Append a range of matrices to a list. If the previous range has the same single owner, extend it instead."""
+    if ranges and len(added.candidates) == 1:
+        previous = ranges[-1]
+        if previous.candidates == added.candidates:
+            ranges[-1] = previous._replace(stop=added.stop, complete=previous.complete and added.complete)
+            return
+    ranges.append(added)
 
 
 def _holders_of_matrix(holders: Mapping[ShardPosition, Sequence[int]], boxes: Sequence[Box], numel: int) -> _Holders:

@@ -272,7 +272,8 @@ class OnMesh(Cut):
         mesh_dim = self._mesh_dims_of[dim][len(outer)]
         spans = self._spans_of(dim, outer) or [(0, 0)]
         indices = torch.cat([torch.arange(*span) for span in spans])
-        return [_spans(shard) for shard in _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])]
+        shards = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
+        return list(map(_spans, shards))
 
     @cached_property
     def key(self) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ DTensor that this rank holds. Updates run on local tensors only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -18,7 +18,7 @@ from muonfx import tree
 from muonfx.internal.tracing import functorch_is_active, is_wrapped
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.flat_shard import FlatShard
-from muonfx.sharding.shards.table import ExpectedShard, ShardTable
+from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def local_leaves(
     for name, leaf in zip(names, leaves, strict=True):
         local = None
         if leaf is not None:
-            local = _fitting_tensor(layout.expected_shards, name, leaf)
+            local = _fitting_tensor(layout, name, leaf)
             if local is None:
                 local = _checked_leaf(layout, name, leaf, as_placed=as_placed)
                 if not is_placed_like(leaf, layout.dtensors.get(name)):
@@ -91,17 +91,24 @@ def local_leaves(
     return result
 
 
-def _fitting_tensor(shards: Mapping[str, ExpectedShard], name: str, leaf: Any) -> Tensor | None:
+def _fitting_tensor(layout: ShardTable, name: str, leaf: Any) -> Tensor | None:
     """Return the local tensor of a leaf that fits at first sight, as nearly all do. Return None for others."""
-    shard = shards.get(name)
-    if shard is None:
+    cut = layout.cuts.get(name)
+    if cut is None:
         return None
     local = leaf
     if type(leaf) not in PLAIN:
         local = getattr(leaf, "_local_tensor", None)
-        if local is None or not shard.is_placed(leaf._spec):
+        if local is None or not _are_equal(leaf._spec, layout.dtensors.get(name)):
             return None
-    return local if local.shape == shard.shape else None
+    return local if local.shape == cut[layout.rank].shape else None
+
+
+def _are_equal(spec: DTensorSpec, expected: DTensorSpec | None) -> bool:
+    """Return True if two specs have the same mesh, placements and global shape. The dtype may differ."""
+    if expected is None or spec is expected:
+        return spec is expected
+    return spec.placements == expected.placements and spec.mesh == expected.mesh and spec.shape == expected.shape
 
 
 def _checked_leaf(layout: ShardTable, name: str, leaf: object, *, as_placed: bool) -> Tensor:

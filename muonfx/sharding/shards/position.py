@@ -14,7 +14,7 @@ Three classes are about less than a shard or about more than its position, and c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -58,6 +58,11 @@ class ShardView(NamedTuple):
         for dim, start, length in self.narrowed:
             stack = stack.narrow(dim + 1, start, length)
         return stack.unbind()
+
+
+def boxes_in(local: Tensor, views: Iterable[ShardView]) -> list[Tensor]:
+    """Return some boxes of a shard as views of its local tensor."""
+    return [view.of(local) for view in views]
 
 
 class ShardPosition(NamedTuple):
@@ -217,7 +222,8 @@ def _one_by_one(spans: Sequence[Span]) -> list[Span]:
     """
     single: list[Span] = []
     for start, stop in spans:
-        single += [(index, index + 1) for index in range(start, stop)]
+        for index in range(start, stop):
+            single.append((index, index + 1))
     return single
 
 

@@ -27,29 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
-@dataclass(eq=False, slots=True)
-class ExpectedShard:
-    """The shape of this rank's shard of a parameter, and its mesh and placements if the parameter is a DTensor."""
-
-    shape: tuple[int, ...]
-    spec: DTensorSpec | None
-    """The mesh, placements and global shape of the parameter; None if it is a plain tensor."""
-    _last_spec: DTensorSpec | None = None
-    """The last spec that was compared with `spec` and is equal to it."""
-
-    def is_placed(self, spec: DTensorSpec) -> bool:
-        """Return True if a DTensor with this spec has the mesh, placements and global shape of the parameter."""
-        expected = self.spec
-        if expected is None:
-            return False
-        if spec is expected or spec is self._last_spec:
-            return True
-        if spec.placements != expected.placements or spec.mesh != expected.mesh or spec.shape != expected.shape:
-            return False
-        self._last_spec = spec  # all gradients of a parameter often have the same spec, which is not compared again
-        return True
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class ShardTable:
     """Which shard of each parameter each rank holds. Its subclass `Layout` can also shard and gather trees."""
@@ -108,7 +85,9 @@ class ShardTable:
             ShardingError: the layout has no parameter of this name; the message names some of its parameters.
         """
         self.require([name])
-        return self.cuts[name][self.rank if rank is None else rank]
+        if rank is None:
+            rank = self.rank
+        return self.cuts[name][rank]
 
     def require(self, names: Iterable[str]) -> None:
         """Raise ShardingError if the layout has no parameter of one of these names."""
@@ -119,11 +98,6 @@ class ShardTable:
                     f"{self!r} has no parameter {name!r}, expected one of {known}: create the layout from the "
                     "parameters that you pass"
                 )
-
-    @cached_property
-    def expected_shards(self) -> dict[str, ExpectedShard]:
-        """A dict from parameter name to the shape and the placement of this rank's shard."""
-        return {name: ExpectedShard(cut[self.rank].shape, self.dtensors.get(name)) for name, cut in self.cuts.items()}
 
     @cached_property
     def digest(self) -> str:
