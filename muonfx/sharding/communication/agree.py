@@ -210,7 +210,7 @@ def agree_on_leaves(
         what,
         layout.group,
         problem,
-        same=(layout.tree_digest(names), same),
+        same=(_tree_digest(layout, tuple(names)), same),
         compared=[codes],
         explain=explain_trees,
         request=request,
@@ -219,6 +219,13 @@ def agree_on_leaves(
         return LeafAgreement(codes, [], [], agreement.is_requested)
     codes_of_rank = _codes_of_all_ranks(codes, layout.size, layout.rank, layout.group)
     return _merge_codes(names, codes_of_rank, agreement.is_requested)
+
+
+def _tree_digest(layout: ShardTable, names: tuple[str, ...]) -> str:
+    """Return a hash of the layout and of the names of a tree's leaves, which must be equal on all ranks. Cached."""
+    if names not in layout.tree_digests:
+        layout.tree_digests[names] = digest((layout.digest, list(layout.specs), names))
+    return layout.tree_digests[names]
 
 
 def _code_of(leaf: object) -> int:

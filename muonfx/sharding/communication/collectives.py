@@ -129,8 +129,8 @@ def _list_messages(
     name: str,
     shard: Tensor,
     whole: Tensor,
-    outgoing: Sequence[list[Tensor]],
-    incoming: Sequence[list[Tensor]],
+    outgoing: list[list[Tensor]],
+    incoming: list[list[Tensor]],
 ) -> None:
     """Add the boxes of a parameter that this rank sends to `outgoing`, and those that it receives to `incoming`.
 

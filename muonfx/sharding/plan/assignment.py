@@ -153,11 +153,14 @@ class RunPlan:
     @property
     def flops(self) -> list[float]:
         """A list with the load of each rank per step, in floating-point operations of dense matrix products."""
-        loads = [sum(shard.cost for shard in self.shards if shard.owner is None)] * self.size
+        loads = [0.0] * self.size
+        by_every_rank = 0.0
         for shard in self.shards:
-            if shard.owner is not None:
+            if shard.owner is None:
+                by_every_rank += shard.cost
+            else:
                 loads[shard.owner] += shard.cost
-        return loads
+        return [by_every_rank + load for load in loads]
 
     @property
     def sent(self) -> list[int]:

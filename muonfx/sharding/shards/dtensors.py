@@ -93,15 +93,12 @@ def local_leaves(
 
 def _fitting_tensor(layout: ShardTable, name: str, leaf: Any) -> Tensor | None:
     """Return the local tensor of a leaf that fits at first sight, as nearly all do. Return None for others."""
-    cut = layout.cuts.get(name)
-    if cut is None:
-        return None
     local = leaf
     if type(leaf) not in PLAIN:
         local = getattr(leaf, "_local_tensor", None)
         if local is None or not _are_equal(leaf._spec, layout.dtensors.get(name)):
             return None
-    return local if local.shape == cut[layout.rank].shape else None
+    return local if local.shape == layout.expected_shapes.get(name) else None
 
 
 def _are_equal(spec: DTensorSpec, expected: DTensorSpec | None) -> bool:
@@ -223,7 +220,7 @@ def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> P
     if existing is not None:
         existing_leaves = dict(tree.named_leaves(existing))
 
-    def dtensor_like(name: str, leaf: Tensor) -> Tensor:
+    def dtensor_like(name: str, leaf: Tensor) -> Tensor | None:
         if name not in layout.dtensors:
             return leaf
         dtensor = existing_leaves.get(name)

@@ -56,7 +56,8 @@ class ShardTable:
     """From (name of a parameter, dtype) to the spec of a DTensor that is placed like this parameter."""
     mesh_of_owner: dict[int, DeviceMesh] = field(default_factory=dict, init=False)
     """From a rank to the mesh of this rank alone, for the DTensors of the state that it alone holds."""
-    _tree_digests: dict[tuple[str, ...], str] = field(default_factory=dict, init=False)
+    tree_digests: dict[tuple[str, ...], str] = field(default_factory=dict, init=False)
+    """From the names of a tree's leaves to a hash of them and of the layout, which must be equal on all ranks."""
     _views: dict[str, list[ShardView]] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
@@ -100,16 +101,14 @@ class ShardTable:
                 )
 
     @cached_property
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """A dict from parameter name to the shape of this rank's shard."""
+        return {name: cut[self.rank].shape for name, cut in self.cuts.items()}
+
+    @cached_property
     def digest(self) -> str:
         """A hash of the shards of all ranks. Ranks compare it to check that they have the same layout."""
         return digest([(name, cut.digest) for name, cut in self.cuts.items()])[:12]
-
-    def tree_digest(self, names: Sequence[str]) -> str:
-        """Return a hash of the layout and of the names of a tree's leaves, which must be equal on all ranks."""
-        key = tuple(names)
-        if key not in self._tree_digests:
-            self._tree_digests[key] = digest((self.digest, list(self.specs), list(names)))
-        return self._tree_digests[key]
 
     def views(self, name: str) -> list[ShardView]:
         """Return where each box (rectangular part) of this rank's shard of a parameter is in the local tensor."""
