@@ -214,8 +214,7 @@ class Binding:
         if key in self._warned or self.layout.size == 1 or self.layout.group is None:
             return
         self._warned.add(key)
-        specs = [self.layout.specs[name] for name in tree.names(params)]
-        nbytes = sum(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in specs)
+        nbytes = sum(self.layout.specs[name].nbytes for name in tree.names(params))
         warn_together(
             f"{tx.name} has the locality TREE, so at every step every rank gathers all updates and parameters, "
             f"{nbytes / 2**20:.1f} MiB each, and repeats the same computation: declare a smaller locality, or add an "

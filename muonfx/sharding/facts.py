@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.digests import digest
 from muonfx.sharding.state import describe_state
 from muonfx.tree import PyTree
+
+T = TypeVar("T")
 
 # ----------------------------------------------------------------------------------------------------------- of a step
 
@@ -64,8 +66,8 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
         binding.facts[key] = _find_fixed(binding, tx, call)
     fixed: _Fixed = binding.facts[key]
     shared_leaves = _shared_leaves(fixed, call.state)
-    counters = [int(leaf) for leaf in shared_leaves.values() if _is_host_counter(leaf)]
-    step = max(counters, default=progress.completed)
+    counters = filter(_is_host_counter, shared_leaves.values())
+    step = max(map(int, counters), default=progress.completed)
     loaded = "loaded" if progress.has_loaded else "not loaded"
     return {
         _TRANSFORMS: fixed.transforms,
@@ -74,8 +76,8 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
         "states (load on all ranks, or on none)": f"{loaded} since the last step",
         _COMPLETED: progress.completed,
         _NUMBERS: {**_comparable_numbers(tx), **_values_of_schedules(tx, step)},
-        _EXTRAS: {name: _comparable_extra(call.extras[name]) for name in sorted(call.extras)},
-        "numbers in their states": {name: _comparable(leaf) for name, leaf in shared_leaves.items()},
+        _EXTRAS: _map_values(_comparable_extra, dict(sorted(call.extras.items()))),
+        "numbers in their states": _map_values(_comparable, shared_leaves),
     }
 
 
@@ -106,7 +108,7 @@ def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
     if "schedules" not in tx.derived:
         tx.derived["schedules"] = _find_schedules(tx)
     count = torch.tensor(float(step), dtype=torch.float64)
-    return {name: float(schedule(count)) for name, schedule in tx.derived["schedules"].items()}
+    return _map_values(lambda schedule: float(schedule(count)), tx.derived["schedules"])
 
 
 def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
@@ -141,12 +143,17 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     """
     layout = binding.layout
     device = tree.device_of(local)
-    leaf_of = dict(zip(tree.names(local), tree.leaves(local), strict=True))
-    dtypes = [leaf.dtype for leaf in leaf_of.values() if leaf is not None]
+    dtypes: list[torch.dtype] = []
+    names_of_none: dict[str, str] = {}
+    for name, leaf in tree.named_leaves(local):
+        if leaf is None:
+            names_of_none[name] = "None"
+        else:
+            dtypes.append(leaf.dtype)
     return {
         "versions": _versions(),
-        "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout.specs.items()},
-        "parameters that are None": {name: "None" for name, leaf in leaf_of.items() if leaf is None},
+        "parameters": _map_values(lambda spec: f"{spec.shape} {spec.dtype}", layout.specs),
+        "parameters that are None": names_of_none,
         "trees": str(tree.flatten(local)[1]),
         "layouts": f"{layout!r} ({layout.digest})",
         "ranks in their groups": str(torch.distributed.get_process_group_ranks(layout.group)),
@@ -173,7 +180,7 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
         for name in visited.names:
             titles_of.setdefault(name, []).append(visited.title)
     return {
-        "transforms of a parameter": {name: ", ".join(titles) for name, titles in titles_of.items()},
+        "transforms of a parameter": _map_values(", ".join, titles_of),
         "chains": chains,
     }
 
@@ -181,7 +188,8 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
 def _text_of_argument(value: object) -> str:
     """Return a text for an argument of a transform. All functions share one text: ranks compare their results."""
     if isinstance(value, Recorded):
-        arguments = [f"{name}={_text_of_argument(argument)}" for name, argument in value.arguments.items()]
+        texts = _map_values(_text_of_argument, value.arguments)
+        arguments = [f"{name}={text}" for name, text in texts.items()]
         return f"{value.factory.__name__}({', '.join(arguments)})"
     if inspect.isroutine(value) or isinstance(value, functools.partial):
         return "a function"
@@ -230,6 +238,11 @@ SMALL = 64
 """Values of a CPU tensor are compared at every step if it has at most this number of elements."""
 
 
+def _map_values(function: Callable[[Any], T], values: Mapping[str, Any]) -> dict[str, T]:
+    """Return a dict with the results of a function for each value of a dict."""
+    return {name: function(value) for name, value in values.items()}
+
+
 class _Text(str):
     """A description of a tensor, whose ``repr`` has no quotes."""
 
@@ -254,15 +267,14 @@ def _comparable_numbers(tx: Transform) -> dict[str, object]:
         cache["numbers"] = dict(parts_of(tx))
     if not tx.tensors:
         return cache["numbers"]
-    return {name: _comparable(number) for name, number in cache["numbers"].items()}
+    return _map_values(_comparable, cache["numbers"])
 
 
 def _comparable_extra(value: Any) -> object:
     """Return a value for ranks to compare, for an extra argument: a number, a description, or one for each leaf."""
     # A transform that takes a mapping, such as `qk_clip`, reduces its values over ranks: they may differ.
     if isinstance(value, Mapping):
-        leaves = zip(tree.names(value), tree.leaves(value), strict=True)
-        return {name: _kind_of_leaf(leaf) for name, leaf in leaves}
+        return _map_values(_kind_of_leaf, dict(tree.named_leaves(value)))
     if value is None or isinstance(value, bool | int | float | str | Tensor):
         return _comparable(value)
     return _Text(type(value).__qualname__)

@@ -121,9 +121,9 @@ def zero(
     elif partition == "each":
         cuts = equal_parts(specs, size)
     else:
-        cost_of = costs_of(specs, tx)
+        costs = [*costs_of(specs, tx).values()]
         nbytes = [spec.nbytes for spec in specs.values()]
-        owners = assign_by_bytes([cost_of[name] for name in specs], nbytes, size)
+        owners = assign_by_bytes(costs, nbytes, size)
         cuts: dict[str, Cut] = {}
         for (name, spec), owner in zip(specs.items(), owners, strict=True):
             cuts[name] = Whole(spec.shape, size, owner)
@@ -170,7 +170,9 @@ def flat(
     _require_parameters(starts, specs)
     _check_cuts(cuts, size)
     _check_buffer(specs, order, starts, cuts[-1])
-    intervals = {name: Intervals(spec.shape, starts[name], tuple(cuts)) for name, spec in specs.items()}
+    intervals: dict[str, Cut] = {}
+    for name, (shape, _) in specs.items():
+        intervals[name] = Intervals(shape, starts[name], tuple(cuts))
     return Layout("flat", specs, intervals, size, rank, process_group, stage, is_flat=True)
 
 

@@ -272,9 +272,11 @@ class _Gather:
         for rank, boxes in enumerate(self._bucket.outgoing):
             for name, view in boxes:
                 outgoing[rank].append(view.of(self._local_shards[name]))
-        gathered_shards = [self._local_shards[local.shard.name] for local in self._bucket.gathered]
-        wire = _common_dtype(self._wire_dtype(shard.dtype) for shard in gathered_shards)
-        device = gathered_shards[0].device
+        dtypes: set[torch.dtype] = set()
+        for local in self._bucket.gathered:
+            dtypes.add(self._wire_dtype(self._local_shards[local.shard.name].dtype))
+        wire = _common_dtype(dtypes)
+        device = self._local_shards[self._bucket.gathered[0].shard.name].device
         what = "gathering matrices"
         return Exchange(self._layout, outgoing, self._bucket.expected, dtype=wire, device=device, what=what)
 

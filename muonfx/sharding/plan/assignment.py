@@ -139,7 +139,9 @@ class RunPlan:
         """For each bucket, the transfers of this rank for all of its matrix shards."""
         transfers: list[list[LocalTransfers]] = []
         for bucket in self.buckets:
-            transfers.append([self.shards[index].local_transfers(self.rank) for index in bucket])
+            transfers.append([])
+            for index in bucket:
+                transfers[-1].append(self.shards[index].local_transfers(self.rank))
         return transfers
 
     @cached_property
@@ -207,11 +209,12 @@ BUFFERS_PER_BUCKET = 6
 def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.device, settings: Settings) -> RunPlan:
     """Decide which rank computes each matrix of the named parameters, for transforms that need whole matrices."""
     specs = {name: layout.specs[name] for name in names}
+    shapes = {name: spec.shape for name, spec in specs.items()}
     # All ranks must make the same plan, so a transform's dtype "auto" is not resolved by this machine's CPU here.
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     machine = Machine.of(device.type, compute)
-    matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
-    run = on_stacks(run, {name: specs[name].shape for name in matrices})
+    matrices = matrices_of(run, shapes)
+    run = on_stacks(run, {name: shapes[name] for name in matrices})
     cost_of = RunCost(run, device.type, compute)
     unassigned: list[UnassignedShard] = []
     for name, spec in specs.items():
@@ -222,7 +225,7 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     owner_of = _owners(unassigned, layout.size, machine, settings)
     shards: list[MatrixShard] = []
     for index, shard in enumerate(unassigned):
-        whole = specs[shard.name].shape
+        whole = shapes[shard.name]
         cut = layout.cuts[shard.name]
         owner = owner_of.get(index)
         shards.append(MatrixShard(shard.name, shard.start, shard.stop, shard.shape, whole, owner, shard.cost, cut))
@@ -382,7 +385,7 @@ class Plan:
 
     def explain(self) -> Report:
         """Return two tables to print: a row per matrix with the rank that computes it and why, and a row per rank."""
-        tables: list[str | Table] = [_table_of_run(run) for run in self.runs]
+        tables: list[str | Table] = [*map(_table_of_run, self.runs)]
         flops = self.flops
         sent = self.sent
         rows: list[tuple[str, ...]] = []

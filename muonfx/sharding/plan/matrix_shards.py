@@ -21,7 +21,7 @@ from torch import Tensor
 
 from muonfx.core.transform import stacked
 from muonfx.sharding.plan.cost import Run
-from muonfx.sharding.shards.boxes import Box, boxes_of_interval
+from muonfx.sharding.shards.boxes import Box, boxes_of_interval, numel_of
 from muonfx.sharding.shards.cut import Cut
 from muonfx.sharding.shards.position import ShardPosition, ShardView
 from muonfx.sharding.shards.table import ShardTable
@@ -138,7 +138,7 @@ class MatrixShard:
             boxes = tuple(held_position.overlaps(self._boxes))
         if not boxes:
             return None
-        return Transfer(ranks, nearest(ranks, self.owner or 0), boxes, sum(box.numel for box in boxes))
+        return Transfer(ranks, nearest(ranks, self.owner or 0), boxes, numel_of(boxes))
 
     @cached_property
     def _boxes(self) -> list[Box]:
@@ -157,7 +157,7 @@ class MatrixShard:
             is_same_shard=held_position.numel == self.numel,
             local_views=tuple(map(held_position.view, boxes)),
             matrix_views=tuple(map(self.position.view, boxes)),
-            numel=sum(box.numel for box in boxes),
+            numel=numel_of(boxes),
             sends=transfer is not None and transfer.sender == rank,
             transfers=self._owner_transfers() if rank == self.owner else [],
         )
@@ -382,7 +382,7 @@ def _holders_of_matrix(holders: Mapping[ShardPosition, Sequence[int]], boxes: Se
     """Find the holders of a matrix with `numel` elements, which are in `boxes`."""
     numel_of_rank: dict[int, int] = {}
     for position, ranks in holders.items():
-        overlap = sum(box.numel for box in position.overlaps(boxes))
+        overlap = numel_of(position.overlaps(boxes))
         if overlap:
             numel_of_rank.update(dict.fromkeys(ranks, overlap))
     ranks = tuple(sorted(numel_of_rank))

@@ -8,7 +8,7 @@ in which torch.distributed.checkpoint saves and loads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -50,6 +50,11 @@ class Box(NamedTuple):
             if size != tensor.shape[dim]:
                 tensor = tensor.narrow(dim, offset, size)
         return tensor
+
+
+def numel_of(boxes: Iterable[Box]) -> int:
+    """Return the number of elements in some boxes that do not overlap."""
+    return sum(box.numel for box in boxes)
 
 
 def intersection(a: Box, b: Box) -> Box | None:
@@ -96,7 +101,7 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or any(map(int.__gt__, box.ends, shape)):
             return "go beyond its sides"
-    total = sum(box.numel for box in boxes)
+    total = numel_of(boxes)
     expected = prod(shape)
     if total > expected:
         return "overlap"
