@@ -86,8 +86,11 @@ def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) 
         return dict(zip(entries, states, strict=True))
     if is_wrapper(visited.tx):  # its own leaves, and a placeholder for the state of each inner transform
         described = _of_leaves(binding, record_calls(visited.tx, visited.params).state, visited.params)
-        inner = [_of_visit(binding, call, plans) for call in visited.calls]
-        return tree.map(lambda leaf: inner[leaf.index] if isinstance(leaf, Placeholder) else leaf, described)
+        leaves, treedef = tree.flatten(described)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Placeholder):
+                leaves[index] = _of_visit(binding, visited.calls[leaf.index], plans)
+        return tree.unflatten(treedef, leaves)
     state = fixed(visited).functions.init(visited.params)
     # A transform that runs on the gathered tree has the same whole state on all ranks, without shards of parameters.
     is_gathered = execution_of(visited) == "whole tree" and not binding.holds_all

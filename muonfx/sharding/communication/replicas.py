@@ -143,16 +143,14 @@ def _find_difference(
                 leaves_of_groups.setdefault(tuple(ranks), []).append(leaf)
     if not leaves_of_groups and not may_fail:
         return None
+    # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
+    compared: list[object] = [NO_VALUE] * len(leaves_of_groups)
     checksum_of: dict[str, int] = {}
     if problem is None:
         checksum_of = _checksums([leaf for leaf in leaves if any(layout.rank in ranks for ranks in leaf.groups)])
-    # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
-    compared: list[object] = []
-    for ranks, leaves_of_group in leaves_of_groups.items():
-        if layout.rank in ranks and problem is None:
-            compared.append([checksum_of[leaf.name] for leaf in leaves_of_group])
-        else:
-            compared.append(NO_VALUE)
+        for index, (ranks, leaves_of_group) in enumerate(leaves_of_groups.items()):
+            if layout.rank in ranks:
+                compared[index] = [checksum_of[leaf.name] for leaf in leaves_of_group]
     agreement = agree(what, group, problem, compared=compared)
     if all(agreement.are_equal):
         return None

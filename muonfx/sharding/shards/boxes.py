@@ -118,8 +118,9 @@ def _do_overlap(boxes: list[Box]) -> bool:
     if len(boxes) < 2:
         return False
     # Sweep along the dim with the most distinct offsets, where the fewest boxes overlap at a time.
-    dims = range(len(boxes[0].offsets))
-    dim = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    offsets_of_dims = zip(*[box.offsets for box in boxes], strict=True)
+    counts = [len(set(offsets)) for offsets in offsets_of_dims]
+    dim = counts.index(max(counts))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
         active = [earlier for earlier in active if earlier.ends[dim] > box.offsets[dim]]
