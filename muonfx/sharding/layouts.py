@@ -32,7 +32,6 @@ from muonfx.sharding.shards.table import specs_of
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
@@ -208,10 +207,8 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
             dtensors[name] = leaf._spec
     if not dtensors:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
-    ranks_of: dict[DeviceMesh, tuple[int, ...]] = {}
-    for spec in dtensors.values():
-        if spec.mesh not in ranks_of:
-            ranks_of[spec.mesh] = tuple(sorted(map(int, spec.mesh.mesh.flatten().tolist())))
+    meshes = dict.fromkeys([spec.mesh for spec in dtensors.values()])
+    ranks_of = {mesh: tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
     if group is None:
         group = group_of_meshes(ranks_of)
     ranks = dist.get_process_group_ranks(group)

@@ -138,12 +138,12 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     )
 
 
-def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -> None:
+def warn_together(message: str, group: dist.ProcessGroup) -> None:
     """Issue a warning on all ranks of a group. If a rank turns warnings into errors, raise on all ranks."""
     # If one rank alone raised, the others would wait for it in the next collective.
     problem: Warning | None = None
     try:
-        warnings.warn(message, stacklevel=stacklevel + 1)
+        warnings.warn(message, stacklevel=3)
     except Warning as error:
         problem = error
     agree("a warning", group, problem)

@@ -52,13 +52,8 @@ def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, is_present: S
     """Send a gradient to the ranks that had none, from a rank that holds the same shard and had one."""
     sends: list[Send] = []
     for ranks in layout.holders(name).values():
-        present: list[int] = []
-        absent: list[int] = []
-        for rank in ranks:
-            if is_present[rank]:
-                present.append(rank)
-            else:
-                absent.append(rank)
+        present = [rank for rank in ranks if is_present[rank]]
+        absent = [rank for rank in ranks if not is_present[rank]]
         if present and absent:
             sends.append(Send(gradient, present[0], absent))
     if sends:

@@ -321,19 +321,16 @@ def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: in
     The shards of a group have one dtype. Within it, and from group to group, similar shapes follow one another.
     """
     by_shape = sorted(range(len(shards)), key=lambda index: (sorted(shards[index].shape[-2:]), index))
-    nbytes_of: dict[tuple[torch.dtype, int | None], dict[int, int]] = {}
-    for index in by_shape:
-        shard = shards[index]
-        dtype = specs[shard.name].dtype
-        nbytes_of.setdefault((dtype, shard.owner), {})[index] = shard.numel * dtype.itemsize
     buckets: list[tuple[int, ...]] = []
     for dtype in dict.fromkeys(specs[shard.name].dtype for shard in shards):
+        nbytes_of_owner: dict[int | None, dict[int, int]] = {None: {}}
+        for index in by_shape:
+            shard = shards[index]
+            if specs[shard.name].dtype == dtype:
+                nbytes_of_owner.setdefault(shard.owner, {})[index] = shard.numel * dtype.itemsize
         # Shards that every rank computes have their own batches: with other matrices the last bit could differ.
-        buckets += map(tuple, cut_into_buckets(nbytes_of.pop((dtype, None), {}), limit))
-        buckets_of_owners: list[list[list[int]]] = []
-        for (dtype_of_owner, _), nbytes in nbytes_of.items():
-            if dtype_of_owner == dtype:
-                buckets_of_owners.append(cut_into_buckets(nbytes, limit))
+        buckets += map(tuple, cut_into_buckets(nbytes_of_owner.pop(None), limit))
+        buckets_of_owners = [cut_into_buckets(nbytes, limit) for nbytes in nbytes_of_owner.values()]
         for buckets_together in zip_longest(*buckets_of_owners, fillvalue=()):
             buckets.append(tuple(sorted(itertools.chain(*buckets_together))))
     return buckets

@@ -129,7 +129,11 @@ class ShardTable:
         """Return a dict from parameter name (default: of all) to a meta tensor of the global shape and dtype."""
         chosen = list(self.specs) if names is None else names
         self.require(chosen)
-        return {n: torch.empty(self.specs[n].shape, dtype=self.specs[n].dtype, device="meta") for n in chosen}
+        tensors: dict[str, Tensor] = {}
+        for name in chosen:
+            shape, dtype = self.specs[name]
+            tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+        return tensors
 
 
 def specs_of(params: PyTree) -> dict[str, Spec]:
