@@ -72,7 +72,7 @@ class _MeshOnRank(NamedTuple):
 class _Message(NamedTuple):
     """What a rank sends to the others about its parameters and meshes."""
 
-    parameters: str
+    facts: str
     """The digest of the parameters, of their placements, and of the shapes of the meshes."""
     meshes: list[_MeshOnRank]
 
@@ -90,18 +90,18 @@ def _cuts_on_several_meshes(
     the ranks on these meshes differs between ranks.
     """
     all_meshes = list(ranks_of)
-    parameters: list[object] = []
+    facts: list[object] = []  # what must be equal on all ranks
     for name, spec in specs.items():
-        parameters.append((name, spec))
+        facts.append((name, spec))
         if name in dtensors:
-            parameters.append((all_meshes.index(dtensors[name].mesh), dtensors[name].placements))
+            facts.append((all_meshes.index(dtensors[name].mesh), dtensors[name].placements))
     meshes: list[_MeshOnRank] = []
     for mesh, ranks in ranks_of.items():
-        parameters.append(coordinates_on[mesh].shape)
+        facts.append(coordinates_on[mesh].shape)
         meshes.append(_MeshOnRank(digest(ranks), coordinates_on[mesh].coordinates[dist.get_rank(group)]))
     wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
-    messages: list[_Message] = all_objects(_Message(digest(parameters), meshes), group, "finding out who holds what")
-    if any(message.parameters != messages[0].parameters for message in messages):
+    messages: list[_Message] = all_objects(_Message(digest(facts), meshes), group, "finding out who holds what")
+    if any(message.facts != messages[0].facts for message in messages):
         return None
     coordinates_of_all: dict[DeviceMesh, MeshCoordinates] = {}
     different_meshes: set[DeviceMesh] = set()

@@ -265,22 +265,22 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
     cut = layout.cuts[name]
     if matrix is None:
         candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
-        return [UnassignedShard(name, 0, prod(shape), shape, candidates, bool(cut.complete))]
+        return [UnassignedShard(name, 0, prod(shape), shape, candidates, complete=bool(cut.complete))]
     numel = prod(matrix)
     if numel not in cut.ranges_of_stack:
         cut.ranges_of_stack[numel] = _ranges(cut, numel)
     ranges: list[_Range] = cut.ranges_of_stack[numel]
     ranges_of_rank = Counter(matrices.candidates[0] for matrices in ranges if len(matrices.candidates) == 1)
-    if max(ranges_of_rank.values(), default=0) > 1:  # a rank's state of a stack must be one range
+    if max(ranges_of_rank.values(), default=0) > 1:
+        # A rank's state of a stack must be one range, so one rank computes the whole stack.
+        stack_shape = (prod(shape) // numel, *matrix)
         ranks = set().union(*[matrices.candidates for matrices in ranges])
-        return [UnassignedShard(name, 0, prod(shape), (prod(shape) // numel, *matrix), tuple(sorted(ranks)), False)]
+        return [UnassignedShard(name, 0, prod(shape), stack_shape, tuple(sorted(ranks)), complete=False)]
     shards: list[UnassignedShard] = []
     for first, stop, candidates, complete in ranges:
         stack_shape = (stop - first, *matrix)
-        one_each = len(candidates) > 1
-        shards.append(
-            UnassignedShard(name, first * numel, stop * numel, stack_shape, candidates, complete, one_each=one_each)
-        )
+        shard = UnassignedShard(name, first * numel, stop * numel, stack_shape, candidates, complete)
+        shards.append(shard._replace(one_each=len(candidates) > 1))
     return shards
 
 
