@@ -153,7 +153,7 @@ class _ShardedFunctions:
     store: Store
     """Where the state is between steps."""
     memory: Memory
-    """What the sharded transform remembers between calls: its `Progress`."""
+    """The memory of the sharded transform between calls, with its `Progress`."""
 
     def init(self, params: PyTree) -> PyTree:
         """Return this rank's initial state. All ranks call this together, unless all parameters are meta tensors."""

@@ -61,7 +61,7 @@ def cuts_on_meshes(
 
 
 class _MeshOnRank(NamedTuple):
-    """What a rank sends to the others about one of its meshes."""
+    """The description of one mesh that a rank sends to the others."""
 
     ranks: str
     """The digest of the ranks on the mesh."""
@@ -70,7 +70,7 @@ class _MeshOnRank(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """What a rank sends to the others about its parameters and meshes."""
+    """The description of its parameters and meshes that a rank sends to the others."""
 
     facts: str
     """The digest of the parameters, of their placements, and of the shapes of the meshes."""
@@ -90,7 +90,7 @@ def _cuts_on_several_meshes(
     the ranks on these meshes differs between ranks.
     """
     all_meshes = list(ranks_of)
-    facts: list[object] = []  # what must be equal on all ranks
+    facts: list[object] = []  # they must be equal on all ranks
     for name, spec in specs.items():
         facts.append((name, spec))
         if name in dtensors:

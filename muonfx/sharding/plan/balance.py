@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class _Load(NamedTuple):
-    """What is assigned to a rank so far. Loads are ordered by cost, then by bytes, then by rank."""
+    """The items that are assigned to a rank so far. Loads are ordered by cost, then by bytes, then by rank."""
 
     cost: float
     nbytes: int

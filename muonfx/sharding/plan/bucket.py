@@ -24,7 +24,7 @@ class OutgoingBox(NamedTuple):
 class Bucket:
     """The transfers of this rank for a bucket, without the matrices whose gradient is None.
 
-    It depends on shapes and on the layout, so most steps use the same. What follows from it is computed once.
+    It depends on shapes and on the layout, so most steps use the same. Its lists are computed once.
     """
 
     transfers: list[LocalTransfers]
