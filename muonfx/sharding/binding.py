@@ -101,7 +101,7 @@ class Binding:
     placements: dict[Hashable, list[Any]] = field(default_factory=dict)
     """The results of `muonfx.sharding.state.describe_state`."""
     facts: dict[Hashable, Any] = field(default_factory=dict)
-    """What `muonfx.sharding.facts.facts_of_step` uses in every step."""
+    """The facts that all steps share, for `muonfx.sharding.facts.facts_of_step`."""
     expected_states: dict[Hashable, Any] = field(default_factory=dict)
     """The structure, shapes and dtypes that a state must have, also by the dtypes of the parameters."""
     _visits: dict[Hashable, tuple[Visit, ...]] = field(default_factory=dict)

@@ -274,8 +274,8 @@ class _Gather:
                 outgoing[rank].append(view.of(self._local_shards[name]))
         dtypes: set[torch.dtype] = set()
         for local in self._bucket.gathered:
-            dtypes.add(self._wire_dtype(self._local_shards[local.shard.name].dtype))
-        wire = _common_dtype(dtypes)
+            dtypes.add(self._local_shards[local.shard.name].dtype)
+        wire = _common_dtype(map(self._wire_dtype, dtypes))
         device = self._local_shards[self._bucket.gathered[0].shard.name].device
         what = "gathering matrices"
         return Exchange(self._layout, outgoing, self._bucket.expected, dtype=wire, device=device, what=what)
@@ -384,18 +384,18 @@ class _Scatter:
         if not bucket.returned:  # equal on all ranks, so all or none of them start the exchange
             return
         outgoing = lists_by_rank(stage.layout)
-        result_dtypes: set[torch.dtype] = set()
+        dtypes: set[torch.dtype] = set()
         for local in bucket.returned:
             shard = local.shard
             self._incoming[shard.the_owner] += self._boxes(local)
-            result_dtypes.add(stage.plan.wire_dtypes(local_updates[shard.name].dtype).results)
+            dtypes.add(local_updates[shard.name].dtype)
             result = results[shard.name]
             if local.computes and result is not None:
                 for transfer, views in local.transfers:
                     boxes = boxes_in(shard.as_shard(result), views)
                     for rank in transfer.ranks:
                         outgoing[rank] += boxes
-        wire = _common_dtype(result_dtypes)
+        wire = _common_dtype(stage.plan.wire_dtypes(dtype).results for dtype in dtypes)
         device = local_updates[bucket.returned[0].shard.name].device
         what = "returning matrices"
         self._exchange = Exchange(stage.layout, outgoing, bucket.expected_results, dtype=wire, device=device, what=what)
