@@ -44,7 +44,7 @@ _COMPLETED = (
     "old: load one checkpoint on all ranks)"
 )
 _EXTRAS = "extra arguments, such as value=loss; reduce them first"
-_DTYPES = 'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)'
+_AUTO_DTYPES = 'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)'
 _LIBRARIES = 'libraries of symmetric products (polar.explain has the reason; give products="batched")'
 
 
@@ -164,7 +164,7 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         "stores of the state": _text_of_store(binding),
         "settings of torch": _settings_of_torch(),
         # Machines may resolve "auto" differently; an explicit dtype or choice of products is the same everywhere.
-        _DTYPES: product_dtypes(tx, dtypes, device),
+        _AUTO_DTYPES: product_dtypes(tx, dtypes, device),
         _LIBRARIES: product_libraries(tx, dtypes, device),
         "states": _texts_of_state(binding, tx, local),
     }

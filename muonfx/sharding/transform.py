@@ -380,7 +380,7 @@ def settings_of(tx: Sharded) -> Settings:
 
 
 class Bound(NamedTuple):
-    """A sharded transform, with what runs it."""
+    """A sharded transform, with the binding that runs it."""
 
     binding: Binding
     inner: Transform
