@@ -32,7 +32,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import muonfx as mfx
 from benchmarks.simulator.models import Kind, model
 from muonfx.sharding import transform as sharded_transform
-from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.shards.cut import MeshCoordinates, OnMesh
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -140,8 +139,8 @@ def bind(case: dict[str, Any]) -> dict[str, Any]:
     layout.digest  # noqa: B018  ranks compare it when they bind
     made = time.perf_counter()
     shards = 0
-    for plan in sharded_transform.bind(layout, sharded_transform.settings_of(tx)).once.found.values():
-        for shard in plan.shards if isinstance(plan, RunPlan) else ():
+    for plan in sharded_transform.bind(layout, sharded_transform.settings_of(tx)).plans.values():
+        for shard in plan.shards:
             shard.local_transfers(rank)
             shards += shard.owner == rank
     prepared = time.perf_counter()

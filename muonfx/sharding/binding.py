@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,16 @@ from muonfx.core.visit import Visit, as_chain, stand_in, visit
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import remembered_parameters
 from muonfx.placement.placed import PlacedTransforms, Where
-from muonfx.placement.store import IN_MEMORY, Store
+from muonfx.placement.store import Store
 from muonfx.sharding.communication.agree import warn_together
 from muonfx.sharding.communication.collectives import all_reduce, gathered
-from muonfx.sharding.communication.matrix_stage import init_run, update_run
+from muonfx.sharding.communication.matrix_stage import MatrixStage
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.plan.matrix_shards import on_stacks
 from muonfx.sharding.shards.dtensors import map_named
-from muonfx.sharding.shards.once import Once
 from muonfx.tree import PyTree
 
 
@@ -48,41 +47,38 @@ class Progress:
     """True if this rank has loaded a state since the last step."""
     is_unverified: bool = True
     """True until the first step after `init` or a load, which compares the replicas of all tensors."""
-    _new_states: list[weakref.ref[Tensor]] = field(default_factory=list)
-    """One tensor of each state from `init` with which no step has been made. One transform may have several states."""
+    _new_states: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    """One tensor, by its id, of each state from `init` with which no step was made. There may be several states."""
 
     def begin(self, serial: int, state: PyTree) -> None:
         """Record a new state of `init`, to be verified at its first step."""
-        self.serial, self.completed, self.is_unverified = serial, 0, True
-        self._new_states = [reference for reference in self._new_states if reference() is not None]
-        first = next(iter(tree.tensors(state)), None)
-        if first is not None:
-            self._new_states.append(weakref.ref(first))
+        self.serial = serial
+        self.completed = 0
+        self.is_unverified = True
+        for tensor in tree.tensors(state):
+            self._new_states[id(tensor)] = tensor
+            break
 
     def load(self) -> None:
         """Record that this rank has loaded a state."""
-        self.has_loaded, self.completed, self.is_unverified = True, 0, True
+        self.has_loaded = True
+        self.completed = 0
+        self.is_unverified = True
 
     def needs_verification(self, state: PyTree) -> bool:
         """Return True if this is the first step after `init` or a load, or the first step with a state of `init`."""
-        return self.is_unverified or self._new_state_in(state) is not None
+        if self.is_unverified or not self._new_states:
+            return self.is_unverified
+        return not tree.ids(state).isdisjoint(self._new_states)
 
     def verified(self, state: PyTree) -> None:
         """Record that the ranks have agreed on a step with a state, and compared the replicas if any rank needed it."""
-        self.has_loaded = self.is_unverified = False
-        reference = self._new_state_in(state)
-        if reference is not None:
-            self._new_states.remove(reference)
-
-    def _new_state_in(self, state: PyTree) -> weakref.ref[Tensor] | None:
-        """Return the entry of `_new_states` whose tensor is in a state: it comes from `init` and was never stepped."""
+        self.has_loaded = False
+        self.is_unverified = False
         if not self._new_states:
-            return None
-        leaves = {id(leaf) for leaf in tree.tensors(state)}
-        for reference in self._new_states:
-            if id(reference()) in leaves:
-                return reference
-        return None
+            return
+        for leaf_id in tree.ids(state).intersection(self._new_states):
+            del self._new_states[leaf_id]
 
 
 @dataclass(eq=False)
@@ -98,9 +94,21 @@ class Binding:
     store: Store
     likes: dict[Hashable, PyTree] = field(default_factory=dict)
     """A dict from the tree structure of a transform to a tree of meta tensors in the shapes of this rank's shards."""
-    once: Once = field(default_factory=Once)
     progress_of: dict[Hashable, Progress] = field(default_factory=dict)
     """A dict from the tree structure of a transform to the progress of the one that was initialized last."""
+
+    # Caches, by the tree structure of a transform and the names of the parameters. Each is filled by its only user.
+    placements: dict[Hashable, list[Any]] = field(default_factory=dict)
+    """The results of `muonfx.sharding.state.describe_state`."""
+    facts: dict[Hashable, Any] = field(default_factory=dict)
+    """The facts that all steps share, for `muonfx.sharding.facts.facts_of_step`."""
+    digests_of_dtypes: dict[Hashable, str] = field(default_factory=dict)
+    """By the dtypes of the parameters: their digest, which `muonfx.sharding.facts.facts_of_step` compares."""
+    expected_states: dict[Hashable, Any] = field(default_factory=dict)
+    """The structure, shapes and dtypes that a state must have, also by the dtypes of the parameters."""
+    _visits: dict[Hashable, tuple[Visit, ...]] = field(default_factory=dict)
+    plans: dict[Hashable, RunPlan] = field(default_factory=dict)
+    """The results of `plan`, by names of parameters, transforms and device."""
     _warned: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -124,8 +132,10 @@ class Binding:
 
     def visits(self, tx: Transform, params: PyTree) -> tuple[Visit, ...]:
         """Return a `Visit` of a transform and of each transform that it calls, for the global parameters."""
-        key = ("visits", tx.treedef, tuple(tree.names(params)))
-        return self.once(key, lambda: tuple(visit(tx, self.global_like(params))))
+        key = tx.treedef, tuple(tree.names(params))
+        if key not in self._visits:
+            self._visits[key] = tuple(visit(tx, self.global_like(params)))
+        return self._visits[key]
 
     def on_owners(self, tx: Transform) -> Transform:
         """Return a transform that runs ``tx``, which needs whole matrices, with each matrix on one rank (its owner)."""
@@ -147,8 +157,10 @@ class Binding:
         if device.type == "meta":
             device = torch.device("cpu")
         structures = tuple([(name, tx.treedef) for name, tx in entries])
-        key = ("plan", tuple(names), structures, str(device))
-        return self.once(key, lambda: plan_run(tuple(entries), names, self.layout, device, self.settings))
+        key = tuple(names), structures, str(device)
+        if key not in self.plans:
+            self.plans[key] = plan_run(tuple(entries), names, self.layout, device, self.settings)
+        return self.plans[key]
 
     def global_like(self, params: PyTree) -> PyTree:
         """Return a meta tensor with the global shape of each parameter. `params` has parameters or their shards."""
@@ -168,11 +180,14 @@ class Binding:
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Return the sum of a tree of scalars over all ranks. The scalar of a replicated shard counts once."""
-        present = [(name, leaf) for name, leaf in tree.named_leaves(scalars) if leaf is not None]
-        if not present:
+        device = tree.device_of(scalars)
+        counted: list[Tensor] = []
+        for name, leaf in tree.named_leaves(scalars):
+            if leaf is not None:
+                counted.append(self._counted(name, leaf.to(device)))
+        if not counted:
             return torch.zeros(())
-        device = present[0][1].device
-        stacked = torch.stack([self._counted(name, leaf.to(device)) for name, leaf in present])
+        stacked = torch.stack(counted)
         all_reduce(self.layout, stacked, "summing over all ranks")
         return sum_over_leaves(list(stacked.unbind()))
 
@@ -201,24 +216,13 @@ class Binding:
         if key in self._warned or self.layout.size == 1 or self.layout.group is None:
             return
         self._warned.add(key)
-        specs = [self.layout.specs[name] for name in tree.names(params)]
-        nbytes = sum(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in specs)
+        nbytes = sum(self.layout.specs[name].nbytes for name in tree.names(params))
         warn_together(
             f"{tx.name} has the locality TREE, so at every step every rank gathers all updates and parameters, "
             f"{nbytes / 2**20:.1f} MiB each, and repeats the same computation: declare a smaller locality, or add an "
             "argument sum_over_leaves to its update if it needs only a sum over the tree",
             self.layout.group,
         )
-
-
-class _OnDevice(NamedTuple):
-    """The plan and the transforms of a matrix stage on one device."""
-
-    plan: RunPlan
-    run: Run
-    """The transforms, for the stacks of matrices in which the owners receive them."""
-    tx: Transform
-    """The same transforms as one."""
 
 
 @stand_in
@@ -228,35 +232,40 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
 
     Each matrix is gathered on one rank, its owner, computed there, and scattered.
     """
-    entries = chain_entries(tx)
-    run = ((tx.name, tx),) if entries is None else tuple(entries.items())
-    prepared_for: dict[Hashable, _OnDevice] = {}
+    stages: dict[Hashable, MatrixStage] = {}
 
-    def prepared(params: PyTree) -> _OnDevice:
-        """Return the plan, and the transforms on the shapes that owners compute, for some parameters. Cached."""
+    def stage_for(params: PyTree) -> MatrixStage:
+        """Return the stage for some parameters, by their device and names."""
         # A wrapper may call its inner transform for some of the leaves, and then for others.
         key = tree.device_of(params), tuple(tree.names(params))
-        if key not in prepared_for:
-            plan = binding.plan(run, params)
-            # An owner may compute some matrices of a stack, so the transforms must accept any number of them.
-            shapes = {name: plan.specs[name].shape for name in plan.stacks}
-            stacked = on_stacks(run, shapes) if shapes else run
-            as_one = stacked[0][1] if entries is None else as_chain(dict(stacked))
-            prepared_for[key] = _OnDevice(plan, stacked, as_one)
-        return prepared_for[key]
+        if key not in stages:
+            stages[key] = _stage(tx, binding, params)
+        return stages[key]
 
     def init(params: PyTree) -> PyTree:
-        plan, stacked, as_one = prepared(params)
-        store = IN_MEMORY if tree.device_of(params).type == "meta" else binding.store
-        return init_run(plan, stacked, as_one, binding.layout, params, store)
+        return stage_for(params).init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         call = Arguments(updates, state, params, donate, extras)
-        plan, stacked, as_one = prepared(call.like)
         find_parameters = functools.partial(remembered_parameters, _memory, state, updates)
-        return update_run(plan, stacked, as_one, binding.layout, call, binding.store, find_parameters)
+        return stage_for(call.like).update(call, find_parameters)
 
     return init, update
+
+
+def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
+    """Build the matrix stage of a transform or a chain, with the plan of its owners for some parameters."""
+    entries = chain_entries(tx)
+    run: Run = ((tx.name, tx),)
+    if entries is not None:
+        run = tuple(entries.items())
+    plan = binding.plan(run, params)
+    if plan.stacks:
+        # An owner may compute some matrices of a stack, so the transforms must accept any number of them.
+        run = on_stacks(run, {name: plan.specs[name].shape for name in plan.stacks})
+        tx = run[0][1] if entries is None else as_chain(dict(run))
+    reads_params = any(member.reads_params for _, member in run)
+    return MatrixStage(plan, tx, reads_params, binding.layout, binding.store)
 
 
 @stand_in

@@ -14,16 +14,6 @@ def digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
-LARGE = 0x3FFFFFFF
-"""Larger than any number that `agree` compares; ``LARGE - number`` turns a maximum over ranks into a minimum."""
-
-
-def words(value: object, count: int) -> list[int]:
-    """Hash a value to a list of `count` integers of 30 bits. Ranks compare these instead of the value."""
-    hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
-    return [int.from_bytes(hashed[4 * i : 4 * i + 4], "big") & LARGE for i in range(count)]
-
-
 def octets(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor as a 1-d uint8 tensor. It is a view if the tensor is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)

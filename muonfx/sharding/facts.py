@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,9 +31,21 @@ from muonfx.sharding.digests import digest
 from muonfx.sharding.state import describe_state
 from muonfx.tree import PyTree
 
+T = TypeVar("T")
+
 # ----------------------------------------------------------------------------------------------------------- of a step
 
+# The subjects of facts, as errors name them. Some have advice in parentheses.
+_TRANSFORMS = "transforms and their arguments"
 _NUMBERS = "numbers in their chains"
+_ORDER = "sharded transforms or optimizers in this step (all ranks must step them in the same order)"
+_COMPLETED = (
+    "numbers of completed steps (a rank has gone on after an error inside its step, so its parameters and state are "
+    "old: load one checkpoint on all ranks)"
+)
+_EXTRAS = "extra arguments, such as value=loss; reduce them first"
+_AUTO_DTYPES = 'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)'
+_LIBRARIES = 'libraries of symmetric products (polar.explain has the reason; give products="batched")'
 _DTYPES = "dtypes of parameters (convert the model on all ranks, or on none)"
 
 
@@ -50,32 +62,24 @@ class _Fixed(NamedTuple):
 
 def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arguments) -> Facts:
     """Return what must be equal on all ranks in a step, by subject. `call` has local tensors."""
-    key = "facts", tx.treedef, tuple(tree.names(call.like))
-    fixed = binding.once(key, lambda: _find_fixed(binding, tx, call))
-    leaves = tree.leaves(call.state)
-    shared: dict[str, object] = {"": f"{len(leaves)} leaves"}
-    step = progress.completed
-    if len(leaves) == fixed.state_size:
-        shared = {name: _comparable(leaves[index]) for name, index in fixed.shared_state.items()}
-        counters = [int(leaves[index]) for index in fixed.shared_state.values() if _is_host_counter(leaves[index])]
-        step = max(counters, default=step)
+    key = tx.treedef, tuple(tree.names(call.like))
+    if key not in binding.facts:
+        binding.facts[key] = _find_fixed(binding, tx, call)
+    fixed: _Fixed = binding.facts[key]
+    shared_leaves = _shared_leaves(fixed, call.state)
+    counters = filter(_is_host_counter, shared_leaves.values())
+    step = max(map(int, counters), default=progress.completed)
+    loaded = "loaded" if progress.has_loaded else "not loaded"
     return {
-        "transforms and their arguments": fixed.transforms,
-        "sharded transforms or optimizers in this step (all ranks must step them in the same order)": (
-            f"number {progress.serial} of the group"
-        ),
+        _TRANSFORMS: fixed.transforms,
+        _ORDER: f"number {progress.serial} of the group",
         "arguments: some give params, some do not": call.params is not None,
         _DTYPES: _digest_of_dtypes(binding, call.params),
-        "states (load on all ranks, or on none)": (
-            "loaded since the last step" if progress.has_loaded else "not loaded since the last step"
-        ),
-        "numbers of completed steps (a rank has gone on after an error inside its step, so its parameters and state "
-        "are old: load one checkpoint on all ranks)": progress.completed,
+        "states (load on all ranks, or on none)": f"{loaded} since the last step",
+        _COMPLETED: progress.completed,
         _NUMBERS: {**_comparable_numbers(tx), **_values_of_schedules(tx, step)},
-        "extra arguments, such as value=loss; reduce them first": {
-            name: _comparable_extra(call.extras[name]) for name in sorted(call.extras)
-        },
-        "numbers in their states": shared,
+        _EXTRAS: _map_values(_comparable_extra, dict(sorted(call.extras.items()))),
+        "numbers in their states": _map_values(_comparable, shared_leaves),
     }
 
 
@@ -83,18 +87,30 @@ def _find_fixed(binding: Binding, tx: Transform, call: Arguments) -> _Fixed:
     """Compute the facts that are the same in each step. A leaf of the state without a parameter is a shared one."""
     described = describe_state(binding, tx, call.like)
     names = tree.names(binding.init(tx, binding.local_like(call.like)))
-    shared = [index for index, placed in enumerate(described) if placed is not None and placed.name is None]
-    return _Fixed(
-        digest(facts_of_transforms(binding, tx, call.like)),
-        len(described),
-        {names[index]: index for index in shared},
-    )
+    shared_state: dict[str, int] = {}
+    for index, placed in enumerate(described):
+        if placed is not None and placed.name is None:
+            shared_state[names[index]] = index
+    return _Fixed(digest(facts_of_transforms(binding, tx, call.like)), len(described), shared_state)
+
+
+def _shared_leaves(fixed: _Fixed, state: PyTree) -> dict[str, Any]:
+    """Return the leaves of a state that belong to no parameter, by name.
+
+    For the state of another transform, return its number of leaves, which differs between ranks if only some have it.
+    """
+    leaves = tree.leaves(state)
+    if len(leaves) != fixed.state_size:
+        return {"": f"{len(leaves)} leaves"}
+    return {name: leaves[index] for name, index in fixed.shared_state.items()}
 
 
 def _digest_of_dtypes(binding: Binding, params: PyTree) -> str:
     """Return a digest of the dtypes of this rank's parameters, computed once for each combination of dtypes."""
     dtypes = tuple([None if leaf is None else leaf.dtype for leaf in tree.leaves(params)])
-    return binding.once(("dtypes", dtypes), lambda: digest(dtypes))
+    if dtypes not in binding.digests_of_dtypes:
+        binding.digests_of_dtypes[dtypes] = digest(dtypes)
+    return binding.digests_of_dtypes[dtypes]
 
 
 def facts_of_dtypes(params: PyTree) -> Facts:
@@ -111,7 +127,7 @@ def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
     if "schedules" not in tx.derived:
         tx.derived["schedules"] = _find_schedules(tx)
     count = torch.tensor(float(step), dtype=torch.float64)
-    return {name: float(schedule(count)) for name, schedule in tx.derived["schedules"].items()}
+    return _map_values(lambda schedule: float(schedule(count)), tx.derived["schedules"])
 
 
 def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
@@ -146,12 +162,17 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     """
     layout = binding.layout
     device = tree.device_of(local)
-    leaf_of = dict(zip(tree.names(local), tree.leaves(local), strict=True))
-    dtypes = [leaf.dtype for leaf in leaf_of.values() if leaf is not None]
+    dtypes: list[torch.dtype] = []
+    names_of_none: dict[str, str] = {}
+    for name, leaf in tree.named_leaves(local):
+        if leaf is None:
+            names_of_none[name] = "None"
+        else:
+            dtypes.append(leaf.dtype)
     return {
         "versions": _versions(),
-        "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout.specs.items()},
-        "parameters that are None": {name: "None" for name, leaf in leaf_of.items() if leaf is None},
+        "parameters": _map_values(lambda spec: f"{spec.shape} {spec.dtype}", layout.specs),
+        "parameters that are None": names_of_none,
         "trees": str(tree.flatten(local)[1]),
         "layouts": f"{layout!r} ({layout.digest})",
         "ranks in their groups": str(torch.distributed.get_process_group_ranks(layout.group)),
@@ -162,12 +183,8 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         "stores of the state": _text_of_store(binding),
         "settings of torch": _settings_of_torch(),
         # Machines may resolve "auto" differently; an explicit dtype or choice of products is the same everywhere.
-        'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)': product_dtypes(
-            tx, dtypes, device
-        ),
-        'libraries of symmetric products (polar.explain has the reason; give products="batched")': (
-            product_libraries(tx, dtypes, device)
-        ),
+        _AUTO_DTYPES: product_dtypes(tx, dtypes, device),
+        _LIBRARIES: product_libraries(tx, dtypes, device),
         "states": _texts_of_state(binding, tx, local),
     }
 
@@ -182,7 +199,7 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
         for name in visited.names:
             titles_of.setdefault(name, []).append(visited.title)
     return {
-        "transforms of a parameter": {name: ", ".join(titles) for name, titles in titles_of.items()},
+        "transforms of a parameter": _map_values(", ".join, titles_of),
         "chains": chains,
     }
 
@@ -190,7 +207,8 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
 def _text_of_argument(value: object) -> str:
     """Return a text for an argument of a transform. All functions share one text: ranks compare their results."""
     if isinstance(value, Recorded):
-        arguments = [f"{name}={_text_of_argument(argument)}" for name, argument in value.arguments.items()]
+        texts = _map_values(_text_of_argument, value.arguments)
+        arguments = [f"{name}={text}" for name, text in texts.items()]
         return f"{value.factory.__name__}({', '.join(arguments)})"
     if inspect.isroutine(value) or isinstance(value, functools.partial):
         return "a function"
@@ -239,6 +257,11 @@ SMALL = 64
 """Values of a CPU tensor are compared at every step if it has at most this number of elements."""
 
 
+def _map_values(function: Callable[[Any], T], values: Mapping[str, Any]) -> dict[str, T]:
+    """Return a dict with the results of a function for each value of a dict."""
+    return {name: function(value) for name, value in values.items()}
+
+
 class _Text(str):
     """A description of a tensor, whose ``repr`` has no quotes."""
 
@@ -263,15 +286,14 @@ def _comparable_numbers(tx: Transform) -> dict[str, object]:
         cache["numbers"] = dict(parts_of(tx))
     if not tx.tensors:
         return cache["numbers"]
-    return {name: _comparable(number) for name, number in cache["numbers"].items()}
+    return _map_values(_comparable, cache["numbers"])
 
 
 def _comparable_extra(value: Any) -> object:
     """Return a value for ranks to compare, for an extra argument: a number, a description, or one for each leaf."""
     # A transform that takes a mapping, such as `qk_clip`, reduces its values over ranks: they may differ.
     if isinstance(value, Mapping):
-        leaves = zip(tree.names(value), tree.leaves(value), strict=True)
-        return {name: _kind_of_leaf(leaf) for name, leaf in leaves}
+        return _map_values(_kind_of_leaf, dict(tree.named_leaves(value)))
     if value is None or isinstance(value, bool | int | float | str | Tensor):
         return _comparable(value)
     return _Text(type(value).__qualname__)

@@ -14,11 +14,11 @@ from typing import TypeVar
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.communication.collectives import gathered, reduce_scattered
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.shards.dtensors import global_shard, is_dtensor, map_named
+from muonfx.sharding.shards.dtensors import global_shard, is_dtensor, map_named, transform_problem
 from muonfx.sharding.shards.flat_shard import FlatShard
-from muonfx.sharding.shards.local_leaves import outside_transforms
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
@@ -75,9 +75,10 @@ class Layout(ShardTable):
                 )
             return position.cut(leaf.detach())
 
-        with outside_transforms("layout.shard", whole) as problem:
-            if problem is not None:
-                raise problem
+        problem = transform_problem("layout.shard", whole)
+        if problem is not None:
+            raise problem
+        with without_transforms():
             return map_named(at, whole)
 
     def assemble(self, locals_: Sequence[PyTree]) -> PyTree:
@@ -93,13 +94,13 @@ class Layout(ShardTable):
         """
         if len(locals_) != self.size:
             raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
-        columns = [tree.leaves(local) for local in locals_]
-        by_name = dict(zip(tree.names(locals_[0]), zip(*columns, strict=True), strict=True))
+        leaves_of_ranks = zip(*map(tree.leaves, locals_), strict=True)
+        shards_of = dict(zip(tree.names(locals_[0]), leaves_of_ranks, strict=True))
 
         def at(name: str, leaf: Tensor) -> Tensor:
             whole = leaf.new_zeros(self.specs[name].shape)
             for position, ranks in self.holders(name).items():
-                position.paste(by_name[name][ranks[0]], whole)
+                position.paste(shards_of[name][ranks[0]], whole)
             return whole
 
         return map_named(at, locals_[0])
@@ -188,6 +189,8 @@ class Layout(ShardTable):
         """
 
         def at(name: str, leaf: Tensor | FlatShard) -> Tensor:
-            return leaf.data.view(self.position(name).shape) if isinstance(leaf, FlatShard) else leaf
+            if isinstance(leaf, FlatShard):
+                return leaf.data.view(self.position(name).shape)
+            return leaf
 
         return map_named(at, values)

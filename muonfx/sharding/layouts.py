@@ -8,12 +8,13 @@ from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.arguments import did_you_mean, plain_arguments
 from muonfx.internal.display import format_list
-from muonfx.sharding.communication.meshes import cuts_on_several_meshes, group_of_meshes
+from muonfx.sharding.communication.meshes import cuts_on_meshes, group_of_meshes
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign_by_bytes
@@ -21,9 +22,7 @@ from muonfx.sharding.plan.cost import costs_of
 from muonfx.sharding.shards.cut import (
     Cut,
     Intervals,
-    MeshCoordinates,
     Whole,
-    cuts_of_dtensors,
     equal_intervals,
     equal_parts,
     one_behind_another,
@@ -33,7 +32,7 @@ from muonfx.sharding.shards.table import specs_of
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 Group = dist.ProcessGroup | int | None
@@ -65,8 +64,12 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
         )
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    cut_of_shape = {spec.shape: Whole(spec.shape, size) for spec in specs.values()}
-    cuts = {name: cut_of_shape[spec.shape] for name, spec in specs.items()}
+    cut_of_shape: dict[tuple[int, ...], Cut] = {}
+    cuts: dict[str, Cut] = {}
+    for name, (shape, _) in specs.items():
+        if shape not in cut_of_shape:
+            cut_of_shape[shape] = Whole(shape, size)
+        cuts[name] = cut_of_shape[shape]
     return Layout("replicated", specs, cuts, size, rank, process_group)
 
 
@@ -117,9 +120,9 @@ def zero(
     elif partition == "each":
         cuts = equal_parts(specs, size)
     else:
-        cost_of = costs_of(specs, tx)
+        costs = [*costs_of(specs, tx).values()]
         nbytes = [spec.nbytes for spec in specs.values()]
-        owners = assign_by_bytes([cost_of[name] for name in specs], nbytes, size)
+        owners = assign_by_bytes(costs, nbytes, size)
         cuts: dict[str, Cut] = {}
         for (name, spec), owner in zip(specs.items(), owners, strict=True):
             cuts[name] = Whole(spec.shape, size, owner)
@@ -166,7 +169,9 @@ def flat(
     _require_parameters(starts, specs)
     _check_cuts(cuts, size)
     _check_buffer(specs, order, starts, cuts[-1])
-    intervals = {name: Intervals(spec.shape, starts[name], tuple(cuts)) for name, spec in specs.items()}
+    intervals: dict[str, Cut] = {}
+    for name, (shape, _) in specs.items():
+        intervals[name] = Intervals(shape, starts[name], tuple(cuts))
     return Layout("flat", specs, intervals, size, rank, process_group, stage, is_flat=True)
 
 
@@ -194,14 +199,16 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     <from_dtensors of 1 parameters over 1 rank>
     >>> dist.destroy_process_group()
     """
-    leaf_of = {name: leaf for name, leaf in tree.named_leaves(params) if leaf is not None}
-    dtensors = {name: leaf._spec for name, leaf in leaf_of.items() if is_dtensor(leaf)}
+    locals_: dict[str, Tensor] = {}
+    dtensors: dict[str, DTensorSpec] = {}
+    for name, leaf in tree.named_leaves(params):
+        if is_dtensor(leaf):
+            locals_[name] = leaf._local_tensor
+            dtensors[name] = leaf._spec
     if not dtensors:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
-    ranks_of: dict[DeviceMesh, tuple[int, ...]] = {}
-    for spec in dtensors.values():
-        if spec.mesh not in ranks_of:
-            ranks_of[spec.mesh] = tuple(sorted(map(int, spec.mesh.mesh.flatten().tolist())))
+    meshes = dict.fromkeys([spec.mesh for spec in dtensors.values()])
+    ranks_of = {mesh: tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
     if group is None:
         group = group_of_meshes(ranks_of)
     ranks = dist.get_process_group_ranks(group)
@@ -209,15 +216,8 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     rank = dist.get_rank(group)
     if rank < 0:
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
-    coordinates_on = {mesh: MeshCoordinates.of(mesh, ranks) for mesh in ranks_of}
-    cuts_and_names = None
-    if len(set(ranks_of.values())) > 1:
-        cuts_and_names = cuts_on_several_meshes(specs, dtensors, ranks_of, coordinates_on, group)
-    if cuts_and_names is None:
-        cuts_and_names = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks)), ()
-    cuts, on_several_meshes = cuts_and_names
-    for name in dtensors:
-        local = leaf_of[name]._local_tensor
+    cuts, on_several_meshes = cuts_on_meshes(specs, dtensors, ranks_of, group)
+    for name, local in locals_.items():
         position = cuts[name][rank]
         if not position.fits(local):
             raise ShardingError(

@@ -44,7 +44,6 @@ from muonfx.tree.members import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,15 @@ class LeafPlacement:
 
     name: str | None
     """The parameter to which the leaf belongs; None for a leaf that is equal on all ranks, such as a counter."""
-    owned: bool
-    """True if each owner (the rank that computes a matrix) holds the leaf for its matrices, and other ranks None."""
-    shard: MatrixShard | None
-    """For an owned leaf, the matrices of the parameter that this rank computes; None if it computes none."""
-    shards: tuple[MatrixShard, ...]
-    """For an owned leaf, the matrices that each owner computes."""
     shape: tuple[int, ...]
     """The shape of the whole leaf."""
     dtype: torch.dtype
+    owned: bool = False
+    """True if each owner (the rank that computes a matrix) holds the leaf for its matrices, and other ranks None."""
+    shards: tuple[MatrixShard, ...] = ()
+    """For an owned leaf, the matrices that each owner computes."""
+    shard: MatrixShard | None = None
+    """For an owned leaf, the matrices of the parameter that this rank computes; None if it computes none."""
     local: tuple[int, ...] | None = None
     """The shape of the leaf on this rank; None if the leaf is None on this rank."""
 
@@ -83,12 +82,15 @@ def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) 
     """
     entries = chain_entries(visited.tx)
     if entries is not None:  # a chain: a dict by member
-        members = zip(entries, visited.calls, strict=True)
-        return {name: _of_visit(binding, member, plans) for name, member in members}
+        states = [_of_visit(binding, member, plans) for member in visited.calls]
+        return dict(zip(entries, states, strict=True))
     if is_wrapper(visited.tx):  # its own leaves, and a placeholder for the state of each inner transform
         described = _of_leaves(binding, record_calls(visited.tx, visited.params).state, visited.params)
-        inner = [_of_visit(binding, call, plans) for call in visited.calls]
-        return tree.map(lambda leaf: inner[leaf.index] if isinstance(leaf, Placeholder) else leaf, described)
+        leaves, treedef = tree.flatten(described)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Placeholder):
+                leaves[index] = _of_visit(binding, visited.calls[leaf.index], plans)
+        return tree.unflatten(treedef, leaves)
     state = fixed(visited).functions.init(visited.params)
     # A transform that runs on the gathered tree has the same whole state on all ranks, without shards of parameters.
     is_gathered = execution_of(visited) == "whole tree" and not binding.holds_all
@@ -97,54 +99,47 @@ def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) 
 
 def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
     """Return a tree like ``state`` with a `LeafPlacement` for each leaf; ``plan`` gives the owners of matrices."""
-    params_by_name = dict(tree.named_leaves(params))
+    shape_of = {name: leaf.shape for name, leaf in tree.named_leaves(params) if leaf is not None}
     leaves, treedef = tree.flatten(state)
     names: Sequence[str | None] = [None] * len(leaves)
-    if params_by_name:
+    if tree.leaves(params):
         names = parameters_of(state, params)
-    described: list[Any] = []
-    for name, leaf in zip(names, leaves, strict=True):
+    for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
         if not isinstance(leaf, Tensor):
-            described.append(leaf)
             continue
-        if plan is not None and name is not None:
-            described.append(_of_owners(binding, name, leaf, plan.shards_of.get(name, ())))
-            continue
-        if name is not None and params_by_name[name] is not None and leaf.shape != params_by_name[name].shape:
-            name = None  # the same on all ranks, although it belongs to a parameter
-        described.append(LeafPlacement(name, False, None, (), tuple(leaf.shape), leaf.dtype))
-    return tree.unflatten(treedef, described)
-
-
-def _of_owners(binding: Binding, name: str, leaf: Tensor, shards: tuple[MatrixShard, ...]) -> LeafPlacement:
-    """Return the placement of a leaf that each owner holds for its matrices, its `shards` of the parameter."""
-    for shard in shards:
-        if shard.owner in (None, binding.layout.rank):
-            return LeafPlacement(name, True, shard, shards, tuple(leaf.shape), leaf.dtype)
-    return LeafPlacement(name, True, None, shards, tuple(leaf.shape), leaf.dtype)
+        placement = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
+        if name is not None and plan is not None:
+            shards = plan.shards_of.get(name, ())
+            computed = [shard for shard in shards if shard.owner in (None, binding.layout.rank)]
+            shard = computed[0] if computed else None
+            placement = replace(placement, owned=True, shards=shards, shard=shard)
+        elif name in shape_of and leaf.shape != shape_of[name]:
+            placement = replace(placement, name=None)  # the same on all ranks, although it belongs to a parameter
+        leaves[index] = placement
+    return tree.unflatten(treedef, leaves)
 
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
     """Return a list with the placement (ranks and shapes) of each leaf of a state. A leaf that is None has None."""
+    key = tx.treedef, tuple(tree.names(params))
+    if key not in binding.placements:
+        binding.placements[key] = _describe(binding, tx, params)
+    return binding.placements[key]
 
-    def describe() -> list[LeafPlacement | None]:
-        """Compute the placements on meta tensors, and add the shape of each leaf on this rank."""
-        local_params = binding.local_like(params)
-        local_leaves = tree.leaves(binding.init(tx, local_params))
-        with warnings.catch_warnings():  # the first `init` has already warned
-            warnings.simplefilter("ignore")
-            described = tree.leaves(_placements(binding, root_visit(tx, binding.global_like(local_params))))
-        placements: list[LeafPlacement | None] = []
-        for placement, leaf in zip(described, local_leaves, strict=True):
-            if not isinstance(placement, LeafPlacement):
-                placements.append(None)
-            elif leaf is None:
-                placements.append(placement)
-            else:
-                placements.append(replace(placement, local=tuple(leaf.shape)))
-        return placements
 
-    return binding.once(("held", tx.treedef, tuple(tree.names(params))), describe)
+def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
+    """Compute the placements on meta tensors, with the shape of each leaf on this rank."""
+    local_params = binding.local_like(params)
+    local_leaves = tree.leaves(binding.init(tx, local_params))
+    with warnings.catch_warnings():  # the first `init` has already warned
+        warnings.simplefilter("ignore")
+        described = tree.leaves(_placements(binding, root_visit(tx, binding.global_like(local_params))))
+    for index, (placement, leaf) in enumerate(zip(described, local_leaves, strict=True)):
+        if not isinstance(placement, LeafPlacement):
+            described[index] = None
+        elif leaf is not None:
+            described[index] = replace(placement, local=tuple(leaf.shape))
+    return described
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
@@ -156,13 +151,12 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
     old_leaves: Sequence[Any] = [None] * len(leaves)
     if old is not None:
         old_leaves = tree.leaves(old)
-    dtensors: list[Tensor | None] = []
-    for placed, leaf, old_leaf in zip(describe_state(binding, tx, params), leaves, old_leaves, strict=True):
-        if leaf is not None and getattr(old_leaf, "_local_tensor", None) is leaf:
-            dtensors.append(old_leaf)
+    for index, (placed, leaf) in enumerate(zip(describe_state(binding, tx, params), leaves, strict=True)):
+        if leaf is not None and getattr(old_leaves[index], "_local_tensor", None) is leaf:
+            leaves[index] = old_leaves[index]
         else:
-            dtensors.append(leaf_to_dtensor(binding, placed, leaf))
-    return tree.unflatten(treedef, dtensors)
+            leaves[index] = leaf_to_dtensor(binding, placed, leaf)
+    return tree.unflatten(treedef, leaves)
 
 
 def leaf_to_dtensor(binding: Binding, placed: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
@@ -174,12 +168,7 @@ def leaf_to_dtensor(binding: Binding, placed: LeafPlacement | None, leaf: Tensor
         return None if leaf is None else parameter_like(layout, placed.name, leaf)
     if leaf is None and placed.local is not None:
         return None  # the transform has no state for this parameter
-    like = torch.empty(placed.shape, dtype=placed.dtype, device="meta")
-    if len(placed.shards) == 1 and placed.shards[0].owner is not None:
-        return _to_dtensor_of_owner(layout, placed.shards[0].owner, leaf, like)
-    dtensor = _to_dtensor_like_parameter(layout, placed.name, placed.shards, leaf, like)
-    # Ranges of a stack that no placements express stay local tensors on their owners and None elsewhere.
-    return leaf if dtensor is None else dtensor
+    return _owned_to_dtensor(layout, placed, placed.name, leaf)
 
 
 def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
@@ -192,28 +181,23 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
     described = describe_state(binding, tx, params)
     if len(described) != len(leaves):
         return tree.map(local_of, state)  # the state of another transform: the check of the state reports it
-    local_leaves: list[Any] = []
-    for placed, leaf in zip(described, leaves, strict=True):
-        if placed is not None and placed.owned:
-            local_leaves.append(_local_of_owner(placed, leaf))
-        else:
-            local_leaves.append(local_of(leaf))
-    return tree.unflatten(treedef, local_leaves)
-
-
-def _local_of_owner(placed: LeafPlacement, leaf: Tensor | FlatShard | None) -> Tensor | FlatShard | None:
-    """Return the tensor of one leaf that its owner holds, in the shape that `update` uses; None on other ranks."""
-    if not is_dtensor(leaf):
-        return leaf
-    return None if placed.local is None else leaf._local_tensor.view(placed.local)
+    for index, (placed, leaf) in enumerate(zip(described, leaves, strict=True)):
+        if not is_dtensor(leaf):
+            continue
+        local = leaf._local_tensor
+        if placed is not None and placed.owned:  # None on ranks that compute none of its matrices
+            local = None if placed.local is None else local.view(placed.local)
+        leaves[index] = local
+    return tree.unflatten(treedef, leaves)
 
 
 def global_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """Convert a state to its form for checkpoints, in which each leaf stores its position in the whole tensor."""
     leaves, treedef = tree.flatten(state)
-    pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
     device = tree.device_of(state)
-    return tree.unflatten(treedef, [global_leaf(binding, device, placed, leaf) for placed, leaf in pairs])
+    for index, placed in enumerate(describe_state(binding, tx, params)):
+        leaves[index] = global_leaf(binding, device, placed, leaves[index])
+    return tree.unflatten(treedef, leaves)
 
 
 def global_leaf(
@@ -243,15 +227,14 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree)
     """Convert a state from its form for checkpoints to the local tensors of this rank. It undoes `global_state`."""
     meta = binding.init(tx, meta_like(local_tree(params)))
     leaves, treedef = tree.flatten(values)
-    local_leaves: list[Any] = []
-    for meta_leaf, leaf in zip(tree.leaves(meta), leaves, strict=True):
+    for index, (meta_leaf, leaf) in enumerate(zip(tree.leaves(meta), leaves, strict=True)):
         if meta_leaf is None:
-            local_leaves.append(None)
+            leaves[index] = None
         elif isinstance(leaf, FlatShard):
-            local_leaves.append(leaf.data.view(meta_leaf.shape))
+            leaves[index] = leaf.data.view(meta_leaf.shape)
         else:
-            local_leaves.append(local_of(leaf))
-    state = tree.unflatten(treedef, local_leaves)
+            leaves[index] = local_of(leaf)
+    state = tree.unflatten(treedef, leaves)
     if binding.layout.dtensors:
         return state_to_dtensors(binding, tx, params, state)
     return state
@@ -262,36 +245,42 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree)
 # torch.distributed.checkpoint neither reads nor writes it there.
 
 
-def _to_dtensor_of_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) -> DTensor:
-    """Build a DTensor on the mesh of one rank, `owner`, from a leaf of the state that only this rank holds."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate
+def _owned_to_dtensor(layout: Layout, placed: LeafPlacement, name: str, local: Tensor | None) -> Tensor | None:
+    """Turn the leaf of a state that owners hold for their matrices into a DTensor.
 
-    def mesh_of_owner() -> DeviceMesh:
-        assert layout.group is not None
-        device_type = next(iter(layout.dtensors.values())).mesh.device_type
-        # A mesh of one rank needs no process group.
-        return DeviceMesh(device_type, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
-
-    mesh = layout.once(("mesh of an owner", owner), mesh_of_owner)
-    local = _empty_on(mesh, like) if local is None else local.view(like.shape)
-    return dtensor_of(local, mesh, [Replicate()], like.shape, like.stride())
-
-
-def _to_dtensor_like_parameter(
-    layout: Layout, name: str, shards: Sequence[MatrixShard], local: Tensor | None, like: Tensor
-) -> DTensor | None:
-    """Build a DTensor on the parameter's mesh from a leaf of the state. Return None if no placements fit."""
+    Its mesh is that of the parameter called `name`, or the one rank that computes all matrices. Ranges of a stack that
+    no placements express stay local tensors on their owners and None elsewhere.
+    """
     from torch.distributed.tensor import Replicate
 
     spec = layout.dtensors[name]
-    if all(shard.owner is None for shard in shards):
+    shape = placed.shape
+    stride = torch.empty(shape, device="meta").stride()
+    owners = {shard.owner for shard in placed.shards}
+    if owners <= {None}:  # every rank computes all matrices
         assert local is not None
-        return dtensor_of(local, spec.mesh, [Replicate()] * spec.mesh.ndim, like.shape, like.stride())
-    if not own_what_they_hold(layout, name, shards, like.shape):
-        return None
-    local = (_empty_on(spec.mesh, like) if local is None else local).reshape(-1, *like.shape[1:])
-    return dtensor_of(local, spec.mesh, spec.placements, like.shape, like.stride())
+        return dtensor_of(local, spec.mesh, [Replicate()] * spec.mesh.ndim, shape, stride)
+    if len(placed.shards) == 1:
+        mesh = _mesh_of_owner(layout, placed.shards[0].the_owner)
+        local = _empty_on(mesh, placed.dtype) if local is None else local.view(shape)
+        return dtensor_of(local, mesh, [Replicate()], shape, stride)
+    if not own_what_they_hold(layout, name, placed.shards, shape):
+        return local
+    if local is None:
+        local = _empty_on(spec.mesh, placed.dtype)
+    return dtensor_of(local.reshape(-1, *shape[1:]), spec.mesh, spec.placements, shape, stride)
+
+
+def _mesh_of_owner(layout: Layout, owner: int) -> DeviceMesh:
+    """Return a mesh of one rank. It needs no process group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if owner not in layout.mesh_of_owner:
+        assert layout.group is not None
+        device_type = next(iter(layout.dtensors.values())).mesh.device_type
+        global_rank = dist.get_global_rank(layout.group, owner)
+        layout.mesh_of_owner[owner] = DeviceMesh(device_type, [global_rank], _init_backend=False)
+    return layout.mesh_of_owner[owner]
 
 
 def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard], shape: Sequence[int]) -> bool:
@@ -300,19 +289,19 @@ def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard],
     If the parameter, or its leaf of the state with this `shape`, is not split along dim 0 alone, return False.
     """
     spec = layout.dtensors[name]
-    if tuple(shape[:1]) != tuple(spec.shape[:1]) or any(getattr(placement, "dim", 0) for placement in spec.placements):
+    is_split_elsewhere = any(getattr(placement, "dim", 0) for placement in spec.placements)
+    if is_split_elsewhere or tuple(shape[:1]) != tuple(spec.shape[:1]):
         return False
-    shard_of = {shard.owner: shard for shard in shards}
+    boxes_of: dict[int | None, tuple[Box, ...]] = {shard.owner: shard.position.boxes for shard in shards}
     for rank in range(layout.size):
-        boxes_to_compute: tuple[Box, ...] = ()
-        if rank in shard_of:
-            boxes_to_compute = shard_of[rank].position.boxes
-        if layout.position(name, rank).boxes != boxes_to_compute:
+        if layout.position(name, rank).boxes != boxes_of.get(rank, ()):
             return False
-    return len(shard_of) == len(shards)
+    return len(boxes_of) == len(shards)
 
 
-def _empty_on(mesh: DeviceMesh, like: Tensor) -> Tensor:
-    kind = mesh.device_type
-    device = torch.device("cpu" if kind == "cpu" else f"{kind}:{torch.get_device_module(kind).current_device()}")
-    return torch.empty(0, dtype=like.dtype, device=device)
+def _empty_on(mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
+    """Return a tensor without elements on this rank's device of a mesh."""
+    device = mesh.device_type
+    if device != "cpu":
+        device = f"{device}:{torch.get_device_module(device).current_device()}"
+    return torch.empty(0, dtype=dtype, device=device)

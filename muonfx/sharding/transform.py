@@ -7,8 +7,9 @@ global form, for checkpoints, in which each leaf records its position in the who
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, ParamSpec, cast
+from typing import Any, Literal, NamedTuple, ParamSpec, cast
 
 import torch
 
@@ -18,6 +19,7 @@ from muonfx.core.donation import NOTHING, unshared
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import Declaration, Outermost, patterns_in, require_transform, without_left_out
 from muonfx.core.value import Memory, make_factory, with_memory
+from muonfx.internal.tracing import without_transforms
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams
@@ -29,9 +31,8 @@ from muonfx.sharding.communication.waiting import construction
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.shards.dtensors import PLAIN, local_tree, to_dtensors
+from muonfx.sharding.shards.dtensors import PLAIN, local_tree, to_dtensors, transform_problem
 from muonfx.sharding.shards.flat_shard import FlatShard
-from muonfx.sharding.shards.local_leaves import outside_transforms
 from muonfx.sharding.shards.table import require_layout
 from muonfx.sharding.state import (
     LeafPlacement,
@@ -134,24 +135,46 @@ def sharded(
     settings = Settings(replicas, bucket_bytes)
     with construction(lambda: layout.group):
         settings.check()
-    inner, store = inner_of(tx), store_of(tx)
+    functions = _ShardedFunctions(tx, inner_of(tx), layout, settings, store_of(tx), _memory)
+    # A compiled graph cannot contain these collectives.
+    return cast("InitAndUpdate", (torch.compiler.disable(functions.init), torch.compiler.disable(functions.update)))
 
-    def init(params: PyTree) -> PyTree:
+
+@dataclass(frozen=True, eq=False)
+class _ShardedFunctions:
+    """The functions `init` and `update` of a sharded transform."""
+
+    tx: Transform
+    """The transform that was passed to `sharded`, which may be offloaded."""
+    inner: Transform
+    """The same transform without offload."""
+    layout: Layout
+    settings: Settings
+    store: Store
+    """Where the state is between steps."""
+    memory: Memory
+    """The memory of the sharded transform between calls, with its `Progress`."""
+
+    def init(self, params: PyTree) -> PyTree:
         """Return this rank's initial state. All ranks call this together, unless all parameters are meta tensors."""
-        params = without_left_out(tx, params)
-        binding = bind(layout, settings, store)
+        params = without_left_out(self.tx, params)
+        binding = bind(self.layout, self.settings, self.store)
         local = local_tree(params)
         tensors = [leaf for leaf in tree.leaves(local) if leaf is not None]
         if tensors and all(leaf.is_meta for leaf in tensors):  # only the structure of the state: no communication
-            return binding.init(inner, local)
-        progress = _memory.setdefault(_PROGRESS, Progress())
-        binding.progress_of[inner.treedef] = progress
-        with outside_transforms("init of a sharded transform", params) as problem:
-            state = init_sharded(binding, progress, inner, params, problem)
-        return state_to_dtensors(binding, inner, params, state) if layout.dtensors else state
+            return binding.init(self.inner, local)
+        progress = self.memory.setdefault(_PROGRESS, Progress())
+        binding.progress_of[self.inner.treedef] = progress
+        problem = transform_problem("init of a sharded transform", params)
+        with without_transforms():
+            state = init_sharded(binding, progress, self.inner, params, problem)
+        if not self.layout.dtensors:
+            return state
+        return state_to_dtensors(binding, self.inner, params, state)
 
     @torch.no_grad()
     def update(
+        self,
         updates: PyTree,
         state: PyTree,
         params: PyTree = None,
@@ -165,25 +188,19 @@ def sharded(
         The step runs on local tensors: the arguments are converted from DTensors before it, and the results after it.
         With ``check``, the trees of the arguments are compared with each other, as in `Transform.update`.
         """
-        params = without_left_out(tx, params)
-        binding = bind(layout, settings, store)
-        like = updates if params is None else params
-        plain_state = state
-        if layout.dtensors:
-            plain_state = without_dtensors(binding, inner, like, state)
-        # `problem` is an error if a leaf is inside a torch.func transform; `step_sharded` raises it on all ranks.
-        with outside_transforms("update of a sharded transform", updates, plain_state, params, extras) as problem:
-            call = Arguments(updates, plain_state, params, donate, extras)
-            progress = _progress_of(_memory, binding, inner)
+        inner = self.inner
+        binding = bind(self.layout, self.settings, self.store)
+        call = Arguments(updates, state, without_left_out(self.tx, params), donate, extras)
+        if self.layout.dtensors:
+            call = call._replace(state=without_dtensors(binding, inner, call.like, state))
+        problem = transform_problem("update of a sharded transform", call)
+        with without_transforms():
+            progress = _progress_of(self.memory, binding, inner)
             out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
-        caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
-        caller_uses_dtensors = not PLAIN.issuperset(map(type, caller_leaves))
-        if not layout.dtensors or not caller_uses_dtensors:
+        caller_leaves = [*tree.leaves(updates), *tree.leaves(call.params)]
+        if not self.layout.dtensors or PLAIN.issuperset(map(type, caller_leaves)):
             return out, new_state
-        return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, new_state, state)
-
-    # A compiled graph cannot contain these collectives.
-    return cast("InitAndUpdate", (torch.compiler.disable(init), torch.compiler.disable(update)))
+        return to_dtensors(self.layout, out, updates), state_to_dtensors(binding, inner, updates, new_state, state)
 
 
 _PROGRESS = "progress"
@@ -250,20 +267,25 @@ def step_sharded(
         apply_to_params: adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
     local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
+    # A donated tensor that another argument also contains would be overwritten too early: it is copied first.
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
     extras = local.extras
     if apply_to_params is not None:
         extras = {**extras, "apply_to_params": apply_to_params}
     out, new_state = binding.placed(tx, local.like).run(updates, state, local.params, donate=donate, **extras)
-    progress.completed += 1  # not after an error on this rank alone, so that the next step finds the ranks different
-    if check and not local.donate.state:  # a later step may overwrite the new state, but not the old one
+    # After an error on this rank alone, it is not counted: the next step then finds that the ranks differ.
+    progress.completed += 1
+    if check and not local.donate.state:  # if the new state is donated later, the old one must not change
         new_state = tree.copy_shared(new_state, local.state)
     return out, new_state
 
 
 def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Binding:
     """Return the `Binding`, which runs transforms over the ranks of a layout with these settings. Cached."""
-    return layout.once(("binding", settings, store), lambda: Binding(layout, settings, store))
+    key = settings, store
+    if key not in layout.bindings:
+        layout.bindings[key] = Binding(layout, settings, store)
+    return layout.bindings[key]
 
 
 # --------------------------------------------------------------------------------------------------- global states
@@ -357,13 +379,25 @@ def settings_of(tx: Sharded) -> Settings:
     return Settings(*[tx.arguments[name] for name in Settings._fields])
 
 
-def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
+class Bound(NamedTuple):
+    """A sharded transform, with the binding that runs it."""
+
+    binding: Binding
+    inner: Transform
+    """The transform that was passed to `sharded`, without offload."""
+    like: PyTree
+    """This rank's parameters, or meta tensors like them."""
+
+
+def binding_of(tx: Transform, params: PyTree) -> Bound:
     """Return the `Binding` of a sharded transform, its inner transform, and `params` or meta tensors like them."""
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx: found {tx!r}, expected a transform that muonfx.sharding.sharded returned")
-    layout = tx.layout
-    binding = bind(layout, settings_of(tx), store_of(tx.arguments["tx"]))
-    like = params if params is not None else binding.likes.get(inner_of(tx.arguments["tx"]).treedef)
-    if like is None:
-        like = binding.local_like(layout.meta())
-    return binding, inner_of(tx.arguments["tx"]), like
+    whole_tx = tx.arguments["tx"]
+    inner = inner_of(whole_tx)
+    binding = bind(tx.layout, settings_of(tx), store_of(whole_tx))
+    if params is not None:
+        return Bound(binding, inner, params)
+    if inner.treedef in binding.likes:
+        return Bound(binding, inner, binding.likes[inner.treedef])
+    return Bound(binding, inner, binding.local_like(tx.layout.meta()))

@@ -208,9 +208,10 @@ def values_within(value: Any) -> Iterator[Any]:
 def widened(value: Any) -> Any:
     """Return a transform with float64 for every floating dtype in its arguments, to compare derivatives."""
     if isinstance(value, Recorded):
-        return value.replace(**widened(dict(value.arguments)))
-    if isinstance(value, torch.dtype) and value.is_floating_point:
-        return torch.float64
+        arguments: dict[str, Any] = widened(dict(value.arguments))
+        return value.replace(**arguments)
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
     if type(value) in (tuple, list):
         return type(value)([widened(item) for item in value])
     if type(value) is dict:

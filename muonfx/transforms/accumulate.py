@@ -153,11 +153,11 @@ def _by_path(updates: PyTree) -> list[int]:
     """Return the indices of the leaves of a tree, sorted by the path of each leaf."""
     if tree.is_flat(updates):
         return list(range(len(updates)))
-    keys: list[object] = []
-    for path in tree.paths(updates):
+    keys: list[tuple[list[tuple[str, Any]], int]] = []
+    for index, path in enumerate(tree.paths(updates)):
         # The name of its type precedes an entry, so that an int is never compared with a string.
-        keys.append([(type(entry).__name__, entry) for entry in path])
-    return sorted(range(len(keys)), key=keys.__getitem__)
+        keys.append(([(type(entry).__name__, entry) for entry in path], index))
+    return [index for _, index in sorted(keys)]
 
 
 def _ever_seen(updates: PyTree, accumulated: AccumulateState) -> PyTree:

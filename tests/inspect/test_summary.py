@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muonfx as mfx
-from muonfx.sharding.shards.once import Once
 from tests.internal.test_display import Parsed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
@@ -69,7 +68,7 @@ def test_what_ranks_hold_adds_up_to_what_each_says_of_all(tx, partition):
     )
     seen = []
     for rank in range(3):
-        layout = dataclasses.replace(made, rank=rank, once=Once())
+        layout = dataclasses.replace(made, rank=rank)
         seen.append(mfx.summary(mfx.sharding.sharded(tx, layout), layout.shard(params)))
     assert sum(one.nbytes for one in seen) == seen[0].total_nbytes
     for leaf, *others in zip(*(one.leaves for one in seen), strict=True):

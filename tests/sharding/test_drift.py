@@ -63,16 +63,18 @@ def test_each_transform_of_a_layout_is_verified_at_its_own_first_step(here: Here
     assert_verified(lambda: second_tx.update(unreduced(here), second_state, PARAMS))
 
 
-@pytest.mark.parametrize("order", ["both at once", "one later", "again"])
+@pytest.mark.parametrize("order", ["both at once", "the second first", "one later", "again"])
 @on_ranks(2)
 def test_each_state_of_one_transform_is_verified_at_its_first_step(here: Here, order: str):
     layout = sharding.replicated(PARAMS, here.group)
     tx = sharding.sharded(mfx.momentum(), layout)
     first_state = tx.init(PARAMS)
-    if order == "both at once":
+    if order in ("both at once", "the second first"):
         second_state = tx.init(PARAMS)
+    if order == "the second first":
+        first_state, second_state = second_state, first_state
     _, first_state = tx.update(PARAMS, first_state, PARAMS)
-    if order != "both at once":
+    if order in ("one later", "again"):
         second_state = tx.init(PARAMS)
     if order == "one later":
         _, first_state = tx.update(PARAMS, first_state, PARAMS)

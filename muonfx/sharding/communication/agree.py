@@ -6,6 +6,7 @@ and all ranks raise one error that names the first difference.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from muonfx.sharding.communication.differences import Facts, difference_text, errors_by_rank, first_difference, listed
 from muonfx.sharding.communication.messages import all_objects, collective, host_device
-from muonfx.sharding.digests import LARGE, digest, words
+from muonfx.sharding.digests import digest
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.table import ShardTable
 
@@ -27,16 +28,19 @@ _CALL_WORDS = 3
 """The number of words in the digest of the values that must be equal on all ranks."""
 
 _VALUE_WORDS = 2
-"""The number of words in the digest of the values that may differ, such as the dtypes of gradients."""
+"""The number of words in the digest of a value that may differ, such as the dtypes of gradients."""
+
+_LARGEST_WORD = 0x3FFFFFFF
+
+NO_VALUE = object()
+"""In the place of a value that a rank does not have, so that only the values of the other ranks are compared."""
 
 
 class Agreement(NamedTuple):
     """The result of `agree`, equal on all ranks."""
 
-    are_equal: bool
-    """True if all ranks passed the same value `compared`."""
-    numbers: list[int]
-    """The maximum over ranks of each of the `numbers`."""
+    are_equal: list[bool]
+    """For each value in `compared`, True if all ranks that have one passed the same."""
     is_requested: bool
     """True if any rank passed a `request`."""
 
@@ -47,35 +51,61 @@ def agree(
     problem: BaseException | None = None,
     *,
     same: object = "",
-    compared: object = "",
+    compared: Sequence[object] = ("",),
     explain: Callable[[], Facts] = dict,
-    numbers: Sequence[int] = (),
     request: bool = False,
 ) -> Agreement:
     """Check with one all-reduce that all ranks make the same call. Raise the error of any rank (`problem`) on all.
 
-    The call's name, `what`, and the value `same` must be equal on all ranks. If not, `explain` returns texts for the
-    error to compare. With `request`, a rank requests something of all ranks, such as a comparison of replicas.
+    Args:
+        what: the name of the call, which must be equal on all ranks.
+        group: all ranks of this process group make the call together.
+        problem: an error that this rank already has.
+        same: a value that must be equal on all ranks.
+        compared: values that may differ between ranks; the result has a bool for each. `NO_VALUE` equals any value.
+        explain: returns texts for the error to compare, if the calls are not the same.
+        request: True to request something of all ranks, such as a comparison of replicas.
     """
-    # Without `numbers` every call sends 44 bytes, so ranks that make different calls find that out here.
-    digests = [*words((what, same), _CALL_WORDS), *words(compared, _VALUE_WORDS)]
-    # The maximum of LARGE - word gives the minimum: all ranks agree if minimum and maximum are equal.
-    complements = [LARGE - word for word in digests]
+    # Each rank sends 44 bytes for one compared value, so ranks that make different calls find that out here.
     urgency = int(request)
     if problem is not None:
         urgency = _ERROR
-    message = [urgency, *digests, *complements, *numbers]
+    message = [urgency, *_extremes((what, same), _CALL_WORDS)]
+    for value in compared:
+        message += _extremes(value, _VALUE_WORDS)
     reduced = torch.tensor(message, dtype=torch.int32, device=host_device(group))
     with collective(what):
         dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
     most_urgent, *maxima = reduced.tolist()
     if most_urgent == _ERROR:
         _raise_errors(what, problem, group)
-    most = maxima[: len(digests)]
-    least = [LARGE - maximum for maximum in maxima[len(digests) : 2 * len(digests)]]
-    if most[:_CALL_WORDS] != least[:_CALL_WORDS]:
+    if not _are_equal(maxima[: 2 * _CALL_WORDS]):
         _raise_difference({"calls": what, **explain()}, group)
-    return Agreement(most == least, maxima[2 * len(digests) :], bool(most_urgent))
+    are_equal: list[bool] = []
+    for start in range(2 * _CALL_WORDS, len(maxima), 2 * _VALUE_WORDS):
+        are_equal.append(_are_equal(maxima[start : start + 2 * _VALUE_WORDS]))
+    return Agreement(are_equal, bool(most_urgent))
+
+
+def _extremes(value: object, count: int) -> list[int]:
+    """Return `count` words of 30 bits that identify a value, and then `_LARGEST_WORD` minus each of the words.
+
+    The maximum over ranks of the first half gives the largest words, and of the second half the least words. For
+    `NO_VALUE`, return zeros, which do not change a maximum.
+    """
+    if value is NO_VALUE:
+        return [0] * (2 * count)
+    hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
+    words: list[int] = []
+    for start in range(0, 4 * count, 4):
+        words.append(int.from_bytes(hashed[start : start + 4], "big") & _LARGEST_WORD)
+    return words + [_LARGEST_WORD - word for word in words]
+
+
+def _are_equal(maxima: Sequence[int]) -> bool:
+    """Return True if all ranks passed the same value to `_extremes`, given the maximum of each number over ranks."""
+    count = len(maxima) // 2
+    return all(maxima[index] == _LARGEST_WORD - maxima[index + count] for index in range(count))
 
 
 def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
@@ -90,7 +120,7 @@ def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessG
 def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     """Raise a ShardingError that names the first of the `facts` that differs between ranks, and these ranks."""
     what = "finding out what differs"
-    digests = {subject: digest(fact) for subject, fact in facts.items()}
+    digests = dict(zip(facts, map(digest, facts.values()), strict=True))
     difference = first_difference(all_objects(digests, group, what))
     if difference is None:
         raise ShardingError(
@@ -100,19 +130,20 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     subject, ranks = difference
     # Facts may be long: only the two ranks that the error shows send theirs.
     is_shown = dist.get_rank(group) in (0, ranks[0])
-    fact_of_rank = all_objects(facts.get(subject) if is_shown else None, group, what)
+    shown = facts.get(subject) if is_shown else None
+    fact_of_rank = all_objects(shown, group, what)
     text = difference_text(fact_of_rank[0], fact_of_rank[ranks[0]], listed(ranks))
     raise ShardingError(
         f"nothing was changed on any rank: the ranks have different {subject}: {text}\nAll ranks must have the same."
     )
 
 
-def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -> None:
+def warn_together(message: str, group: dist.ProcessGroup) -> None:
     """Issue a warning on all ranks of a group. If a rank turns warnings into errors, raise on all ranks."""
     # If one rank alone raised, the others would wait for it in the next collective.
     problem: Warning | None = None
     try:
-        warnings.warn(message, stacklevel=stacklevel + 1)
+        warnings.warn(message, stacklevel=3)
     except Warning as error:
         problem = error
     agree("a warning", group, problem)
@@ -162,37 +193,55 @@ def agree_on_leaves(
     `unplaced` are the names of gradients with other placements than their parameters. Other arguments are as in
     `agree`.
     """
-    codes = bytearray([_CODES.get(leaf.dtype, 0) if isinstance(leaf, Tensor) else 0 for leaf in leaves])
+    codes = bytearray(map(_code_of, leaves))
     for name in unplaced:
         codes[names.index(name)] += UNPLACED
     if layout.group is None or layout.size == 1:
-        if problem is None and layout.size > 1:
-            problem = ShardingError(
-                f"{layout!r} was created with a number of ranks and has no process group, expected a process group: "
-                "create it in the running job, or use assemble() in one process"
-            )
-        if problem is not None:
-            raise problem
+        _raise_alone(layout, problem)
         return LeafAgreement(codes, [], [], request)
-    trees = layout.once(("names", tuple(names)), lambda: digest((layout.digest, list(layout.specs), list(names))))
+
+    def explain_trees() -> Facts:
+        """Return the facts about this call, by subject, in the order to report."""
+        parameters = str([*layout.specs])
+        layout_text = f"{layout!r} ({layout.digest})"
+        return {"parameters": parameters, "layouts": layout_text, "trees": str(list(names)), **explain()}
+
     agreement = agree(
         what,
         layout.group,
         problem,
-        same=(trees, same),
-        compared=codes,
-        explain=lambda: {
-            "parameters": str([*layout.specs]),
-            "layouts": f"{layout!r} ({layout.digest})",
-            "trees": str(list(names)),
-            **explain(),
-        },
+        same=(_tree_digest(layout, tuple(names)), same),
+        compared=[codes],
+        explain=explain_trees,
         request=request,
     )
-    if agreement.are_equal:
+    if all(agreement.are_equal):
         return LeafAgreement(codes, [], [], agreement.is_requested)
     codes_of_rank = _codes_of_all_ranks(codes, layout.size, layout.rank, layout.group)
     return _merge_codes(names, codes_of_rank, agreement.is_requested)
+
+
+def _tree_digest(layout: ShardTable, names: tuple[str, ...]) -> str:
+    """Return a hash of the layout and of the names of a tree's leaves, which must be equal on all ranks. Cached."""
+    if names not in layout.tree_digests:
+        layout.tree_digests[names] = digest((layout.digest, list(layout.specs), names))
+    return layout.tree_digests[names]
+
+
+def _code_of(leaf: object) -> int:
+    """Return the code of a leaf's dtype: 1 or more, or 0 for a leaf that is no floating tensor."""
+    return _CODES.get(leaf.dtype, 0) if isinstance(leaf, Tensor) else 0
+
+
+def _raise_alone(layout: ShardTable, problem: Exception | None) -> None:
+    """Raise the error of a process without other ranks, or an error if its layout has several ranks."""
+    if problem is not None:
+        raise problem
+    if layout.size > 1:
+        raise ShardingError(
+            f"{layout!r} was created with a number of ranks and has no process group, expected a process group: create "
+            "it in the running job, or use assemble() in one process"
+        )
 
 
 def _codes_of_all_ranks(codes: bytearray, size: int, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
@@ -209,7 +258,7 @@ def _merge_codes(names: Sequence[str], codes_of_rank: list[list[int]], is_reques
     merged: list[int] = []
     missing: list[int] = []
     for index, name in enumerate(names):
-        codes = {of_rank[index] for of_rank in codes_of_rank}
+        codes = {codes_of_leaves[index] for codes_of_leaves in codes_of_rank}
         present = codes - {0}
         if len(present) > 1:
             raise ShardingError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, checks
@@ -22,8 +21,7 @@ from muonfx.sharding.digests import digest
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.facts import facts_of_binding, facts_of_dtypes, facts_of_step, facts_of_transforms
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import PLAIN, local_of, local_tree
-from muonfx.sharding.shards.local_leaves import LocalLeaves, local_leaves
+from muonfx.sharding.shards.dtensors import PLAIN, LocalLeaves, local_leaves, local_of, local_tree
 from muonfx.tree import PyTree
 
 
@@ -45,29 +43,23 @@ def agreed_call(
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem
-        leaves, treedef = tree.flatten(call.updates)
-        return _checked_call(binding, tx, call, tree.names(call.updates), leaves, treedef, check=check).call
+        return _checked_call(binding, tx, call, check=check).call
     if progress.serial is None:
         verify_ranks(binding, tx, call.like, problem)
         progress.serial = next_serial(layout)
-    leaves, treedef = tree.flatten(call.updates)
-    names = tree.names(call.updates)
-    local = call
-    gradients = LocalLeaves(leaves, [])
-    facts: Facts = {}
     try:
         if problem is not None:
             raise problem
-        local, gradients = _checked_call(binding, tx, call, names, leaves, treedef, check=check)
+        local, names, gradients = _checked_call(binding, tx, call, check=check)
         facts = facts_of_step(binding, progress, tx, local)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
-        problem = error
+        agree("a step", layout.group, error)
+        raise
     agreement = agree_on_leaves(
         "a step",
         names,
         gradients.tensors,
         layout,
-        problem,
         unplaced=gradients.unplaced,
         same=facts,
         explain=lambda: {**facts_of_transforms(binding, tx, local.like), **facts, **facts_of_dtypes(local.params)},
@@ -78,6 +70,7 @@ def agreed_call(
             verify_params(layout, local.params)
         verify_state(binding, tx, local.like, local.state)
     if agreement.missing or gradients.unplaced:
+        leaves, treedef = tree.flatten(call.updates)
         completed = complete_gradients(layout, names, leaves, agreement, tree.device_of(local.like))
         local = local._replace(updates=tree.unflatten(treedef, completed))
     if agreement.is_requested:
@@ -91,37 +84,28 @@ class _CheckedCall(NamedTuple):
 
     call: Arguments
     """The call with local tensors in place of DTensors."""
+    names: list[str]
+    """The name of each leaf of the updates."""
     gradients: LocalLeaves
-    """The leaves of its updates."""
+    """The leaves of the updates."""
 
 
-def _checked_call(
-    binding: Binding,
-    tx: Transform,
-    call: Arguments,
-    names: Sequence[str],
-    leaves: Sequence[Any],
-    treedef: tree.Structure,
-    *,
-    check: bool,
-) -> _CheckedCall:
-    """Check a call's arguments on this rank. `check` also compares the trees of updates, params and state.
-
-    `names`, `leaves` and `treedef` belong to the updates.
-    """
+def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _CheckedCall:
+    """Check a call's arguments on this rank. `check` also compares the trees of updates, params and state."""
     layout = binding.layout
     check_extras(tx, call.extras)
-    if not checks.all_usable([local_of(leaf) for leaf in leaves]):
+    leaves, treedef = tree.flatten(call.updates)
+    names = tree.names(call.updates)
+    if not checks.all_usable(list(map(local_of, leaves))):
         checks.check_floating("updates", local_tree(call.updates))
     gradients = local_leaves(layout, names, leaves, as_placed=False)
-    params = call.params
-    if params is not None and check:
-        local_leaves(layout, tree.names(params), tree.leaves(params))
+    if check and call.params is not None:
+        local_leaves(layout, tree.names(call.params), tree.leaves(call.params))
     local = call._replace(donate=Donation.of(call.donate))
     if not PLAIN.issuperset(map(type, leaves)):
         local = local._replace(updates=tree.unflatten(treedef, gradients.tensors))
     if layout.dtensors:
-        local = local._replace(params=local_tree(params))
+        local = local._replace(params=local_tree(call.params))
     if check:
         _check_trees(binding, tx, local)
     if call.extras:
@@ -130,21 +114,25 @@ def _checked_call(
         require_room(binding.store, local.state, local.like, local.donate)
     if tx.treedef not in binding.likes:
         binding.likes[tx.treedef] = meta_like(local.like)
-    return _CheckedCall(local, gradients)
+    return _CheckedCall(local, names, gradients)
 
 
 def _check_trees(binding: Binding, tx: Transform, local: Arguments) -> None:
-    """Raise unless updates fit the parameters and the state fits both. All have local tensors."""
+    """Raise unless the updates fit the parameters, and the state is one that `init` returns for them.
+
+    `local` has local tensors. If it has no parameters, only the shapes of the state are compared, not its dtypes.
+    """
     if local.params is not None:
         checks.check_updates_fit(local.params, local.updates)
-    leaves = tree.leaves(local.params if local.params is not None else local.updates)
+    leaves = tree.leaves(local.like)
     if any(leaf is None for leaf in leaves):
         return
     dtypes = tuple([leaf.dtype for leaf in leaves])
-    expected = binding.once(
-        ("state", tx.treedef, tuple(tree.names(local.updates)), dtypes),
-        lambda: checks.ExpectedState.of(binding.init(tx, meta_like(local.like))),
-    )
+    key = tx.treedef, tuple(tree.names(local.updates)), dtypes
+    if key not in binding.expected_states:
+        meta_state = binding.init(tx, meta_like(local.like))
+        binding.expected_states[key] = checks.ExpectedState.of(meta_state)
+    expected = binding.expected_states[key]
     checks.check_state_like(tx.name, local.state, expected, with_dtypes=local.params is not None)
 
 
@@ -167,23 +155,25 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     the others would wait for them.
     """
     layout = binding.layout
-    facts: Facts = {}
-    if layout.size > 1 and layout.group is None:
+    if layout.group is None and layout.size > 1:
         raise ShardingError(
             f"{layout!r} was created with a number of ranks and has no process group, expected a process group: create "
             "it in the running job, after init_process_group. Without a group it supports plan_for and inspection only"
         )
+    facts: Facts = {}
     try:
+        if problem is not None:
+            raise problem
         checks.check_params(params)
         local_leaves(layout, tree.names(params), tree.leaves(params))
         local = local_tree(params)
         binding.likes[tx.treedef] = meta_like(local)
-        if layout.size > 1 and problem is None:  # one rank has no other to compare the facts with
+        if layout.size > 1:  # one rank has no other to compare the facts with
             facts = facts_of_binding(binding, tx, local)
-    except Exception as error:  # perhaps on this rank only: raised on all ranks together
-        problem = problem or error
+    except Exception as error:
+        if layout.group is None or layout.size == 1:
+            raise
+        problem = error  # perhaps on this rank only: raised on all ranks together
     if layout.group is not None and layout.size > 1:
         wait_for_all(layout.group, CONSTRUCTING)  # names a rank that never arrives; the collective would only time out
         agree("binding a transform to a layout", layout.group, problem, same=digest(facts), explain=lambda: facts)
-    elif problem is not None:
-        raise problem

@@ -14,13 +14,11 @@ from muonfx import tree
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.communication.agree import DTYPES, agree_on_leaves, dtype_of
-from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange
+from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
-from muonfx.sharding.shards.dtensors import is_dtensor, local_of
-from muonfx.sharding.shards.local_leaves import local_leaves, outside_transforms
-from muonfx.sharding.shards.once import Once
-from muonfx.sharding.shards.position import ShardView
+from muonfx.sharding.shards.dtensors import is_dtensor, local_leaves, local_of, transform_problem
+from muonfx.sharding.shards.position import boxes_in
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -39,57 +37,56 @@ def gathered(
     """Gather this rank's shards to whole tensors on every rank. With `names`, gather only these parameters."""
     leaves, treedef = tree.flatten(local)
     leaf_names = tree.names(local)
-    _agree_to_gather(layout, local, leaf_names, leaves, names, differentiable=differentiable)
-    indices: list[int] = []
-    shards: list[Tensor] = []
-    for index, leaf in enumerate(leaves):
-        if leaf is None or (names is not None and leaf_names[index] not in names):
+    problem: Exception | None = None
+    if not differentiable:
+        problem = transform_problem("layout.gather", local)
+    with without_transforms():
+        _agree_to_gather(layout, leaf_names, leaves, names, problem)
+    shards: dict[str, Tensor] = {}
+    for name, leaf in zip(leaf_names, leaves, strict=True):
+        if leaf is None or (names is not None and name not in names):
             continue
-        indices.append(index)
         if differentiable and is_dtensor(leaf):
-            shards.append(leaf.to_local())  # it is differentiable, so a gradient reaches the DTensor
+            shards[name] = leaf.to_local()  # it is differentiable, so a gradient reaches the DTensor
         else:
-            shards.append(local_of(leaf))
-    gathered_names = [leaf_names[index] for index in indices]
+            shards[name] = local_of(leaf)
     if differentiable:
-        wholes: Sequence[Tensor] = _Linear.apply(_gather, _reduce, layout, gathered_names, *shards)
+        wholes: Sequence[Tensor] = _Linear.apply(_gather, _reduce, layout, [*shards], *shards.values())
     else:
         with without_transforms():
-            wholes = _gather(layout, gathered_names, shards)
-    for index, whole in zip(indices, wholes, strict=True):
-        leaves[index] = whole
-    return tree.unflatten(treedef, leaves)
+            wholes = _gather(layout, [*shards], [*shards.values()])
+    whole_of = dict(zip(shards, wholes, strict=True))
+    return tree.unflatten(treedef, map(whole_of.get, leaf_names, leaves))  # a leaf that is not gathered is unchanged
 
 
 def _agree_to_gather(
     layout: ShardTable,
-    local: PyTree,
     leaf_names: Sequence[str],
     leaves: Sequence[Any],
     names: Sequence[str] | None,
-    *,
-    differentiable: bool,
+    problem: Exception | None,
 ) -> None:
-    """Raise on all ranks unless all of them gather the same leaves, and have this rank's shard of each."""
+    """Raise on all ranks unless all of them gather the same leaves, and have this rank's shard of each.
+
+    `problem` is an error that this rank already has. Errors of this rank are raised on all ranks together.
+    """
     arguments = sorted(names or ())
-    plain_trees = [] if differentiable else [local]
-    with outside_transforms("layout.gather", *plain_trees) as problem:
-        try:
-            local_leaves(layout, leaf_names, leaves)
-            unknown = sorted(set(arguments) - set(leaf_names))
-            if unknown:
-                raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
-        except Exception as error:  # on this rank only, perhaps: raised on all ranks together
-            problem = problem or error
-        agreement = agree_on_leaves(
-            "gathering leaves",
-            leaf_names,
-            leaves,
-            layout,
-            problem,
-            same=arguments,
-            explain=lambda: {"arguments": str(arguments)},
-        )
+    try:
+        local_leaves(layout, leaf_names, leaves)
+        unknown = sorted(set(arguments) - set(leaf_names))
+        if unknown:
+            raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
+    except Exception as error:
+        problem = problem or error
+    agreement = agree_on_leaves(
+        "gathering leaves",
+        leaf_names,
+        leaves,
+        layout,
+        problem,
+        same=arguments,
+        explain=lambda: {"arguments": str(arguments)},
+    )
     if agreement.missing:  # equal on all ranks, so all of them raise
         raise ShardingError(
             f"{leaf_names[agreement.missing[0]]!r} is None on some ranks, expected a shard on all ranks or None on "
@@ -112,37 +109,45 @@ _Collective = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tenso
 @torch.no_grad()
 def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) -> list[Tensor]:
     """Gather the named parameters. Return whole tensors on every rank, from the `shards` of this rank."""
-    wholes = [shard.new_empty(layout.specs[name].shape) for name, shard in zip(names, shards, strict=True)]
+    wholes: list[Tensor] = []
+    for name, shard in zip(names, shards, strict=True):
+        wholes.append(shard.new_empty(layout.specs[name].shape))
     for indices in in_buckets(wholes, BUCKET):
-        outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        is_on_all_ranks = True
+        outgoing = lists_by_rank(layout)
+        incoming = lists_by_rank(layout)
         for index in indices:
-            name = names[index]
-            for position, holders in layout.holders(name).items():
-                is_on_all_ranks = is_on_all_ranks and len(holders) == layout.size
-                boxes = [box.of(wholes[index]) for box in position.boxes]
-                # Rank r receives a shard from holder number r modulo the number of holders.
-                if layout.rank not in holders:
-                    incoming[holders[layout.rank % len(holders)]] += boxes
-                    continue
-                shard_boxes = [view.of(shards[index]) for view in _views(layout, name)]
-                outgoing[layout.rank] += shard_boxes
-                incoming[layout.rank] += boxes
-                for receiver in range(holders.index(layout.rank), layout.size, len(holders)):
-                    if receiver not in holders:
-                        outgoing[receiver] += shard_boxes
-        if is_on_all_ranks or layout.group is None:
+            _list_messages(layout, names[index], shards[index], wholes[index], outgoing, incoming)
+        if layout.group is None or _are_on_all_ranks(layout, [names[index] for index in indices]):
             copied(outgoing[layout.rank], incoming[layout.rank])
         else:
             exchange(layout, outgoing, incoming, wholes[indices[0]], "gathering")
     return wholes
 
 
-def _views(layout: ShardTable, name: str) -> list[ShardView]:
-    """Return where each box (rectangular part) of a parameter's shard is in this rank's local tensor. Cached."""
-    position = layout.position(name)
-    return layout.once(("views", name), lambda: [position.view(box) for box in position.boxes])
+def _list_messages(
+    layout: ShardTable,
+    name: str,
+    shard: Tensor,
+    whole: Tensor,
+    outgoing: list[list[Tensor]],
+    incoming: list[list[Tensor]],
+) -> None:
+    """Add the boxes of a parameter that this rank sends to `outgoing`, and those that it receives to `incoming`.
+
+    Boxes of this rank's `shard` are sent to ranks that do not hold it. Boxes of `whole` are received.
+    """
+    for position, holders in layout.holders(name).items():
+        boxes = [box.of(whole) for box in position.boxes]
+        # Rank r receives a shard from holder number r modulo the number of holders.
+        if layout.rank not in holders:
+            incoming[holders[layout.rank % len(holders)]] += boxes
+            continue
+        shard_boxes = boxes_in(shard, layout.views(name))
+        outgoing[layout.rank] += shard_boxes
+        incoming[layout.rank] += boxes
+        for receiver in range(holders.index(layout.rank), layout.size, len(holders)):
+            if receiver not in holders:
+                outgoing[receiver] += shard_boxes
 
 
 class _Linear(torch.autograd.Function):
@@ -198,24 +203,21 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     """
     leaves, treedef = tree.flatten(grads)
     names = tree.names(grads)
-    with outside_transforms("layout.reduce_scatter", grads) as problem:
+    device = tree.device_of(grads)
+    problem: Exception | None = transform_problem("layout.reduce_scatter", grads)
+    with without_transforms():
         for name, leaf in zip(names, leaves, strict=True):
             problem = _problem_of_gradient(layout, name, leaf) or problem
-        # The code of a gradient gives its dtype, and is 0 if the gradient is None on all ranks.
-        codes = agree_on_leaves("reducing gradients", names, leaves, layout, problem).codes
-        device = tree.device_of(grads)
-        indices = [index for index, code in enumerate(codes) if code]
-        wholes: list[Tensor] = []
-        for index in indices:
-            gradient = leaves[index]
-            if gradient is None:  # another rank has it, and the mean is over all ranks
-                shape = layout.specs[names[index]].shape
-                gradient = torch.zeros(shape, dtype=dtype_of(codes[index]), device=device)
-            wholes.append(gradient.detach())
-        shards = _reduce(layout, [names[index] for index in indices], wholes)
-    for index, shard in zip(indices, shards, strict=True):
-        leaves[index] = shard
-    return tree.unflatten(treedef, leaves)
+        agreement = agree_on_leaves("reducing gradients", names, leaves, layout, problem)
+        gradients: dict[str, Tensor] = {}
+        for name, leaf, code in zip(names, leaves, agreement.codes, strict=True):
+            if leaf is not None:
+                gradients[name] = leaf.detach()
+            elif code:  # another rank has this gradient, and the mean is over all ranks
+                gradients[name] = torch.zeros(layout.specs[name].shape, dtype=dtype_of(code), device=device)
+        shards = _reduce(layout, [*gradients], [*gradients.values()])
+    shard_of = dict(zip(gradients, shards, strict=True))
+    return tree.unflatten(treedef, map(shard_of.get, names))
 
 
 def _problem_of_gradient(layout: ShardTable, name: str, gradient: Any) -> Exception | None:
@@ -237,20 +239,23 @@ def _problem_of_gradient(layout: ShardTable, name: str, gradient: Any) -> Except
 @torch.no_grad()
 def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Average whole tensors over all ranks. Return a list with this rank's shards of the means."""
-    if layout.size > 1 and _are_on_all_ranks(layout, names):
+    has_elements = any(whole.numel() for whole in wholes)
+    if layout.size > 1 and has_elements and _are_on_all_ranks(layout, names):
         # Every rank needs whole means: each averages an equal part, and the parts are gathered. This sends less than
         # every rank sending its whole tensors to every other.
         equal = _in_equal_parts(layout, tuple(names))
         return _gather(equal, names, _reduce(equal, names, wholes))
-    means = [layout.position(name).blank(whole) for name, whole in zip(names, wholes, strict=True)]
+    means: list[Tensor] = []
+    for name, whole in zip(names, wholes, strict=True):
+        means.append(layout.position(name).blank(whole))
     for indices in in_buckets(wholes, BUCKET):
-        names_of_bucket = [names[index] for index in indices]
-        wholes_of_bucket = [wholes[index] for index in indices]
+        outgoing = lists_by_rank(layout)
         targets: list[Tensor] = []
         for index in indices:
-            targets += [view.of(means[index]) for view in _views(layout, names[index])]
-        outgoing = [_boxes_of_rank(layout, rank, names_of_bucket, wholes_of_bucket) for rank in range(layout.size)]
-        _exchange_and_average(layout, outgoing, targets, wholes_of_bucket[0])
+            targets += boxes_in(means[index], layout.views(names[index]))
+            for rank in range(layout.size):
+                outgoing[rank] += [box.of(wholes[index]) for box in layout.position(names[index], rank).boxes]
+        _exchange_and_average(layout, outgoing, targets, wholes[indices[0]])
     return means
 
 
@@ -261,36 +266,29 @@ def _exchange_and_average(
     if layout.group is None:
         _average_each(outgoing, targets)
         return
-    expected = [sum(target.numel() for target in targets)] * layout.size
+    shapes = [target.shape for target in targets]
+    expected = [sum(map(Tensor.numel, targets))] * layout.size
     messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
-    received = messages.arrived([[target.shape for target in targets]] * layout.size)
+    received = messages.arrived([shapes] * layout.size)
     _average_each(received, targets)
     messages.end()
 
 
 def _are_on_all_ranks(layout: ShardTable, names: Sequence[str]) -> bool:
-    """Return True if every rank holds every element of these parameters, and there are elements."""
-    groups = [holders for name in names for holders in layout.holders(name).values()]
-    return bool(groups) and all(len(holders) == layout.size for holders in groups)
-
-
-def _boxes_of_rank(layout: ShardTable, rank: int, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
-    """Return the boxes of a rank's shards in some whole tensors, as views."""
-    boxes: list[Tensor] = []
-    for name, whole in zip(names, wholes, strict=True):
-        boxes += [box.of(whole) for box in layout.position(name, rank).boxes]
-    return boxes
+    """Return True if every rank holds every element of these parameters."""
+    groups: list[Sequence[int]] = []
+    for name in names:
+        groups += layout.holders(name).values()
+    return all(len(ranks) == layout.size for ranks in groups)
 
 
 def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
     """Return a layout in which the named parameters are split equally over the same ranks. Cached."""
-
-    def split_equally() -> ShardTable:
+    if names not in layout.equal_parts:
         specs = {name: layout.specs[name] for name in names}
         cuts = equal_intervals(specs, layout.size)
-        return replace(layout, kind="flat", specs=specs, cuts=cuts, dtensors={}, once=Once())
-
-    return layout.once(("equal parts", names), split_equally)
+        layout.equal_parts[names] = replace(layout, kind="flat", specs=specs, cuts=cuts, dtensors={})
+    return layout.equal_parts[names]
 
 
 def _average_each(tensors_of_rank: Sequence[Sequence[Tensor]], targets: Sequence[Tensor]) -> None:

@@ -30,7 +30,10 @@ def errors_by_rank(error_of_rank: Sequence[str | None]) -> str:
     for rank, error in enumerate(error_of_rank):
         if error is not None:
             ranks_with.setdefault(error, []).append(rank)
-    return "\n".join([f"{listed(ranks)}: {error}" for error, ranks in ranks_with.items()])
+    lines: list[str] = []
+    for error, ranks in ranks_with.items():
+        lines.append(f"{listed(ranks)}: {error}")
+    return "\n".join(lines)
 
 
 def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[str, list[int]] | None:
@@ -40,10 +43,12 @@ def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[st
     ('eps', [1, 2])
     """
     for subject, expected in values_of_rank[0].items():
-        values = [of_rank.get(subject) for of_rank in values_of_rank]
-        different = [rank for rank, value in enumerate(values) if value != expected]
-        if different:
-            return subject, [rank for rank in different if values[rank] == values[different[0]]]
+        ranks_with: dict[object, list[int]] = {}
+        for rank, values in enumerate(values_of_rank):
+            ranks_with.setdefault(values.get(subject), []).append(rank)
+        for value, ranks in ranks_with.items():
+            if value != expected:
+                return subject, ranks
     return None
 
 
@@ -72,9 +77,7 @@ _LONGEST = 400
 def _around_difference(first: str, second: str) -> tuple[str, str]:
     """Shorten two long texts to the part around the first character that differs."""
     common = 0
-    for first_character, second_character in zip(first, second, strict=False):
-        if first_character != second_character:
-            break
+    while common < min(len(first), len(second)) and first[common] == second[common]:
         common += 1
     return _excerpt(first, common), _excerpt(second, common)
 

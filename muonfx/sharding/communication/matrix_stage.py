@@ -1,4 +1,4 @@
-"""Run neighbouring transforms that need whole matrices (a *run*) on sharded parameters.
+"""`MatrixStage`: neighbouring transforms that need whole matrices (a *run*), on sharded parameters.
 
 Each matrix is gathered on one rank, its owner, updated there once, and scattered back. A *matrix shard* is a set of
 whole matrices of one parameter that one owner computes. A *bucket* is a list of matrix shards that are sent together.
@@ -40,12 +40,12 @@ The buffers belong to `Exchange`, which takes their memory from the layout.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,163 +55,189 @@ from muonfx.core import Donation, Transform
 from muonfx.placement.arguments import Arguments, device_of
 from muonfx.placement.buckets import BucketedState, init_in_buckets
 from muonfx.placement.store import IN_MEMORY, Store
-from muonfx.sharding.communication.messages import Exchange, copied
+from muonfx.sharding.communication.messages import Exchange, copied, lists_by_rank
 from muonfx.sharding.plan.assignment import RunPlan
-from muonfx.sharding.plan.bucket import Bucket, buckets_of
-from muonfx.sharding.plan.cost import Run
+from muonfx.sharding.plan.bucket import Bucket
 from muonfx.sharding.plan.matrix_shards import LocalTransfers
 from muonfx.sharding.shards.dtensors import map_named
+from muonfx.sharding.shards.position import boxes_in
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 
-def init_run(plan: RunPlan, run: Run, tx: Transform, layout: ShardTable, params: PyTree, store: Store) -> PyTree:
-    """Return this rank's initial state for neighbouring transforms that need whole matrices (a run)."""
-    if store == IN_MEMORY:
-        return _init(plan, run, tx, layout, params)
-    # A parameter whose matrices are in several buckets has one state: it belongs to the first of these buckets.
-    seen: set[str] = set()
-    names_of_bucket: list[list[str]] = []
-    for bucket in plan.buckets:
-        names = dict.fromkeys([plan.shards[index].name for index in bucket])
-        names_of_bucket.append([name for name in names if name not in seen])
-        seen.update(names)
-    not_in_buckets = dict.fromkeys([shard.name for shard in plan.shards if shard.name not in seen])
-    names_of_bucket.append(list(not_in_buckets))
-    init = functools.partial(_init, plan, run, tx, layout)
-    return init_in_buckets(store, names_of_bucket, params, init, outside=None)
+@dataclass(frozen=True, eq=False)
+class MatrixStage:
+    """Neighbouring transforms that need whole matrices, on the owners of the matrices."""
 
+    plan: RunPlan
+    """The owners of the matrices, and the buckets in which they are sent."""
+    tx: Transform
+    """The transforms as one, for matrices in the shapes in which their owners compute them."""
+    reads_params: bool
+    """True if any of the transforms reads the values of parameters, which are then gathered too."""
+    layout: ShardTable
+    store: Store
+    """Where the state is between steps."""
 
-def _init(plan: RunPlan, run: Run, tx: Transform, layout: ShardTable, params: PyTree) -> PyTree:
-    """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
-    leaves, treedef = tree.flatten(params)
-    local_params = dict(tree.named_leaves(params))
-    on_meta = any(leaf.is_meta for leaf in leaves if leaf is not None)
-    matrices: dict[str, Tensor] = {}
-    if _reads_params(run) and not on_meta:
-        for bucket in buckets_of(plan, local_params):
-            matrices.update(_Gather(plan, layout, bucket, local_params, as_params=True).wait())
-    else:
-        for shard in plan.shards:
-            like = local_params[shard.name]
-            if shard.owner in (None, layout.rank) and like is not None:
-                # `init` has declared that it does not read these values; if it does, the state becomes NaN.
-                nan = torch.full((), math.nan, dtype=like.dtype, device=like.device)
-                matrices[shard.name] = nan.expand(shard.shape)
-    state = tx.functions.init(tree.unflatten(treedef, [matrices.get(name) for name in local_params]))
-    return _with_missing_leaves(state, tx, plan, params)
+    def init(self, params: PyTree) -> PyTree:
+        """Return this rank's initial state, for the matrices that it computes. All ranks call this together."""
+        if self.store == IN_MEMORY or tree.device_of(params).type == "meta":
+            return self._init(params)
+        # A parameter whose matrices are in several buckets has one state: it belongs to the first of these buckets.
+        seen: set[str] = set()
+        names_of_bucket: list[list[str]] = []
+        for indices in self.plan.buckets:
+            names_of_bucket.append([])
+            for index in indices:
+                name = self.plan.shards[index].name
+                if name not in seen:
+                    names_of_bucket[-1].append(name)
+                    seen.add(name)
+        return init_in_buckets(self.store, names_of_bucket or [[]], params, self._init, outside=None)
 
-
-def _reads_params(run: Run) -> bool:
-    """Return True if any transform of a run reads the values of parameters, which are then gathered too."""
-    return any(tx.reads_params for _, tx in run)
-
-
-def _with_missing_leaves(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> PyTree:
-    """Add a leaf None to a state for each parameter whose matrices this rank does not hold."""
-    shapes = {name: spec.shape for name, spec in plan.specs.items()}
-    shapes.update({shard.name: shard.shape for shard in plan.shards})
-    meta = map_named(lambda name, leaf: torch.empty(shapes[name], dtype=leaf.dtype, device="meta"), params)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        full_state = tx.functions.init(meta)
-    full_treedef = tree.flatten(full_state)[1]
-    if full_treedef == tree.flatten(state)[1]:
-        return state
-    leaf_at = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
-    return tree.unflatten(full_treedef, [leaf_at.get(path) for path in tree.paths(full_state)])
-
-
-def update_run(
-    plan: RunPlan,
-    run: Run,
-    tx: Transform,
-    layout: ShardTable,
-    call: Arguments,
-    store: Store,
-    find_parameters: Callable[[], list[str | None]],
-) -> tuple[PyTree, PyTree]:
-    """Run one step of transforms that need whole matrices. Return this rank's updates and the next state.
-
-    All ranks call this together. Buckets are computed one after another: while one is computed, the matrices of the
-    next are gathered, and the results of the previous one are scattered.
-
-    Args:
-        plan: the owners of the matrices, and the buckets in which they are sent.
-        run: the transforms as pairs (name, transform).
-        tx: the same transforms as one transform.
-        layout: the shards of each rank.
-        call: this rank's arguments of `update`, with local tensors.
-        store: keeps the state between steps.
-        find_parameters: returns, for each leaf of the state, the name of its parameter or None. It is called only if
-            the state is divided into buckets.
-    """
-    updates, state, params, donate, extras = call
-    leaves, treedef = tree.flatten(updates)
-    names = tree.names(updates)
-    local_updates = dict(zip(names, leaves, strict=True))
-    local_params: dict[str, Any] | None = None
-    if params is not None and _reads_params(run):
-        local_params = dict(zip(names, tree.leaves(params), strict=True))
-    buckets = buckets_of(plan, local_updates)
-    bucketed_state: BucketedState | None = None  # None: the only bucket takes the whole state
-    if len(buckets) > 1 or store != IN_MEMORY:
-        device = device_of(updates, params)
-        names_of_bucket = [[local.shard.name for local in bucket.transfers if local.computes] for bucket in buckets]
-        bucketed_state = BucketedState(store, device, state, find_parameters(), names_of_bucket, donate)
-
-    def start_gathers(bucket: Bucket) -> list[_Gather]:
-        """Start to gather the updates and, if the transforms read them, the parameters."""
-        gathers = [_Gather(plan, layout, bucket, local_updates)]
-        if local_params is not None:
-            gathers.append(_Gather(plan, layout, bucket, local_params, as_params=True))
-        return gathers
-
-    def as_tree(values: Mapping[str, Tensor]) -> PyTree:
-        """Return a tree like the updates, with None for each name that is not in `values`."""
-        return tree.unflatten(treedef, [values.get(name) for name in names])
-
-    def compute(index: int, inputs: list[PyTree], *, may_write: bool) -> dict[str, Tensor | None]:
-        """Run the transforms on the gathered matrices of a bucket. Return the results by parameter name.
-
-        `inputs` has the trees of the gathered updates and, if they are read, of the gathered parameters. The list is
-        emptied. With `may_write`, the transforms may overwrite the updates.
-        """
-        nonlocal state
-        gathered_updates = inputs[0]
-        gathered_params = inputs[1] if len(inputs) > 1 else None
-        inputs.clear()  # so that the transforms may free them
-        if bucketed_state is None:
-            donation = Donation(may_write, donate.state)
-            out, state = tx.run(gathered_updates, state, gathered_params, donate=donation, **extras)
+    def _init(self, params: PyTree) -> PyTree:
+        """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
+        local_params = dict(tree.named_leaves(params))
+        matrices: dict[str, Tensor] = {}
+        if self.reads_params and tree.device_of(params).type != "meta":
+            for bucket in self.plan.local_buckets(local_params):
+                matrices.update(_Gather(self, bucket, local_params, as_params=True).wait())
         else:
-            out = bucketed_state.run(index, tx.run, gathered_updates, gathered_params, extras, may_write=may_write)
-        return dict(zip(names, tree.leaves(out), strict=True))
+            for shard in self.plan.shards:
+                like = local_params[shard.name]
+                if shard.owner in (None, self.layout.rank) and like is not None:
+                    # `init` has declared that it does not read these values; if it does, the state becomes NaN.
+                    nan = torch.full((), math.nan, dtype=like.dtype, device=like.device)
+                    matrices[shard.name] = nan.expand(shard.shape)
+        gathered = tree.unflatten(tree.flatten(params)[1], map(matrices.get, local_params))
+        return self._with_missing_leaves(self.tx.functions.init(gathered), params)
 
-    updated_shards: dict[str, Tensor] = {}
-    for name, leaf in local_updates.items():
-        if leaf is not None and not leaf.numel():  # this rank has no elements of it, so nothing is written to it
-            updated_shards[name] = leaf
-    gathers = start_gathers(buckets[0])
-    finish_scatter: Callable[[], None] = _do_nothing
-    with bucketed_state or nullcontext():
-        for index, bucket in enumerate(buckets):
-            may_write = donate.updates or gathers[0].is_in_new_memory
-            inputs = [as_tree(gather.wait()) for gather in gathers]
-            gathers.clear()
-            if index + 1 < len(buckets):
-                gathers = start_gathers(buckets[index + 1])
-            results = compute(index, inputs, may_write=may_write)
-            finish_scatter()  # of the last bucket: first, so that this bucket's results reuse its memory
-            finish_scatter = _scatter(plan, layout, bucket, results, local_updates, updated_shards)
-            del results
-    finish_scatter()
-    if bucketed_state is not None:
-        state = bucketed_state.end()
-    return as_tree({name: updated_shards[name] for name, leaf in local_updates.items() if leaf is not None}), state
+    def _with_missing_leaves(self, state: PyTree, params: PyTree) -> PyTree:
+        """Add a leaf None to a state for each parameter whose matrices this rank does not hold.
+
+        All ranks must have the same structure, but `init` may leave out a parameter that is None. The full structure
+        is the one of `init` on meta tensors of all parameters.
+        """
+        shapes = {shard.name: shard.shape for shard in self.plan.shards}
+
+        def blank(name: str, leaf: Tensor) -> Tensor:
+            shape = shapes.get(name, self.plan.specs[name].shape)
+            return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+        with warnings.catch_warnings():  # the first `init` has already warned
+            warnings.simplefilter("ignore")
+            full_state = self.tx.functions.init(map_named(blank, params))
+        full_treedef = tree.flatten(full_state)[1]
+        if full_treedef == tree.flatten(state)[1]:
+            return state
+        leaf_at = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
+        return tree.unflatten(full_treedef, map(leaf_at.get, tree.paths(full_state)))
+
+    def update(self, call: Arguments, find_parameters: Callable[[], list[str | None]]) -> tuple[PyTree, PyTree]:
+        """Run one step. Return this rank's updates and the next state. All ranks call this together.
+
+        Args:
+            call: this rank's arguments of `update`, with local tensors.
+            find_parameters: returns, for each leaf of the state, the name of its parameter or None. It is called only
+                if the state is divided into buckets.
+        """
+        leaves, treedef = tree.flatten(call.updates)
+        local_updates = dict(zip(tree.names(call.updates), leaves, strict=True))
+        local_params: dict[str, Any] | None = None
+        if call.params is not None and self.reads_params:
+            local_params = dict(tree.named_leaves(call.params))
+        buckets = self.plan.local_buckets(local_updates)
+        bucketed_state: BucketedState | None = None
+        if len(buckets) > 1 or self.store != IN_MEMORY:
+            device = device_of(call.updates, call.params)
+            names = [bucket.computed_names for bucket in buckets]
+            bucketed_state = BucketedState(self.store, device, call.state, find_parameters(), names, call.donate)
+        return _Step(self, call, treedef, local_updates, local_params, buckets, bucketed_state).run()
 
 
-def _do_nothing() -> None: ...
+class _Gathers(NamedTuple):
+    """The messages with which the matrices of one bucket are gathered."""
+
+    updates: _Gather
+    params: _Gather | None
+    """None if the transforms do not read parameters."""
+
+
+@dataclass(eq=False)
+class _Step:
+    """One step of a matrix stage.
+
+    Buckets are computed one after another: while one is computed, the matrices of the next are gathered, and the
+    results of the previous one are scattered.
+    """
+
+    stage: MatrixStage
+    call: Arguments
+    treedef: tree.Structure
+    """The structure of the updates."""
+    local_updates: dict[str, Any]
+    """This rank's shards of the updates, by parameter name."""
+    local_params: dict[str, Any] | None
+    """This rank's shards of the parameters, by name; None if the transforms do not read them."""
+    buckets: list[Bucket]
+    bucketed_state: BucketedState | None
+    """Loads and stores the state of each bucket; None if the only bucket takes the whole state."""
+
+    def run(self) -> tuple[PyTree, PyTree]:
+        """Gather, compute and scatter all buckets. Return this rank's updates and the next state."""
+        state = self.call.state
+        updated_shards: dict[str, Tensor] = {}
+        for name, leaf in self.local_updates.items():
+            if leaf is not None and not leaf.numel():  # this rank has no elements of it, so nothing is written to it
+                updated_shards[name] = leaf
+        gathers = self._start_gathers(self.buckets[0])
+        previous_scatter: _Scatter | None = None
+        with self.bucketed_state or nullcontext():
+            for index, bucket in enumerate(self.buckets):
+                may_write = self.call.donate.updates or gathers.updates.is_in_new_memory
+                updates = self._as_tree(gathers.updates.wait())
+                params: PyTree = None
+                if gathers.params is not None:
+                    params = self._as_tree(gathers.params.wait())
+                if index + 1 < len(self.buckets):
+                    gathers = self._start_gathers(self.buckets[index + 1])
+                out, state = self._compute(index, updates, params, state, may_write=may_write)
+                del updates, params  # free the gathered matrices
+                results = dict(zip(self.local_updates, tree.leaves(out), strict=True))
+                if previous_scatter is not None:  # complete it first, so that this bucket's results reuse its memory
+                    previous_scatter.wait()
+                previous_scatter = _Scatter(self.stage, bucket, results, self.local_updates, updated_shards)
+                del out, results
+        if previous_scatter is not None:
+            previous_scatter.wait()
+        if self.bucketed_state is not None:
+            state = self.bucketed_state.end()
+        updates = {name: updated_shards[name] for name, leaf in self.local_updates.items() if leaf is not None}
+        return self._as_tree(updates), state
+
+    def _start_gathers(self, bucket: Bucket) -> _Gathers:
+        """Start to gather the updates of a bucket and, if the transforms read them, the parameters."""
+        updates = _Gather(self.stage, bucket, self.local_updates)
+        if self.local_params is None:
+            return _Gathers(updates, None)
+        return _Gathers(updates, _Gather(self.stage, bucket, self.local_params, as_params=True))
+
+    def _as_tree(self, values: Mapping[str, Tensor]) -> PyTree:
+        """Return a tree like the updates, with None for each name that is not in `values`."""
+        return tree.unflatten(self.treedef, map(values.get, self.local_updates))
+
+    def _compute(
+        self, index: int, updates: PyTree, params: PyTree, state: PyTree, *, may_write: bool
+    ) -> tuple[PyTree, PyTree]:
+        """Run the transforms on the gathered matrices of a bucket. Return the results and the next state.
+
+        With `may_write`, the transforms may overwrite the updates.
+        """
+        run = self.stage.tx.run
+        extras = self.call.extras
+        if self.bucketed_state is None:
+            return run(updates, state, params, donate=Donation(may_write, self.call.donate.state), **extras)
+        return self.bucketed_state.run(index, run, updates, params, extras, may_write=may_write), state
 
 
 class _Gather:
@@ -222,66 +248,74 @@ class _Gather:
     """
 
     def __init__(
-        self,
-        plan: RunPlan,
-        layout: ShardTable,
-        bucket: Bucket,
-        local_shards: Mapping[str, Any],
-        *,
-        as_params: bool = False,
+        self, stage: MatrixStage, bucket: Bucket, local_shards: Mapping[str, Any], *, as_params: bool = False
     ) -> None:
         """Start to send this rank's boxes to the owners. Without gathered matrices, there are no messages."""
-        self._plan = plan
+        self._plan = stage.plan
+        self._layout = stage.layout
         self._bucket = bucket
         self._local_shards = local_shards
         self._as_params = as_params
-        self._size = layout.size
         self._matrices: dict[str, Tensor] = {}
+        """The matrices that this rank computes, by parameter name. `wait` adds those that are received."""
         for local in bucket.already_local:
             self._matrices[local.shard.name] = _local_matrices(local, local_shards[local.shard.name])
         self.is_in_new_memory = not self._matrices
         """True if no gathered matrix is a view of a local shard, so that all of them may be overwritten."""
         self._exchange: Exchange | None = None
         if bucket.gathered:  # equal on all ranks, so all or none of them start the exchange
-            device = local_shards[bucket.gathered[0]].device
-            outgoing: list[list[Tensor]] = []
-            for views in bucket.outgoing:
-                outgoing.append([view.of(local_shards[name]) for name, view in views])
-            dtypes = {local_shards[name].dtype for name in bucket.gathered}
-            wire = _common_dtype(map(self._wire_dtype, dtypes))
-            what = "gathering matrices"
-            self._exchange = Exchange(layout, outgoing, bucket.expected, dtype=wire, device=device, what=what)
+            self._exchange = self._start_exchange()
+
+    def _start_exchange(self) -> Exchange:
+        """Send the boxes of this rank's shards that other ranks need."""
+        outgoing = lists_by_rank(self._layout)
+        for rank, boxes in enumerate(self._bucket.outgoing):
+            for name, view in boxes:
+                outgoing[rank].append(view.of(self._local_shards[name]))
+        dtypes: set[torch.dtype] = set()
+        for local in self._bucket.gathered:
+            dtypes.add(self._local_shards[local.shard.name].dtype)
+        wire = _common_dtype(map(self._wire_dtype, dtypes))
+        device = self._local_shards[self._bucket.gathered[0].shard.name].device
+        what = "gathering matrices"
+        return Exchange(self._layout, outgoing, self._bucket.expected, dtype=wire, device=device, what=what)
 
     def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which shards of a dtype are sent: parameters in their own, updates perhaps rounded."""
         if self._as_params:
             return dtype
-        return self._plan.wire_dtypes(dtype)[0]
+        return self._plan.wire_dtypes(dtype).updates
 
     def wait(self) -> dict[str, Tensor]:
         """Wait for the messages. Return the matrices that this rank computes, by parameter name."""
-        if self._exchange is None:
-            return self._matrices
-        # By parameter name, the boxes of the gathered matrices, in the order of the transfers: the targets of messages.
-        views_of: dict[str, list[Tensor]] = {}
+        if self._exchange is not None:
+            self._exchange.wait(self._allocate_incoming())
+        matrices = self._matrices
+        self._matrices = {}  # the caller alone keeps them alive
+        return matrices
+
+    def _allocate_incoming(self) -> list[list[Tensor]]:
+        """Allocate the gathered matrices. Return, for each rank, the boxes of them that it sends."""
+        boxes_of: dict[str, list[Sequence[Tensor]]] = {}
         for group in self._bucket.received_groups:
             by_dtype: dict[torch.dtype, list[LocalTransfers]] = {}
             for local in group:
                 by_dtype.setdefault(self._local_shards[local.shard.name].dtype, []).append(local)
             for dtype, members in by_dtype.items():
-                self._allocate(members, dtype, views_of)
-        incoming: list[list[Tensor]] = [[] for _ in range(self._size)]
+                self._allocate(members, dtype, boxes_of)
+        # The messages of a rank have the boxes in the order of the matrices, and for each in the order of transfers.
+        incoming = lists_by_rank(self._layout)
         for local in self._bucket.received:
-            views = iter(views_of[local.shard.name])
-            for transfer, views_of_transfer in local.transfers:
-                incoming[transfer.sender] += itertools.islice(views, len(views_of_transfer))
-        self._exchange.wait(incoming)
-        return self._matrices
+            for (transfer, _), boxes in zip(local.transfers, boxes_of[local.shard.name], strict=True):
+                incoming[transfer.sender] += boxes
+        return incoming
 
-    def _allocate(self, members: list[LocalTransfers], dtype: torch.dtype, views_of: dict[str, list[Tensor]]) -> None:
+    def _allocate(
+        self, members: list[LocalTransfers], dtype: torch.dtype, boxes_of: dict[str, list[Sequence[Tensor]]]
+    ) -> None:
         """Allocate the gathered stack of matrix shards of one shape, whose boxes are at the same positions.
 
-        Write the views of the boxes to `views_of`, by parameter name.
+        Write to `boxes_of`, by parameter name, the boxes of each transfer as views of the stack.
         """
         # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
         if len(self._plan.run) == 1:
@@ -292,12 +326,12 @@ class _Gather:
         stack = torch.empty((len(members), *shard.shape), dtype=dtype, device=device)
         self._matrices.update(zip(names, stack.unbind(), strict=True))
         for name in names:
-            views_of[name] = []
+            boxes_of[name] = []
         shards = stack if shard.shape == shard.whole else stack.flatten(1)
         for _, views in members[0].transfers:
-            for view in views:
-                for name, box in zip(names, view.of_each(shards), strict=True):
-                    views_of[name].append(box)
+            boxes_of_views = [view.of_each(shards) for view in views]
+            for name, boxes in zip(names, zip(*boxes_of_views, strict=True), strict=True):
+                boxes_of[name].append(boxes)
 
 
 def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -323,67 +357,74 @@ def _local_matrices(local: LocalTransfers, local_shard: Tensor) -> Tensor:
     return matrices
 
 
-def _scatter(
-    plan: RunPlan,
-    layout: ShardTable,
-    bucket: Bucket,
-    results: Mapping[str, Tensor | None],
-    local_updates: Mapping[str, Any],
-    updated_shards: dict[str, Tensor],
-) -> Callable[[], None]:
-    """Start to send results back. Return a function that waits until this rank has its shards of them.
+class _Scatter:
+    """Sends the results of a bucket to the ranks that hold them. Creating it starts the messages.
 
-    `results` has the matrices that this rank computed, by parameter name. Shards are written to `updated_shards`.
+    `results` has the matrices that this rank computed, by parameter name. This rank's shards of all results are written
+    to `updated_shards`; `wait` completes those that other ranks send.
     """
-    for local in bucket.stored:
-        result = results[local.shard.name]
-        if result is not None:
-            _store_result(local, result, local_updates[local.shard.name], updated_shards)
-    if not bucket.returned:
-        return _do_nothing
-    outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-    incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
-    for local in bucket.returned:
-        shard = local.shard
-        assert shard.owner is not None
-        result = results[shard.name]
-        if local.computes and result is not None:
-            shard_of_result = shard.as_shard(result)
-            for transfer, views in local.transfers:
-                boxes = [view.of(shard_of_result) for view in views]
-                for rank in transfer.ranks:
-                    outgoing[rank] += boxes
-        incoming[shard.owner] += _result_views(local, local_updates[shard.name], updated_shards)
-    first = local_updates[bucket.returned[0].shard.name]
-    dtypes = {local_updates[local.shard.name].dtype for local in bucket.returned}
-    wire = _common_dtype(plan.wire_dtypes(dtype)[1] for dtype in dtypes)
-    what = "returning matrices"
-    exchange = Exchange(layout, outgoing, bucket.expected_results, dtype=wire, device=first.device, what=what)
-    return lambda: exchange.wait(incoming)
 
+    def __init__(
+        self,
+        stage: MatrixStage,
+        bucket: Bucket,
+        results: Mapping[str, Tensor | None],
+        local_updates: Mapping[str, Any],
+        updated_shards: dict[str, Tensor],
+    ) -> None:
+        """Store the results that no other rank needs, and start to send the others."""
+        self._local_updates = local_updates
+        self._updated_shards = updated_shards
+        for local in bucket.stored:
+            result = results[local.shard.name]
+            if result is not None:
+                self._store(local, result)
+        self._exchange: Exchange | None = None
+        self._incoming = lists_by_rank(stage.layout)
+        if not bucket.returned:  # equal on all ranks, so all or none of them start the exchange
+            return
+        outgoing = lists_by_rank(stage.layout)
+        dtypes: set[torch.dtype] = set()
+        for local in bucket.returned:
+            shard = local.shard
+            self._incoming[shard.the_owner] += self._boxes(local)
+            dtypes.add(local_updates[shard.name].dtype)
+            result = results[shard.name]
+            if local.computes and result is not None:
+                for transfer, views in local.transfers:
+                    boxes = boxes_in(shard.as_shard(result), views)
+                    for rank in transfer.ranks:
+                        outgoing[rank] += boxes
+        wire = _common_dtype(stage.plan.wire_dtypes(dtype).results for dtype in dtypes)
+        device = local_updates[bucket.returned[0].shard.name].device
+        what = "returning matrices"
+        self._exchange = Exchange(stage.layout, outgoing, bucket.expected_results, dtype=wire, device=device, what=what)
 
-def _store_result(
-    local: LocalTransfers, result: Tensor, local_update: Tensor, updated_shards: dict[str, Tensor]
-) -> None:
-    """Write a result that no other rank needs to `updated_shards`."""
-    if not local.is_same_shard:
-        shard_of_result = local.shard.as_shard(result)
-        boxes = [view.of(shard_of_result) for view in local.matrix_views]
-        copied(boxes, _result_views(local, local_update, updated_shards))
-        return
-    update = result.reshape(local_update.shape).to(local_update.dtype)
-    # An unchanged update stays the same tensor object, so that callers do not treat it as new and writable.
-    is_unchanged = update.data_ptr() == local_update.data_ptr() and update.stride() == local_update.stride()
-    if is_unchanged and local_update.numel():
-        update = local_update
-    updated_shards[local.shard.name] = update
+    def wait(self) -> None:
+        """Wait until this rank has its shards of all results of the bucket."""
+        if self._exchange is not None:
+            self._exchange.wait(self._incoming)
 
+    def _store(self, local: LocalTransfers, result: Tensor) -> None:
+        """Write a result that no other rank needs to the updated shards."""
+        if not local.is_same_shard:
+            boxes = boxes_in(local.shard.as_shard(result), local.matrix_views)
+            copied(boxes, self._boxes(local))
+            return
+        local_update = self._local_updates[local.shard.name]
+        update = result.reshape(local_update.shape).to(local_update.dtype)
+        # An unchanged update stays the same tensor object, so that callers do not treat it as new and writable.
+        is_unchanged = update.data_ptr() == local_update.data_ptr() and update.stride() == local_update.stride()
+        if is_unchanged and local_update.numel():
+            update = local_update
+        self._updated_shards[local.shard.name] = update
 
-def _result_views(local: LocalTransfers, local_update: Tensor, updated_shards: dict[str, Tensor]) -> list[Tensor]:
-    """Return the boxes of an updated shard that come from one matrix shard. Allocate the updated shard if needed."""
-    if not local.local_views:
-        return []
-    name = local.shard.name
-    if name not in updated_shards:
-        updated_shards[name] = torch.empty_like(local_update, memory_format=torch.contiguous_format)
-    return [view.of(updated_shards[name]) for view in local.local_views]
+    def _boxes(self, local: LocalTransfers) -> list[Tensor]:
+        """Return the boxes of an updated shard that come from one matrix shard. Allocate the shard if needed."""
+        if not local.local_views:
+            return []
+        name = local.shard.name
+        if name not in self._updated_shards:
+            like = self._local_updates[name]
+            self._updated_shards[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
+        return boxes_in(self._updated_shards[name], local.local_views)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -35,40 +35,81 @@ def group_of_meshes(ranks_of: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.Proc
     return group
 
 
-def cuts_on_several_meshes(
+class CutsOnMeshes(NamedTuple):
+    """How DTensors are partitioned over all ranks."""
+
+    cuts: dict[str, Cut]
+    """The partition of each parameter, by name."""
+    on_several_meshes: tuple[str, ...]
+    """The names of the parameters that have different meshes on different ranks."""
+
+
+def cuts_on_meshes(
+    specs: Mapping[str, Spec],
+    dtensors: Mapping[str, DTensorSpec],
+    ranks_of: Mapping[DeviceMesh, tuple[int, ...]],
+    group: dist.ProcessGroup,
+) -> CutsOnMeshes:
+    """Return the partition of each parameter. If the meshes have different ranks, all ranks call this together."""
+    ranks = dist.get_process_group_ranks(group)
+    coordinates_on = {mesh: MeshCoordinates.of(mesh, ranks) for mesh in ranks_of}
+    if len(set(ranks_of.values())) > 1:
+        on_several_meshes = _cuts_on_several_meshes(specs, dtensors, ranks_of, coordinates_on, group)
+        if on_several_meshes is not None:
+            return on_several_meshes
+    return CutsOnMeshes(cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks)), ())
+
+
+class _MeshOnRank(NamedTuple):
+    """The description of one mesh that a rank sends to the others."""
+
+    ranks: str
+    """The digest of the ranks on the mesh."""
+    coordinates: tuple[int, ...] | None
+    """The coordinates of the sending rank on the mesh."""
+
+
+class _Message(NamedTuple):
+    """The description of its parameters and meshes that a rank sends to the others."""
+
+    facts: str
+    """The digest of the parameters, of their placements, and of the shapes of the meshes."""
+    meshes: list[_MeshOnRank]
+
+
+def _cuts_on_several_meshes(
     specs: Mapping[str, Spec],
     dtensors: Mapping[str, DTensorSpec],
     ranks_of: Mapping[DeviceMesh, tuple[int, ...]],
     coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
     group: dist.ProcessGroup,
-) -> tuple[dict[str, Cut], tuple[str, ...]] | None:
-    """Return each parameter's partition by name, when ranks may have different device meshes for it.
+) -> CutsOnMeshes | None:
+    """Return each parameter's partition, when ranks may have different meshes for it.
 
-    Also return the names of the parameters whose meshes differ between ranks. Return None if anything else differs.
+    The first mesh of a rank takes the place of the first meshes of the others, and so on. Return None if anything but
+    the ranks on these meshes differs between ranks.
     """
-    rank = dist.get_rank(group)
-    number_of = {mesh: number for number, mesh in enumerate(ranks_of)}
-    parameters: list[object] = []
+    all_meshes = list(ranks_of)
+    facts: list[object] = []  # they must be equal on all ranks
     for name, spec in specs.items():
-        dtensor = dtensors.get(name)
-        placed = None if dtensor is None else (number_of[dtensor.mesh], dtensor.placements)
-        parameters.append((name, spec, placed))
-    shapes: list[tuple[int, ...]] = []
-    meshes: list[tuple[str, tuple[int, ...] | None]] = []  # of each mesh, a digest of its ranks, and our coordinates
+        facts.append((name, spec))
+        if name in dtensors:
+            facts.append((all_meshes.index(dtensors[name].mesh), dtensors[name].placements))
+    meshes: list[_MeshOnRank] = []
     for mesh, ranks in ranks_of.items():
-        shapes.append(coordinates_on[mesh].shape)
-        meshes.append((digest(ranks), coordinates_on[mesh].coordinates[rank]))
+        facts.append(coordinates_on[mesh].shape)
+        meshes.append(_MeshOnRank(digest(ranks), coordinates_on[mesh].coordinates[dist.get_rank(group)]))
     wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
-    message = digest((parameters, shapes)), meshes
-    messages = all_objects(message, group, "finding out who holds what")
-    if len({parameters_digest for parameters_digest, _ in messages}) > 1:
+    messages: list[_Message] = all_objects(_Message(digest(facts), meshes), group, "finding out who holds what")
+    if any(message.facts != messages[0].facts for message in messages):
         return None
     coordinates_of_all: dict[DeviceMesh, MeshCoordinates] = {}
     different_meshes: set[DeviceMesh] = set()
     for number, mesh in enumerate(ranks_of):
-        of_ranks = [meshes_of_rank[number] for _, meshes_of_rank in messages]
-        coordinates_of_all[mesh] = MeshCoordinates(shapes[number], [coordinates for _, coordinates in of_ranks])
-        if len({ranks_digest for ranks_digest, _ in of_ranks}) > 1:
+        meshes_of_ranks = [message.meshes[number] for message in messages]
+        coordinates = [on_rank.coordinates for on_rank in meshes_of_ranks]
+        coordinates_of_all[mesh] = MeshCoordinates(coordinates_on[mesh].shape, coordinates)
+        if any(on_rank.ranks != meshes_of_ranks[0].ranks for on_rank in meshes_of_ranks):
             different_meshes.add(mesh)
-    on_several_meshes = [name for name, dtensor in dtensors.items() if dtensor.mesh in different_meshes]
-    return cuts_of_dtensors(specs, dtensors, coordinates_of_all, len(messages)), tuple(on_several_meshes)
+    cuts = cuts_of_dtensors(specs, dtensors, coordinates_of_all, len(messages))
+    return CutsOnMeshes(cuts, tuple([name for name in dtensors if dtensors[name].mesh in different_meshes]))

@@ -50,7 +50,7 @@ class Exchange:
         self._rank = layout.rank
         self._buffers = layout.buffers
         self._own_tensors = list(outgoing[layout.rank])
-        send_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+        send_sizes = list(map(_numel, outgoing))
         send_sizes[layout.rank] = 0
         receive_sizes = list(expected)
         receive_sizes[layout.rank] = 0
@@ -101,6 +101,11 @@ class Exchange:
         del self._receive_buffer
 
 
+def lists_by_rank(layout: ShardTable) -> list[list[Tensor]]:
+    """Return an empty list for each rank, to be filled with the tensors to send to it, or to receive from it."""
+    return [[] for _ in range(layout.size)]
+
+
 def exchange(
     layout: ShardTable,
     outgoing: Sequence[Sequence[Tensor]],
@@ -112,11 +117,14 @@ def exchange(
 
     Messages are sent in the dtype of `wire`, on its device. `what` names the operation in errors.
     """
-    expected: list[int] = []
-    for tensors in incoming:
-        expected.append(sum(tensor.numel() for tensor in tensors))
+    expected = list(map(_numel, incoming))
     messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what=what)
     messages.wait(incoming)
+
+
+def _numel(tensors: Sequence[Tensor]) -> int:
+    """Return the number of elements of some tensors together."""
+    return sum(map(Tensor.numel, tensors))
 
 
 def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -147,12 +155,14 @@ def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
 
 def _split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Split a 1-d buffer into consecutive tensors of the given shapes, as views."""
-    # Neighbours of one shape are unbound from a stack in one call, which is faster than a view for each.
-    stack_shapes = [(len([*neighbours]), *shape) for shape, neighbours in groupby(shapes)]
-    blocks = buffer.split([prod(stack_shape) for stack_shape in stack_shapes])
     views: list[Tensor] = []
-    for block, stack_shape in zip(blocks, stack_shapes, strict=True):
-        views += block.view(stack_shape).unbind()
+    start = 0
+    for shape, neighbours in groupby(shapes):
+        # Neighbours of one shape are unbound from a stack in one call, which is faster than a view for each.
+        count = len(list(neighbours))
+        end = start + count * prod(shape)
+        views += buffer[start:end].view(count, *shape).unbind()
+        start = end
     return views
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx.sharding.communication.agree import UNPLACED, LeafAgreement, dtype_of
-from muonfx.sharding.communication.replicas import send_copies
+from muonfx.sharding.communication.replicas import Send, send_copies
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import is_dtensor, is_placed_like, local_of
@@ -50,11 +50,11 @@ def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
 
 def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, is_present: Sequence[bool]) -> None:
     """Send a gradient to the ranks that had none, from a rank that holds the same shard and had one."""
-    sends: list[tuple[Tensor, int, list[int]]] = []
+    sends: list[Send] = []
     for ranks in layout.holders(name).values():
         present = [rank for rank in ranks if is_present[rank]]
         absent = [rank for rank in ranks if not is_present[rank]]
         if present and absent:
-            sends.append((gradient, present[0], absent))
+            sends.append(Send(gradient, present[0], absent))
     if sends:
-        send_copies(sends, gradient, layout, "sharing a gradient")
+        send_copies(sends, layout, "sharing a gradient")

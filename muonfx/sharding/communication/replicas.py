@@ -7,7 +7,7 @@ probability of about 2^-32. Bits are compared: 0.0 and -0.0 differ, and so do tw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,16 +17,16 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.arguments import plain_arguments
+from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.communication.agree import agree, agree_on_leaves, warn_together
+from muonfx.sharding.communication.agree import NO_VALUE, agree, agree_on_leaves, warn_together
 from muonfx.sharding.communication.collectives import BUCKET, in_buckets
 from muonfx.sharding.communication.differences import listed
-from muonfx.sharding.communication.messages import all_objects, collective, copied, exchange
-from muonfx.sharding.digests import LARGE, checksum, words
+from muonfx.sharding.communication.messages import all_objects, collective, copied, exchange, lists_by_rank
+from muonfx.sharding.digests import checksum
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import local_of
-from muonfx.sharding.shards.local_leaves import local_leaves, outside_transforms
+from muonfx.sharding.shards.dtensors import local_leaves, local_of, transform_problem
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
@@ -136,58 +136,62 @@ def _find_difference(
         if problem is not None:
             raise problem
         return None
-    all_groups: dict[tuple[int, ...], None] = {}  # in the same order on all ranks
+    leaves_of_groups: dict[tuple[int, ...], list[_Leaf]] = {}  # in the same order on all ranks
     for leaf in leaves:
-        all_groups.update(dict.fromkeys([tuple(ranks) for ranks in leaf.groups if len(ranks) > 1]))
-    if not all_groups and not may_fail:
+        for ranks in leaf.groups:
+            if len(ranks) > 1:
+                leaves_of_groups.setdefault(tuple(ranks), []).append(leaf)
+    if not leaves_of_groups and not may_fail:
         return None
+    # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
+    compared: list[object] = [NO_VALUE] * len(leaves_of_groups)
     checksum_of: dict[str, int] = {}
     if problem is None:
         checksum_of = _checksums([leaf for leaf in leaves if any(layout.rank in ranks for ranks in leaf.groups)])
-    # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
-    numbers: list[int] = []
-    for ranks in all_groups:
-        if layout.rank not in ranks or problem is not None:
-            numbers += [0, 0]
-            continue
-        checksums = [checksum_of[leaf.name] for leaf in leaves if ranks in map(tuple, leaf.groups)]
-        (word,) = words(checksums, 1)
-        numbers += [word, LARGE - word]
-    maxima = agree(what, group, problem, numbers=numbers).numbers
-    for largest, complement in zip(maxima[::2], maxima[1::2], strict=True):
-        if largest != LARGE - complement:
-            return _first_difference(leaves, all_objects(checksum_of, group, what))
-    return None
+        for index, (ranks, leaves_of_group) in enumerate(leaves_of_groups.items()):
+            if layout.rank in ranks:
+                compared[index] = [checksum_of[leaf.name] for leaf in leaves_of_group]
+    agreement = agree(what, group, problem, compared=compared or [""])  # at least 44 bytes, as every call
+    if all(agreement.are_equal):
+        return None
+    return _first_difference(leaves, all_objects(checksum_of, group, what))
 
 
 def _first_difference(leaves: Sequence[_Leaf], checksums_of_rank: Sequence[Mapping[str, int]]) -> _Difference | None:
     """Compare the checksums of all ranks. Return the first leaf that differs, and how many other leaves do."""
     differences: list[_Difference] = []
     for leaf in leaves:
-        for first, *replicas in leaf.groups:
-            expected = checksums_of_rank[first][leaf.name]
-            different = [rank for rank in replicas if checksums_of_rank[rank][leaf.name] != expected]
-            if different:
-                differences.append(
-                    _Difference(leaf.name, f"has other values on {listed(different)} than on rank {first}")
-                )
-                break
-    if len(differences) < 2:
-        return differences[0] if differences else None
+        different = _ranks_that_differ(leaf, checksums_of_rank)
+        if different is not None:
+            differences.append(_Difference(leaf.name, different))
+    if not differences:
+        return None
     name, ranks = differences[0]
-    return _Difference(name, f"{ranks} (and {len(differences) - 1} other leaves differ)")
+    if len(differences) > 1:
+        ranks = f"{ranks} (and {len(differences) - 1} other leaves differ)"
+    return _Difference(name, ranks)
+
+
+def _ranks_that_differ(leaf: _Leaf, checksums_of_rank: Sequence[Mapping[str, int]]) -> str | None:
+    """Return which replicas of a leaf differ, such as "has other values on rank 1 than on rank 0"; None if none do."""
+    for first, *replicas in leaf.groups:
+        expected = checksums_of_rank[first][leaf.name]
+        different = [rank for rank in replicas if checksums_of_rank[rank][leaf.name] != expected]
+        if different:
+            return f"has other values on {listed(different)} than on rank {first}"
+    return None
 
 
 def _checksums(leaves: Sequence[_Leaf]) -> dict[str, int]:
     """Return a dict from name to the checksum of each leaf, and 0 for None. It syncs once for each device."""
-    checksum_of = {leaf.name: 0 for leaf in leaves}
-    sums_on: dict[torch.device, dict[str, Tensor]] = {}
+    checksum_of = dict.fromkeys([leaf.name for leaf in leaves], 0)
+    checksums_on: dict[torch.device, dict[str, Tensor]] = {}
     for name, value, _ in leaves:
         if value is not None and not value.is_meta:
-            sums_on.setdefault(value.device, {})[name] = checksum(value)
-    for sum_of in sums_on.values():
-        numbers = torch.stack(list(sum_of.values())).tolist()
-        checksum_of.update(zip(sum_of, numbers, strict=True))
+            checksums_on.setdefault(value.device, {})[name] = checksum(value)
+    for checksums in checksums_on.values():
+        numbers = torch.stack([*checksums.values()]).tolist()
+        checksum_of.update(zip(checksums, numbers, strict=True))
     return checksum_of
 
 
@@ -223,7 +227,8 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
     """
     leaves, treedef = tree.flatten(params)
     names = tree.names(params)
-    with outside_transforms("broadcast", params) as problem:
+    problem: Exception | None = transform_problem("broadcast", params)
+    with without_transforms():
         try:
             local_leaves(layout, names, leaves)
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
@@ -231,45 +236,50 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         agreement = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
         if layout.group is None or layout.size == 1:
             return params
-        replicated = [index for index, name in enumerate(names) if layout.cuts[name].copies]
-        for index in agreement.missing:
-            if index in replicated:  # equal on all ranks, so all of them raise
-                raise ShardingError(
-                    f"{names[index]!r} is None on some ranks, expected a tensor on all ranks that hold it"
-                )
-        local: dict[str, Tensor] = {}
-        for index in replicated:
+        on_all_ranks: dict[str, Tensor] = {}
+        on_some_ranks: dict[str, Tensor] = {}
+        for index, name in enumerate(names):
+            copies = layout.cuts[name].copies
+            if not copies:
+                continue
+            if index in agreement.missing:  # equal on all ranks, so all of them raise
+                raise ShardingError(f"{name!r} is None on some ranks, expected a tensor on all ranks that hold it")
             if leaves[index] is None:
                 continue
             if not donate:
                 leaves[index] = leaves[index].detach().clone()
-            local[names[index]] = local_of(leaves[index]).detach()
-        _broadcast_from_first_rank(local, layout, layout.group)
-        _send_from_first_holders(local, layout)
+            target = on_some_ranks
+            if len(copies[0]) == layout.size:
+                target = on_all_ranks
+            target[name] = local_of(leaves[index]).detach()
+        _broadcast_from_first_rank([*on_all_ranks.values()], layout.group)
+        _send_from_first_holders(on_some_ranks, layout)
         return tree.unflatten(treedef, leaves)
 
 
-def _is_on_all_ranks(layout: Layout, name: str) -> bool:
-    return len(layout.cuts[name].copies[0]) == layout.size
-
-
-def _broadcast_from_first_rank(local: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
-    """Overwrite the parameters that all ranks hold in full with the values of rank 0, bucket by bucket."""
-    tensors = [tensor for name, tensor in local.items() if _is_on_all_ranks(layout, name)]
+def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite tensors that all ranks hold with the values of rank 0, bucket by bucket."""
     for indices in in_buckets(tensors, BUCKET):
         targets = [tensors[index] for index in indices]
-        packed = torch.cat([target.reshape(-1) for target in targets])
+        packed = torch.cat([*map(Tensor.flatten, targets)])
         with collective("broadcasting parameters"):
             dist.broadcast(packed, dist.get_global_rank(group, 0), group=group)
-        received: list[Tensor] = []
-        for block, target in zip(packed.split([target.numel() for target in targets]), targets, strict=True):
-            received.append(block.view(target.shape))
-        copied(received, targets)
+        blocks = packed.split([*map(Tensor.numel, targets)])
+        copied([*map(Tensor.view_as, blocks, targets)], targets)
+
+
+class Send(NamedTuple):
+    """A tensor that one rank copies to others."""
+
+    tensor: Tensor
+    """The values on the sender. They are overwritten on the receivers."""
+    sender: int
+    receivers: Sequence[int]
 
 
 def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> None:
     """Overwrite shards that some ranks hold with the values of the lowest of these ranks, bucket by bucket."""
-    names = [name for name in local if not _is_on_all_ranks(layout, name)]
+    names = [*local]
     largest_group = 1
     wholes: list[Tensor] = []
     for name in names:
@@ -277,21 +287,21 @@ def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> Non
         wholes.append(torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta"))
     # A rank may send a tensor to all other ranks of a group, so a bucket is smaller than one of a broadcast.
     for indices in in_buckets(wholes, max(1, BUCKET // largest_group)):
-        sends: list[tuple[Tensor, int, list[int]]] = []
+        sends: list[Send] = []
         for index in indices:
-            name = names[index]
-            sends += [(local[name], first, others) for first, *others in layout.cuts[name].copies]
-        send_copies(sends, local[names[indices[0]]], layout, "broadcasting parameters")
+            for first, *others in layout.cuts[names[index]].copies:
+                sends.append(Send(local[names[index]], first, others))
+        send_copies(sends, layout, "broadcasting parameters")
 
 
-def send_copies(sends: Iterable[tuple[Tensor, int, Sequence[int]]], wire: Tensor, layout: Layout, what: str) -> None:
-    """Copy tensors between ranks in place. Each item of `sends` is (local tensor, sending rank, receiving ranks)."""
-    outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-    incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
+def send_copies(sends: Sequence[Send], layout: Layout, what: str) -> None:
+    """Copy tensors of one dtype between ranks in place. All ranks call this with the same senders and receivers."""
+    outgoing = lists_by_rank(layout)
+    incoming = lists_by_rank(layout)
     for tensor, sender, receivers in sends:
         if layout.rank == sender:
             for receiver in receivers:
                 outgoing[receiver].append(tensor)
         elif layout.rank in receivers:
             incoming[sender].append(tensor)
-    exchange(layout, outgoing, incoming, wire, what)
+    exchange(layout, outgoing, incoming, sends[0].tensor, what)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,40 +31,73 @@ _meetings: dict[tuple[str, str], int] = {}
 """How often the ranks of a group have met for a purpose: from (name of the group, purpose) to a number."""
 
 
+@dataclass(frozen=True)
+class _Meeting:
+    """The next meeting of the ranks of a group for a purpose, such as "checkpoint.save"."""
+
+    group: dist.ProcessGroup
+    purpose: str
+
+    @property
+    def store(self) -> dist.Store:
+        """The key-value store that the ranks share."""
+        return self.group.get_group_store()
+
+    @property
+    def prefix(self) -> str:
+        """The start of the keys of this meeting: "muonfx/checkpoint.save/2" after two meetings for this purpose."""
+        return f"muonfx/{self.purpose}/{_meetings.get((self.group.group_name, self.purpose), 0)}"
+
+    @property
+    def keys(self) -> list[str]:
+        """The key that each rank sets when it arrives, such as "muonfx/checkpoint.save/2/0" for rank 0."""
+        return [f"{self.prefix}/{rank}" for rank in range(dist.get_world_size(self.group))]
+
+    @property
+    def failure_key(self) -> str:
+        """The key of the text of an error, such as "muonfx/checkpoint.save/2/failed"."""
+        return f"{self.prefix}/failed"
+
+    def end(self) -> None:
+        """Record that this rank has met the others, so that the next meeting has other keys."""
+        key = self.group.group_name, self.purpose
+        _meetings[key] = _meetings.get(key, 0) + 1
+
+
 def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
     """Wait until every rank of a group has called this with the same `purpose`. After a timeout, name missing ranks.
 
-    Each rank sets a key of its own in the store of the group, such as "muonfx/checkpoint.save/2/0" on rank 0, and waits
-    for the keys of all ranks. The number 2 counts the meetings before this one, so no key is used twice. If a rank
-    called `report_failure` instead, its error is raised on all ranks.
+    Each rank sets a key of its own in the store of the group and waits for the keys of all ranks. If a rank called
+    `report_failure` instead, its error is raised on all ranks.
     """
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
-    keys = _keys(group, purpose)
-    failure_key = _failure_key(group, purpose)
-    own_key = keys[dist.get_rank(group)]
+    meeting = _Meeting(group, purpose)
+    own_key = meeting.keys[dist.get_rank(group)]
     with collective(purpose):
-        store = group.get_group_store()
-        store.set(own_key, "")
+        meeting.store.set(own_key, "")
         try:
-            _require_all(store, keys, _timeout(group), purpose)
+            _require_all(meeting, _timeout(group))
         except BaseException:  # also an interrupt: this rank no longer waits, and all can meet later
-            store.delete_key(own_key)
+            meeting.store.delete_key(own_key)
             raise
-        _count_meeting(group, purpose)
-        if store.check([failure_key]):
-            raise ShardingError(f"nothing was changed on any rank:\n{store.get(failure_key).decode()}")
+        failure_key = meeting.failure_key
+        meeting.end()
+        if meeting.store.check([failure_key]):
+            text = meeting.store.get(failure_key).decode()
+            raise ShardingError(f"nothing was changed on any rank:\n{text}")
 
 
 def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseException) -> None:
     """Let the ranks that wait in `wait_for_all`, or will, raise this rank's error at once. This rank does not wait."""
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
-    store = group.get_group_store()
-    store.set(_failure_key(group, purpose), f"rank {dist.get_rank(group)}: {type(problem).__name__}: {problem}")
-    for key in _keys(group, purpose):  # also the keys of other ranks, so that no rank waits for another that is late
-        store.set(key, "")
-    _count_meeting(group, purpose)
+    meeting = _Meeting(group, purpose)
+    text = f"rank {dist.get_rank(group)}: {type(problem).__name__}: {problem}"
+    meeting.store.set(meeting.failure_key, text)
+    for key in meeting.keys:  # also the keys of other ranks, so that no rank waits for another that is late
+        meeting.store.set(key, "")
+    meeting.end()
 
 
 @contextmanager
@@ -85,45 +119,25 @@ def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generato
         raise
 
 
-def _count_meeting(group: dist.ProcessGroup, purpose: str) -> None:
-    """Record that this rank has met the others, so that the next meeting has other keys."""
-    key = group.group_name, purpose
-    _meetings[key] = _meetings.get(key, 0) + 1
-
-
-def _prefix(group: dist.ProcessGroup, purpose: str) -> str:
-    """Return the start of the keys of the next meeting, such as "muonfx/checkpoint.save/2"."""
-    return f"muonfx/{purpose}/{_meetings.get((group.group_name, purpose), 0)}"
-
-
-def _keys(group: dist.ProcessGroup, purpose: str) -> list[str]:
-    """Return the key that each rank sets to meet the others, such as "muonfx/checkpoint.save/2/0" for rank 0."""
-    return [f"{_prefix(group, purpose)}/{rank}" for rank in range(dist.get_world_size(group))]
-
-
-def _failure_key(group: dist.ProcessGroup, purpose: str) -> str:
-    """Return the key of the text of an error, such as "muonfx/checkpoint.save/2/failed"."""
-    return f"{_prefix(group, purpose)}/failed"
-
-
-def _require_all(store: dist.Store, keys: list[str], timeout: timedelta, purpose: str) -> None:
+def _require_all(meeting: _Meeting, timeout: timedelta) -> None:
     """Wait until each rank has set its key. Warn after `PATIENCE`, and raise after the timeout."""
-    missing = _missing(store, keys, min(PATIENCE, timeout))
+    missing = _missing(meeting, min(PATIENCE, timeout))
     if missing and timeout > PATIENCE:
-        warnings.warn(f"{purpose} waits for {missing}: all ranks must call it together", stacklevel=5)
-        missing = _missing(store, keys, timeout - PATIENCE)
+        warnings.warn(f"{meeting.purpose} waits for {missing}: all ranks must call it together", stacklevel=5)
+        missing = _missing(meeting, timeout - PATIENCE)
     if missing:
         raise ShardingError(
-            f"nothing was changed: all ranks must call {purpose} together, but {missing} did not within {timeout}"
+            f"nothing was changed: all ranks must call {meeting.purpose} together, but {missing} did not within "
+            f"{timeout}"
         )
 
 
-def _missing(store: dist.Store, keys: list[str], patience: timedelta) -> str:
-    """Wait until each rank has set its key in a store. Return a text of the ranks that have not, or "" if all have."""
+def _missing(meeting: _Meeting, patience: timedelta) -> str:
+    """Wait until each rank has set its key. Return a text of the ranks that have not, or "" if all have."""
     try:
-        store.wait(keys, patience)
+        meeting.store.wait(meeting.keys, patience)
     except RuntimeError:  # DistStoreError of most stores
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        absent = [rank for rank, key in enumerate(meeting.keys) if not meeting.store.check([key])]
         return listed(absent) if absent else ""
     return ""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -27,6 +27,7 @@ from muonfx.core.value import strip_transparent
 from muonfx.internal.display import Report, Table
 from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.plan.balance import assign
+from muonfx.sharding.plan.bucket import Bucket
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.matrix_shards import (
     LocalTransfers,
@@ -86,6 +87,15 @@ class Settings(NamedTuple):
             raise ValueError(f"bucket_bytes: found {self.bucket_bytes!r}, expected an int of 1 or more")
 
 
+class WireDtypes(NamedTuple):
+    """The dtypes of the messages for matrices of one dtype. Only rounding in the transforms makes them narrower."""
+
+    updates: torch.dtype
+    """The dtype of messages to the ranks that compute the matrices."""
+    results: torch.dtype
+    """The dtype of messages with the results."""
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """Which rank computes which matrices, and in which order, for one run of transforms.
@@ -103,17 +113,35 @@ class RunPlan:
     """Groups of indices into `shards`: the matrices of a group have one dtype and are sent together."""
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
-    _wire_dtypes: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
     rank: int = field(default=0, repr=False, compare=False)
-    messages: dict[frozenset[str], Any] = field(default_factory=dict, repr=False, compare=False)
-    """A cache of this rank's messages in a step, by the names of the parameters whose gradient is None."""
+    _wire_dtypes: dict[torch.dtype, WireDtypes] = field(default_factory=dict, repr=False, compare=False)
+    _local_buckets: dict[frozenset[str], list[Bucket]] = field(default_factory=dict, repr=False, compare=False)
+    """A cache of the last `local_buckets`, by the names of the parameters whose update is None."""
+
+    def local_buckets(self, updates: Mapping[str, Any]) -> list[Bucket]:
+        """Return each bucket that has matrices to compute, and at least one bucket, with the transfers of this rank.
+
+        `updates` has this rank's updates by parameter name. The matrices of an update that is None are left out.
+        """
+        absent = frozenset([name for name, update in updates.items() if update is None])
+        if absent not in self._local_buckets:
+            buckets: list[Bucket] = []
+            for transfers in self._transfers_of_buckets:
+                present = [local for local in transfers if local.shard.name not in absent]
+                if present:
+                    buckets.append(Bucket(present, self.size))
+            self._local_buckets.clear()  # only those of the last step are stored: most steps have the same gradients
+            self._local_buckets[absent] = buckets or [Bucket([], self.size)]
+        return self._local_buckets[absent]
 
     @cached_property
-    def local_transfers(self) -> list[list[LocalTransfers]]:
-        """The transfers of this rank, as a list of lists. Each inner list is sent together (a bucket)."""
+    def _transfers_of_buckets(self) -> list[list[LocalTransfers]]:
+        """For each bucket, the transfers of this rank for all of its matrix shards."""
         transfers: list[list[LocalTransfers]] = []
         for bucket in self.buckets:
-            transfers.append([self.shards[index].local_transfers(self.rank) for index in bucket])
+            transfers.append([])
+            for index in bucket:
+                transfers[-1].append(self.shards[index].local_transfers(self.rank))
         return transfers
 
     @cached_property
@@ -127,11 +155,14 @@ class RunPlan:
     @property
     def flops(self) -> list[float]:
         """A list with the load of each rank per step, in floating-point operations of dense matrix products."""
-        loads = [sum(shard.cost for shard in self.shards if shard.owner is None)] * self.size
+        loads = [0.0] * self.size
+        by_every_rank = 0.0
         for shard in self.shards:
-            if shard.owner is not None:
+            if shard.owner is None:
+                by_every_rank += shard.cost
+            else:
                 loads[shard.owner] += shard.cost
-        return loads
+        return [by_every_rank + load for load in loads]
 
     @property
     def sent(self) -> list[int]:
@@ -144,21 +175,21 @@ class RunPlan:
         for shard in shards:
             if shard.owner is None:
                 continue
-            wire_dtype, result_dtype = self.wire_dtypes(self.specs[shard.name].dtype)
+            wire = self.wire_dtypes(self.specs[shard.name].dtype)
             for transfer in shard.transfers:
                 receivers = len(transfer.ranks)
                 if shard.owner in transfer.ranks:
                     receivers -= 1  # an owner sends itself nothing
-                sent[shard.owner] += receivers * transfer.numel * result_dtype.itemsize
+                sent[shard.owner] += receivers * transfer.numel * wire.results.itemsize
                 if transfer.sender != shard.owner:
-                    sent[transfer.sender] += transfer.numel * wire_dtype.itemsize
+                    sent[transfer.sender] += transfer.numel * wire.updates.itemsize
         return sent
 
-    def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of messages to computing ranks and back. Only rounding in the transforms narrows them."""
+    def wire_dtypes(self, dtype: torch.dtype) -> WireDtypes:
+        """Return the dtypes of the messages for matrices of a dtype."""
         if dtype not in self._wire_dtypes:
             (_, first), (_, last) = self.run[0], self.run[-1]
-            self._wire_dtypes[dtype] = self._narrowed(first, dtype), self._narrowed(last, dtype)
+            self._wire_dtypes[dtype] = WireDtypes(self._narrowed(first, dtype), self._narrowed(last, dtype))
         return self._wire_dtypes[dtype]
 
     def _narrowed(self, tx: Transform, dtype: torch.dtype) -> torch.dtype:
@@ -178,37 +209,32 @@ BUFFERS_PER_BUCKET = 6
 def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.device, settings: Settings) -> RunPlan:
     """Decide which rank computes each matrix of the named parameters, for transforms that need whole matrices."""
     specs = {name: layout.specs[name] for name in names}
+    shapes = {name: spec.shape for name, spec in specs.items()}
     # All ranks must make the same plan, so a transform's dtype "auto" is not resolved by this machine's CPU here.
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     machine = Machine.of(device.type, compute)
-    matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
-    run = on_stacks(run, {name: specs[name].shape for name in matrices})
-    unassigned: list[UnassignedShard] = []
-    for name in names:
-        unassigned += unassigned_shards(matrices.get(name), name, layout)
+    matrices = matrices_of(run, shapes)
+    run = on_stacks(run, {name: shapes[name] for name in matrices})
     cost_of = RunCost(run, device.type, compute)
-    costs = [cost_of(shard.name, shard.shape, specs[shard.name].dtype) for shard in unassigned]
-    nbytes = [shard.numel * specs[shard.name].dtype.itemsize for shard in unassigned]
-    unassigned = with_ranks_of_their_own(unassigned, costs, layout.size)
-    owners = _owners(unassigned, costs, nbytes, layout.size, machine, settings)
+    unassigned: list[UnassignedShard] = []
+    for name, spec in specs.items():
+        for shard in unassigned_shards(matrices.get(name), name, layout):
+            cost = cost_of(name, shard.shape, spec.dtype)
+            unassigned.append(shard._replace(cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
+    unassigned = with_ranks_of_their_own(unassigned, layout.size)
+    owner_of = _owners(unassigned, layout.size, machine, settings)
     shards: list[MatrixShard] = []
-    for shard, owner, cost in zip(unassigned, owners, costs, strict=True):
-        name = shard.name
-        whole = specs[name].shape
-        shards.append(MatrixShard(name, shard.start, shard.stop, shard.shape, whole, owner, cost, layout.cuts[name]))
-    buckets = tuple(_buckets(shards, specs, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)))
-    return RunPlan(run, tuple(matrices), layout.size, tuple(shards), buckets, specs, device, rank=layout.rank)
+    for index, shard in enumerate(unassigned):
+        whole = shapes[shard.name]
+        cut = layout.cuts[shard.name]
+        owner = owner_of.get(index)
+        shards.append(MatrixShard(shard.name, shard.start, shard.stop, shard.shape, whole, owner, shard.cost, cut))
+    buckets = _buckets(shards, specs, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET))
+    return RunPlan(run, tuple(matrices), layout.size, tuple(shards), tuple(buckets), specs, device, layout.rank)
 
 
-def _owners(
-    shards: Sequence[UnassignedShard],
-    costs: Sequence[float],
-    nbytes: Sequence[int],
-    size: int,
-    machine: Machine,
-    settings: Settings,
-) -> list[int | None]:
-    """Choose the rank that computes each of the matrix shards; None means that every rank computes it.
+def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
+    """Choose the rank that computes each matrix shard, by the index of the shard. Every rank computes the others.
 
     A shard that all ranks hold whole may be split, so that one rank computes it and sends the result, or be computed
     by every rank. Whole assignments are compared by the busiest rank, since splitting saves nothing if there are fewer
@@ -216,40 +242,62 @@ def _owners(
     """
     everywhere: list[int] = []
     elsewhere: list[int] = []
+    slower_than_sending: list[int] = []
     for index, shard in enumerate(shards):
-        is_everywhere = shard.complete and len(shard.candidates) == size > 1
-        if is_everywhere:
-            everywhere.append(index)
-        else:
+        if not shard.complete or len(shard.candidates) < size or size == 1:
             elsewhere.append(index)
-    seconds = [machine.computing(cost, prod(shard.shape[:-2])) for cost, shard in zip(costs, shards, strict=True)]
-    slower_than_sending = [index for index in everywhere if seconds[index] > nbytes[index] / machine.bandwidth]
-    choices = {
-        "everyone": [[]],
-        "split": [everywhere],
-        "auto": [[], slower_than_sending, everywhere],
-    }[settings.replicas]
+            continue
+        everywhere.append(index)
+        if _seconds_to_compute(shard, machine) > shard.nbytes / machine.bandwidth:
+            slower_than_sending.append(index)
+    if settings.replicas == "everyone":
+        choices = [[]]
+    elif settings.replicas == "split":
+        choices = [everywhere]
+    else:
+        choices = [[], slower_than_sending, everywhere]
     fewest_seconds = math.inf
     best: dict[int, int] = {}
     for split in choices:
-        assigned = sorted(elsewhere + split)
-        owners = assign(
-            [costs[index] for index in assigned],
-            [shards[index].candidates for index in assigned],
-            size,
-            [shards[index].numel for index in assigned],
-        )
-        owner_of = dict(zip(assigned, owners, strict=True))
-        loads = [0.0] * size
-        for index, owner in owner_of.items():
-            loads[owner] += seconds[index]
-        by_every_rank = sum(seconds[index] for index in everywhere if index not in owner_of)
-        results = [(owner_of[index], nbytes[index]) for index in split]
-        estimate = max(loads) + by_every_rank + _seconds_to_send(results, size, machine, settings)
-        if estimate < fewest_seconds:
-            fewest_seconds = estimate
+        owner_of = _assigned(shards, sorted(elsewhere + split), size)
+        seconds = _seconds_of_step(shards, owner_of, size, machine)
+        results = [(owner_of[index], shards[index].nbytes) for index in split]
+        seconds += _seconds_to_send(results, size, machine, settings)
+        if seconds < fewest_seconds:
+            fewest_seconds = seconds
             best = owner_of
-    return [best.get(index) for index in range(len(shards))]
+    return best
+
+
+def _assigned(shards: Sequence[UnassignedShard], indices: Sequence[int], size: int) -> dict[int, int]:
+    """Assign some of the shards to ranks so that all have about equal work. Return the owner by index."""
+    costs: list[float] = []
+    candidates: list[tuple[int, ...]] = []
+    sizes: list[int] = []
+    for index in indices:
+        costs.append(shards[index].cost)
+        candidates.append(shards[index].candidates)
+        sizes.append(shards[index].numel)
+    return dict(zip(indices, assign(costs, candidates, size, sizes), strict=True))
+
+
+def _seconds_to_compute(shard: UnassignedShard, machine: Machine) -> float:
+    return machine.computing(shard.cost, prod(shard.shape[:-2]))
+
+
+def _seconds_of_step(
+    shards: Sequence[UnassignedShard], owner_of: Mapping[int, int], size: int, machine: Machine
+) -> float:
+    """Estimate the seconds in which the busiest rank computes its shards. Every rank computes those without owner."""
+    loads = [0.0] * size
+    by_every_rank = 0.0
+    for index, shard in enumerate(shards):
+        seconds = _seconds_to_compute(shard, machine)
+        if index in owner_of:
+            loads[owner_of[index]] += seconds
+        else:
+            by_every_rank += seconds
+    return max(loads) + by_every_rank
 
 
 def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Machine, settings: Settings) -> float:
@@ -267,20 +315,25 @@ def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Mac
     return machine.sending(max(*sent, arriving), exchanges)
 
 
-def _buckets(shards: Sequence[MatrixShard], specs: dict[str, Spec], limit: int) -> Iterator[tuple[int, ...]]:
-    """Yield indices of `shards` to send together, with at most `limit` bytes of matrices for each computing rank."""
+def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: int) -> list[tuple[int, ...]]:
+    """Return groups of indices of `shards` to send together, with at most `limit` bytes for each computing rank.
+
+    The shards of a group have one dtype. Within it, and from group to group, similar shapes follow one another.
+    """
     by_shape = sorted(range(len(shards)), key=lambda index: (sorted(shards[index].shape[-2:]), index))
+    buckets: list[tuple[int, ...]] = []
     for dtype in dict.fromkeys(specs[shard.name].dtype for shard in shards):
-        nbytes_by_owner: dict[int | None, dict[int, int]] = {None: {}}
+        nbytes_of_owner: dict[int | None, dict[int, int]] = {None: {}}
         for index in by_shape:
             shard = shards[index]
             if specs[shard.name].dtype == dtype:
-                nbytes_by_owner.setdefault(shard.owner, {})[index] = shard.numel * dtype.itemsize
+                nbytes_of_owner.setdefault(shard.owner, {})[index] = shard.numel * dtype.itemsize
         # Shards that every rank computes have their own batches: with other matrices the last bit could differ.
-        yield from map(tuple, cut_into_buckets(nbytes_by_owner.pop(None), limit))
-        buckets_of_owners = [cut_into_buckets(nbytes, limit) for nbytes in nbytes_by_owner.values()]
-        for buckets in zip_longest(*buckets_of_owners, fillvalue=()):
-            yield tuple(sorted(itertools.chain(*buckets)))
+        buckets += map(tuple, cut_into_buckets(nbytes_of_owner.pop(None), limit))
+        buckets_of_owners = [cut_into_buckets(nbytes, limit) for nbytes in nbytes_of_owner.values()]
+        for buckets_together in zip_longest(*buckets_of_owners, fillvalue=()):
+            buckets.append(tuple(sorted(itertools.chain(*buckets_together))))
+    return buckets
 
 
 @dataclass(frozen=True)
@@ -329,7 +382,7 @@ class Plan:
 
     def explain(self) -> Report:
         """Return two tables to print: a row per matrix with the rank that computes it and why, and a row per rank."""
-        tables: list[str | Table] = [_table_of_run(run) for run in self.runs]
+        tables: list[str | Table] = [*map(_table_of_run, self.runs)]
         flops = self.flops
         sent = self.sent
         rows: list[tuple[str, ...]] = []

@@ -10,93 +10,100 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class _Load(NamedTuple):
+    """The items that are assigned to a rank so far. Loads are ordered by cost, then by bytes, then by rank."""
+
+    cost: float
+    nbytes: int
+    rank: int
+
+    def plus(self, cost: float, nbytes: int) -> _Load:
+        """Return the load after one more item."""
+        return _Load(self.cost + cost, self.nbytes + nbytes, self.rank)
 
 
 def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
     """Choose one of its candidate ranks for each item, so that ranks have about equal costs. `sizes` break ties."""
-    # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
-    board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
-    owners = [ranks_of_item[0] for ranks_of_item in candidates]
-    # Items with one candidate are first; the others follow by descending cost, ties by bytes, then by rank.
-    free: list[int] = []
-    queue_of_ranks: dict[tuple[int, ...], _Queue] = {}  # equal candidates share a queue
-    queue_of_object: dict[int, _Queue] = {}
+    loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
+    owners: list[int] = []
+    free: list[int] = []  # the items that more than one rank may have
     for item, ranks_of_item in enumerate(candidates):
+        owner = ranks_of_item[0]
+        owners.append(owner)
         if len(ranks_of_item) == 1:
-            _give(board, owners[item], costs[item], sizes[item])
-            continue
-        free.append(item)
-        if id(ranks_of_item) not in queue_of_object:
-            key = tuple(ranks_of_item)
-            queue_of_object[id(ranks_of_item)] = queue_of_ranks.setdefault(key, _Queue(board, key))
+            loads[owner] = loads[owner].plus(costs[item], sizes[item])
+        else:
+            free.append(item)
     free.sort(key=lambda item: (-costs[item], -sizes[item], item))
-    load_before = [load for load, _, _ in board]
+    loads_before = list(loads)
+    queue_of_ranks: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
     for item in free:
-        owners[item] = queue_of_object[id(candidates[item])].least()
-        _give(board, owners[item], costs[item], sizes[item])
-    if len(queue_of_ranks) == 1:
+        ranks_of_item = tuple(candidates[item])
+        if ranks_of_item not in queue_of_ranks:
+            queue_of_ranks[ranks_of_item] = _Queue(loads, ranks_of_item)
+        owner = queue_of_ranks[ranks_of_item].least()
+        owners[item] = owner
+        loads[owner] = loads[owner].plus(costs[item], sizes[item])
+    if len(queue_of_ranks) == 1:  # packing is possible only if all free items have the same candidates
         (group,) = queue_of_ranks
-        largest_load = max(board[rank][0] for rank in group)
-        loads = {rank: load_before[rank] for rank in group}
-        packed = _packed([costs[item] for item in free], loads, largest_load)
-        for item, rank in zip(free, packed, strict=False):
+        cost_before = {rank: loads_before[rank].cost for rank in group}
+        largest_cost = max(loads[rank].cost for rank in group)
+        packed = _packed([costs[item] for item in free], cost_before, largest_cost)
+        for item, rank in zip(free, packed, strict=False):  # `packed` is empty if it is no better
             owners[item] = rank
     return owners
 
 
 def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) -> list[int]:
-    """Choose a rank for each item, so that ranks have about equal costs and also about equal sizes."""
-    # Ranks keep whole parameters, so their memory must be balanced too: no rank ends above the mean of sizes by more
-    # than the largest item.
+    """Choose a rank for each item, so that ranks have about equal costs and also about equal sizes.
+
+    Ranks keep whole parameters, so their memory must be balanced too: no rank ends above the mean of sizes by more than
+    the largest item with a cost.
+    """
     order = sorted(range(len(costs)), key=lambda item: (-costs[item], -sizes[item], item))
     with_cost = [item for item in order if costs[item] > 0]
     largest = max([sizes[item] for item in with_cost], default=0)
     limit = sum(sizes) // ranks + largest  # sizes are integers, so rounding the mean down changes nothing
     owners = [0] * len(costs)
-    board: _Board = [(0.0, 0, rank) for rank in range(ranks)]
-    queue = _Queue(board, range(ranks))
+    loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
+    queue = _Queue(loads, range(ranks))
     for item in with_cost:
         owner = queue.least()
-        while board[owner][1] + sizes[item] > limit:
+        while loads[owner].nbytes + sizes[item] > limit:
             queue.leave()  # a rank with at most the mean always stays, so the queue never empties
             owner = queue.least()
         owners[item] = owner
-        _give(board, owner, costs[item], sizes[item])
-    by_bytes = [(nbytes, load, rank) for load, nbytes, rank in board]
+        loads[owner] = loads[owner].plus(costs[item], sizes[item])
+    by_bytes = [(load.nbytes, load.cost, load.rank) for load in loads]
     heapq.heapify(by_bytes)
-    for item in order[len(with_cost) :]:
-        nbytes, load, owner = by_bytes[0]
+    for item in order[len(with_cost) :]:  # the items without cost, each to the rank with the fewest bytes
+        nbytes, cost, owner = by_bytes[0]
         owners[item] = owner
-        heapq.heapreplace(by_bytes, (nbytes + sizes[item], load, owner))
+        heapq.heapreplace(by_bytes, (nbytes + sizes[item], cost, owner))
     return owners
-
-
-_Board = list[tuple[float, int, int]]
-"""For each rank: the sum of costs and the sum of bytes assigned to it so far, and the rank itself."""
-
-
-def _give(board: _Board, rank: int, cost: float, size: int) -> None:
-    load, nbytes, _ = board[rank]
-    board[rank] = load + cost, nbytes + size, rank
 
 
 class _Queue:
     """A priority queue of ranks. The first is the rank to which the lowest total cost is assigned so far."""
 
-    def __init__(self, board: _Board, ranks: Iterable[int]) -> None:
-        self._board = board
+    def __init__(self, loads: Sequence[_Load], ranks: Iterable[int]) -> None:
+        self._loads = loads
         # Entries may be stale. Loads only grow, so a stale entry is at the front too early, never too late, and `least`
         # replaces it by the current entry. Queues with common ranks therefore need no synchronization.
-        self._heap = [board[rank] for rank in ranks]
+        self._heap = [loads[rank] for rank in ranks]
         heapq.heapify(self._heap)
 
     def least(self) -> int:
+        """Return the rank with the lowest load."""
         while True:
             entry = self._heap[0]
-            rank = entry[2]
-            if entry == self._board[rank]:
-                return rank
-            heapq.heapreplace(self._heap, self._board[rank])
+            current = self._loads[entry.rank]
+            if entry == current:
+                return entry.rank
+            heapq.heapreplace(self._heap, current)
 
     def leave(self) -> None:
         """Remove the first rank from the queue, so that it gets no more items."""

@@ -2,93 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.matrix_shards import LocalTransfers
 from muonfx.sharding.shards.position import ShardView
 
 
-class Bucket(NamedTuple):
+class OutgoingBox(NamedTuple):
+    """A box of this rank's shard of a parameter that another rank needs."""
+
+    name: str
+    """The name of the parameter."""
+    view: ShardView
+    """Where the box is in this rank's shard."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
     """The transfers of this rank for a bucket, without the matrices whose gradient is None.
 
-    It depends on shapes and on the layout, so most steps use the same.
+    It depends on shapes and on the layout, so most steps use the same. Its lists are computed once.
     """
 
     transfers: list[LocalTransfers]
-    """The transfers of all matrix shards of the bucket."""
-    already_local: list[LocalTransfers]
-    """Those of the matrices that this rank computes and already holds."""
-    gathered: list[str]
-    """The parameters whose matrices are gathered on their owners."""
-    outgoing: list[list[tuple[str, ShardView]]]
-    """For each rank, the boxes of this rank's shards to send to it, by parameter name."""
-    expected: list[int]
-    """For each rank, the number of elements that it sends to this rank."""
-    received: list[LocalTransfers]
-    """The matrices that this rank gathers and computes."""
-    received_groups: list[list[LocalTransfers]]
-    """The same matrices, in groups of one shape whose boxes come from shards at the same positions."""
-    stored: list[LocalTransfers]
-    """The matrices that this rank computes and no other rank needs."""
-    returned: list[LocalTransfers]
-    """The matrices whose results are sent to other ranks."""
-    expected_results: list[int]
-    """For each rank, the number of elements of results that it sends to this rank."""
+    """The transfers of this rank for each matrix shard of the bucket."""
+    size: int
+    """The number of ranks."""
 
-    @classmethod
-    def of(cls, transfers: list[LocalTransfers], size: int) -> Bucket:
-        """Build the bucket of some matrix shards between `size` ranks."""
-        gathered = [local for local in transfers if local.shard.needs_gather]
-        returned = [local for local in transfers if local.shard.needs_send]
-        computed = [local for local in transfers if local.computes]
-        received = [local for local in computed if local.shard.needs_gather]
-        outgoing: list[list[tuple[str, ShardView]]] = [[] for _ in range(size)]
-        expected = [0] * size
-        expected_results = [0] * size
-        for local in gathered:
-            assert local.shard.owner is not None
+    @cached_property
+    def gathered(self) -> list[LocalTransfers]:
+        """The matrices that their owners do not hold in full, and gather."""
+        return [local for local in self.transfers if local.shard.needs_gather]
+
+    @cached_property
+    def returned(self) -> list[LocalTransfers]:
+        """The matrices whose results are sent to other ranks."""
+        return [local for local in self.transfers if local.shard.needs_send]
+
+    @cached_property
+    def computed_names(self) -> list[str]:
+        """The parameters whose matrices this rank computes."""
+        return [local.shard.name for local in self.transfers if local.computes]
+
+    @cached_property
+    def already_local(self) -> list[LocalTransfers]:
+        """The matrices that this rank computes and already holds."""
+        return [local for local in self.transfers if local.computes and not local.shard.needs_gather]
+
+    @cached_property
+    def stored(self) -> list[LocalTransfers]:
+        """The matrices that this rank computes and no other rank needs."""
+        return [local for local in self.transfers if local.computes and not local.shard.needs_send]
+
+    @cached_property
+    def received(self) -> list[LocalTransfers]:
+        """The matrices that this rank gathers and computes."""
+        return [local for local in self.gathered if local.computes]
+
+    @cached_property
+    def received_groups(self) -> list[list[LocalTransfers]]:
+        """The same matrices, in groups of one shape whose boxes come from shards at the same positions."""
+        groups: dict[Hashable, list[LocalTransfers]] = {}
+        for local in self.received:
+            views = tuple([views for _, views in local.transfers])
+            is_whole = local.shard.shape == local.shard.whole
+            groups.setdefault((local.shard.shape, is_whole, views), []).append(local)
+        return list(groups.values())
+
+    @cached_property
+    def outgoing(self) -> list[list[OutgoingBox]]:
+        """For each rank, the boxes of this rank's shards to send to it."""
+        outgoing: list[list[OutgoingBox]] = [[] for _ in range(self.size)]
+        for local in self.gathered:
             if local.sends:
-                outgoing[local.shard.owner] += [(local.shard.name, view) for view in local.local_views]
+                for view in local.local_views:
+                    outgoing[local.shard.the_owner].append(OutgoingBox(local.shard.name, view))
+        return outgoing
+
+    @cached_property
+    def expected(self) -> list[int]:
+        """For each rank, the number of elements that it sends to this rank."""
+        expected = [0] * self.size
+        for local in self.gathered:
             for transfer, _ in local.transfers:
                 expected[transfer.sender] += transfer.numel
-        for local in returned:
-            assert local.shard.owner is not None
-            expected_results[local.shard.owner] += local.numel
-        return cls(
-            transfers,
-            already_local=[local for local in computed if not local.shard.needs_gather],
-            gathered=[local.shard.name for local in gathered],
-            outgoing=outgoing,
-            expected=expected,
-            received=received,
-            received_groups=_grouped_by_views(received),
-            stored=[local for local in computed if not local.shard.needs_send],
-            returned=returned,
-            expected_results=expected_results,
-        )
+        return expected
 
-
-def _grouped_by_views(received: list[LocalTransfers]) -> list[list[LocalTransfers]]:
-    groups: dict[Hashable, list[LocalTransfers]] = {}
-    for local in received:
-        views = tuple([views for _, views in local.transfers])
-        is_whole = local.shard.shape == local.shard.whole
-        groups.setdefault((local.shard.shape, is_whole, views), []).append(local)
-    return list(groups.values())
-
-
-def buckets_of(plan: RunPlan, leaves: Mapping[str, Any]) -> list[Bucket]:
-    """Return each bucket that has matrices to compute, and at least one bucket. `leaves` has the updates by name."""
-    absent = frozenset([name for name, leaf in leaves.items() if leaf is None])
-    cache: dict[frozenset[str], list[Bucket]] = plan.messages
-    if absent not in cache:
-        cache.clear()  # only those of the last step are stored: most steps have the same gradients
-        buckets: list[Bucket] = []
-        for transfers in plan.local_transfers:
-            present = [local for local in transfers if local.shard.name not in absent]
-            if present:
-                buckets.append(Bucket.of(present, plan.size))
-        cache[absent] = buckets or [Bucket.of([], plan.size)]
-    return cache[absent]
+    @cached_property
+    def expected_results(self) -> list[int]:
+        """For each rank, the number of elements of results that it sends to this rank."""
+        expected = [0] * self.size
+        for local in self.returned:
+            expected[local.shard.the_owner] += local.numel
+        return expected

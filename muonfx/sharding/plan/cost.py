@@ -31,13 +31,14 @@ class RunCost:
 
     def __init__(self, run: Run, device: str, compute: torch.dtype) -> None:
         """Bind the declared costs of the transforms to a device type, such as "cuda", and the dtype of products."""
-        called = [inner for _, tx in run for inner in within(tx)]
-        self._per_element = _PER_ELEMENT * len(called)
+        self._per_element = 0.0
         # Bound to the transforms once, because a plan computes the cost of tens of thousands of matrices.
         self._declared: list[Callable[[str, tuple[int, ...], torch.dtype], float]] = []
-        for tx in called:
-            if tx.declaration.matrices.cost is not None:
-                self._declared.append(tx.declaration.matrices.cost(tx, device, compute))
+        for _, tx in run:
+            for inner in within(tx):
+                self._per_element += _PER_ELEMENT
+                if inner.declaration.matrices.cost is not None:
+                    self._declared.append(inner.declaration.matrices.cost(inner, device, compute))
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
         """Return the estimated operations for an update of this shape: a whole parameter, or some of its matrices."""
@@ -62,10 +63,13 @@ def run_of(stage: Sequence[Visit]) -> Run:
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None) -> dict[str, float]:
     """Return the estimated operations of `tx` (None: Newton-Schulz) on matrices on a CPU, by parameter name."""
-    if tx is None:
-        return {name: _newton_schulz_cost(spec) for name, spec in specs.items()}
     costs = dict.fromkeys(specs, 0.0)
-    meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+    if tx is None:
+        costs.update(zip(specs, map(_newton_schulz_cost, specs.values()), strict=True))
+        return costs
+    meta: dict[str, Tensor] = {}
+    for name, spec in specs.items():
+        meta[name] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
     for run, names in runs_of(tx, meta):
         cost_of = RunCost(run, "cpu", torch.float32)
         for name in names:

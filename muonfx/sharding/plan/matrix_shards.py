@@ -21,7 +21,7 @@ from torch import Tensor
 
 from muonfx.core.transform import stacked
 from muonfx.sharding.plan.cost import Run
-from muonfx.sharding.shards.boxes import Box, boxes_of_interval
+from muonfx.sharding.shards.boxes import Box, boxes_of_interval, numel_of
 from muonfx.sharding.shards.cut import Cut
 from muonfx.sharding.shards.position import ShardPosition, ShardView
 from muonfx.sharding.shards.table import ShardTable
@@ -52,6 +52,14 @@ class Transfer(NamedTuple):
     numel: int
 
 
+class OwnerTransfer(NamedTuple):
+    """A transfer, as the owner of the matrix shard sees it."""
+
+    transfer: Transfer
+    views: tuple[ShardView, ...]
+    """Where the boxes of the transfer are in the tensor of the matrix shard."""
+
+
 class LocalTransfers(NamedTuple):
     """The elements that one rank sends and receives in a step for a matrix shard."""
 
@@ -68,8 +76,8 @@ class LocalTransfers(NamedTuple):
     """The number of elements in these boxes."""
     sends: bool
     """True if the rank sends these elements to the owner; another rank may hold a replica and send it."""
-    transfers: tuple[tuple[Transfer, tuple[ShardView, ...]], ...]
-    """On the owner, each transfer and where its boxes are in the tensor of the matrix shard; empty on other ranks."""
+    transfers: list[OwnerTransfer]
+    """On the owner, all transfers of the matrix shard; empty on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class MatrixShard:
             boxes = tuple(held_position.overlaps(self._boxes))
         if not boxes:
             return None
-        return Transfer(ranks, nearest(ranks, self.owner or 0), boxes, sum(box.numel for box in boxes))
+        return Transfer(ranks, nearest(ranks, self.owner or 0), boxes, numel_of(boxes))
 
     @cached_property
     def _boxes(self) -> list[Box]:
@@ -149,13 +157,22 @@ class MatrixShard:
             is_same_shard=held_position.numel == self.numel,
             local_views=tuple(map(held_position.view, boxes)),
             matrix_views=tuple(map(self.position.view, boxes)),
-            numel=sum(box.numel for box in boxes),
+            numel=numel_of(boxes),
             sends=transfer is not None and transfer.sender == rank,
-            transfers=self._transfers_with_views() if rank == self.owner else (),
+            transfers=self._owner_transfers() if rank == self.owner else [],
         )
 
-    def _transfers_with_views(self) -> tuple[tuple[Transfer, tuple[ShardView, ...]], ...]:
-        return tuple([(transfer, tuple(map(self.position.view, transfer.boxes))) for transfer in self.transfers])
+    def _owner_transfers(self) -> list[OwnerTransfer]:
+        transfers: list[OwnerTransfer] = []
+        for transfer in self.transfers:
+            transfers.append(OwnerTransfer(transfer, tuple(map(self.position.view, transfer.boxes))))
+        return transfers
+
+    @property
+    def the_owner(self) -> int:
+        """The owner of matrices that not every rank computes."""
+        assert self.owner is not None
+        return self.owner
 
     @cached_property
     def _at_owner(self) -> Transfer | None:
@@ -217,6 +234,9 @@ class UnassignedShard(NamedTuple):
     """True if each candidate rank holds all of these matrices."""
     one_each: bool = False
     """True if a rank may compute at most one of the parameter's shards that have this flag."""
+    cost: float = 0.0
+    """The estimated operations to compute these matrices, as in `MatrixShard`."""
+    nbytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -226,12 +246,9 @@ class UnassignedShard(NamedTuple):
 
 def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
     """Return (rows, columns) by parameter name, for parameters that all transforms treat as a stack of matrices."""
-    by_transform = [stacked(tx, shapes)[1] for _, tx in run]
-    common: dict[str, tuple[int, int]] = {}
-    for name, matrix in by_transform[0].items():
-        if prod(shapes[name]) and all(matrices.get(name) == matrix for matrices in by_transform):
-            common[name] = matrix
-    return common
+    matrices = [stacked(tx, shapes)[1] for _, tx in run]
+    common = set(matrices[0].items()).intersection(*[of_transform.items() for of_transform in matrices])
+    return {name: matrix for name, matrix in sorted(common) if prod(shapes[name])}
 
 
 def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
@@ -239,8 +256,8 @@ def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
     return tuple([(name, stacked(tx, shapes)[0]) for name, tx in run])
 
 
-def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTable) -> Iterator[UnassignedShard]:
-    """Yield the shards of a parameter to assign to ranks: ranges of a stack of matrices, or the whole parameter.
+def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTable) -> list[UnassignedShard]:
+    """Return the shards of a parameter to assign to ranks: ranges of a stack of matrices, or the whole parameter.
 
     `matrix` is the shape of each matrix of the stack; None for a parameter that is no stack.
     """
@@ -248,30 +265,26 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
     cut = layout.cuts[name]
     if matrix is None:
         candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
-        yield UnassignedShard(name, 0, prod(shape), shape, candidates, bool(cut.complete))
-        return
+        return [UnassignedShard(name, 0, prod(shape), shape, candidates, complete=bool(cut.complete))]
     numel = prod(matrix)
-    ranges = cut.once(("ranges", numel), lambda: _ranges(cut, shape, numel))
-    owners = [matrices.candidates[0] for matrices in ranges if len(matrices.candidates) == 1]
-    if len(set(owners)) < len(owners):  # a rank's state of a stack must be one range
-        ranks = {rank for matrices in ranges for rank in matrices.candidates}
-        yield UnassignedShard(name, 0, prod(shape), (prod(shape) // numel, *matrix), tuple(sorted(ranks)), False)
-        return
+    if numel not in cut.ranges_of_stack:
+        cut.ranges_of_stack[numel] = _ranges(cut, numel)
+    ranges: list[_Range] = cut.ranges_of_stack[numel]
+    ranges_of_rank = Counter(matrices.candidates[0] for matrices in ranges if len(matrices.candidates) == 1)
+    if max(ranges_of_rank.values(), default=0) > 1:
+        # A rank's state of a stack must be one range, so one rank computes the whole stack.
+        stack_shape = (prod(shape) // numel, *matrix)
+        ranks = set().union(*[matrices.candidates for matrices in ranges])
+        return [UnassignedShard(name, 0, prod(shape), stack_shape, tuple(sorted(ranks)), complete=False)]
+    shards: list[UnassignedShard] = []
     for first, stop, candidates, complete in ranges:
-        yield UnassignedShard(
-            name,
-            first * numel,
-            stop * numel,
-            (stop - first, *matrix),
-            candidates,
-            complete,
-            one_each=len(candidates) > 1,
-        )
+        stack_shape = (stop - first, *matrix)
+        shard = UnassignedShard(name, first * numel, stop * numel, stack_shape, candidates, complete)
+        shards.append(shard._replace(one_each=len(candidates) > 1))
+    return shards
 
 
-def with_ranks_of_their_own(
-    shards: Sequence[UnassignedShard], costs: Sequence[float], size: int
-) -> list[UnassignedShard]:
+def with_ranks_of_their_own(shards: Sequence[UnassignedShard], size: int) -> list[UnassignedShard]:
     """Choose one rank for each shard that needs a rank of its own (`one_each`). Return all shards."""
     loads = [0.0] * size
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -279,14 +292,14 @@ def with_ranks_of_their_own(
         if shard.one_each:
             groups.setdefault((shard.name, shard.candidates), []).append(index)
         elif len(shard.candidates) == 1:
-            loads[shard.candidates[0]] += costs[index]
+            loads[shard.candidates[0]] += shard.cost
     assigned = list(shards)
-    for (_, candidates), indices in sorted(groups.items(), key=lambda group: -costs[group[1][0]]):
-        by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
+    for indices in sorted(groups.values(), key=lambda indices: -shards[indices[0]].cost):
+        by_load = sorted(shards[indices[0]].candidates, key=lambda rank: (loads[rank], rank))
         owners = sorted(by_load[: len(indices)])
         for index, owner in zip(indices, owners, strict=True):
             assigned[index] = shards[index]._replace(candidates=(owner,), one_each=False)
-            loads[owner] += costs[index]
+            loads[owner] += shards[index].cost
     return assigned
 
 
@@ -312,57 +325,69 @@ class _Holders(NamedTuple):
     """The ranks that hold the largest part of the matrix."""
 
 
-def _ranges(cut: Cut, shape: tuple[int, ...], numel: int) -> list[_Range]:
-    """Divide a stack of matrices, with `numel` elements per matrix, among the ranks that hold elements of them.
-
-    Neighbouring matrices that the same ranks hold are divided evenly among these ranks. If there are more ranks than
-    matrices, each matrix may have any of the ranks that hold most of it, if these hold nothing else of the stack. A few
-    matrices that cross a boundary are assigned to the rank that holds most of each.
-    """
+def _ranges(cut: Cut, numel: int) -> list[_Range]:
+    """Divide a stack of matrices, with `numel` elements per matrix, among the ranks that hold elements of them."""
     holders_of_matrix: list[_Holders] = []
-    for index in range(prod(shape) // numel):
-        boxes = boxes_of_interval(shape, index * numel, (index + 1) * numel)
+    for start in range(0, prod(cut.shape), numel):
+        boxes = boxes_of_interval(cut.shape, start, start + numel)
         holders_of_matrix.append(_holders_of_matrix(cut.holders, boxes, numel))
-    matrices_of_rank = Counter(rank for holders in holders_of_matrix for rank in holders.ranks)
+    matrices_of_rank = Counter(itertools.chain.from_iterable(holders.ranks for holders in holders_of_matrix))
     ranges: list[_Range] = []
     first = 0
-    for (ranks, complete), same_holders in itertools.groupby(holders_of_matrix, lambda holders: holders[:2]):
+    for _, same_holders in itertools.groupby(holders_of_matrix, lambda holders: (holders.ranks, holders.complete)):
         neighbours = list(same_holders)
-        count = len(neighbours)
-        most = set(ranks).intersection(*[holders.most for holders in neighbours])
-        if count >= len(ranks):
-            for index, owner in enumerate(ranks):
-                begin = first + count * index // len(ranks)
-                stop = first + count * (index + 1) // len(ranks)
-                _append(ranges, _Range(begin, stop, (owner,), complete))
-        elif count <= len(most) > 1 and all(matrices_of_rank[rank] == count for rank in most):
-            for index in range(first, first + count):
-                ranges.append(_Range(index, index + 1, tuple(sorted(most)), complete))
-        else:
-            for index, holders in enumerate(neighbours, first):
-                _append(ranges, _Range(index, index + 1, (holders.most[0],), complete))
-        first += count
+        for divided in _divide(neighbours, first, matrices_of_rank):
+            _append(ranges, divided)
+        first += len(neighbours)
     return ranges
 
 
-def _append(ranges: list[_Range], new: _Range) -> None:
-    """Append a range of matrices with one owner to a list. Extend the last range if it has the same owner."""
-    if ranges and ranges[-1].candidates == new.candidates:
-        first, _, candidates, complete = ranges[-1]
-        ranges[-1] = _Range(first, new.stop, candidates, complete and new.complete)
-    else:
-        ranges.append(new)
+def _divide(neighbours: Sequence[_Holders], first: int, matrices_of_rank: Mapping[int, int]) -> Iterator[_Range]:
+    """Divide neighbouring matrices that the same ranks hold evenly among these ranks.
+
+    If there are more ranks than matrices, each matrix may have any of the ranks that hold most of it, if these hold
+    nothing else of the stack. A few matrices that cross a boundary are assigned to the rank that holds most of each.
+    `first` is the index of the first of the matrices.
+    """
+    count = len(neighbours)
+    ranks = neighbours[0].ranks
+    complete = neighbours[0].complete
+    if count >= len(ranks):
+        for index, owner in enumerate(ranks):
+            begin = first + count * index // len(ranks)
+            stop = first + count * (index + 1) // len(ranks)
+            yield _Range(begin, stop, (owner,), complete)
+        return
+    most_of_each = set(ranks).intersection(*[holders.most for holders in neighbours])
+    hold_nothing_else = all(matrices_of_rank[rank] == count for rank in most_of_each)
+    may_choose = count <= len(most_of_each) > 1 and hold_nothing_else
+    for index, holders in enumerate(neighbours, first):
+        candidates = holders.most[:1]
+        if may_choose:
+            candidates = tuple(sorted(most_of_each))
+        yield _Range(index, index + 1, candidates, complete)
+
+
+def _append(ranges: list[_Range], added: _Range) -> None:
+    """Append a range of matrices to a list. If the previous range has the same single owner, extend it instead."""
+    if ranges and len(added.candidates) == 1:
+        previous = ranges[-1]
+        if previous.candidates == added.candidates:
+            ranges[-1] = previous._replace(stop=added.stop, complete=previous.complete and added.complete)
+            return
+    ranges.append(added)
 
 
 def _holders_of_matrix(holders: Mapping[ShardPosition, Sequence[int]], boxes: Sequence[Box], numel: int) -> _Holders:
     """Find the holders of a matrix with `numel` elements, which are in `boxes`."""
     numel_of_rank: dict[int, int] = {}
     for position, ranks in holders.items():
-        overlap = sum(box.numel for box in position.overlaps(boxes))
+        overlap = numel_of(position.overlaps(boxes))
         if overlap:
             numel_of_rank.update(dict.fromkeys(ranks, overlap))
+    ranks = tuple(sorted(numel_of_rank))
     largest = max(numel_of_rank.values())
-    most = tuple(sorted([rank for rank, overlap in numel_of_rank.items() if overlap == largest]))
+    most = tuple([rank for rank in ranks if numel_of_rank[rank] == largest])
     if largest == numel:
         return _Holders(most, True, most)
-    return _Holders(tuple(sorted(numel_of_rank)), False, most)
+    return _Holders(ranks, False, most)

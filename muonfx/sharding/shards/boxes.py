@@ -8,7 +8,7 @@ in which torch.distributed.checkpoint saves and loads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -52,14 +52,18 @@ class Box(NamedTuple):
         return tensor
 
 
+def numel_of(boxes: Iterable[Box]) -> int:
+    """Return the number of elements in some boxes that do not overlap."""
+    return sum(box.numel for box in boxes)
+
+
 def intersection(a: Box, b: Box) -> Box | None:
     """Return the box in which two boxes overlap, or None if they do not overlap."""
     offsets = tuple(map(max, a.offsets, b.offsets))
-    ends = map(min, a.ends, b.ends)
-    sizes = tuple([end - offset for end, offset in zip(ends, offsets, strict=True)])
-    if any(size <= 0 for size in sizes):
+    ends = tuple(map(min, a.ends, b.ends))
+    if any(map(int.__ge__, offsets, ends)):
         return None
-    return Box(offsets, sizes)
+    return Box.of_spans(list(zip(offsets, ends, strict=True)))
 
 
 def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
@@ -97,7 +101,7 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or any(map(int.__gt__, box.ends, shape)):
             return "go beyond its sides"
-    total = sum(box.numel for box in boxes)
+    total = numel_of(boxes)
     expected = prod(shape)
     if total > expected:
         return "overlap"
@@ -114,8 +118,9 @@ def _do_overlap(boxes: list[Box]) -> bool:
     if len(boxes) < 2:
         return False
     # Sweep along the dim with the most distinct offsets, where the fewest boxes overlap at a time.
-    dims = range(len(boxes[0].offsets))
-    dim = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    offsets_of_dims = zip(*[box.offsets for box in boxes], strict=True)
+    counts = [len(set(offsets)) for offsets in offsets_of_dims]
+    dim = counts.index(max(counts))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
         active = [earlier for earlier in active if earlier.ends[dim] > box.offsets[dim]]

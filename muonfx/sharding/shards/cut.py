@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muonfx.sharding.digests import digest
-from muonfx.sharding.shards.once import Once
 from muonfx.sharding.shards.position import ShardPosition, Span
 from muonfx.tree import Spec
 
@@ -34,8 +34,9 @@ class Cut:
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
         self.size = size
-        self.once = Once()
-        """A cache of values that are computed from this partition alone."""
+        self._position_of: dict[int, ShardPosition] = {}  # a cache: from a rank to its shard
+        self.ranges_of_stack: dict[int, Any] = {}
+        """A cache for plans: from the number of elements of a matrix to the ranges of the stack that ranks compute."""
 
     def _at(self, rank: int) -> ShardPosition:
         """Return which elements of the tensor a rank holds. Subclasses implement this; ``cut[rank]`` caches it."""
@@ -51,9 +52,9 @@ class Cut:
         """A short hash of `key`. Ranks compare it to check that they split the tensor in the same way."""
         return digest(self.key)
 
-    def _ranks(self) -> Iterator[int]:
-        """Yield, in ascending order, all ranks that may hold elements of the tensor. Other ranks are never visited."""
-        return iter(range(self.size))
+    def _ranks(self) -> Iterable[int]:
+        """Return, in ascending order, all ranks that may hold elements of the tensor. Other ranks are never visited."""
+        return range(self.size)
 
     @cached_property
     def holders(self) -> Mapping[ShardPosition, tuple[int, ...]]:
@@ -63,17 +64,17 @@ class Cut:
             position = self._at(rank)
             if position.numel:
                 ranks_at.setdefault(position, []).append(rank)
-        return {position: tuple(ranks) for position, ranks in ranks_at.items()}
+        return dict(zip(ranks_at, map(tuple, ranks_at.values()), strict=True))
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
         """A tuple with one tuple of ranks for each replicated shard: the ranks that hold it, in ascending order."""
-        return tuple(ranks for ranks in self.holders.values() if len(ranks) > 1)
+        return tuple([ranks for ranks in self.holders.values() if len(ranks) > 1])
 
     @cached_property
     def firsts(self) -> frozenset[int]:
         """For each shard, the lowest rank that holds it. In sums over ranks, only this rank counts the shard."""
-        return frozenset(ranks[0] for ranks in self.holders.values())
+        return frozenset(map(min, self.holders.values()))
 
     @cached_property
     def complete(self) -> tuple[int, ...]:
@@ -90,7 +91,9 @@ class Cut:
         return tuple(sorted(itertools.chain.from_iterable(self.holders.values())))
 
     def __getitem__(self, rank: int) -> ShardPosition:
-        return self.once(("position", rank), lambda: self._at(range(self.size)[rank]))
+        if rank not in self._position_of:
+            self._position_of[rank] = self._at(range(self.size)[rank])  # a negative rank counts from the last
+        return self._position_of[rank]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Cut) and self.key == other.key
@@ -111,15 +114,17 @@ class Whole(Cut):
         self._whole = ShardPosition.whole(shape)
 
     def _at(self, rank: int) -> ShardPosition:
-        return self._whole if rank in self._owners else ShardPosition.interval(self.shape, 0, 0)
+        if rank in self._owners:
+            return self._whole
+        return ShardPosition.interval(self.shape, 0, 0)
 
     @cached_property
     def key(self) -> tuple[object, ...]:
         """A tuple of the shape, the number of ranks, and the ranks that hold the tensor."""
         return "whole", self.shape, self.size, self._owners
 
-    def _ranks(self) -> Iterator[int]:
-        return iter(self._owners)
+    def _ranks(self) -> Iterable[int]:
+        return self._owners
 
 
 class Intervals(Cut):
@@ -155,8 +160,8 @@ class Intervals(Cut):
         stop = bisect_left(self.cuts, end)
         return max(first, 0), min(stop, self.size)
 
-    def _ranks(self) -> Iterator[int]:
-        return iter(range(*self._first_and_stop))
+    def _ranks(self) -> Iterable[int]:
+        return range(*self._first_and_stop)
 
 
 class Listed(Cut):
@@ -175,12 +180,14 @@ class Listed(Cut):
         return "listed", self.shape, self._positions
 
 
+@dataclass(frozen=True, eq=False)
 class MeshCoordinates:
-    """The coordinates of each rank of a process group on a device mesh; None for a rank that is not on the mesh."""
+    """The coordinates of each rank of a process group on a device mesh."""
 
-    def __init__(self, shape: Sequence[int], coordinates: Sequence[tuple[int, ...] | None]) -> None:
-        self.shape = tuple(shape)
-        self.coordinates = tuple(coordinates)
+    shape: tuple[int, ...]
+    """The shape of the mesh."""
+    coordinates: Sequence[tuple[int, ...] | None]
+    """The coordinates of each rank; None for a rank that is not on the mesh."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh, ranks: Sequence[int]) -> MeshCoordinates:
@@ -195,9 +202,9 @@ class MeshCoordinates:
         return self.shape, digest(self.coordinates)
 
     @cached_property
-    def ranks(self) -> tuple[int, ...]:
+    def ranks(self) -> list[int]:
         """The ranks of the process group that are on the mesh, in ascending order."""
-        return tuple([rank for rank, coordinates in enumerate(self.coordinates) if coordinates is not None])
+        return [rank for rank, coordinates in enumerate(self.coordinates) if coordinates is not None]
 
 
 class OnMesh(Cut):
@@ -217,28 +224,33 @@ class OnMesh(Cut):
         for mesh_dim, (placement, size) in enumerate(zip(self.placements, mesh.shape, strict=True)):
             if size > 1 and not placement.is_replicate():
                 self._mesh_dims_of[placement.dim].append(mesh_dim)
-        # Keyed by the mesh dims that split one dim: 512 + 8 entries, not 4096, if a 512 x 8 mesh splits two dims.
-        self._spans_of_shards: dict[tuple[int, ...], list[tuple[Span, ...]]] = {}
-        self._positions: dict[tuple[int, ...], ShardPosition] = {}
+        # A cache for each dim, because a 512 x 8 mesh that splits two dims has 512 + 8 entries, but 4096 shards.
+        self._splits: dict[tuple[int, ...], list[tuple[Span, ...]]] = {}
+        """From a dim and the outer coordinates of a rank to the result of `_split_further`."""
+        self._position_at: dict[tuple[int, ...], ShardPosition] = {}
+        """From the coordinates along the mesh dims that split the tensor to the shard: equal for all replicas."""
 
     def _at(self, rank: int) -> ShardPosition:
         """Return the position of a rank's shard. Ranks with equal coordinates along splitting mesh dims share it."""
-        coordinates = self.mesh.coordinates[rank]
-        if coordinates is None:  # the rank is not on the mesh and holds nothing
+        on_mesh = self.mesh.coordinates[rank]
+        if on_mesh is None:  # the rank is not on the mesh and holds nothing
             return ShardPosition.interval(self.shape, 0, 0)
-        coordinates_by_dim: list[tuple[int, ...]] = []
-        for mesh_dims in self._mesh_dims_of:
-            coordinates_by_dim.append(tuple([coordinates[mesh_dim] for mesh_dim in mesh_dims]))
-        key = tuple(itertools.chain.from_iterable(coordinates_by_dim))
-        if key not in self._positions:
-            spans = [self._spans_of(dim, coordinates) for dim, coordinates in enumerate(coordinates_by_dim)]
-            self._positions[key] = ShardPosition.grid(spans)
-        return self._positions[key]
+        key = tuple([on_mesh[mesh_dim] for mesh_dim in self._splitting_mesh_dims])
+        if key not in self._position_at:
+            spans: list[tuple[Span, ...]] = []
+            for dim, mesh_dims in enumerate(self._mesh_dims_of):
+                spans.append(self._spans_of(dim, [on_mesh[mesh_dim] for mesh_dim in mesh_dims]))
+            self._position_at[key] = ShardPosition.grid(spans)
+        return self._position_at[key]
 
-    def _ranks(self) -> Iterator[int]:
-        return iter(self.mesh.ranks)
+    @cached_property
+    def _splitting_mesh_dims(self) -> list[int]:
+        return sorted(itertools.chain.from_iterable(self._mesh_dims_of))
 
-    def _spans_of(self, dim: int, coordinates: tuple[int, ...]) -> tuple[Span, ...]:
+    def _ranks(self) -> Iterable[int]:
+        return self.mesh.ranks
+
+    def _spans_of(self, dim: int, coordinates: Sequence[int]) -> tuple[Span, ...]:
         """Return the index ranges (start, end) along one tensor dim that a rank holds.
 
         `coordinates` are its coordinates along the mesh dims that split this tensor dim.
@@ -247,21 +259,26 @@ class OnMesh(Cut):
             return ((0, self.shape[dim]),)
         *outer, last = coordinates
         key = (dim, *outer)
-        if key not in self._spans_of_shards:
-            # The last mesh dim splits what the other mesh dims have left to the rank.
-            mesh_dim = self._mesh_dims_of[dim][len(outer)]
-            spans = self._spans_of(dim, tuple(outer)) or [(0, 0)]
-            indices = torch.cat([torch.arange(*span) for span in spans])
-            shards = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
-            self._spans_of_shards[key] = [_spans(shard) for shard in shards]
-        spans_of_shards = self._spans_of_shards[key]
-        return spans_of_shards[last] if last < len(spans_of_shards) else ()
+        if key not in self._splits:
+            self._splits[key] = self._split_further(dim, outer)
+        shards = self._splits[key]
+        return shards[last] if last < len(shards) else ()  # there may be fewer shards than ranks
+
+    def _split_further(self, dim: int, outer: Sequence[int]) -> list[tuple[Span, ...]]:
+        """Split the indices along one tensor dim that the outer mesh dims have left to a rank.
+
+        Return the index ranges of each shard. `outer` are the coordinates of the rank along the outer mesh dims.
+        """
+        mesh_dim = self._mesh_dims_of[dim][len(outer)]
+        spans = self._spans_of(dim, outer) or [(0, 0)]
+        indices = torch.cat([torch.arange(*span) for span in spans])
+        shards = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
+        return list(map(_spans, shards))
 
     @cached_property
     def key(self) -> tuple[object, ...]:
         """A tuple of the shape, the mesh, and the DTensor placements that split the tensor, such as ``Shard(0)``."""
-        mesh_dims = sorted(itertools.chain.from_iterable(self._mesh_dims_of))
-        placements = tuple([(mesh_dim, repr(self.placements[mesh_dim])) for mesh_dim in mesh_dims])
+        placements = tuple([(mesh_dim, repr(self.placements[mesh_dim])) for mesh_dim in self._splitting_mesh_dims])
         return "on a mesh", self.shape, self.mesh.key, placements
 
 
@@ -277,12 +294,10 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
     """Group ascending indices into ranges (start, exclusive end). For example, 0, 1, 4 become (0, 2) and (4, 5)."""
     if not len(indices):
         return ()
-    first, last = int(indices[0]), int(indices[-1])
-    if last - first + 1 == len(indices):  # one run, because indices ascend
-        return ((first, last + 1),)
-    begins = [0, *(torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()]
-    ends = [*begins[1:], len(indices)]
-    return tuple([(int(indices[begin]), int(indices[end - 1]) + 1) for begin, end in zip(begins, ends, strict=True)])
+    before_gap = torch.nonzero(indices.diff() != 1).flatten()
+    starts = [indices[:1], indices[before_gap + 1]]
+    ends = [indices[before_gap] + 1, indices[-1:] + 1]
+    return tuple(zip(torch.cat(starts).tolist(), torch.cat(ends).tolist(), strict=True))
 
 
 def cuts_of_dtensors(
@@ -324,11 +339,14 @@ def _require_shard_or_replicate(name: str, placements: Sequence[Placement]) -> N
 
 def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     """Return a dict of partitions by parameter name: all parameters of a dtype form one buffer, split equally."""
+    names_of: dict[torch.dtype, list[str]] = {}
+    for name, spec in specs.items():
+        names_of.setdefault(spec.dtype, []).append(name)
     cut_of: dict[str, Cut] = {}
-    for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
-        names = [name for name, spec in specs.items() if spec.dtype == dtype]
+    for names in names_of.values():
         starts = one_behind_another(specs, names)
-        cuts = _equal_cuts(sum(prod(specs[name].shape) for name in names), size)
+        last = names[-1]
+        cuts = _equal_cuts(starts[last] + prod(specs[last].shape), size)
         for name in names:
             cut_of[name] = Intervals(specs[name].shape, starts[name], cuts)
     return {name: cut_of[name] for name in specs}
@@ -337,10 +355,12 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
 def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     """Return a dict of partitions by name: each parameter is flattened and split equally, with a shorter last shard."""
     cut_of_shape: dict[tuple[int, ...], Cut] = {}
-    for spec in specs.values():
-        if spec.shape not in cut_of_shape:
-            cut_of_shape[spec.shape] = Intervals(spec.shape, 0, _equal_cuts(prod(spec.shape), size))
-    return {name: cut_of_shape[spec.shape] for name, spec in specs.items()}
+    cuts: dict[str, Cut] = {}
+    for name, (shape, _) in specs.items():
+        if shape not in cut_of_shape:
+            cut_of_shape[shape] = Intervals(shape, 0, _equal_cuts(prod(shape), size))
+        cuts[name] = cut_of_shape[shape]
+    return cuts
 
 
 def _equal_cuts(numel: int, size: int) -> tuple[int, ...]:
@@ -349,8 +369,10 @@ def _equal_cuts(numel: int, size: int) -> tuple[int, ...]:
     >>> _equal_cuts(10, 4)
     (0, 3, 6, 9, 12)
     """
-    length = -(-numel // size)
-    return tuple([rank * length for rank in range(size + 1)])
+    length = -(-numel // size)  # rounded up
+    if not length:
+        return (0,) * (size + 1)
+    return tuple(range(0, length * size + 1, length))
 
 
 def one_behind_another(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:

@@ -1,16 +1,22 @@
-"""Recognize, build and unwrap DTensors, one by one or for whole trees under a layout."""
+"""The local tensors of a rank: taken out of DTensors, compared with the layout, and turned into DTensors again.
+
+A leaf of a tree is a plain tensor, a DTensor or None. Its *local tensor* is the tensor itself or the part of the
+DTensor that this rank holds. Updates run on local tensors only.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from muonfx import tree
+from muonfx.internal.tracing import functorch_is_active, is_wrapped
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
@@ -18,28 +24,6 @@ from muonfx.tree import PyTree
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor, Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-
-def dtensor_of(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: tuple[int, ...]
-) -> DTensor:
-    """Build a DTensor from a local tensor, with the given global shape and stride. The data stays on its device."""
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    # `DTensor.from_local` would copy an offloaded tensor to the mesh's devices.
-    tensor_meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    return _with_spec(local, DTensorSpec(mesh, tuple(placements), tensor_meta=tensor_meta))
-
-
-def local_of(leaf: Any) -> Any:
-    """Return the local tensor of a DTensor. Return any other value unchanged."""
-    return leaf if type(leaf) in PLAIN else getattr(leaf, "_local_tensor", leaf)
-
-
-def local_tree(values: PyTree) -> PyTree:
-    """Replace each DTensor in a tree by its local tensor. Return the same tree if it has no DTensor."""
-    leaves, treedef = tree.flatten(values)
-    return values if PLAIN.issuperset(map(type, leaves)) else tree.unflatten(treedef, map(local_of, leaves))
 
 
 PLAIN = frozenset({Tensor, Parameter, type(None)})
@@ -51,12 +35,156 @@ def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
     return type(leaf) not in PLAIN and isinstance(leaf, Tensor) and hasattr(leaf, "_local_tensor")
 
 
+def local_of(leaf: Any) -> Any:
+    """Return the local tensor of a DTensor. Return any other value unchanged."""
+    if type(leaf) in PLAIN:
+        return leaf
+    return getattr(leaf, "_local_tensor", leaf)
+
+
+def local_tree(values: PyTree) -> PyTree:
+    """Replace each DTensor in a tree by its local tensor. Return the same tree if it has no DTensor."""
+    leaves, treedef = tree.flatten(values)
+    if PLAIN.issuperset(map(type, leaves)):
+        return values
+    return tree.unflatten(treedef, map(local_of, leaves))
+
+
+def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:
+    """Call ``function(name, leaf)`` for each leaf of a tree. Return the tree of results; None stays None."""
+    leaves, treedef = tree.flatten(values)
+    for index, name in enumerate(tree.names(values)):
+        if leaves[index] is not None:
+            leaves[index] = function(name, leaves[index])
+    return tree.unflatten(treedef, leaves)
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+class LocalLeaves(NamedTuple):
+    """The leaves of a tree on this rank, in order."""
+
+    tensors: list[Tensor | None]
+    """The local tensor of each leaf."""
+    unplaced: list[str]
+    """The names of the gradients whose DTensor placements differ from their parameter's, such as Partial."""
+
+
+def local_leaves(
+    layout: ShardTable, names: Sequence[str], leaves: Sequence[Any], *, as_placed: bool = True
+) -> LocalLeaves:
+    """Raise unless each leaf is None or has the shape of this rank's shard. Return the local tensors.
+
+    With `as_placed`, a DTensor must also have the placements of its parameter.
+    """
+    result = LocalLeaves([], [])
+    for name, leaf in zip(names, leaves, strict=True):
+        local = None
+        if leaf is not None:
+            local = _fitting_tensor(layout, name, leaf)
+            if local is None:
+                local = _checked_leaf(layout, name, leaf, as_placed=as_placed)
+                if not is_placed_like(leaf, layout.dtensors.get(name)):
+                    result.unplaced.append(name)
+        result.tensors.append(local)
+    return result
+
+
+def _fitting_tensor(layout: ShardTable, name: str, leaf: Any) -> Tensor | None:
+    """Return the local tensor of a leaf that fits at first sight, as nearly all do. Return None for others."""
+    local = leaf
+    if type(leaf) not in PLAIN:
+        local = getattr(leaf, "_local_tensor", None)
+        if local is None or not _are_equal(leaf._spec, layout.dtensors.get(name)):
+            return None
+    return local if local.shape == layout.expected_shapes.get(name) else None
+
+
+def _are_equal(spec: DTensorSpec, expected: DTensorSpec | None) -> bool:
+    """Return True if two specs have the same mesh, placements and global shape. The dtype may differ."""
+    if expected is None or spec is expected:
+        return spec is expected
+    return spec.placements == expected.placements and spec.mesh == expected.mesh and spec.shape == expected.shape
+
+
+def _checked_leaf(layout: ShardTable, name: str, leaf: object, *, as_placed: bool) -> Tensor:
+    """Return the local tensor of a leaf. Raise if it is no tensor, or has another placement or shape than expected."""
+    local = local_of(leaf)
+    position = layout.position(name)
+    if not isinstance(local, Tensor):
+        raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
+    if is_dtensor(leaf) and not as_placed:
+        # A gradient may be a partial DTensor, which has the parameter's whole shape.
+        if tuple(leaf.shape) != layout.specs[name].shape:
+            raise _wrong_shape(name, leaf.shape, layout.specs[name].shape)
+        return local
+    if is_dtensor(leaf):
+        _require_placements(layout, name, leaf)
+    if not position.fits(local):
+        raise _wrong_shape(name, local.shape, position.shape)
+    return local
+
+
+def _require_placements(layout: ShardTable, name: str, leaf: Any) -> None:
+    """Raise unless a DTensor has the mesh and the placements of its parameter."""
+    spec = layout.dtensors.get(name)
+    expected = "a plain tensor"
+    if spec is not None:
+        if (leaf.placements, leaf.device_mesh) == (spec.placements, spec.mesh):
+            return
+        expected = f"{spec.placements} on {spec.mesh}"
+    raise ShardingError(
+        f"{name!r} has the placements {leaf.placements} on {leaf.device_mesh}, expected {expected} as in the layout: "
+        "create a new layout after changing placements"
+    )
+
+
+def _wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> ShardingError:
+    return ShardingError(
+        f"{name!r} has a local shape {tuple(shape)}, expected {tuple(expected)} under the layout: shard the tree with "
+        "layout.shard(...) of this layout"
+    )
+
+
 def is_placed_like(leaf: object, spec: DTensorSpec | None) -> bool:
     """Return False if a gradient is a DTensor with other placements than its parameter (`spec`), such as Partial."""
     leaf_spec = getattr(leaf, "_spec", None)
     if spec is None or leaf_spec is None or leaf_spec is spec:
         return True
     return leaf_spec.placements == spec.placements
+
+
+def transform_problem(operation: str, *values: PyTree) -> ShardingError | None:
+    """Return an error if a leaf of some trees is inside a torch.func transform such as `grad`; else None.
+
+    Ranks raise it together, after the first collective. `operation` is its name in the error, such as "layout.gather".
+    """
+    if not functorch_is_active():
+        return None
+    for leaf in tree.leaves(values):
+        local = local_of(leaf)
+        if isinstance(local, Tensor) and is_wrapped(local):
+            return ShardingError(
+                f"{operation}: found a tensor of a torch.func transform (grad, vjp, jvp, vmap), expected a plain "
+                f"tensor, because {operation} has no derivative and no batching rule: call it outside the transform; "
+                "only layout.all_gather can be called inside"
+            )
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------ build DTensors
+
+
+def dtensor_of(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: tuple[int, ...]
+) -> DTensor:
+    """Build a DTensor from a local tensor, with the given global shape and stride. The data stays on its device."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    # `DTensor.from_local` would copy an offloaded tensor to the mesh's devices.
+    tensor_meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    return _with_spec(local, DTensorSpec(mesh, tuple(placements), tensor_meta=tensor_meta))
 
 
 @functools.cache
@@ -77,13 +205,13 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
     """Build a DTensor from a local tensor, with the mesh and placements of the parameter with this name."""
     if is_dtensor(leaf):
         return leaf
-    known: dict[tuple[str, torch.dtype], DTensorSpec] = layout.once("specs of DTensors", dict)
-    spec = known.get((name, leaf.dtype))
-    if spec is None:
-        parameter = layout.dtensors[name]
-        dtensor = dtensor_of(leaf, parameter.mesh, parameter.placements, parameter.shape, parameter.stride)
-        spec = known[name, leaf.dtype] = dtensor._spec
-    return _with_spec(leaf, spec)
+    spec = layout.dtensor_specs.get((name, leaf.dtype))
+    if spec is not None:
+        return _with_spec(leaf, spec)
+    parameter = layout.dtensors[name]
+    dtensor = dtensor_of(leaf, parameter.mesh, parameter.placements, parameter.shape, parameter.stride)
+    layout.dtensor_specs[name, leaf.dtype] = dtensor._spec
+    return dtensor
 
 
 def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> PyTree:
@@ -91,16 +219,16 @@ def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> P
     existing_leaves: dict[str, Any] = {}
     if existing is not None:
         existing_leaves = dict(tree.named_leaves(existing))
-    leaves, treedef = tree.flatten(local)
-    for index, name in enumerate(tree.names(local)):
-        leaf = leaves[index]
-        if leaf is None or name not in layout.dtensors:
-            continue
+
+    def dtensor_like(name: str, leaf: Tensor) -> Tensor | None:
+        if name not in layout.dtensors:
+            return leaf
         dtensor = existing_leaves.get(name)
-        if getattr(dtensor, "_local_tensor", None) is not leaf:
-            dtensor = parameter_like(layout, name, leaf)
-        leaves[index] = dtensor
-    return tree.unflatten(treedef, leaves)
+        if getattr(dtensor, "_local_tensor", None) is leaf:
+            return dtensor
+        return parameter_like(layout, name, leaf)
+
+    return map_named(dtensor_like, local)
 
 
 def global_shard(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatShard:
@@ -110,10 +238,3 @@ def global_shard(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatSh
     if layout.is_flat:
         return FlatShard(layout.specs[name].shape, layout.position(name).start or 0, leaf.reshape(-1))
     return leaf
-
-
-def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:
-    """Call ``function(name, leaf)`` for each leaf of a tree. Return the tree of results; None stays None."""
-    leaves, treedef = tree.flatten(values)
-    named = zip(tree.names(values), leaves, strict=True)
-    return tree.unflatten(treedef, [None if leaf is None else function(name, leaf) for name, leaf in named])

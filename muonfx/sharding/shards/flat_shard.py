@@ -188,12 +188,16 @@ class FlatShardTensor(Tensor):
     ) -> Any:
         """Apply a copy, a conversion or a fill to the values of the shard. Raise for every other operation."""
         target = args[0]
-        tensors = [argument for argument in args if isinstance(argument, Tensor)]
-        if func not in _ON_VALUES or not all(_are_same_elements(target, tensor) for tensor in tensors):
+        is_possible = func in _ON_VALUES
+        local_arguments: list[Any] = []
+        for argument in args:
+            if isinstance(argument, Tensor):
+                is_possible = is_possible and _are_same_elements(target, argument)
+            local_arguments.append(argument.shard.data if isinstance(argument, cls) else argument)
+        if not is_possible:
             raise NotImplementedError(
                 f"{func} on {target!r}: only a shard of the whole tensor is on this rank; use its attribute shard"
             )
-        local_arguments = [argument.shard.data if isinstance(argument, cls) else argument for argument in args]
         values = func(*local_arguments, **kwargs or {})
         if values is target.shard.data:
             return target

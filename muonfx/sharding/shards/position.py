@@ -14,7 +14,7 @@ Three classes are about less than a shard or about more than its position, and c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -60,6 +60,11 @@ class ShardView(NamedTuple):
         return stack.unbind()
 
 
+def boxes_in(local: Tensor, views: Iterable[ShardView]) -> list[Tensor]:
+    """Return some boxes of a shard as views of its local tensor."""
+    return [view.of(local) for view in views]
+
+
 class ShardPosition(NamedTuple):
     """Which elements of a whole tensor are in a rank's shard, without their values.
 
@@ -99,8 +104,8 @@ class ShardPosition(NamedTuple):
         >>> ShardPosition.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
         (2, 4)
         """
-        spans_by_dim = tuple([_nonempty(spans_of_dim) for spans_of_dim in spans])
-        shape = tuple([_count(spans_of_dim) for spans_of_dim in spans_by_dim])
+        spans_by_dim = tuple(map(_nonempty, spans))
+        shape = tuple(map(_count, spans_by_dim))
         boxes = tuple(map(Box.of_spans, product(*spans_by_dim)))
         return cls(shape, boxes, None, spans_by_dim)
 
@@ -191,11 +196,8 @@ class ShardPosition(NamedTuple):
 
     def _view_of_grid(self, box: Box) -> ShardView:
         """Find a box of the whole tensor in a shard that was built by `grid`."""
-        local_offsets: list[int] = []
-        for spans, offset in zip(self.spans, box.offsets, strict=True):
-            before = [(start, min(stop, offset)) for start, stop in spans if start < offset]
-            local_offsets.append(_count(before))
-        return ShardView(None, self.shape, _narrowed(Box(tuple(local_offsets), box.sizes), self.shape))
+        local_offsets = tuple(map(_count_before, self.spans, box.offsets))
+        return ShardView(None, self.shape, _narrowed(Box(local_offsets, box.sizes), self.shape))
 
 
 def _nonempty(spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -207,6 +209,11 @@ def _count(spans: Sequence[Span]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
+def _count_before(spans: Sequence[Span], offset: int) -> int:
+    """Return the number of indices in some disjoint spans that are lower than ``offset``."""
+    return sum(max(0, min(stop, offset) - start) for start, stop in spans)
+
+
 def _one_by_one(spans: Sequence[Span]) -> list[Span]:
     """Return a span for each index.
 
@@ -215,7 +222,8 @@ def _one_by_one(spans: Sequence[Span]) -> list[Span]:
     """
     single: list[Span] = []
     for start, stop in spans:
-        single += [(index, index + 1) for index in range(start, stop)]
+        for index in range(start, stop):
+            single.append((index, index + 1))
     return single
 
 

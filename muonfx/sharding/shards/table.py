@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,35 +19,12 @@ from muonfx.sharding.buffers import Buffers
 from muonfx.sharding.digests import digest
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import Cut
-from muonfx.sharding.shards.once import Once
-from muonfx.sharding.shards.position import ShardPosition
+from muonfx.sharding.shards.position import ShardPosition, ShardView
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-
-class ExpectedShard:
-    """The shape of this rank's shard of a parameter, and its mesh and placements if the parameter is a DTensor."""
-
-    __slots__ = ("_last", "shape", "spec")
-
-    def __init__(self, shape: tuple[int, ...], spec: DTensorSpec | None) -> None:
-        self.shape = shape
-        self.spec = spec
-        self._last = spec
-
-    def is_placed(self, spec: DTensorSpec) -> bool:
-        """Return True if a DTensor with this spec has the mesh, placements and global shape of the parameter."""
-        expected = self.spec
-        if expected is None:
-            return False
-        if spec is expected or spec is self._last:
-            return True
-        if spec.placements != expected.placements or spec.mesh != expected.mesh or spec.shape != expected.shape:
-            return False
-        self._last = spec  # all gradients of a parameter often have the same spec, which is not compared again
-        return True
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,10 +44,21 @@ class ShardTable:
     """A dict from the name of each parameter that is a DTensor to its mesh and placements (a `DTensorSpec`)."""
     on_several_meshes: tuple[str, ...] = ()
     """The names of parameters with different meshes on different ranks; their shards are assumed to be replicas."""
-    once: Once = field(default_factory=Once)
-    """A cache of values that are computed from the layout alone."""
     buffers: Buffers = field(default_factory=Buffers)
     """Reusable memory for the messages between the ranks of this layout."""
+
+    # Caches of values that follow from the layout. Each is filled by the function that needs it.
+    bindings: dict[Hashable, Any] = field(default_factory=dict, init=False)
+    """From (settings, store) to the `Binding` that runs transforms on this layout."""
+    equal_parts: dict[tuple[str, ...], ShardTable] = field(default_factory=dict, init=False)
+    """From names of parameters to a layout in which these parameters are split equally."""
+    dtensor_specs: dict[tuple[str, torch.dtype], DTensorSpec] = field(default_factory=dict, init=False)
+    """From (name of a parameter, dtype) to the spec of a DTensor that is placed like this parameter."""
+    mesh_of_owner: dict[int, DeviceMesh] = field(default_factory=dict, init=False)
+    """From a rank to the mesh of this rank alone, for the DTensors of the state that it alone holds."""
+    tree_digests: dict[tuple[str, ...], str] = field(default_factory=dict, init=False)
+    """From the names of a tree's leaves to a hash of them and of the layout, which must be equal on all ranks."""
+    _views: dict[str, list[ShardView]] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
         stage = "" if self.stage is None else f", stage {self.stage}"
@@ -98,7 +86,9 @@ class ShardTable:
             ShardingError: the layout has no parameter of this name; the message names some of its parameters.
         """
         self.require([name])
-        return self.cuts[name][self.rank if rank is None else rank]
+        if rank is None:
+            rank = self.rank
+        return self.cuts[name][rank]
 
     def require(self, names: Iterable[str]) -> None:
         """Raise ShardingError if the layout has no parameter of one of these names."""
@@ -111,14 +101,21 @@ class ShardTable:
                 )
 
     @cached_property
-    def expected_shards(self) -> dict[str, ExpectedShard]:
-        """A dict from parameter name to the shape and the placement of this rank's shard."""
-        return {name: ExpectedShard(cut[self.rank].shape, self.dtensors.get(name)) for name, cut in self.cuts.items()}
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """A dict from parameter name to the shape of this rank's shard."""
+        return {name: cut[self.rank].shape for name, cut in self.cuts.items()}
 
     @cached_property
     def digest(self) -> str:
         """A hash of the shards of all ranks. Ranks compare it to check that they have the same layout."""
         return digest([(name, cut.digest) for name, cut in self.cuts.items()])[:12]
+
+    def views(self, name: str) -> list[ShardView]:
+        """Return where each box (rectangular part) of this rank's shard of a parameter is in the local tensor."""
+        if name not in self._views:
+            position = self.position(name)
+            self._views[name] = [position.view(box) for box in position.boxes]
+        return self._views[name]
 
     def holders(self, name: str) -> Mapping[ShardPosition, Sequence[int]]:
         """Return a dict from the position of each distinct nonempty shard of a parameter to the ranks that hold it."""
@@ -132,7 +129,11 @@ class ShardTable:
         """Return a dict from parameter name (default: of all) to a meta tensor of the global shape and dtype."""
         chosen = list(self.specs) if names is None else names
         self.require(chosen)
-        return {n: torch.empty(self.specs[n].shape, dtype=self.specs[n].dtype, device="meta") for n in chosen}
+        tensors: dict[str, Tensor] = {}
+        for name in chosen:
+            shape, dtype = self.specs[name]
+            tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+        return tensors
 
 
 def specs_of(params: PyTree) -> dict[str, Spec]:
