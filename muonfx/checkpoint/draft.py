@@ -297,6 +297,13 @@ def write_data(path: Path, number: int, entries: Sequence[Entry]) -> tuple[DataF
     return DataFile(path.name, begin, len(header), checksum_of(header)), chunks
 
 
+def block_checksums(values: Tensor) -> tuple[str, ...]:
+    """Return the checksum of each block of a tensor, as `write_data` computes it for an entry with these values."""
+    tensor = with_plain_bits(values).cpu().contiguous()
+    data = bytes_of(tensor)
+    return tuple(checksum_of(data[offset : offset + BLOCK]) for offset in range(0, len(data), BLOCK))
+
+
 @no_collection()
 def _header_of(entries: Sequence[Entry]) -> bytes:
     """Return the first bytes of a safetensors file with these entries: the length of the header, and the header."""

@@ -79,6 +79,17 @@ def _escaped(entry: object) -> str:
     return literal + entry.replace("~", "~0").replace("/", "~1")
 
 
+def path_of(name: str) -> tuple[str | int, ...]:
+    """Return the path in the tree of the leaf with this name; `name_of` is the inverse.
+
+    >>> path_of("groups/0/~20/a~1b")
+    ('groups', 0, '0', 'a/b')
+    """
+    if name == _ROOT:
+        return ()
+    return tuple(int(level) if _INTEGER.fullmatch(level) else _unescaped(level) for level in name.split("/"))
+
+
 def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
     """Return a list with the name and the value of each leaf of a tree, None leaves included.
 

@@ -20,7 +20,7 @@ from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import PARAMS, StateSpec, named_tensors, require_whole, spec_of_named
 from muonfx.checkpoint.match import Allow, Rules, match, patterns_of
-from muonfx.checkpoint.reader import Reader
+from muonfx.checkpoint.reader import DataReader
 from muonfx.checkpoint.save import wait_for_save
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core import Transform
@@ -197,7 +197,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     {'trace/w': tensor([1., 1.])}
     """
 
-    def read_all(reader: Reader) -> dict[str, Tensor]:
+    def read_all(reader: DataReader) -> dict[str, Tensor]:
         """Allocate all leaves and read their values."""
         leaves: dict[str, Tensor] = {}
         for name, leaf in reader.index.leaves.items():
@@ -223,7 +223,7 @@ def verify(path: str | os.PathLike[str]) -> Index:
     >>> mfx.checkpoint.verify(mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)})).nbytes
     8
     """
-    return with_reader(folder_named(path), Reader.verify)
+    return with_reader(folder_named(path), DataReader.verify)
 
 
 # ------------------------------------------------------------------------------------------------- the steps of a load
@@ -279,7 +279,7 @@ class Loader:
         index = self.index or self._lock_index()
         self.leaves, destinations = self.target.allocate(index, str(folder))
         with replacement(folder, index):
-            self.reader = self._stack.enter_context(Reader(folder, index))
+            self.reader = self._stack.enter_context(DataReader(folder, index))
             self.transfers = self.reader.transfers_to(destinations)
             self.reader.check_files({transfer.chunk.file for transfer in self.transfers})
         return OpenedCheckpoint(index.save_id, {"path": str(folder), **self.target.rules.arguments()})

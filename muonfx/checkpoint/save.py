@@ -188,10 +188,10 @@ def _request(
     try:
         finish_earlier_save()  # inside try: under `python -W error` it raises, which must reach all ranks
         folder = folder_named(path)  # absolute, so that a later chdir() does not change it
-        _require_valid(folder, tx, step, keep)
+        require_valid(folder, tx, step, keep)
         with no_collection():
             leaves = _leaves_of(state, params, tx, is_alone=group is None)
-            head = _head_of(tx, leaves, step, extra)
+            head = head_of(tx, leaves, step, extra)
         if copy:  # training may change the originals
             leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
     except Exception as error:
@@ -201,7 +201,7 @@ def _request(
     return SaveRequest(folder, head, leaves, keep, group)
 
 
-def _require_valid(path: Path, tx: object, step: int | None, keep: int | None) -> None:
+def require_valid(path: Path, tx: object, step: int | None, keep: int | None) -> None:
     """Raise unless ``tx``, ``step`` and ``keep`` are arguments that a save to ``path`` can have."""
     if tx is not None and not isinstance(tx, Transform):
         raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
@@ -227,11 +227,11 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
         named += named_tensors(params, PARAMS)
     leaves = {name: leaf for name, leaf in named if leaf is not None}
     for name, leaf in leaves.items():
-        _require_writable(name, leaf, is_alone=is_alone)
+        require_writable(name, leaf, is_alone=is_alone)
     return leaves
 
 
-def _require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
+def require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
     """Raise unless a leaf can be written: a dense tensor with values, or, with a group, a shard of one."""
     if leaf.dtype not in NAMES:
         raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
@@ -248,7 +248,7 @@ def _require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
         )
 
 
-def _head_of(
+def head_of(
     tx: Transform | None, leaves: Mapping[str, Any], step: int | None, extra: Mapping[str, Any] | None
 ) -> Index:
     """Return the part of the index that is known before the leaves are written."""
