@@ -142,7 +142,7 @@ class Writer(StorageWriter):
         self._abandon()
 
     def _abandon(self) -> None:
-        """Remove the files of a save that has failed, on rank 0. Those of other ranks are removed by the next save."""
+        """On rank 0, remove the files that all ranks have written in a save that has failed."""
         if self._draft is not None:
             self._draft.abandon()
             self._draft = None
@@ -190,6 +190,7 @@ class Writer(StorageWriter):
         for rank, plan in enumerate(plans):
             assignment = Assignment(draft.save_id, draft.data_file(rank, len(plans)), 0, [])
             planned.append(replace(plan, storage_data=assignment))
+        draft.add_files(plan.storage_data.file for plan in planned)
         return planned
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -215,7 +216,7 @@ class Writer(StorageWriter):
             name = _name_of_key(item.index.fqn, plan.planner_data)
             if item.type == WriteItemType.BYTE_IO:
                 objects[name] = to_json(_object_of(item, planner, name), name)
-            else:
+            elif not _is_empty_shard(item):
                 shards.append(_shard_of(item, planner, name, is_written=item.index in to_write))
         written = self._write_shards(plan.storage_data, [shard for shard in shards if shard.is_written])
         leaves: dict[str, ProposedLeaf] = {}
@@ -321,6 +322,12 @@ def _object_of(item: WriteItem, planner: SavePlanner, name: str) -> object:
     return lookup(item.index)
 
 
+def _is_empty_shard(item: WriteItem) -> bool:
+    """Return whether an item of a plan is a shard without elements of a tensor that has elements."""
+    data = item.tensor_data
+    return data is not None and 0 in data.chunk.sizes and 0 not in data.size
+
+
 def _shard_of(item: WriteItem, planner: SavePlanner, name: str, *, is_written: bool) -> _Shard:
     """Return the part of a tensor that an item of a plan describes, with its values."""
     values: Any = planner.resolve_data(item)
@@ -329,10 +336,8 @@ def _shard_of(item: WriteItem, planner: SavePlanner, name: str, *, is_written: b
     assert data is not None  # each item of a tensor has it
     spec = Spec(tuple(data.size), values.dtype)
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    if not box.numel:  # the empty shards of a rank count for nothing, and an empty tensor is one empty shard
-        box = Box((0,) * len(spec.shape), (0,) * len(spec.shape))
-        if 0 in spec.shape:
-            box = whole_box(spec.shape)
+    if 0 in spec.shape:  # a tensor without elements is one shard, on whatever ranks it is
+        box = whole_box(spec.shape)
     return _Shard(name, spec, box, values.detach().reshape(box.sizes), is_written)
 
 

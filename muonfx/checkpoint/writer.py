@@ -134,8 +134,8 @@ class Saver:
         entries: list[Entry] = []
         with no_collection():
             for name, box in assignment.keys:
-                key_in_file = key_in_file(name, box, self.request.leaves[name].shape)
-                entries.append(Entry(key_in_file, name, box, self.shards[name][box]))
+                key = key_in_file(name, box, self.request.leaves[name].shape)
+                entries.append(Entry(key, name, box, self.shards[name][box]))
         with draft.write_errors():
             return WrittenShards(*draft.write(assignment.file, assignment.number, entries))
 
@@ -174,9 +174,7 @@ class Saver:
         return None
 
 
-def merged(
-    written: Sequence[WrittenShards], specs: Mapping[str, Spec]
-) -> tuple[tuple[DataFile, ...], dict[str, Leaf]]:
+def merged(written: Sequence[WrittenShards], specs: Mapping[str, Spec]) -> tuple[tuple[DataFile, ...], dict[str, Leaf]]:
     """Return the data files and the leaves of an index, from the shards that each rank has written.
 
     ``specs`` is a dict from the name of each leaf to its shape and dtype, in the order of the index.
