@@ -16,10 +16,10 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,9 +36,35 @@ from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.tree import PyTree, Spec
 
+
+class SavedOptimizer(Protocol):
+    """What a checkpoint needs of an optimizer: `muonfx.TransformOptimizer` and its subclass `muonfx.Muon` have it."""
+
+    @property
+    def transform(self) -> Transform: ...
+
+    @property
+    def transform_state(self) -> PyTree: ...
+
+    def saved_groups(self) -> list[dict[str, Any]]: ...
+
+    def load_transform_state(self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None) -> None: ...
+
+
+def is_optimizer(value: object) -> TypeGuard[SavedOptimizer]:
+    """Return whether a value is an optimizer whose state is the state of a transform."""
+    return isinstance(value, torch.optim.Optimizer) and hasattr(value, "load_transform_state")
+
+
+GROUPS = "param_groups"
+"""The name of the groups of an optimizer among the values of a checkpoint that are no tensors."""
+SCHEDULER = "scheduler"
+"""The name of the state of a scheduler: ``{"class": "StepLR", "state": {...}}``."""
+
 _MISTAKEN = {
     Transform: "its state, which tx.init(params) or tx.update(...) returned",
-    torch.optim.Optimizer: "its state, optimizer.transform_state",
+    torch.optim.Optimizer: "a muonfx.TransformOptimizer, or save its state_dict() by torch.distributed.checkpoint with "
+    "muonfx.checkpoint.Writer",
     torch.nn.Module: "its parameters, dict(model.named_parameters())",
 }
 """Classes of objects that are easily passed instead of a tree, and the code for the tree."""

@@ -47,7 +47,7 @@ class SaveRequest:
     def arguments(self) -> dict[str, str]:
         """Return the ``repr`` of each argument that must be equal on all ranks."""
         head = self.head
-        values = {"path": str(self.path), "step": head.step, "extra": head.extra, "keep": self.keep}
+        values = {"path": str(self.path), "step": head.step, "extra": head.extra, "keep": self.keep, **head.objects}
         texts = {name: repr(value) for name, value in values.items()}
         # The chain's text has the numbers. The fingerprint has the code of functions, of which the text has the names.
         texts["tx"] = f"{without_addresses(head.chain or 'None')} (fingerprint {head.fingerprint})"
