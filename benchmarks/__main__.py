@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    attack,
     adapter,
     bind,
     checkpoint,
@@ -54,6 +55,7 @@ BENCHMARKS = {
     "planner": "planner_speed",
     "overhead": "leaves_speed overhead_speed",
     "operations": "operations_count",
+    "attack": "checkpoint_attack",
     "versions": "versions_speed",
 }
 """The benchmarks, and the names of the results that each one writes. Each result can also be measured alone."""
@@ -124,6 +126,7 @@ def measures_for(options: argparse.Namespace) -> dict[str, Callable[[], list[dic
         "checkpoint_speed": lambda: checkpoint.speed(megabytes, min(rounds, 10), folder),
         "checkpoint_fresh": lambda: checkpoint.fresh(megabytes, min(rounds, 10), folder),
         "checkpoint_memory": lambda: checkpoint.memory(megabytes, folder),
+        "checkpoint_attack": attack.outcomes,
         "planner_speed": lambda: planner.speed(rounds, seconds=seconds),
         "sharding_speed": lambda: sharding.speed(rounds, seconds=seconds),
         "sharding_timeline": sharding_timeline.times,
@@ -144,6 +147,7 @@ def write_report() -> None:
     report.rewrite(report.GPU_PAGE, report.OPERATIONS_SECTIONS)
     report.rewrite(report.TRAINING_PAGE, report.TRAINING_SECTIONS)
     report.rewrite(rates_table.PAGE, rates_table.SECTIONS)
+    report.rewrite(attack.PAGE, attack.SECTIONS)
     report.rewrite(standings.PAGE, standings.SECTIONS)
     plots.draw()
     plots.draw_findings()

@@ -709,7 +709,7 @@ class TransformOptimizer(Optimizer):
 
         `muonfx.checkpoint.save` stores them, and `load_transform_state` reads them.
 
-        >>> optimizer = TransformOptimizer({"w": torch.nn.Parameter(torch.ones(2))}, mfx.sgd(0.1))
+        >>> optimizer = TransformOptimizer({"w": torch.nn.Parameter(torch.ones(2))}, mfx.scale_by_learning_rate(0.1))
         >>> optimizer.saved_groups()[0]["lr"], optimizer.saved_groups()[0]["param_names"]
         (0.1, ['w'])
         """
@@ -744,10 +744,11 @@ class TransformOptimizer(Optimizer):
 
         Example:
             >>> import muonfx as mfx
-            >>> optimizer = TransformOptimizer({"w": torch.nn.Parameter(torch.ones(2))}, mfx.momentum())
+            >>> optimizer = mfx.Muon({"w": torch.nn.Parameter(torch.ones(2, 1))}, lr=0.1)
             >>> optimizer.load_transform_state(mfx.tree.map(torch.ones_like, optimizer.transform_state))
-            >>> optimizer.transform_state.trace
-            {'w': tensor([1., 1.])}
+            >>> optimizer.state_dict()["state"][0]
+            {'momentum.trace': tensor([[1.],
+                    [1.]])}
         """
         self._use_replacements()
         check_real(self._named())

@@ -116,7 +116,7 @@ def test_a_sharded_optimizer_loads_on_any_number_of_ranks(world: World, tmp_path
 
 def replicated_states(here: Here, path: Path) -> list[bytes]:
     """Save state that only the owners of matrices have, and return what `state_dict` shows after a load."""
-    kinds = mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(), mfx.contrib.normalize_neurons(), mfx.scale(-0.1))
+    kinds = mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(), mfx.normalize_neurons(), mfx.scale(-0.1))
     results: list[Any] = []
     for seed in (0, 1):
         model = nn.Linear(6, 5, bias=False)
@@ -167,10 +167,10 @@ def test_nothing_is_restored_by_half(tmp_path: Path):
 
 def test_other_groups_are_an_error_that_says_how_to_keep_the_new_ones(tmp_path: Path):
     model = model_of()
-    old = mfx.TransformOptimizer(model, mfx.sgd(0.1, momentum=0.9))
+    old = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)))
     pairs = list(model.named_parameters())
     new = mfx.TransformOptimizer(
-        [{"params": pairs[:2], "lr": 0.3}, {"params": pairs[2:]}], mfx.sgd(0.1, momentum=0.9), model=model
+        [{"params": pairs[:2], "lr": 0.3}, {"params": pairs[2:]}], mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)), model=model
     )
     ck.save(tmp_path, old)
     with pytest.raises(ck.MismatchError, match=r"allow_extra=\['param_groups'\]"):
@@ -180,10 +180,10 @@ def test_other_groups_are_an_error_that_says_how_to_keep_the_new_ones(tmp_path: 
 
 
 def test_a_schedule_goes_on_and_its_kind_comes_from_the_code(tmp_path: Path):
-    rates = [mfx.cosine(0.1, 10), mfx.cosine(0.1, 20)]
+    rates = [mfx.cosine_decay_schedule(0.1, 10), mfx.cosine_decay_schedule(0.1, 20)]
     for rate in rates:
         model = model_of()
-        optimizer = muon(model, rate)
+        optimizer = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(rate)))
         if rate is rates[0]:
             train(model, optimizer, None, range(3))
             ck.save(tmp_path, optimizer)
@@ -201,7 +201,8 @@ def test_a_save_in_the_background_has_the_groups_of_the_call(tmp_path: Path):
     with torch.no_grad():
         optimizer.param_groups[0]["lr"].fill_(9.0)
     assert ck.inspect(saving.wait()).objects["param_groups"][0]["lr"] == torch.tensor(0.02)
-    ck.load(tmp_path, optimizer)
+    with pytest.warns(UserWarning, match="in the file"):
+        ck.load(tmp_path, optimizer)
     assert optimizer.param_groups[0]["lr"] == torch.tensor(0.02)
 
 
