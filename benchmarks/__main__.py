@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks import (
-    attack,
     adapter,
+    attack,
     bind,
     checkpoint,
     engines,

@@ -88,6 +88,16 @@ def _in_child(call: Callable[[], int]) -> int | None:
     return os.WEXITSTATUS(status)
 
 
+def _saving(save: Save, number: float, path: Path) -> Callable[[], int]:
+    """Return a function for `_in_child` that saves a state whose elements are all ``number``."""
+
+    def save_state() -> int:
+        save(state_of(number), path)
+        return 0
+
+    return save_state
+
+
 def _outcome(load: Load, path: Path, *expected: State) -> str:
     """Return how a load ends: "whole" if its values are those of one of the ``expected`` states."""
 
@@ -99,15 +109,17 @@ def _outcome(load: Load, path: Path, *expected: State) -> str:
                 return 0
         return 1
 
-    outcomes = {0: "whole", 1: "wrong"}
-    return outcomes.get(_in_child(load_and_compare), "refused")  # pyright: ignore[reportArgumentType]
+    code = _in_child(load_and_compare)
+    if code is None:
+        return "refused"
+    return "whole" if code == 0 else "wrong"
 
 
 # ------------------------------------------------------------------------------------------------------------- attacks
 
 
 _kill_at: list[Any] = []
-"""The folder, the number of calls to survive, and the number of calls so far; empty in processes that are not killed."""
+"""The folder, the number of calls to survive, and of calls so far; empty in a process that is not to be killed."""
 
 
 def _count(path: object) -> None:
@@ -121,6 +133,7 @@ def _count(path: object) -> None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    """Count a call that Python reports to its audit hooks."""
     if _kill_at and event in _FOLDER_CALLS and not isinstance(arguments[0], int):
         _count(os.fsdecode(arguments[0]))
 
@@ -145,7 +158,7 @@ def _kills(save: Save, load: Load, path: Path) -> Counter[str]:
     """Replace a checkpoint, and kill the writer at each of its calls in turn."""
     outcomes: Counter[str] = Counter()
     for call in range(MOST_CALLS):
-        _in_child(lambda: save(state_of(1.0), path) and 0 or 0)
+        _in_child(_saving(save, 1.0, path))
 
         def save_until_killed(call: int = call) -> int:
             with _killed(path, call):
@@ -159,21 +172,23 @@ def _kills(save: Save, load: Load, path: Path) -> Counter[str]:
 
 
 def _files(path: Path) -> list[Path]:
+    """Return the files of a checkpoint."""
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def _flips(save: Save, load: Load, path: Path, number: int) -> Counter[str]:
     """Flip one bit at a time, at positions spread over all files."""
-    _in_child(lambda: save(state_of(1.0), path) and 0 or 0)
+    _in_child(_saving(save, 1.0, path))
     files = _files(path)
     sizes = [file.stat().st_size for file in files]
     outcomes: Counter[str] = Counter()
     for position in range(number):
         offset = position * sum(sizes) // number
-        for file, size in zip(files, sizes, strict=True):
-            if offset < size:
-                break
-            offset -= size
+        index = 0
+        while offset >= sizes[index]:
+            offset -= sizes[index]
+            index += 1
+        file = files[index]
         data = file.read_bytes()
         flipped = data[offset] ^ (1 << position % 8)
         file.write_bytes(data[:offset] + bytes([flipped]) + data[offset + 1 :])
@@ -184,7 +199,7 @@ def _flips(save: Save, load: Load, path: Path, number: int) -> Counter[str]:
 
 def _truncations(save: Save, load: Load, path: Path) -> Counter[str]:
     """Cut each file to half of its bytes, by the last byte and to nothing, and remove it."""
-    _in_child(lambda: save(state_of(1.0), path) and 0 or 0)
+    _in_child(_saving(save, 1.0, path))
     outcomes: Counter[str] = Counter()
     for file in _files(path):
         data = file.read_bytes()
@@ -199,7 +214,7 @@ def _truncations(save: Save, load: Load, path: Path) -> Counter[str]:
 
 def _narrowing(save: Save, load: Load, path: Path) -> Counter[str]:
     """Load values of float32 into bfloat16, which rounds them."""
-    _in_child(lambda: save(state_of(1 / 3), path) and 0 or 0)
+    _in_child(_saving(save, 1 / 3, path))
     return Counter([_outcome(load, path, state_of(float("nan"), torch.bfloat16))])
 
 

@@ -41,14 +41,22 @@ class SavedOptimizer(Protocol):
     """What a checkpoint needs of an optimizer: `muonfx.TransformOptimizer` and its subclass `muonfx.Muon` have it."""
 
     @property
-    def transform(self) -> Transform: ...
+    def transform(self) -> Transform:
+        """The transform, sharded if the parameters are."""
+        ...
 
     @property
-    def transform_state(self) -> PyTree: ...
+    def transform_state(self) -> PyTree:
+        """The state of `transform`, with this rank's shards."""
+        ...
 
-    def saved_groups(self) -> list[dict[str, Any]]: ...
+    def saved_groups(self) -> list[dict[str, Any]]:
+        """Return the entries of the param groups."""
+        ...
 
-    def load_transform_state(self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None) -> None: ...
+    def load_transform_state(self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Copy a state and the entries of groups into the optimizer."""
+        ...
 
 
 def is_optimizer(value: object) -> TypeGuard[SavedOptimizer]:

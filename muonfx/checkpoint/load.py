@@ -367,8 +367,9 @@ class Loader:
 
 
 def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) -> tuple[PyTree, dict[str, Any]]:
-    """Load a checkpoint: the tree, and the values that are no tensors by name. With a group, every rank calls this, and an error on one rank is raised on all.
+    """Load a checkpoint: the tree, and a dict of the values that are no tensors.
 
+    With a group, every rank calls this, and an error on one rank is raised on all.
     ``make_target`` returns the tree to fill; an error that it raises is raised on all ranks.
     """
     ranks: Alone | Together = Alone()

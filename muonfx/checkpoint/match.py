@@ -342,10 +342,10 @@ class _Comparison:
                     f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer itself, "
                     "not its transform_state, with scheduler= if it has one"
                 )
-        if SCHEDULER in self.index.objects and SCHEDULER not in objects:
-            if not matches_any(self.rules.allow_extra, SCHEDULER):
-                self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
-                self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
+        has_unread = SCHEDULER in self.index.objects and SCHEDULER not in objects
+        if has_unread and not matches_any(self.rules.allow_extra, SCHEDULER):
+            self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
+            self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
 
     def _advise_about_names(self, missing: Sequence[str], extra: Sequence[str]) -> None:
         """Add the arguments that allow ``missing`` leaves, and ``extra`` leaves of the checkpoint."""

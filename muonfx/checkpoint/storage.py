@@ -164,7 +164,7 @@ class Writer(StorageWriter):
         """Begin a save on this rank."""
         if not kwargs.get("use_collectives", True):
             raise ValueError(
-                "use_collectives=False lets each rank write a checkpoint of its own: leave it out, since one checkpoint "
+                "use_collectives=False lets each rank write a checkpoint of its own: leave it out, since a checkpoint "
                 "holds the values of all ranks"
             )
         self._abandon()

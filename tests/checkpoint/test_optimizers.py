@@ -170,7 +170,9 @@ def test_other_groups_are_an_error_that_says_how_to_keep_the_new_ones(tmp_path: 
     old = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)))
     pairs = list(model.named_parameters())
     new = mfx.TransformOptimizer(
-        [{"params": pairs[:2], "lr": 0.3}, {"params": pairs[2:]}], mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)), model=model
+        [{"params": pairs[:2], "lr": 0.3}, {"params": pairs[2:]}],
+        mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)),
+        model=model,
     )
     ck.save(tmp_path, old)
     with pytest.raises(ck.MismatchError, match=r"allow_extra=\['param_groups'\]"):

@@ -134,7 +134,8 @@ def test_muon_is_saved_by_dcp_too(tmp_path: Path):
     path = ck.save(tmp_path / "ours", {"model": dict(model.named_parameters()), "count": torch.tensor(3)})
     state = {"model": {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, "count": torch.tensor(0)}
     load(state, path)
-    assert torch.equal(state["model"]["weight"], model.weight) and state["count"] == 3
+    assert torch.equal(state["model"]["weight"], model.weight)
+    assert state["count"] == 3
     whole = state_of(model, optimizer)
     save(whole, tmp_path / "dcp")
     rebuilt = _load_state_dict_from_keys(storage_reader=ck.Reader(tmp_path / "dcp"))  # without a template
@@ -155,7 +156,7 @@ def test_values_that_are_no_tensors_come_back_as_they_were(tmp_path: Path):
         "counter": [collections.Counter({3: 2})][0:0], "big": 2**80, "~tuple": ({"~x": 1},), "many": {"a": {"b": [1]}},
     }  # fmt: skip
     save(state, tmp_path)
-    blank: dict[str, Any] = {key: None for key in state} | {"many": {"a": {"b": None}}}
+    blank: dict[str, Any] = dict.fromkeys(state) | {"many": {"a": {"b": None}}}
     load(blank, tmp_path)
     assert blank == state
     assert [type(value) for value in blank.values()] == [type(value) for value in state.values()]
@@ -178,7 +179,8 @@ def test_what_no_file_can_hold_is_refused_by_name(tmp_path: Path, state: dict[st
     save({"w": torch.ones(1)}, tmp_path)
     before = copies(tmp_path)
     error = fails(save, {"w": torch.zeros(1), **state}, tmp_path)
-    assert isinstance(error, TypeError) and repr(name) in str(error)
+    assert isinstance(error, TypeError)
+    assert repr(name) in str(error)
     assert copies(tmp_path) == before
 
 
@@ -227,7 +229,8 @@ def test_arguments_are_checked_when_they_are_given(tmp_path: Path):
         ck.Writer(tmp_path, keep=2)
     with pytest.raises(TypeError, match="cast"):
         ck.Reader(tmp_path, cast=torch.bfloat16)  # pyright: ignore[reportArgumentType]
-    assert ck.Writer.validate_checkpoint_id(tmp_path) and not ck.Reader.validate_checkpoint_id("")
+    assert ck.Writer.validate_checkpoint_id(tmp_path)
+    assert not ck.Reader.validate_checkpoint_id("")
     writer = ck.Writer(ck.step_path(tmp_path, 0), keep=1)
     for step in range(3):
         dcp.save({"w": torch.ones(1)}, checkpoint_id=ck.step_path(tmp_path, step), storage_writer=writer, no_dist=True)
@@ -241,12 +244,15 @@ def test_a_narrower_dtype_needs_cast_and_a_wider_one_does_not(tmp_path: Path):
     save({"m": {"w": torch.full((2,), 1 / 3), "n": torch.ones(2)}}, tmp_path)
     state = {"m": {"w": torch.zeros(2, dtype=torch.bfloat16), "n": torch.zeros(2, dtype=torch.float64)}}
     error = fails(load, state, tmp_path)
-    assert isinstance(error, ck.MismatchError) and "'m/w': torch.bfloat16" in str(error) and "'m/n'" not in str(error)
+    assert isinstance(error, ck.MismatchError)
+    assert "'m/w': torch.bfloat16" in str(error)
+    assert "'m/n'" not in str(error)
     assert not state["m"]["n"].any()
     for cast in ({"m/w": torch.float16}, {"m.w": torch.bfloat16}):
         assert isinstance(fails(load, state, tmp_path, cast=cast), ck.MismatchError)
     load(state, tmp_path, cast={"m/w": torch.bfloat16})
-    assert torch.equal(state["m"]["w"], torch.full((2,), 1 / 3).bfloat16()) and state["m"]["n"].all()
+    assert torch.equal(state["m"]["w"], torch.full((2,), 1 / 3).bfloat16())
+    assert state["m"]["n"].all()
 
 
 def test_damage_is_found_and_nothing_is_loaded(tmp_path: Path):
@@ -258,7 +264,9 @@ def test_damage_is_found_and_nothing_is_loaded(tmp_path: Path):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
             state = {"a": torch.zeros(400), "b": torch.zeros(400), "n": 0}
             assert isinstance(fails(load, state, tmp_path), ck.CorruptError), (file.name, at)
-            assert not state["a"].any() and not state["b"].any() and state["n"] == 0
+            assert not state["a"].any()
+            assert not state["b"].any()
+            assert state["n"] == 0
         file.write_bytes(whole[:-1])
         assert isinstance(fails(load, {"a": torch.zeros(400)}, tmp_path), ck.CorruptError)
         file.write_bytes(whole)
@@ -275,7 +283,7 @@ def test_replicas_that_differ_are_an_error_and_the_earlier_checkpoint_stays(here
         "d": torch.ones(3, dtype=[torch.float32, torch.float64][here.rank]), "kind": [torch.ones(()), 1.0][here.rank],
     }.items():  # fmt: skip
         error = fails(save, {**good, **here_only, name: value}, tmp_path, here)
-        assert repr(name) in str(error) and "rank 1" in str(error) or name == "kind", error
+        assert (repr(name) in str(error) and "rank 1" in str(error)) or name == "kind", error
         assert ck.verify(tmp_path).objects == {"n": 1}
     error = fails(save, good, tmp_path, here, step=here.rank)
     assert "step" in str(error)
@@ -303,7 +311,8 @@ def test_a_rank_that_is_killed_leaves_the_earlier_checkpoint(world: World, tmp_p
     broken.run(2, save_until_killed, path=tmp_path, at=1)
     broken.close()
     load(state, tmp_path)
-    assert state["n"] == 1 and state["w"].all()
+    assert state["n"] == 1
+    assert state["w"].all()
     save(state, tmp_path)  # removes what the killed ranks have left
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -344,7 +353,9 @@ def test_a_save_that_ends_at_any_call_leaves_one_whole_checkpoint(tmp_path: Path
         if status == 0:
             break
         assert how == {} or os.WTERMSIG(status) == signal.SIGKILL
-    assert status == 0 and at > 5 and seen == {0, 1}
+    assert status == 0
+    assert at > 5
+    assert seen == {0, 1}
     write(0)
     assert len(list(tmp_path.iterdir())) == 2
 
