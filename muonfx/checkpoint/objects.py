@@ -64,12 +64,16 @@ def _dict_to_json(value: dict[Any, Any], name: str) -> dict[str, Any]:
     >>> _dict_to_json({30: 1}, "milestones")
     {'~dict': [[30, 1]]}
     """
-    values = {key: to_json(entry, f"{name}/{key}") for key, entry in value.items()}
-    is_counter = isinstance(value, Counter)
-    if not is_counter and all(type(key) is str and not key.startswith("~") for key in values):
-        return values
-    items = [[to_json(key, f"{name}/{key}"), entry] for key, entry in values.items()]
-    return {"~counter" if is_counter else "~dict": items}
+    if not isinstance(value, Counter) and all(_is_plain_key(key) for key in value):
+        return {key: to_json(entry, f"{name}/{key}") for key, entry in value.items()}
+    items = [[to_json(key, f"{name}/{key}"), to_json(entry, f"{name}/{key}")] for key, entry in value.items()]
+    tag = "~counter" if isinstance(value, Counter) else "~dict"
+    return {tag: items}
+
+
+def _is_plain_key(key: object) -> bool:
+    """Return whether a key can be the key of an object in JSON: a string that is not taken for a tag."""
+    return type(key) is str and not key.startswith("~")
 
 
 def from_json(written: Any) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -45,11 +45,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from muonfx.checkpoint.draft import Draft, Entry, block_checksums
-from muonfx.checkpoint.errors import CheckpointError, MismatchError, ReplacedError, first_of_each_kind
+from muonfx.checkpoint.errors import CheckpointError, ReplacedError
 from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.leaves import name_of, path_of, whole_box
-from muonfx.checkpoint.match import matches
+from muonfx.checkpoint.leaves import PARAMS, StateSpec, in_section, name_of, path_of, plain_names, whole_box
+from muonfx.checkpoint.match import Rules, match
 from muonfx.checkpoint.objects import from_json, to_json
 from muonfx.checkpoint.reader import DataReader, Transfer
 from muonfx.checkpoint.save import head_of, require_valid, require_writable
@@ -66,7 +66,6 @@ from muonfx.checkpoint.writer import (
 )
 from muonfx.sharding.shards.boxes import Box
 from muonfx.tree import Spec
-from muonfx.tree.dtypes import widens
 
 # ---------------------------------------------------------------------------------------------------------------- write
 
@@ -223,9 +222,9 @@ class Writer(StorageWriter):
         for shard in shards:
             leaf = leaves.setdefault(shard.name, ProposedLeaf(shard.spec, False, {}))
             if not shard.is_written:
-                leaf.checksums[shard.box] = _text_of(block_checksums(shard.values))
+                leaf.checksums[shard.box] = " ".join(block_checksums(shard.values))
         for name, chunk in written.chunks:
-            leaves[name].checksums[chunk.box] = _text_of(chunk.crc32)
+            leaves[name].checksums[chunk.box] = " ".join(chunk.crc32)
         return _WrittenByRank(written, leaves, objects)
 
     def _write_shards(self, assignment: Assignment, shards: Sequence[_Shard]) -> WrittenShards:
@@ -341,11 +340,6 @@ def _shard_of(item: WriteItem, planner: SavePlanner, name: str, *, is_written: b
     return _Shard(name, spec, box, values.detach().reshape(box.sizes), is_written)
 
 
-def _text_of(checksums: Sequence[str]) -> str:
-    """Return the checksums of the blocks of a shard as one text, which `require_consistent` compares."""
-    return " ".join(checksums)
-
-
 def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of all ranks that are no tensors; raise if ranks have different values of one name."""
     written: dict[str, Any] = {}
@@ -435,7 +429,6 @@ class Reader(StorageReader):
         try:
             self._index = retried(self._path, lambda _: self._stack.enter_context(inspect_and_keep(self._path)))
             self._name_of_key = _names_of_keys([*self._index.leaves, *self._index.objects])
-            _require_matches(self._cast, self._index.leaves, self._path)
         except CheckpointError as error:
             self._stack.close()
             return _Unreadable(error)
@@ -452,11 +445,10 @@ class Reader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Open the data files that this rank needs; they stay readable when the checkpoint is replaced."""
-        chunks = self._index.leaves
         numbers: set[int] = set()
         for item in plan.items:
             if item.type == LoadItemType.TENSOR:
-                leaf = chunks[self._name_of_key[item.storage_index.fqn]]
+                leaf = self._index.leaves[self._name_of_key[item.storage_index.fqn]]
                 numbers |= {chunk.file for chunk in leaf.chunks if chunk.box.offsets == item.storage_index.offset}
         with replacement(self._path, self._index):
             self._data = self._stack.enter_context(DataReader(self._path, self._index))
@@ -501,26 +493,19 @@ class Reader(StorageReader):
         return Transfer(name, chunk, box, torch.empty(box.sizes, dtype=leaf.spec.dtype))
 
     def _require_fit(self, items: Sequence[ReadItem], destinations: Sequence[Tensor]) -> None:
-        """Raise one error with all tensors of the state dict to which stored values would have to be rounded."""
-        problems: dict[str, None] = {}
-        advice: dict[str, None] = {}
+        """Raise one error with all tensors to which stored values would be rounded, as `muonfx.checkpoint.load` does.
+
+        The planner has compared names and shapes.
+        """
+        plain_name_of = plain_names(self._index.leaves)
+        specs: dict[str, Spec] = {}
         for item, destination in zip(items, destinations, strict=True):
             name = self._name_of_key[item.storage_index.fqn]
-            stored_dtype = self._index.leaves[name].spec.dtype
-            dtype = destination.dtype
-            cast_dtypes = {cast for pattern, cast in self._cast.items() if matches(pattern, name)}
-            if cast_dtypes - {dtype}:
-                texts = ", ".join(sorted(map(str, cast_dtypes)))
-                problems[f"cast:      {name!r} is {dtype} in the state dict, and cast= gives {texts}"] = None
-            elif not cast_dtypes and not widens(stored_dtype, dtype):
-                problems[f"narrowing: {name!r} is {stored_dtype} in the checkpoint, expected {dtype}"] = None
-                advice[f"{name!r}: {dtype}"] = None
-        if not problems:
-            return
-        text = f"{self._path} does not fit, nothing was loaded:\n  " + "\n  ".join(first_of_each_kind(problems))
-        if advice:
-            text += f"\nto round: Reader(path, cast={{{', '.join([*advice][:3])}}}); keys may be patterns such as '*'"
-        raise MismatchError(text, problems)
+            specs[plain_name_of[name]] = Spec(self._index.leaves[name].spec.shape, destination.dtype)
+        rules = Rules((), ("*",), allow_other_chain=True, cast=self._cast, rename={})
+        for section in ("", PARAMS):
+            expected = StateSpec({name: spec for name, spec in specs.items() if in_section(name, section)})
+            match(self._index, expected, rules, section=section, where=str(self._path))
 
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:
         """Return a value that is no tensor in the form in which planners of torch expect it: pickled, in memory."""
@@ -563,18 +548,6 @@ def _names_of_keys(names: Sequence[str]) -> dict[str, str]:
             )
         name_of_key[key] = name
     return name_of_key
-
-
-def _require_matches(cast: Mapping[str, torch.dtype], names: Collection[str], where: object) -> None:
-    """Raise if a pattern of ``cast`` matches none of the leaf names."""
-    unused = [pattern for pattern in cast if not any(matches(pattern, name) for name in names)]
-    if unused:
-        patterns = ", ".join(map(repr, unused))
-        raise MismatchError(
-            f"{where}: cast: {patterns} matches no leaf of the checkpoint: names are such as "
-            f"{min(names, default='')!r}, with slashes",
-            unused,
-        )
 
 
 def _described(index: Index, name: str) -> TensorStorageMetadata:

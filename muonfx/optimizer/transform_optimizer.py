@@ -744,11 +744,11 @@ class TransformOptimizer(Optimizer):
 
         Example:
             >>> import muonfx as mfx
-            >>> optimizer = mfx.Muon({"w": torch.nn.Parameter(torch.ones(2, 1))}, lr=0.1)
-            >>> optimizer.load_transform_state(mfx.tree.map(torch.ones_like, optimizer.transform_state))
-            >>> optimizer.state_dict()["state"][0]
-            {'momentum.trace': tensor([[1.],
-                    [1.]])}
+            >>> tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
+            >>> optimizer = TransformOptimizer({"w": torch.nn.Parameter(torch.ones(2))}, tx)
+            >>> optimizer.load_transform_state({"momentum": mfx.momentum().init({"w": torch.ones(2)})})
+            >>> optimizer.transform_state["momentum"].trace
+            {'w': tensor([0., 0.])}
         """
         self._use_replacements()
         check_real(self._named())

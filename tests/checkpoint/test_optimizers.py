@@ -90,7 +90,8 @@ def resume_run(here: Here | None, path: Path, kind: str | None = None) -> dict[s
         state = ck.load(path, optimizer, scheduler=scheduler)
         saved = ck.load_params(path, like=params, tx=optimizer.transform)
     messages = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    assert len(messages) == 1 and "weight_decay: 0.3 in the file, 0.1 in the code" in messages[0], messages
+    assert len(messages) == 1, messages
+    assert "weight_decay: 0.3 in the file, 0.1 in the code" in messages[0], messages
     assert mfx.tree.leaves(state)[0] is not None
     model.load_state_dict(saved, strict=False)
     train(model, optimizer, scheduler, range(3, 5))

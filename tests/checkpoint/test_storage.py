@@ -213,8 +213,8 @@ def test_every_dtype_and_planner_is_accepted(tmp_path: Path):
 
 
 def test_what_hides_the_plans_of_ranks_is_refused(tmp_path: Path):
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
     with pytest.raises(CheckpointException) as caught:
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         dcp.save({"w": torch.ones(1)}, storage_writer=ck.Writer(tmp_path), planner=planner, no_dist=True)
     assert "enable_plan_caching" in str(cause(caught.value))
     with pytest.raises(ValueError, match="use_collectives=False"):
