@@ -293,7 +293,7 @@ def table() -> str:
     if result is None:
         return ""
     lines = [[row["candidate"], *[lost(row)[name] for name in HEADS]] for row in result["rows"]]
-    return f"{report.table(['storage', *HEADS.values()], lines)}\n\n{report.machine_line(result)}\n"
+    return f"{report.table(['storage', *HEADS.values()], lines)}\n\n{report.machine_line(result, 'one thread')}\n"
 
 
 SECTIONS = {"attack": table}
