@@ -38,7 +38,7 @@ from muonfx.tree import PyTree, Spec
 
 
 class SavedOptimizer(Protocol):
-    """What a checkpoint needs of an optimizer: `muonfx.TransformOptimizer` and its subclass `muonfx.Muon` have it."""
+    """The part of an optimizer that a checkpoint uses, as in `muonfx.TransformOptimizer` and its subclass `muonfx.Muon`."""
 
     @property
     def transform(self) -> Transform:

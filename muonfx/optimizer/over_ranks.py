@@ -259,7 +259,7 @@ class SteppingOverRanks(Stepping):
             self._progress.load()
 
     def note_loaded(self, state: PyTree) -> None:
-        """Share the new state of single ranks, and let the next step compare the steps of all ranks anew."""
+        """Share the new state of single ranks, and let the next step compare the steps of all ranks again."""
         self._share(state)
         if self._is_distributed:
             self._progress.load()

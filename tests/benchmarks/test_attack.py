@@ -1,5 +1,6 @@
 """The attack on checkpoints: it finds what is lost, ours loses nothing, and the page has the table of the result."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ PAIRS = attack.candidates()
 
 
 def save_in_place(state: dict[str, Any], path: Path) -> None:
-    """What loses data: a file that is overwritten, without checksums."""
+    """Overwrite a file for each tensor, without checksums."""
     path.mkdir(exist_ok=True, parents=True)
     for name, value in state.items():
-        torch.save(value, path / name)
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        (path / name).write_bytes(buffer.getvalue())
 
 
 def load_in_place(state: dict[str, Any], path: Path) -> None:
@@ -24,7 +27,7 @@ def load_in_place(state: dict[str, Any], path: Path) -> None:
 
 def test_an_attack_finds_what_is_lost(tmp_path: Path):
     row = attack.attack(save_in_place, load_in_place, tmp_path, flips=30)
-    assert row["kills"]["refused"] + row["kills"]["wrong"] >= 3
+    assert row["kills"]["wrong"] == 2  # after one new file of three, and after two
     assert row["flipped bits"]["wrong"] > 0
     assert row["fp32 into bf16"] == {"wrong": 1}
 
