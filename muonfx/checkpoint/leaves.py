@@ -38,7 +38,7 @@ from muonfx.tree import PyTree, Spec
 
 
 class SavedOptimizer(Protocol):
-    """The part of an optimizer that a checkpoint uses, as in `muonfx.TransformOptimizer` and its subclass `muonfx.Muon`."""
+    """The part of an optimizer that a checkpoint uses; `muonfx.TransformOptimizer` and `muonfx.Muon` have it."""
 
     @property
     def transform(self) -> Transform:
