@@ -746,7 +746,7 @@ class TransformOptimizer(Optimizer):
             >>> import muonfx as mfx
             >>> tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
             >>> optimizer = TransformOptimizer({"w": torch.nn.Parameter(torch.ones(2))}, tx)
-            >>> optimizer.load_transform_state({"momentum": mfx.momentum().init({"w": torch.ones(2)})})
+            >>> optimizer.load_transform_state(tx.init({"w": torch.zeros(2)}))
             >>> optimizer.transform_state["momentum"].trace
             {'w': tensor([0., 0.])}
         """
