@@ -1,7 +1,7 @@
 """Run the benchmarks and write results, tables and plots.
 
 Run ``python -m benchmarks [adapter polar step parts checkpoint sharding sharding_timeline engines bind planner
-overhead operations optimizer_laws]``. To compare with another checkout, run
+overhead operations optimizer_laws attack]``. To compare with another checkout, run
 ``python -m benchmarks versions --before FOLDER``.
 
 ``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing. It predicts the cost of our
@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import (
     adapter,
+    attack,
     bind,
     checkpoint,
     engines,
@@ -57,6 +58,7 @@ BENCHMARKS = {
     "overhead": "leaves_speed overhead_speed",
     "operations": "operations_count",
     "optimizer_laws": "optimizer_laws",
+    "attack": "checkpoint_attack",
     "versions": "versions_speed",
 }
 """The benchmarks, and the names of the results that each one writes. Each result can also be measured alone."""
@@ -127,6 +129,7 @@ def measures_for(options: argparse.Namespace) -> dict[str, Callable[[], list[dic
         "checkpoint_speed": lambda: checkpoint.speed(megabytes, min(rounds, 10), folder),
         "checkpoint_fresh": lambda: checkpoint.fresh(megabytes, min(rounds, 10), folder),
         "checkpoint_memory": lambda: checkpoint.memory(megabytes, folder),
+        "checkpoint_attack": attack.outcomes,
         "planner_speed": lambda: planner.speed(rounds, seconds=seconds),
         "sharding_speed": lambda: sharding.speed(rounds, seconds=seconds),
         "sharding_timeline": sharding_timeline.times,
@@ -149,6 +152,7 @@ def write_report() -> None:
     report.rewrite(optimizer_laws.PAGE, optimizer_laws.SECTIONS)
     report.rewrite(report.TRAINING_PAGE, report.TRAINING_SECTIONS)
     report.rewrite(rates_table.PAGE, rates_table.SECTIONS)
+    report.rewrite(attack.PAGE, attack.SECTIONS)
     report.rewrite(standings.PAGE, standings.SECTIONS)
     plots.draw()
     plots.draw_findings()

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -67,7 +67,7 @@ class Draft:
         self.save_id = save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)
         self._files: list[Path] = [self._unfinished_index]
-        """The files that this rank has written, to be removed after an error."""
+        """The files to remove after an error: those that this rank has written, and those of `add_files`."""
         self._lock = SaveLock(path / lock_name(self.save_id))
         self._replaced_index: FileIO | None = None
         """The index of the checkpoint that this save replaces, kept open to wait for its readers."""
@@ -84,6 +84,10 @@ class Draft:
     def data_file(self, rank: int, ranks: int) -> Path:
         """Return the path of a rank's data file, whose name contains the rank and the id of the save."""
         return self.path / data_name(self.save_id, rank, ranks)
+
+    def add_files(self, files: Iterable[Path]) -> None:
+        """Remove these files too after an error. Other ranks write them, and may not learn of the error."""
+        self._files += files
 
     def begin(self) -> None:
         """Create the checkpoint folder, and lock this save. Other ranks write after this."""
@@ -295,6 +299,13 @@ def write_data(path: Path, number: int, entries: Sequence[Entry]) -> tuple[DataF
             begin += len(data)
             del tensor  # free it before the next tensor is made
     return DataFile(path.name, begin, len(header), checksum_of(header)), chunks
+
+
+def block_checksums(values: Tensor) -> tuple[str, ...]:
+    """Return the checksum of each block of a tensor, as `write_data` computes it for an entry with these values."""
+    tensor = with_plain_bits(values).cpu().contiguous()
+    data = bytes_of(tensor)
+    return tuple(checksum_of(data[offset : offset + BLOCK]) for offset in range(0, len(data), BLOCK))
 
 
 @no_collection()

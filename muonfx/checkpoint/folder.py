@@ -23,7 +23,7 @@ from muonfx.checkpoint.index import (
     save_id_of,
     unfinished_index_name,
 )
-from muonfx.checkpoint.reader import Reader
+from muonfx.checkpoint.reader import DataReader
 from muonfx.core.checks import positive_int
 from muonfx.internal.display import format_bytes
 
@@ -150,16 +150,16 @@ def retried(path: object, attempt: Callable[[int], Result]) -> Result:
     raise ReplacedError(f"{path} was replaced {ATTEMPTS} times while it was read: pause its writer, or read a copy")
 
 
-def with_reader(path: Path, work: Callable[[Reader], Result]) -> Result:
+def with_reader(path: Path, work: Callable[[DataReader], Result]) -> Result:
     """Open all files of a checkpoint and return ``work(reader)``; read again if a save replaced it meanwhile."""
     return retried(path, lambda attempt: _read_once(path, work))
 
 
-def _read_once(path: Path, work: Callable[[Reader], Result]) -> Result:
+def _read_once(path: Path, work: Callable[[DataReader], Result]) -> Result:
     """Return ``work(reader)`` for the checkpoint that is at the path now; raise `ReplacedError` if it is replaced."""
     with ExitStack() as stack:
         with inspect_and_keep(path) as index, replacement(path, index):
-            reader = stack.enter_context(Reader(path, index))
+            reader = stack.enter_context(DataReader(path, index))
             reader.check_files()
         with replacement(path, index):
             return work(reader)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
 from muonfx.checkpoint.files import no_collection, read_regular
 from muonfx.checkpoint.leaves import problem_of_boxes
+from muonfx.checkpoint.objects import from_json, to_json
 from muonfx.internal.display import Report, Shown, Table, format_bytes, printable
 from muonfx.sharding.shards.boxes import Box
 from muonfx.tree import Spec
@@ -91,6 +92,7 @@ class Index(Shown):
         versions: the versions of muonfx and torch.
         files: the data files.
         leaves: a dict from name to a `Leaf`, which has a ``spec`` (shape and dtype) and the location of its bytes.
+        objects: a dict from name to a value that is no tensor, such as the groups of an optimizer ("param_groups").
 
     >>> import tempfile
     >>> import muonfx as mfx
@@ -108,6 +110,7 @@ class Index(Shown):
     versions: dict[str, str] = field(default_factory=dict[str, str])
     files: tuple[DataFile, ...] = ()
     leaves: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
+    objects: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +128,8 @@ class Index(Shown):
             heading["extra"] = json.dumps(self.extra, sort_keys=True)
         heading["written by"] = ", ".join([f"{name} {version}" for name, version in self.versions.items()])
         file_nbytes = sum([file.nbytes for file in self.files])
+        if self.objects:
+            heading["objects"] = f"{len(self.objects)} values that are no tensors"
         heading["files"] = f"{len(self.files)}, {format_bytes(file_nbytes)}"
         lines = [f"{key:10}  {printable(value):.2000}" for key, value in heading.items()]
         rows: list[tuple[str, ...]] = []
@@ -186,6 +191,8 @@ def text_of(index: Index) -> bytes:
         "files": [file._asdict() for file in index.files],
         "leaves": {name: _json_of_leaf(leaf) for name, leaf in index.leaves.items()},
     }
+    if index.objects:
+        body["objects"] = {name: to_json(value, name) for name, value in index.objects.items()}
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     digest = hashlib.sha256(text).hexdigest().encode()
     data = b"".join([_HEAD, digest, b'",\n"index": ', text, b"}\n"])
@@ -264,6 +271,7 @@ def _index(body: Any, *, with_leaves: bool) -> Index:
         versions=dict(body["versions"]),
         files=files,
         leaves=leaves,
+        objects={name: from_json(value) for name, value in body.get("objects", {}).items()},
     )
 
 

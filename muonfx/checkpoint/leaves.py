@@ -16,10 +16,10 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,9 +36,43 @@ from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.tree import PyTree, Spec
 
+
+class SavedOptimizer(Protocol):
+    """The part of an optimizer that a checkpoint uses; `muonfx.TransformOptimizer` and `muonfx.Muon` have it."""
+
+    @property
+    def transform(self) -> Transform:
+        """The transform, sharded if the parameters are."""
+        ...
+
+    @property
+    def transform_state(self) -> PyTree:
+        """The state of `transform`, with this rank's shards."""
+        ...
+
+    def saved_groups(self) -> list[dict[str, Any]]:
+        """Return the entries of the param groups."""
+        ...
+
+    def load_transform_state(self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Copy a state and the entries of groups into the optimizer."""
+        ...
+
+
+def is_optimizer(value: object) -> TypeGuard[SavedOptimizer]:
+    """Return whether a value is an optimizer whose state is the state of a transform."""
+    return isinstance(value, torch.optim.Optimizer) and hasattr(value, "load_transform_state")
+
+
+GROUPS = "param_groups"
+"""The name of the groups of an optimizer among the values of a checkpoint that are no tensors."""
+SCHEDULER = "scheduler"
+"""The name of the state of a scheduler: ``{"class": "StepLR", "state": {...}}``."""
+
 _MISTAKEN = {
     Transform: "its state, which tx.init(params) or tx.update(...) returned",
-    torch.optim.Optimizer: "its state, optimizer.transform_state",
+    torch.optim.Optimizer: "a muonfx.TransformOptimizer, or save its state_dict() by torch.distributed.checkpoint with "
+    "muonfx.checkpoint.Writer",
     torch.nn.Module: "its parameters, dict(model.named_parameters())",
 }
 """Classes of objects that are easily passed instead of a tree, and the code for the tree."""
@@ -77,6 +111,17 @@ def _escaped(entry: object) -> str:
         return str(int(entry))
     literal = "~2" if not entry or _INTEGER.fullmatch(entry) else ""
     return literal + entry.replace("~", "~0").replace("/", "~1")
+
+
+def path_of(name: str) -> tuple[str | int, ...]:
+    """Return the path in the tree of the leaf with this name; `name_of` is the inverse.
+
+    >>> path_of("groups/0/~20/a~1b")
+    ('groups', 0, '0', 'a/b')
+    """
+    if name == _ROOT:
+        return ()
+    return tuple(int(level) if _INTEGER.fullmatch(level) else _unescaped(level) for level in name.split("/"))
 
 
 def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:

@@ -7,20 +7,30 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
+from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried, with_reader
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.leaves import PARAMS, StateSpec, named_tensors, require_whole, spec_of_named
+from muonfx.checkpoint.leaves import (
+    GROUPS,
+    PARAMS,
+    SCHEDULER,
+    SavedOptimizer,
+    StateSpec,
+    is_optimizer,
+    named_tensors,
+    require_whole,
+    spec_of_named,
+)
 from muonfx.checkpoint.match import Allow, Rules, match, patterns_of
-from muonfx.checkpoint.reader import Reader
+from muonfx.checkpoint.reader import DataReader
 from muonfx.checkpoint.save import wait_for_save
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core import Transform
@@ -38,6 +48,7 @@ def load(
     like: PyTree | StateSpec,
     *,
     tx: Transform | None = None,
+    scheduler: Any = None,
     allow_missing: Allow = False,
     allow_extra: Allow = False,
     allow_other_chain: bool = False,
@@ -61,13 +72,19 @@ def load(
         path: the folder of the checkpoint.
         like: a state, or a `StateSpec` from `muonfx.spec` to load into host memory. If leaves
             are shards (`DTensor`, or `FlatShard`, an interval of a flattened tensor), each rank reads its own, and
-            ``group`` is required.
+            ``group`` is required. Or a `muonfx.Muon` or `muonfx.TransformOptimizer`, such as `save` has stored:
+            its state is overwritten, and its groups get the numbers in the checkpoint; schedules come from the code.
         tx: the transform that will use the state. Its fingerprint, a hash of its structure, is compared with the
             checkpoint's. A `StateSpec` from `muonfx.spec` contains the transform already. If `muonfx.sharding.sharded`
-            made ``tx``, ``like`` and the result are this rank's local state, as ``tx.init`` returns it.
+            made ``tx``, ``like`` and the result are this rank's local state, as ``tx.init`` returns it. Not given for
+            an optimizer, which has its transform.
+        scheduler: a scheduler of torch for the optimizer ``like``, whose state `save` has stored, to load that too.
         allow_missing: patterns of leaves that may be missing in the checkpoint, or True for all leaves; the missing
             leaves are copied from ``like``.
+            For an optimizer, "param_groups" and "scheduler" are names too: ``allow_missing=["param_groups"]`` keeps the
+            groups if the checkpoint has none.
         allow_extra: patterns of leaves of the checkpoint that may be missing in ``like``, or True for all leaves.
+            ``["param_groups"]`` keeps the groups of the optimizer, for example if it has other labels now.
         allow_other_chain: True to load a state that another transform wrote. States that moved as a whole, such as to a
             new label or into a chain, are found. A step count is copied to all labels that the state is divided into.
         cast: a dict from pattern to dtype; matching leaves, which have this dtype in ``like``, may be rounded to it.
@@ -79,16 +96,22 @@ def load(
         group: a process group, whose ranks must all call this function; if one rank fails, all raise. None: this
             process reads alone, or, if ``tx`` is sharded and ``like`` is not a `StateSpec`, the group of its layout.
 
+    Returns:
+        A new state; for an optimizer, its own `transform_state`, with the new values.
+
     Raises:
+        TypeError: an argument does not go with an optimizer, or requires one.
         NotFoundError: there is no checkpoint at the path.
         MismatchError: leaves are missing or unexpected, have another shape, or would be rounded to a narrower dtype; or
-            another transform wrote the state. The message lists every mismatch and how to allow it.
+            another transform wrote the state; or groups or the scheduler of an optimizer are missing, unexpected or of
+            another kind. The message lists every mismatch and how to allow it. Nothing was loaded.
         CorruptError: the checkpoint is damaged; the message names the file and the leaf.
         FormatError: it was written by a newer version of muonfx.
 
     Warns:
         UserWarning: the transform's matrix products were computed in another dtype than they are now; its numbers
-            differ from those of the saved transform (those of ``tx`` are used); or
+            differ from those of the saved transform (those of ``tx`` are used; of an optimizer, those of the groups in
+            the checkpoint, and the schedules of the optimizer); or
             ``allow_other_chain`` has found moved states, which the message lists.
 
     Example:
@@ -106,6 +129,16 @@ def load(
         >>> mfx.checkpoint.load(path, like=half, cast={"trace": torch.bfloat16}).trace["w"].dtype
         torch.bfloat16
     """
+    optimizer: SavedOptimizer | None = None
+    objects: set[str] = set()  # the values to load that are no tensors
+    if is_optimizer(like):
+        _require_no_arguments(tx, device)
+        optimizer = like
+        objects = _objects_to_load(scheduler, patterns_of(allow_extra))
+        tx = optimizer.transform
+        like = optimizer.transform_state
+    elif scheduler is not None:
+        raise TypeError("scheduler: it is loaded with an optimizer: pass the optimizer as like")
     local_tx: Sharded | None = None  # the sharded transform whose local state on this rank is ``like``
     if isinstance(tx, Sharded) and not isinstance(like, StateSpec):
         if group is None:
@@ -117,10 +150,39 @@ def load(
         """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
         rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
         global_like = like if local_tx is None else to_global(local_tx, like)
-        return Target.of(global_like, tx, rules, device, "", is_alone=group is None)
+        target = Target.of(global_like, tx, rules, device, "", is_alone=group is None)
+        return replace(target, objects=None if optimizer is None else frozenset(objects), scheduler=scheduler)
 
-    loaded = load_checkpoint(path, make_target, group)
-    return loaded if local_tx is None else from_global(local_tx, loaded)
+    loaded, stored = load_checkpoint(path, make_target, group)
+    if local_tx is not None:
+        loaded = from_global(local_tx, loaded)
+    if optimizer is None:
+        return loaded
+    groups = stored.get(GROUPS) if GROUPS in objects else None
+    try:
+        optimizer.load_transform_state(loaded, groups)
+    except ValueError as error:
+        advice = f"to keep the groups of this optimizer: allow_extra=[{GROUPS!r}]"
+        raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
+    if scheduler is not None and SCHEDULER in stored:
+        scheduler.load_state_dict(stored[SCHEDULER]["state"])
+    return optimizer.transform_state
+
+
+def _require_no_arguments(tx: object, device: object) -> None:
+    """Raise if `load` has arguments that an optimizer gives itself."""
+    if tx is not None:
+        raise TypeError("tx: an optimizer is loaded with its transform: leave tx out")
+    if device is not None:
+        raise TypeError("device: the state of an optimizer stays on its devices: leave device out")
+
+
+def _objects_to_load(scheduler: object, allow_extra: Sequence[str]) -> set[str]:
+    """Return the names of the values that are no tensors, and that a load into an optimizer requires."""
+    names = {GROUPS}
+    if scheduler is not None:
+        names.add(SCHEDULER)
+    return {name for name in names if name not in allow_extra}
 
 
 def load_params(
@@ -180,7 +242,7 @@ def load_params(
         global_like = like if layout is None else layout.to_global(like)
         return Target.of(global_like, None, rules, device, PARAMS, is_alone=group is None)
 
-    loaded = load_checkpoint(path, make_target, group)
+    loaded, _ = load_checkpoint(path, make_target, group)
     return loaded if layout is None else layout.from_global(loaded)
 
 
@@ -197,7 +259,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     {'trace/w': tensor([1., 1.])}
     """
 
-    def read_all(reader: Reader) -> dict[str, Tensor]:
+    def read_all(reader: DataReader) -> dict[str, Tensor]:
         """Allocate all leaves and read their values."""
         leaves: dict[str, Tensor] = {}
         for name, leaf in reader.index.leaves.items():
@@ -223,7 +285,7 @@ def verify(path: str | os.PathLike[str]) -> Index:
     >>> mfx.checkpoint.verify(mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)})).nbytes
     8
     """
-    return with_reader(folder_named(path), Reader.verify)
+    return with_reader(folder_named(path), DataReader.verify)
 
 
 # ------------------------------------------------------------------------------------------------- the steps of a load
@@ -279,7 +341,7 @@ class Loader:
         index = self.index or self._lock_index()
         self.leaves, destinations = self.target.allocate(index, str(folder))
         with replacement(folder, index):
-            self.reader = self._stack.enter_context(Reader(folder, index))
+            self.reader = self._stack.enter_context(DataReader(folder, index))
             self.transfers = self.reader.transfers_to(destinations)
             self.reader.check_files({transfer.chunk.file for transfer in self.transfers})
         return OpenedCheckpoint(index.save_id, {"path": str(folder), **self.target.rules.arguments()})
@@ -299,14 +361,15 @@ class Loader:
             self.reader.read(self.transfers)
             self.reader.close()  # inside the step, so that an error is raised on all ranks
 
-    def result(self) -> PyTree:
-        """Return the tree with the values that were read."""
-        return self.target.filled(self.leaves)
+    def result(self) -> tuple[PyTree, dict[str, Any]]:
+        """Return the tree with the values that were read, and the values of the checkpoint that are no tensors."""
+        return self.target.filled(self.leaves), self.reader.index.objects
 
 
-def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) -> PyTree:
-    """Load a checkpoint. With a group, every rank calls this, and an error on one rank is raised on all.
+def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) -> tuple[PyTree, dict[str, Any]]:
+    """Load a checkpoint: the tree, and a dict of the values that are no tensors.
 
+    With a group, every rank calls this, and an error on one rank is raised on all.
     ``make_target`` returns the tree to fill; an error that it raises is raised on all ranks.
     """
     ranks: Alone | Together = Alone()
@@ -320,7 +383,7 @@ def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) ->
         raise CheckpointError(f"{path} was not loaded: {error}") from error
 
 
-def _load_once(path: Any, make_target: Callable[[], Target], ranks: Alone | Together, attempt: int) -> PyTree:
+def _load_once(path: Any, make_target: Callable[[], Target], ranks: Alone | Together, attempt: int) -> Any:
     """Load a checkpoint in attempt number ``attempt``; raise `ReplacedError` if a save has replaced it meanwhile."""
     with Loader(path, make_target) as loader:
         if attempt > 0 and ranks.size > 1:  # in attempt 0, the ranks may have read different indexes
@@ -362,6 +425,10 @@ class Target:
     device: torch.device | str | None
     section: str
     """The first level of the leaf names: "params" for parameters, "" (none) for a state."""
+    objects: frozenset[str] | None = None
+    """The names of values that are no tensors, and that an optimizer loads; None if ``like`` is no optimizer."""
+    scheduler: Any = None
+    """The scheduler to load."""
 
     @classmethod
     def of(
@@ -394,9 +461,13 @@ class Target:
 
         Return two dicts: all tensors by leaf name, and the tensors to read by their names in the checkpoint.
         """
-        stored_name_of = match(index, self.expected, self.rules, section=self.section, where=where)
+        stored_name_of = match(
+            index, self.expected, self.rules, section=self.section, where=where, objects=self.objects
+        )
+        self._require_same_scheduler(index, where)
         self._warn_of_products(index, where)
-        self._warn_of_numbers(index, where)
+        if self.objects is None or GROUPS not in self.objects & index.objects.keys():  # else the groups' are loaded
+            self._warn_of_numbers(index, where)
         leaves: dict[str, Any] = {}
         destinations: dict[str, Any] = {}
         for name, leaf in self.like.items():
@@ -419,6 +490,18 @@ class Target:
                 separate[name] = leaf.clone()
             used.add(id(leaf))
         return self.expected.unflatten(separate)
+
+    def _require_same_scheduler(self, index: Index, where: str) -> None:
+        """Raise if the checkpoint has the state of a scheduler of another class."""
+        saved = index.objects.get(SCHEDULER)
+        if self.scheduler is None or saved is None:
+            return
+        name = type(self.scheduler).__name__
+        if saved["class"] != name:
+            raise MismatchError(
+                f"{where} does not fit, nothing was loaded: scheduler: found a {name}, expected a {saved['class']}, as "
+                "in the checkpoint: create this one, or load without scheduler= and with allow_extra=['scheduler']"
+            )
 
     def _warn_of_products(self, index: Index, where: str) -> None:
         """Warn if the transform now computes its matrix products in other dtypes than when the checkpoint was saved."""

@@ -16,7 +16,7 @@ import torch
 
 from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.leaves import PARAMS, StateSpec, described, in_section, plain_names
+from muonfx.checkpoint.leaves import PARAMS, SCHEDULER, StateSpec, described, in_section, plain_names
 from muonfx.core.checks import warn_caller
 from muonfx.internal.arguments import close_names
 from muonfx.internal.display import format_list
@@ -72,7 +72,15 @@ class Rules:
         return texts
 
 
-def match(index: Index, expected: StateSpec, rules: Rules, *, section: str, where: str) -> dict[str, str | None]:
+def match(
+    index: Index,
+    expected: StateSpec,
+    rules: Rules,
+    *,
+    section: str,
+    where: str,
+    objects: Collection[str] | None = None,
+) -> dict[str, str | None]:
     """Return a dict from leaf name in ``expected``, the requested state, to the leaf's name in the checkpoint.
 
     A leaf that is missing has None. Raise `MismatchError` with all differences that ``rules`` does not allow.
@@ -83,6 +91,7 @@ def match(index: Index, expected: StateSpec, rules: Rules, *, section: str, wher
         rules: the differences that are allowed.
         section: "params" to match parameters, "" to match a state.
         where: the path of the checkpoint, for messages.
+        objects: the names of values that are no tensors and that an optimizer loads; None if none are loaded.
     """
     new_name_of = plain_names(index.leaves)
     problems: list[str] = []
@@ -99,8 +108,10 @@ def match(index: Index, expected: StateSpec, rules: Rules, *, section: str, wher
         comparison.stored_name_of = _with_moved_states(stored_name_of, expected, moved)
     else:
         comparison.check_chain()
-    comparison.check_patterns([*new_name_of.values(), *expected])
+    comparison.check_patterns([*new_name_of.values(), *expected, *index.objects, *(objects or ())])
     comparison.check_names()
+    if objects is not None:
+        comparison.check_objects(objects)
     comparison.check_leaves()
     comparison.raise_if_different(where)
     if moved and rules.allow_other_chain:
@@ -321,6 +332,20 @@ class _Comparison:
                 extra.append(name)
                 self.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
         self._advise_about_names(missing, extra)
+
+    def check_objects(self, objects: Collection[str]) -> None:
+        """Report groups and schedulers that only the checkpoint or only the optimizer to load has."""
+        for name in objects:
+            if name not in self.index.objects and not matches_any(self.rules.allow_missing, name):
+                self.problems.append(f"missing:   {name!r} is not in the checkpoint")
+                self.advice.append(
+                    f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer itself, "
+                    "not its transform_state, with scheduler= if it has one"
+                )
+        has_unread = SCHEDULER in self.index.objects and SCHEDULER not in objects
+        if has_unread and not matches_any(self.rules.allow_extra, SCHEDULER):
+            self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
+            self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
 
     def _advise_about_names(self, missing: Sequence[str], extra: Sequence[str]) -> None:
         """Add the arguments that allow ``missing`` leaves, and ``extra`` leaves of the checkpoint."""

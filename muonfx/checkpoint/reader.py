@@ -103,7 +103,7 @@ def _relative(box: Box, outer: Box) -> Box:
     return Box(tuple(map(int.__sub__, box.offsets, outer.offsets)), box.sizes)
 
 
-class Reader:
+class DataReader:
     """Reads tensors from the data files of a checkpoint, and verifies the checksum of all bytes that it reads."""
 
     def __init__(self, folder: Path, index: Index) -> None:
@@ -116,7 +116,7 @@ class Reader:
         threads = torch.get_num_threads() if hasattr(os, "preadv") else 1
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="muonfx-read")
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> DataReader:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -131,7 +131,7 @@ class Reader:
                 stack.callback(closing.close)
             self._files = {}
 
-    def check_files(self, numbers: Iterable[int] | None = None) -> Reader:
+    def check_files(self, numbers: Iterable[int] | None = None) -> DataReader:
         """Open data files by number, or all of them, and check their sizes and headers; return the reader itself."""
         if numbers is None:
             numbers = range(len(self.index.files))

@@ -25,7 +25,18 @@ from torch import Tensor
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import check_step, folder_named, step_of
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.leaves import PARAMS, in_section, is_sharded, named_tensors, require_whole
+from muonfx.checkpoint.leaves import (
+    GROUPS,
+    PARAMS,
+    SCHEDULER,
+    SavedOptimizer,
+    in_section,
+    is_optimizer,
+    is_sharded,
+    named_tensors,
+    require_whole,
+)
+from muonfx.checkpoint.objects import from_json, to_json
 from muonfx.checkpoint.writer import SaveRequest, write_checkpoint
 from muonfx.core import Transform
 from muonfx.core.checks import positive_int
@@ -47,6 +58,7 @@ def save(
     *,
     tx: Transform | None = None,
     params: PyTree = None,
+    scheduler: Any = None,
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
@@ -62,11 +74,14 @@ def save(
     Args:
         path: the folder of the checkpoint; `step_path` names one for each step. An existing checkpoint is replaced.
         state: a tree of tensors of any dtype and device, such as the state of ``tx``; None for no state. Leaves that
-            share storage are written separately. At most one leaf at a time is copied to host memory.
+            share storage are written separately. At most one leaf at a time is copied to host memory. Or a
+            `muonfx.Muon` or `muonfx.TransformOptimizer`: its state, and the numbers and schedules of its param groups.
         tx: the transform whose state is saved. Its fingerprint (a hash of its structure), its repr, and the dtypes of
             its matrix products are recorded, so that `load` can compare them. If `muonfx.sharding.sharded` made ``tx``,
-            pass this rank's shards as ``state`` and ``params``, on all ranks; the whole tensors are stored.
+            pass this rank's shards as ``state`` and ``params``, on all ranks; the whole tensors are stored. Not given
+            for an optimizer, which has its transform.
         params: parameters to store in the same checkpoint.
+        scheduler: a scheduler of torch for the optimizer ``state``, to store its ``state_dict()`` with it.
         step: the number of steps taken.
         extra: JSON values, such as a seed, the position in the data, or losses. With a group, all ranks pass the same.
         keep: how many checkpoints to keep in the parent folder: those with the highest steps (see `prune`). The path
@@ -80,7 +95,8 @@ def save(
         The absolute path of the checkpoint.
 
     Raises:
-        TypeError: a leaf is not a dense tensor, or ``extra`` is not JSON; nothing was written.
+        TypeError: a leaf is not a dense tensor, or ``extra``, a group or the scheduler is not JSON; nothing was
+            written.
         CheckpointError: the ranks of ``group`` pass different arguments, or hold different values of one leaf; the
             message names the leaf and the ranks. Nothing was written.
         WriteError: writing failed, for example because the disk is full. The previous checkpoint is unchanged, unless
@@ -103,8 +119,17 @@ def save(
         ['params/w', 'trace/w']
         >>> mfx.checkpoint.load(path, like=mfx.spec(tx, params)).trace["w"].dtype
         torch.float32
+
+        A whole optimizer with its scheduler, and the parameters of its model:
+
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = mfx.Muon(model, lr=0.1)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+        >>> params = dict(model.named_parameters())
+        >>> path = mfx.checkpoint.save(tempfile.mkdtemp(), optimizer, params=params, scheduler=scheduler)
+        >>> _ = mfx.checkpoint.load(path, optimizer, scheduler=scheduler)
     """
-    request = _request(path, state, params, tx=tx, step=step, extra=extra, keep=keep, group=group)
+    request = _request(path, state, params, tx=tx, scheduler=scheduler, step=step, extra=extra, keep=keep, group=group)
     write_checkpoint(request)
     return request.path
 
@@ -115,6 +140,7 @@ def save_async(
     *,
     tx: Transform | None = None,
     params: PyTree = None,
+    scheduler: Any = None,
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
@@ -129,9 +155,10 @@ def save_async(
 
     Args:
         path: the folder of the checkpoint, as in `save`.
-        state: a tree of tensors, as in `save`.
+        state: a tree of tensors, or an optimizer, as in `save`.
         tx: the transform whose state is saved, as in `save`.
         params: parameters to store in the same checkpoint.
+        scheduler: a scheduler of torch, as in `save`.
         step: the number of steps taken.
         extra: JSON values, as in `save`.
         keep: how many checkpoints to keep in the parent folder, as in `save`.
@@ -155,7 +182,9 @@ def save_async(
         >>> mfx.checkpoint.load(saving.wait(), like=state)
         {'w': tensor([1., 1., 1.])}
     """
-    request = _request(path, state, params, tx=tx, step=step, extra=extra, keep=keep, group=group, copy=True)
+    request = _request(
+        path, state, params, tx=tx, scheduler=scheduler, step=step, extra=extra, keep=keep, group=group, copy=True
+    )
     return start(request.path, partial(write_checkpoint, request))
 
 
@@ -165,6 +194,7 @@ def _request(
     params: PyTree,
     *,
     tx: Transform | None,
+    scheduler: Any,
     step: int | None,
     extra: Mapping[str, Any] | None,
     keep: int | None,
@@ -177,6 +207,13 @@ def _request(
     group, the error of an invalid argument is returned as ``SaveRequest.problem`` instead of raised, because the other
     ranks wait for this rank; the writer raises it on all ranks.
     """
+    optimizer: SavedOptimizer | None = None
+    if is_optimizer(state):
+        optimizer = state
+        if tx is not None:
+            raise TypeError("tx: an optimizer is saved with its transform: leave tx out")
+        tx = optimizer.transform
+        state = optimizer.transform_state
     if group is None and isinstance(tx, Sharded):
         group = tx.layout.group
         if group is not None and copy:  # training continues, and communicates on this group
@@ -188,10 +225,10 @@ def _request(
     try:
         finish_earlier_save()  # inside try: under `python -W error` it raises, which must reach all ranks
         folder = folder_named(path)  # absolute, so that a later chdir() does not change it
-        _require_valid(folder, tx, step, keep)
+        require_valid(folder, tx, step, keep)
         with no_collection():
             leaves = _leaves_of(state, params, tx, is_alone=group is None)
-            head = _head_of(tx, leaves, step, extra)
+            head = replace(head_of(tx, leaves, step, extra), objects=_objects_of(optimizer, scheduler))
         if copy:  # training may change the originals
             leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
     except Exception as error:
@@ -201,7 +238,7 @@ def _request(
     return SaveRequest(folder, head, leaves, keep, group)
 
 
-def _require_valid(path: Path, tx: object, step: int | None, keep: int | None) -> None:
+def require_valid(path: Path, tx: object, step: int | None, keep: int | None) -> None:
     """Raise unless ``tx``, ``step`` and ``keep`` are arguments that a save to ``path`` can have."""
     if tx is not None and not isinstance(tx, Transform):
         raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
@@ -227,11 +264,11 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
         named += named_tensors(params, PARAMS)
     leaves = {name: leaf for name, leaf in named if leaf is not None}
     for name, leaf in leaves.items():
-        _require_writable(name, leaf, is_alone=is_alone)
+        require_writable(name, leaf, is_alone=is_alone)
     return leaves
 
 
-def _require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
+def require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
     """Raise unless a leaf can be written: a dense tensor with values, or, with a group, a shard of one."""
     if leaf.dtype not in NAMES:
         raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
@@ -248,7 +285,19 @@ def _require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
         )
 
 
-def _head_of(
+def _objects_of(optimizer: SavedOptimizer | None, scheduler: Any) -> dict[str, Any]:
+    """Return the groups of an optimizer and the state of its scheduler by name; raise if JSON cannot hold them."""
+    if optimizer is None:
+        if scheduler is not None:
+            raise TypeError("scheduler: it is stored with an optimizer: pass the optimizer as the state")
+        return {}
+    objects: dict[str, Any] = {GROUPS: optimizer.saved_groups()}
+    if scheduler is not None:
+        objects[SCHEDULER] = {"class": type(scheduler).__name__, "state": scheduler.state_dict()}
+    return {name: from_json(to_json(value, name)) for name, value in objects.items()}  # a copy, for `save_async`
+
+
+def head_of(
     tx: Transform | None, leaves: Mapping[str, Any], step: int | None, extra: Mapping[str, Any] | None
 ) -> Index:
     """Return the part of the index that is known before the leaves are written."""

@@ -47,7 +47,7 @@ class SaveRequest:
     def arguments(self) -> dict[str, str]:
         """Return the ``repr`` of each argument that must be equal on all ranks."""
         head = self.head
-        values = {"path": str(self.path), "step": head.step, "extra": head.extra, "keep": self.keep}
+        values = {"path": str(self.path), "step": head.step, "extra": head.extra, "keep": self.keep, **head.objects}
         texts = {name: repr(value) for name, value in values.items()}
         # The chain's text has the numbers. The fingerprint has the code of functions, of which the text has the names.
         texts["tx"] = f"{without_addresses(head.chain or 'None')} (fingerprint {head.fingerprint})"
@@ -73,7 +73,7 @@ class WrittenShards(NamedTuple):
     """The names of leaves, and the position of a shard of each in the file."""
 
 
-class Writer:
+class Saver:
     """The part of one rank in a save: `propose` and `write` on every rank, `assign` and `commit` on rank 0."""
 
     def __init__(self, request: SaveRequest, rank: int, ranks: int) -> None:
@@ -134,30 +134,19 @@ class Writer:
         entries: list[Entry] = []
         with no_collection():
             for name, box in assignment.keys:
-                key_in_file = _key_in_file(name, box, self.request.leaves[name].shape)
-                entries.append(Entry(key_in_file, name, box, self.shards[name][box]))
+                key = key_in_file(name, box, self.request.leaves[name].shape)
+                entries.append(Entry(key, name, box, self.shards[name][box]))
         with draft.write_errors():
             return WrittenShards(*draft.write(assignment.file, assignment.number, entries))
 
     @no_collection()
     def commit(self, written: list[WrittenShards]) -> Sequence[None]:
         """Write the index, which completes the checkpoint, and remove obsolete files."""
-        files: list[DataFile] = []
-        chunks_of_leaf: dict[str, list[Chunk]] = {name: [] for name in self.specs}
-        for file, chunks in written:
-            if file is not None:
-                files.append(file)
-            for name, chunk in chunks:
-                chunks_of_leaf[name].append(chunk)
-        leaves: dict[str, Leaf] = {}
-        for name, chunks in chunks_of_leaf.items():
-            if len(chunks) > 1:
-                chunks.sort(key=lambda chunk: chunk.box)
-            leaves[name] = Leaf(self.specs[name], tuple(chunks))
         draft = self.draft
         assert draft is not None
+        files, leaves = merged(written, self.specs)
         with draft.write_errors():
-            draft.commit(replace(self.request.head, save_id=draft.save_id, files=tuple(files), leaves=leaves))
+            draft.commit(replace(self.request.head, save_id=draft.save_id, files=files, leaves=leaves))
         try:
             draft.tidy(self.request.keep)
         except Exception as error:  # such as a warning that is an error
@@ -185,7 +174,27 @@ class Writer:
         return None
 
 
-def _key_in_file(name: str, box: Box, shape: tuple[int, ...]) -> str:
+def merged(written: Sequence[WrittenShards], specs: Mapping[str, Spec]) -> tuple[tuple[DataFile, ...], dict[str, Leaf]]:
+    """Return the data files and the leaves of an index, from the shards that each rank has written.
+
+    ``specs`` is a dict from the name of each leaf to its shape and dtype, in the order of the index.
+    """
+    files: list[DataFile] = []
+    chunks_of_leaf: dict[str, list[Chunk]] = {name: [] for name in specs}
+    for file, chunks in written:
+        if file is not None:
+            files.append(file)
+        for name, chunk in chunks:
+            chunks_of_leaf[name].append(chunk)
+    leaves: dict[str, Leaf] = {}
+    for name, chunks in chunks_of_leaf.items():
+        if len(chunks) > 1:
+            chunks.sort(key=lambda chunk: chunk.box)
+        leaves[name] = Leaf(specs[name], tuple(chunks))
+    return tuple(files), leaves
+
+
+def key_in_file(name: str, box: Box, shape: tuple[int, ...]) -> str:
     """Return the key of a shard in a data file: "trace/w" for a whole leaf, "trace/w~[0:4,0:8]" for a part."""
     if box.sizes == shape:
         return name
@@ -202,19 +211,19 @@ def write_checkpoint(request: SaveRequest) -> None:
             ranks.meet("checkpoint.save")
         except LostRanksError as error:
             raise WriteError(f"{path} was not written: {error}") from error
-    writer = Writer(request, ranks.rank, ranks.size)
+    saver = Saver(request, ranks.rank, ranks.size)
     try:
-        assignment = ranks.step(writer.propose, writer.assign)
-        ranks.step(lambda: writer.write(assignment), writer.commit)
+        assignment = ranks.step(saver.propose, saver.assign)
+        ranks.step(lambda: saver.write(assignment), saver.commit)
     except LostRanksError as error:
-        is_committed = writer.give_up()
+        is_committed = saver.give_up()
         state = _STATES[is_committed]
         raise WriteError(f"{path} {state} {error}", is_committed is True) from error
     except Exception:
-        writer.clean_up()
+        saver.clean_up()
         raise
     except BaseException:  # an interrupt, perhaps of this rank alone
-        writer.give_up()
+        saver.give_up()
         raise
 
 

@@ -258,6 +258,12 @@ class SteppingOverRanks(Stepping):
         if self._is_distributed:
             self._progress.load()
 
+    def note_loaded(self, state: PyTree) -> None:
+        """Share the new state of single ranks, and let the next step compare the steps of all ranks again."""
+        self._share(state)
+        if self._is_distributed:
+            self._progress.load()
+
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
         """Copy values into this rank's part of the state."""
         leaves = tree.leaves(state)

@@ -255,6 +255,24 @@ def read_state_dict(
     return StateToLoad(matched_groups, loads, without_state, _warnings(groups, saved_groups, without_state))
 
 
+def read_groups(
+    saved_groups: Sequence[Mapping[str, Any]], tx: Transform, groups: Sequence[TrackedGroup], not_trained: Set[str]
+) -> list[Group | None]:
+    """Return the saved group of each group of an optimizer; None if no parameter of it was saved.
+
+    Raise ValueError with all differences unless the saved groups have the same members and hyperparameters.
+    """
+    state_dict = {"state": {}, "param_groups": [dict(saved) for saved in saved_groups]}
+    matched = match_groups(groups_with_names(state_dict, groups, {}), groups, not_trained)
+    problems: list[str] = []
+    for tracked, saved in zip(groups, matched, strict=True):
+        if saved is not None:
+            problems += _missing_hyperparams(tx, tracked, saved)
+    if problems:
+        raise _does_not_fit(problems)
+    return matched
+
+
 def _saved_entries(saved: Group, state: Mapping[Any, Group]) -> dict[str, Group]:
     """Return the saved state of each parameter of a group by name. ``state`` has it by index, usually a number."""
     entries_of: dict[str, Group] = {}

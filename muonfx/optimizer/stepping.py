@@ -153,6 +153,9 @@ class Stepping:
         for load in apart_from(leaves, loads):
             leaves[load.leaf_index].copy_(load.value)
 
+    def note_loaded(self, state: PyTree) -> None:
+        """Update what this object derives from the state, after all ranks have copied values into their state."""
+
     def initial(self, params: Mapping[str, Tensor]) -> PyTree:
         """Return the initial state for named parameters, in one process."""
         return self._placed.functions.init(params)

@@ -10,7 +10,7 @@ were replaced, and `TrackedGroups` finds groups that were edited.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -57,7 +57,7 @@ from muonfx.optimizer.parameters import (
     require_dense_and_real,
 )
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
-from muonfx.optimizer.state_dict import StateToLoad, read_state_dict
+from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
 from muonfx.optimizer.state_entries import StateEntries, StateSlot, read_edits, warn_of_shared
 from muonfx.optimizer.stepping import FormerState, Stepping
 from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
@@ -700,21 +700,88 @@ class TransformOptimizer(Optimizer):
             problem = error
         with torch.no_grad():
             self._stepping.load(to_load.loads, self._live["state"], problem, to_load.without_state)
-        self._load_groups(to_load.groups)
+        self._load_groups(to_load.groups, "load_state_dict: the state dict")
         for message in to_load.warnings:
             warn_caller(message)
         for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _load_groups(self, saved_groups: list[Group | None]) -> None:
-        """Copy the entries of each saved group, if there is one, and warn once of numbers that differ."""
+    def saved_groups(self) -> list[Group]:
+        """Return the entries of each group, with the names of its parameters and the code of its schedules.
+
+        `muonfx.checkpoint.save` stores them, and `load_transform_state` reads them.
+
+        >>> optimizer = TransformOptimizer({"w": torch.nn.Parameter(torch.ones(2))}, mfx.scale_by_learning_rate(0.1))
+        >>> optimizer.saved_groups()[0]["lr"], optimizer.saved_groups()[0]["param_names"]
+        (0.1, ['w'])
+        """
+        self._use_replacements()
+        read_numbers(self._tracked_groups.groups)  # so that all keys of a number agree
+        saved: list[Group] = []
+        for tracked in self._tracked_groups.groups:
+            entries = {key: value for key, value in tracked.group.items() if key != "params"}
+            schedules = schedule_texts(self.tx, tracked)
+            if schedules:
+                entries[SCHEDULES] = schedules
+            saved.append(entries)
+        return saved
+
+    def load_transform_state(self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Copy a state, such as `muonfx.checkpoint.load` or a converter returns, into the state of this optimizer.
+
+        Over ranks, all ranks must call this together. The dtypes of this optimizer's state do not change.
+
+        Args:
+            state: a tree with the structure and shapes of `transform_state`; over ranks, with this rank's shards.
+            groups: what `saved_groups` returned, to load the entries of the groups as `load_state_dict` does. None:
+                the groups stay as they are.
+
+        Raises:
+            ValueError: a leaf has another shape, or the groups have other members or hyperparameters. Nothing has been
+                changed when an error is raised.
+
+        Warns:
+            UserWarning: numbers of the groups or schedules differ between ``groups`` and this optimizer: the schedules
+                of this optimizer and the other numbers of ``groups`` are used.
+
+        Example:
+            >>> import muonfx as mfx
+            >>> tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
+            >>> optimizer = TransformOptimizer({"w": torch.nn.Parameter(torch.ones(2))}, tx)
+            >>> optimizer.load_transform_state(tx.init({"w": torch.zeros(2)}))
+            >>> optimizer.transform_state["momentum"].trace
+            {'w': tensor([0., 0.])}
+        """
+        self._use_replacements()
+        check_real(self._named())
+        matched: list[Group | None] = []
+        if groups is not None:
+            tracked_groups = self._tracked_groups.groups
+            matched = read_groups(groups, self.tx, tracked_groups, self._parameters.not_trained())
+        live = self.transform_state
+        live_leaves, treedef = tree.flatten(live)
+        for name, leaf, value in zip(tree.names(live), live_leaves, treedef.flatten_up_to(state), strict=True):
+            shape = getattr(value, "shape", None)
+            if leaf is not None and leaf.shape != shape:
+                raise ValueError(f"state: {name!r} has shape {shape}, expected {leaf.shape}: nothing was loaded")
+        with torch.no_grad():
+            tree.map(lambda leaf, value: leaf.copy_(value), live, state)
+        self._stepping.note_loaded(self._live["state"])
+        if groups is not None:
+            self._load_groups(matched, "load_transform_state: the state")
+
+    def _load_groups(self, saved_groups: list[Group | None], source: str) -> None:
+        """Copy the entries of each saved group, if there is one, and warn once of numbers that differ.
+
+        ``source`` begins the warning, such as "load_state_dict: the state dict".
+        """
         lines: list[str] = []
         for tracked, saved_group in zip(self._tracked_groups.groups, saved_groups, strict=True):
             if saved_group is not None:
                 lines += differences(self.tx, tracked, saved_group)
                 tracked.group.update(entries_to_load(self.tx, tracked, saved_group))
         self._tracked_groups.warn_once(
-            "load_state_dict: the state dict was saved with other numbers: ",
+            f"{source} was saved with other numbers: ",
             lines,
             ". To use the code's numbers, write them into param_groups after loading",
         )

@@ -23,7 +23,7 @@ import torch
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, CorruptError, FormatError, MismatchError
 from muonfx.checkpoint.index import BLOCK, INDEX, LONGEST
-from muonfx.checkpoint.reader import Reader
+from muonfx.checkpoint.reader import DataReader
 from tests.checkpoint.common import assert_same_tree, copies, grads_like, threads
 from tests.processes import run_python
 
@@ -237,10 +237,10 @@ def test_what_is_damaged_is_named(tmp_path: Path, number: int):
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path, number: int):
     """The length is right when the file is opened, and no longer when a leaf is read."""
-    from muonfx.checkpoint.reader import Reader
+    from muonfx.checkpoint.reader import DataReader
 
     ck.save(tmp_path, {"w": torch.randn(5 * BLOCK // 4)})
-    with threads(number), Reader(tmp_path, ck.inspect(tmp_path)) as reader:
+    with threads(number), DataReader(tmp_path, ck.inspect(tmp_path)) as reader:
         data = next(tmp_path.glob("*.safetensors"))
         reader.check_files()
         with data.open("r+b") as file:
@@ -448,7 +448,7 @@ def test_an_error_of_a_data_file_is_not_told_as_one_of_the_index(tmp_path: Path,
     def too_many_files(self: object, numbers: object = None) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(Reader, "check_files", too_many_files)
+    monkeypatch.setattr(DataReader, "check_files", too_many_files)
     with pytest.raises(OSError, match="Too many open files") as error:
         ck.read(path)
     assert not isinstance(error.value, ck.CheckpointError)

@@ -23,7 +23,7 @@ import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, FlatShard, WriteError, folder, writer
 from muonfx.checkpoint.draft import Draft
 from muonfx.checkpoint.index import INDEX
-from muonfx.checkpoint.reader import Reader
+from muonfx.checkpoint.reader import DataReader
 from muonfx.polar import policy
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import faults
@@ -50,7 +50,7 @@ def test_data_are_on_the_disk_before_the_index_gets_its_name(tmp_path: Path):
 
 def test_a_reader_of_the_old_one_is_not_disturbed_by_the_new(tmp_path: Path):
     ck.save(tmp_path, OLD)
-    with Reader(tmp_path, ck.inspect(tmp_path)) as reader:
+    with DataReader(tmp_path, ck.inspect(tmp_path)) as reader:
         reader.check_files()
         ck.save(tmp_path, NEW)
         found = torch.empty(1000)
@@ -66,7 +66,7 @@ def test_a_save_waits_for_a_reader_that_has_not_opened_the_files_yet(tmp_path: P
         saving = ck.save_async(tmp_path, NEW)
         while ck.inspect(tmp_path).save_id == index.save_id:
             time.sleep(0.001)
-        with Reader(tmp_path, index) as reader:
+        with DataReader(tmp_path, index) as reader:
             assert reader.verify() is index
         assert not saving.done
     saving.wait()
@@ -536,18 +536,18 @@ def test_ranks_load_one_checkpoint_while_it_is_replaced(here: Here, tmp_path: Pa
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_said_to_be_gone(tmp_path: Path, monkeypatch):
-    from muonfx.checkpoint.reader import Reader
+    from muonfx.checkpoint.reader import DataReader
 
     path = ck.save(ck.step_path(tmp_path, 1), state_of(1))
-    check = Reader.check_files
+    check = DataReader.check_files
 
-    def late(self: Reader, *arguments: Any) -> Reader:
-        monkeypatch.setattr(Reader, "check_files", check)
+    def late(self: DataReader, *arguments: Any) -> DataReader:
+        monkeypatch.setattr(DataReader, "check_files", check)
         if path.exists():
             ck.save(ck.step_path(tmp_path, 2), state_of(2), keep=1)
         return check(self, *arguments)
 
-    monkeypatch.setattr(Reader, "check_files", late)
+    monkeypatch.setattr(DataReader, "check_files", late)
     with pytest.raises(ck.NotFoundError, match="no such folder"):
         ck.load(path, like=state_of(0))
     assert_same_tree(ck.load(ck.step_path(tmp_path, 2), like=state_of(0)), state_of(2))

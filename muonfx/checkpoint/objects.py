@@ -1,0 +1,108 @@
+"""Values that are no tensors, such as the entries of a param group, as JSON: exact, and without pickle.
+
+JSON has no tuples, no infinite numbers and only strings as keys. Such a value is written as an object with one member,
+whose key begins with ``~``: the tuple ``(0.9, 0.95)`` is ``{"~tuple": [0.9, 0.95]}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx.tree.dtypes import DTYPES, NAMES
+
+
+def to_json(value: object, name: str) -> Any:
+    """Return a value as JSON, from which `from_json` returns an equal value of the same type.
+
+    Args:
+        value: None, a bool, int, float, str or bytes, a 0-d tensor that is not complex, or a list, tuple, dict or
+            Counter of such values.
+        name: the name of the value, for an error. Names of inner values are below it: "scheduler/base_lrs/0".
+
+    Raises:
+        TypeError: the value, or one in it, is of another type; the message has its name.
+
+    >>> to_json({"lr": 0.1, "betas": (0.9, 0.95), "best": math.inf}, "group")
+    {'lr': 0.1, 'betas': {'~tuple': [0.9, 0.95]}, 'best': {'~float': 'inf'}}
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if isinstance(value, float) and kind is float:
+        return value if math.isfinite(value) else {"~float": repr(value)}
+    if isinstance(value, bytes) and kind is bytes:
+        return {"~bytes": base64.b64encode(value).decode()}
+    if isinstance(value, list) and kind is list:
+        return _items_to_json(value, name)
+    if isinstance(value, tuple) and kind is tuple:
+        return {"~tuple": _items_to_json(value, name)}
+    if isinstance(value, dict) and kind in (dict, OrderedDict, Counter):
+        return _dict_to_json(value, name)
+    if isinstance(value, Tensor) and value.ndim == 0 and value.dtype in NAMES and not value.dtype.is_complex:
+        return {"~tensor": [NAMES[value.dtype], to_json(value.item(), name)]}
+    raise TypeError(
+        f"{name!r} is a {kind.__module__}.{kind.__qualname__}, expected a tensor, or a value that JSON can hold (None, "
+        "bool, int, float, str, bytes, a 0-d tensor, or a list, tuple or dict of these): a checkpoint has no pickle. "
+        "Convert it, for example by float() or tolist(), or leave it out"
+    )
+
+
+def _items_to_json(items: list[Any] | tuple[Any, ...], name: str) -> list[Any]:
+    """Return the items of a list or tuple as JSON."""
+    return [to_json(item, f"{name}/{index}") for index, item in enumerate(items)]
+
+
+def _dict_to_json(value: dict[Any, Any], name: str) -> dict[str, Any]:
+    """Return a dict as JSON: as an object, or as a list of its items if some keys are no strings or begin with ``~``.
+
+    >>> _dict_to_json({30: 1}, "milestones")
+    {'~dict': [[30, 1]]}
+    """
+    if not isinstance(value, Counter) and all(_is_plain_key(key) for key in value):
+        return {key: to_json(entry, f"{name}/{key}") for key, entry in value.items()}
+    items = [[to_json(key, f"{name}/{key}"), to_json(entry, f"{name}/{key}")] for key, entry in value.items()]
+    tag = "~counter" if isinstance(value, Counter) else "~dict"
+    return {tag: items}
+
+
+def _is_plain_key(key: object) -> bool:
+    """Return whether a key can be the key of an object in JSON: a string that is not taken for a tag."""
+    return type(key) is str and not key.startswith("~")
+
+
+def from_json(written: Any) -> Any:
+    """Return the value that `to_json` has written; raise ValueError for JSON that it does not write.
+
+    >>> from_json({"~tuple": [1, {"~float": "-inf"}]})
+    (1, -inf)
+    """
+    if isinstance(written, list):
+        return [from_json(item) for item in written]
+    if not isinstance(written, dict):
+        return written
+    if not any(key.startswith("~") for key in written):
+        return {key: from_json(entry) for key, entry in written.items()}
+    ((tag, content),) = written.items()
+    if tag == "~float":
+        return float(content)
+    if tag == "~bytes":
+        return base64.b64decode(content, validate=True)
+    if tag == "~tuple":
+        return tuple(from_json(content))
+    if tag == "~dict":
+        return {from_json(key): from_json(entry) for key, entry in content}
+    if tag == "~counter":
+        return Counter({from_json(key): from_json(entry) for key, entry in content})
+    if tag == "~tensor":
+        dtype_name, number = content
+        try:
+            return torch.tensor(from_json(number), dtype=DTYPES[dtype_name])
+        except RuntimeError as error:  # the number is out of the range of the dtype
+            raise ValueError(f"{number!r:.80} is no {dtype_name}: {error}") from error
+    raise ValueError(f"{tag!r} is not a kind of value in a checkpoint")

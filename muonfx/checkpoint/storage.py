@@ -1,0 +1,557 @@
+"""`Writer` and `Reader`: this package's checkpoints as a storage for ``torch.distributed.checkpoint`` (DCP).
+
+DCP's planners decide which rank writes and reads which part of a tensor, and DCP sends plans, results and errors
+between the ranks. `Writer` writes these parts to a `Draft`, as `muonfx.checkpoint.save` does, and `Reader` reads them.
+
+DCP flattens a state dict: the value at ``state["model"]["fc.weight"]`` has the key "model.fc.weight". In a checkpoint
+its name is "model/fc.weight", the name that it would have in `muonfx.checkpoint.save`. So there is one format, and the
+keys follow from the names.
+
+Replicas: DCP's planner lets one of the ranks that hold a value write it, and discards the plans of the others. Each
+rank therefore keeps its plan, computes the checksums of the values that it does not write, and sends them with the
+results of its write. The coordinator, rank 0, compares them before it writes the index.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from muonfx.checkpoint.draft import Draft, Entry, block_checksums
+from muonfx.checkpoint.errors import CheckpointError, ReplacedError
+from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried
+from muonfx.checkpoint.index import Index
+from muonfx.checkpoint.leaves import PARAMS, StateSpec, in_section, name_of, path_of, plain_names, whole_box
+from muonfx.checkpoint.match import Rules, match
+from muonfx.checkpoint.objects import from_json, to_json
+from muonfx.checkpoint.reader import DataReader, Transfer
+from muonfx.checkpoint.save import head_of, require_valid, require_writable
+from muonfx.checkpoint.together import require_same
+from muonfx.checkpoint.writer import (
+    Assignment,
+    Proposal,
+    ProposedLeaf,
+    SaveRequest,
+    WrittenShards,
+    key_in_file,
+    merged,
+    require_consistent,
+)
+from muonfx.sharding.shards.boxes import Box
+from muonfx.tree import Spec
+
+# ---------------------------------------------------------------------------------------------------------------- write
+
+
+class _WrittenByRank(NamedTuple):
+    """The result of a rank's write, which it sends to the coordinator."""
+
+    shards: WrittenShards
+    """The data file, and where the shards are in it. The number of the file is assigned by the coordinator."""
+    leaves: dict[str, ProposedLeaf]
+    """The tensors that this rank holds, also those that another rank has written, with checksums of their shards."""
+    objects: dict[str, Any]
+    """The values on this rank that are no tensors, as JSON."""
+
+
+class Writer(StorageWriter):
+    """A storage for ``torch.distributed.checkpoint.save`` and ``async_save`` that writes a checkpoint of muonfx.
+
+    The state dict may be of any model and optimizer. The checkpoint is complete or not there: if a process is killed
+    at any moment, the checkpoint that was at the path stays. Every byte has a checksum, and nothing is pickled. Tensors
+    are in safetensors files. Other values, such as the numbers of param groups, are JSON in the index.
+
+    The leaf at ``state["model"]["fc.weight"]`` has the name "model/fc.weight". `muonfx.checkpoint.load` finds it under
+    this name, for example with ``like={"model": {"fc.weight": tensor}}``. DCP turns the keys of dicts into strings.
+
+    Args:
+        path: the folder of the checkpoint, equal on all ranks, which must share a file system. An existing checkpoint
+            is replaced.
+        step: the number of steps taken, for `muonfx.checkpoint.inspect`.
+        extra: JSON values, as in `muonfx.checkpoint.save`.
+        keep: how many checkpoints to keep in the parent folder, as in `muonfx.checkpoint.save`.
+
+    Raises:
+        TypeError: ``extra`` is not JSON. ``dcp.save`` raises its ``CheckpointException``, with one of the following
+            errors as a cause, on all ranks; the checkpoint at the path is then unchanged.
+        TypeError: a value of the state dict can be neither a tensor of a file nor JSON; the message has its name.
+        CheckpointError: ranks hold different values under one key, or pass different arguments; the message has the
+            name and the ranks.
+        WriteError: writing failed, as in `muonfx.checkpoint.save`.
+        ValueError: ``use_collectives=False``, or a planner with ``enable_plan_caching=True``: both keep the ranks from
+            comparing what they hold.
+
+    Example:
+        >>> import tempfile, warnings
+        >>> import torch.distributed.checkpoint as dcp
+        >>> import muonfx as mfx
+        >>> path = tempfile.mkdtemp()
+        >>> state = {"model": {"w": torch.ones(2)}, "steps": 7}
+        >>> with warnings.catch_warnings(action="ignore"):  # DCP warns that there is one process
+        ...     _ = dcp.save(state, storage_writer=mfx.checkpoint.Writer(path))
+        >>> mfx.checkpoint.read(path), mfx.checkpoint.inspect(path).objects
+        ({'model/w': tensor([1., 1.])}, {'steps': 7})
+    """
+
+    _draft: Draft | None = None
+    """The files of the save in progress, or of one that has failed on another rank; None on ranks other than 0."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> None:
+        folder = folder_named(path)
+        require_valid(folder, None, step, keep)
+        self._request = SaveRequest(folder, head_of(None, {}, step, extra), keep=keep)
+        self._planned: list[WriteItem] = []
+        """The values that this rank holds, before the planner divides them among the ranks."""
+
+    def __del__(self) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """On rank 0, remove the files that all ranks have written in a save that has failed."""
+        if self._draft is not None:
+            self._draft.abandon()
+            self._draft = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save; ``checkpoint_id`` is the path of its folder, or None for the path as before."""
+        self._abandon()
+        if checkpoint_id is not None:
+            folder = folder_named(checkpoint_id)
+            require_valid(folder, None, self._request.head.step, self._request.keep)
+            self._request = replace(self._request, path=folder)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether ``checkpoint_id`` can be the path of a folder."""
+        return _is_folder_name(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save on this rank."""
+        if not kwargs.get("use_collectives", True):
+            raise ValueError(
+                "use_collectives=False lets each rank write a checkpoint of its own: leave it out, since a checkpoint "
+                "holds the values of all ranks"
+            )
+        self._abandon()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Keep the list of the values on this rank, and send the arguments of this writer to the coordinator."""
+        _require_no_plan_caching(not plan.usable)
+        self._planned = plan.items
+        return replace(plan, storage_data=self._request.arguments())
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator, create the folder, lock the save, and give each rank the name of its data file."""
+        require_same([plan.storage_data for plan in plans], "save", "nothing was written")
+        draft = Draft(self._request.path)
+        self._draft = draft
+        try:
+            with draft.write_errors():
+                draft.begin()
+        except BaseException:
+            self._abandon()
+            raise
+        planned: list[SavePlan] = []
+        for rank, plan in enumerate(plans):
+            assignment = Assignment(draft.save_id, draft.data_file(rank, len(plans)), 0, [])
+            planned.append(replace(plan, storage_data=assignment))
+        draft.add_files(plan.storage_data.file for plan in planned)
+        return planned
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the values of a plan to the data file of this rank, and compute checksums of the others it holds."""
+        future: Future[list[WriteResult]] = Future()
+        try:
+            _require_no_plan_caching(getattr(planner, "_enable_plan_caching", False))
+            written = self._write(plan, planner)
+        except BaseException:
+            self._abandon()
+            raise
+        nbytes = 0 if written.shards.file is None else written.shards.file.nbytes
+        future.set_result([WriteResult(MetadataIndex(""), nbytes, written)])
+        return future
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> _WrittenByRank:
+        """Write the values of a plan, after a check that a checkpoint can hold every value of this rank."""
+        to_write = {item.index for item in plan.items}
+        held = {item.index: item for item in [*self._planned, *plan.items]}
+        shards: list[_Shard] = []
+        objects: dict[str, Any] = {}
+        for item in held.values():
+            name = _name_of_key(item.index.fqn, plan.planner_data)
+            if item.type == WriteItemType.BYTE_IO:
+                objects[name] = to_json(_object_of(item, planner, name), name)
+            elif not _is_empty_shard(item):
+                shards.append(_shard_of(item, planner, name, is_written=item.index in to_write))
+        written = self._write_shards(plan.storage_data, [shard for shard in shards if shard.is_written])
+        leaves: dict[str, ProposedLeaf] = {}
+        for shard in shards:
+            leaf = leaves.setdefault(shard.name, ProposedLeaf(shard.spec, False, {}))
+            if not shard.is_written:
+                leaf.checksums[shard.box] = " ".join(block_checksums(shard.values))
+        for name, chunk in written.chunks:
+            leaves[name].checksums[chunk.box] = " ".join(chunk.crc32)
+        return _WrittenByRank(written, leaves, objects)
+
+    def _write_shards(self, assignment: Assignment, shards: Sequence[_Shard]) -> WrittenShards:
+        """Write shards of tensors to the data file of this rank; without shards, write no file."""
+        if not shards:
+            return WrittenShards(None, [])
+        entries: list[Entry] = []
+        for shard in shards:
+            key = key_in_file(shard.name, shard.box, shard.spec.shape)
+            entries.append(Entry(key, shard.name, shard.box, shard.values))
+        draft = self._draft or Draft(assignment.file.parent, assignment.save_id)
+        with draft.write_errors():
+            return WrittenShards(*draft.write(assignment.file, 0, entries))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, compare replicas and write the index, which completes the checkpoint."""
+        draft = self._draft
+        assert draft is not None
+        try:
+            index = self._index_of([result.storage_data for (result,) in results], draft.save_id)
+            with draft.write_errors():
+                draft.commit(index)
+        except BaseException:
+            self._abandon()
+            raise
+        self._draft = None
+        draft.tidy(self._request.keep)
+
+    def _index_of(self, written_by_rank: list[_WrittenByRank], save_id: str) -> Index:
+        """Return the index of a checkpoint; raise if ranks hold different values, or do not fill a tensor."""
+        require_consistent([Proposal({}, written.leaves) for written in written_by_rank])
+        objects = _merged_objects([written.objects for written in written_by_rank])
+        specs: dict[str, Spec] = {}
+        numbered: list[WrittenShards] = []
+        number = 0  # of the next file in the index
+        for written in written_by_rank:
+            for name, leaf in written.leaves.items():
+                specs[name] = leaf.spec
+            chunks = [(name, chunk._replace(file=number)) for name, chunk in written.shards.chunks]
+            numbered.append(WrittenShards(written.shards.file, chunks))
+            if written.shards.file is not None:
+                number += 1
+        files, leaves = merged(numbered, specs)
+        both = objects.keys() & leaves.keys()
+        if both:
+            raise CheckpointError(
+                f"nothing was written: {min(both)!r} is a tensor on some ranks and another value on others, expected "
+                "the same on all ranks"
+            )
+        return replace(self._request.head, save_id=save_id, files=files, leaves=leaves, objects=objects)
+
+
+class _Shard(NamedTuple):
+    """A part of a tensor on this rank."""
+
+    name: str
+    """The name of the leaf, such as "model/fc.weight"."""
+    spec: Spec
+    """The global shape, and the dtype."""
+    box: Box
+    values: Tensor
+    is_written: bool
+    """False if another rank, which holds it too, writes it."""
+
+
+def _require_no_plan_caching(is_cached: bool) -> None:
+    """Raise if the planner sends a plan only when it has changed."""
+    if is_cached:
+        raise ValueError(
+            "the planner has enable_plan_caching=True, which keeps the ranks from comparing what they hold: pass "
+            "planner=DefaultSavePlanner()"
+        )
+
+
+def _name_of_key(key: str, planner_data: object) -> str:
+    """Return the name in a checkpoint of a key of DCP: "model/fc.weight" for "model.fc.weight".
+
+    ``planner_data`` is a dict from key to path, ``{"model.fc.weight": ("model", "fc.weight")}``, if the planner has
+    flattened the state dict. Otherwise the key is the name.
+    """
+    if isinstance(planner_data, Mapping) and isinstance(planner_data.get(key), tuple):
+        return name_of(planner_data[key])
+    return name_of((key,))
+
+
+def _object_of(item: WriteItem, planner: SavePlanner, name: str) -> object:
+    """Return a value of the state dict that is no tensor, as it is before the planner pickles it."""
+    lookup: Callable[[MetadataIndex], object] | None = getattr(planner, "lookup_object", None)
+    if lookup is None:
+        raise TypeError(
+            f"{name!r} is no tensor, and {type(planner).__name__} can only return its bytes, expected a planner with "
+            "lookup_object(index): derive it from torch.distributed.checkpoint.DefaultSavePlanner"
+        )
+    return lookup(item.index)
+
+
+def _is_empty_shard(item: WriteItem) -> bool:
+    """Return whether an item of a plan is a shard without elements of a tensor that has elements."""
+    data = item.tensor_data
+    return data is not None and 0 in data.chunk.sizes and 0 not in data.size
+
+
+def _shard_of(item: WriteItem, planner: SavePlanner, name: str, *, is_written: bool) -> _Shard:
+    """Return the part of a tensor that an item of a plan describes, with its values."""
+    values: Any = planner.resolve_data(item)
+    require_writable(name, values, is_alone=False)
+    data = item.tensor_data
+    assert data is not None  # each item of a tensor has it
+    spec = Spec(tuple(data.size), values.dtype)
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    if 0 in spec.shape:  # a tensor without elements is one shard, on whatever ranks it is
+        box = whole_box(spec.shape)
+    return _Shard(name, spec, box, values.detach().reshape(box.sizes), is_written)
+
+
+def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of all ranks that are no tensors; raise if ranks have different values of one name."""
+    written: dict[str, Any] = {}
+    rank_of: dict[str, int] = {}
+    for rank, objects in enumerate(objects_by_rank):
+        for name, value in objects.items():
+            if repr(written.setdefault(name, value)) != repr(value):
+                raise CheckpointError(
+                    f"nothing was written: {name!r} is {value!r:.200} on rank {rank} and {written[name]!r:.200} on "
+                    f"rank {rank_of[name]}, expected equal values: use different keys for values of one rank"
+                )
+            rank_of.setdefault(name, rank)
+    return {name: from_json(value) for name, value in written.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------- read
+
+
+class Reader(StorageReader):
+    """A storage for ``torch.distributed.checkpoint.load`` that reads a checkpoint of muonfx.
+
+    `Writer` or `muonfx.checkpoint.save` have written it, on any number of ranks and under any layout. The checksum of
+    every byte that is read is verified, and nothing from the file is unpickled. A rank copies values into its state
+    dict after all that it needs were read, so an error of a rank leaves its tensors as they were. The values that a
+    rank reads are in host memory twice for this time. After an error, the tensors of other ranks may have new values.
+
+    Args:
+        path: the folder of the checkpoint.
+        cast: a dict from pattern to dtype, as in `muonfx.checkpoint.load`: matching leaves, whose tensors in the state
+            dict have this dtype, may be rounded to it. A pattern is a name such as "model/fc.weight", the first levels
+            of names, or a glob. Without it, a narrower dtype in the state dict is an error; a wider one is not.
+
+    Raises:
+        TypeError: ``cast`` is not a dict. ``dcp.load`` raises its ``CheckpointException``, with one of the following
+            errors as a cause, on all ranks.
+        NotFoundError: there is no checkpoint at the path.
+        MismatchError: values would be rounded, or a pattern of ``cast`` matches no leaf.
+        CorruptError: the checkpoint is damaged; the message names the file and the leaf.
+        FormatError: it was written by a newer version of muonfx.
+        ReplacedError: a save replaced the checkpoint while it was read: load again.
+
+    Example:
+        >>> import tempfile, warnings
+        >>> import torch.distributed.checkpoint as dcp
+        >>> import muonfx as mfx
+        >>> path = mfx.checkpoint.save(tempfile.mkdtemp(), {"model": {"w": torch.ones(2)}})
+        >>> state = {"model": {"w": torch.zeros(2)}}
+        >>> with warnings.catch_warnings(action="ignore"):  # DCP warns that there is one process
+        ...     dcp.load(state, storage_reader=mfx.checkpoint.Reader(path))
+        >>> state
+        {'model': {'w': tensor([1., 1.])}}
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, cast: Mapping[str, torch.dtype] | None = None) -> None:
+        self._stack = ExitStack()
+        """Closes the index and the data files."""
+        if cast is not None and not isinstance(cast, Mapping):
+            raise TypeError(f"cast must be a dict from pattern to dtype, found {cast!r}")
+        self._path = folder_named(path)
+        self._cast = dict(cast or {})
+        self._name_of_key: dict[str, str] = {}
+        """The name of each value in the checkpoint by its key in DCP: "model/fc.weight" for "model.fc.weight"."""
+
+    def __del__(self) -> None:
+        if hasattr(self, "_stack"):
+            self._stack.close()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load; ``checkpoint_id`` is the path of its folder, or None for the path as before."""
+        self._stack.close()
+        if checkpoint_id is not None:
+            self._path = folder_named(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether ``checkpoint_id`` can be the path of a folder."""
+        return _is_folder_name(checkpoint_id)
+
+    # Not **kwargs, from which DCP concludes that each rank may have metadata of its own.
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Read the index. Until the data files are open, a save that replaces the checkpoint does not remove them.
+
+        If it cannot be read, every access to the result raises the error: DCP would replace an error of this method by
+        one without its reason.
+        """
+        self._stack.close()
+        try:
+            self._index = retried(self._path, lambda _: self._stack.enter_context(inspect_and_keep(self._path)))
+            self._name_of_key = _names_of_keys([*self._index.leaves, *self._index.objects])
+        except CheckpointError as error:
+            self._stack.close()
+            return _Unreadable(error)
+        described: dict[str, Any] = {}
+        for key, name in self._name_of_key.items():
+            described[key] = BytesStorageMetadata()
+            if name in self._index.leaves:
+                described[key] = _described(self._index, name)
+        return Metadata(described, planner_data={key: path_of(name) for key, name in self._name_of_key.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise the error with which the index could not be read."""
+        _ = metadata.state_dict_metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Open the data files that this rank needs; they stay readable when the checkpoint is replaced."""
+        numbers: set[int] = set()
+        for item in plan.items:
+            if item.type == LoadItemType.TENSOR:
+                leaf = self._index.leaves[self._name_of_key[item.storage_index.fqn]]
+                numbers |= {chunk.file for chunk in leaf.chunks if chunk.box.offsets == item.storage_index.offset}
+        with replacement(self._path, self._index):
+            self._data = self._stack.enter_context(DataReader(self._path, self._index))
+            self._data.check_files(numbers)
+        return replace(plan, storage_data=self._index.save_id)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raise if the ranks have opened different checkpoints, because a save replaced one meanwhile."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise ReplacedError(f"{self._path} was replaced while the ranks began to read it: load again")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the values of a plan, and copy them into the state dict once all are read."""
+        try:
+            tensor_items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+            destinations = [planner.resolve_tensor(item).detach() for item in tensor_items]
+            self._require_fit(tensor_items, destinations)
+            transfers = [self._transfer_of(item) for item in tensor_items]
+            with replacement(self._path, self._index):
+                self._data.read(transfer for transfer in transfers if transfer.destination.numel())
+        finally:
+            self._stack.close()
+        for item, destination, transfer in zip(tensor_items, destinations, transfers, strict=True):
+            destination.copy_(transfer.destination)
+            planner.commit_tensor(item, destination)
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._bytes_of(item))
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _transfer_of(self, item: ReadItem) -> Transfer:
+        """Return a copy of the part of a stored tensor that an item of a plan needs, to new memory."""
+        name = self._name_of_key[item.storage_index.fqn]
+        leaf = self._index.leaves[name]
+        chunk_offsets = tuple(item.storage_index.offset or ())
+        chunk = next(chunk for chunk in leaf.chunks if chunk.box.offsets == chunk_offsets)
+        offsets = tuple(map(int.__add__, chunk_offsets, item.storage_offsets))
+        box = Box(offsets, tuple(item.lengths))
+        return Transfer(name, chunk, box, torch.empty(box.sizes, dtype=leaf.spec.dtype))
+
+    def _require_fit(self, items: Sequence[ReadItem], destinations: Sequence[Tensor]) -> None:
+        """Raise one error with all tensors to which stored values would be rounded, as `muonfx.checkpoint.load` does.
+
+        The planner has compared names and shapes.
+        """
+        plain_name_of = plain_names(self._index.leaves)
+        specs: dict[str, Spec] = {}
+        for item, destination in zip(items, destinations, strict=True):
+            name = self._name_of_key[item.storage_index.fqn]
+            specs[plain_name_of[name]] = Spec(self._index.leaves[name].spec.shape, destination.dtype)
+        rules = Rules((), ("*",), allow_other_chain=True, cast=self._cast, rename={})
+        for section in ("", PARAMS):
+            expected = StateSpec({name: spec for name, spec in specs.items() if in_section(name, section)})
+            match(self._index, expected, rules, section=section, where=str(self._path))
+
+    def _bytes_of(self, item: ReadItem) -> io.BytesIO:
+        """Return a value that is no tensor in the form in which planners of torch expect it: pickled, in memory."""
+        buffer = io.BytesIO()
+        torch.save(self._index.objects[self._name_of_key[item.storage_index.fqn]], buffer)
+        buffer.seek(0)
+        return buffer
+
+
+class _Unreadable(Metadata):
+    """The metadata of a checkpoint that cannot be read: every access to its values raises the reason."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        self._error = error
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict_metadata", "planner_data"):
+            raise object.__getattribute__(self, "_error")
+        return object.__getattribute__(self, name)
+
+
+def _is_folder_name(checkpoint_id: object) -> bool:
+    """Return whether a value can be the path of a folder."""
+    try:
+        folder_named(checkpoint_id)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _names_of_keys(names: Sequence[str]) -> dict[str, str]:
+    """Return a dict from the key in DCP to the name in the checkpoint: ``{"model.fc.weight": "model/fc.weight"}``."""
+    name_of_key: dict[str, str] = {}
+    for name in names:
+        key = ".".join(map(str, path_of(name)))
+        if key in name_of_key:
+            raise CheckpointError(
+                f"both {name_of_key[key]!r} and {name!r} have the key {key!r} in torch.distributed.checkpoint: read "
+                "the checkpoint with muonfx.checkpoint.load"
+            )
+        name_of_key[key] = name
+    return name_of_key
+
+
+def _described(index: Index, name: str) -> TensorStorageMetadata:
+    """Return the shape, dtype and chunks of a leaf in the form of DCP."""
+    leaf = index.leaves[name]
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)) for chunk in leaf.chunks]
+    return TensorStorageMetadata(TensorProperties(leaf.spec.dtype), torch.Size(leaf.spec.shape), chunks)

@@ -1,0 +1,230 @@
+"""A whole optimizer in one call: state, groups, schedules' positions and torch's scheduler, in one checkpoint."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import lr_scheduler
+
+import muonfx as mfx
+from tests.checkpoint.common import bits
+from tests.processes import Here, World
+
+ck = mfx.checkpoint
+
+SCHEDULERS: dict[str, Any] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "steps": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 2, 5]),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [3]
+    ),
+}
+
+
+def model_of(here: Here | None = None, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7))
+    if here is not None:
+        fully_shard(model[1], mesh=here.mesh)
+        fully_shard(model, mesh=here.mesh)
+    return model
+
+
+def muon(model: nn.Module, rate: Any = 0.02) -> mfx.Muon:
+    return mfx.Muon(model, lr=rate, weight_decay=0.1)
+
+
+def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(1000 + step)
+        loss = model(torch.randint(7, (8,))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(loss.item())
+        elif scheduler is not None:
+            scheduler.step()
+
+
+def whole(model: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """All that a run consists of, as values that can be compared."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    state = {name: bits(param) for name, param in model.named_parameters()}
+    entries = {
+        (name, key): bits(value)
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
+    kept = {} if scheduler is None else {k: v for k, v in scheduler.state_dict().items() if k != "_schedulers"}
+    return {"params": state, "state": entries, "groups": groups, "scheduler": repr(kept)}
+
+
+def save_run(here: Here | None, path: Path, kind: str | None = None) -> dict[str, Any]:
+    """Train three steps and save, and return what two more steps give."""
+    model = model_of(here)
+    optimizer = muon(model)
+    scheduler = None if kind is None else SCHEDULERS[kind](optimizer)
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+    train(model, optimizer, scheduler, range(3))
+    ck.save(path, optimizer, params=dict(model.named_parameters()), scheduler=scheduler, step=3)
+    train(model, optimizer, scheduler, range(3, 5))
+    return whole(model, optimizer, scheduler)
+
+
+def resume_run(here: Here | None, path: Path, kind: str | None = None) -> dict[str, Any]:
+    model = model_of(here, seed=1)
+    optimizer = muon(model)
+    scheduler = None if kind is None else SCHEDULERS[kind](optimizer)
+    params = dict(model.named_parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = ck.load(path, optimizer, scheduler=scheduler)
+        saved = ck.load_params(path, like=params, tx=optimizer.transform)
+    messages = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    assert len(messages) == 1, messages
+    assert "weight_decay: 0.3 in the file, 0.1 in the code" in messages[0], messages
+    assert mfx.tree.leaves(state)[0] is not None
+    model.load_state_dict(saved, strict=False)
+    train(model, optimizer, scheduler, range(3, 5))
+    return whole(model, optimizer, scheduler)
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_run_with_any_scheduler_goes_on_bitwise(tmp_path: Path, kind: str):
+    assert resume_run(None, save_run(None, tmp_path, kind) and tmp_path, kind) == save_run(None, tmp_path, kind)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("savers", [1, 2, 3])
+def test_a_sharded_optimizer_loads_on_any_number_of_ranks(world: World, tmp_path: Path, savers: int):
+    saved = world.check(savers, save_run, path=tmp_path, kind="cosine")
+    for loaders in {1, 2, 3}:
+        for loaded in world.check(loaders, resume_run, path=tmp_path, kind="cosine"):
+            assert (loaded["groups"], loaded["scheduler"]) == (saved[0]["groups"], saved[0]["scheduler"])
+            if loaders == savers:
+                assert loaded == saved[0]
+    resume_run(None, tmp_path, "cosine")  # in one process
+
+
+def replicated_states(here: Here, path: Path) -> list[bytes]:
+    """Save state that only the owners of matrices have, and return what `state_dict` shows after a load."""
+    kinds = mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(), mfx.normalize_neurons(), mfx.scale(-0.1))
+    results: list[Any] = []
+    for seed in (0, 1):
+        model = nn.Linear(6, 5, bias=False)
+        torch.manual_seed(seed)
+        nn.init.normal_(model.weight)
+        optimizer = mfx.TransformOptimizer(
+            model, kinds, layout=lambda named: mfx.sharding.replicated(named, group=here.group)
+        )
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        if seed == 0:
+            ck.save(path, optimizer)
+        else:
+            ck.load(path, optimizer)
+        results.append([bits(value) for value in optimizer.state_dict()["state"][0].values()])
+    assert results[0] == results[1]
+    return results[0]
+
+
+@pytest.mark.dist
+def test_the_state_of_owners_is_shown_after_a_load(world: World, tmp_path: Path):
+    first, second = world.check(2, replicated_states, path=tmp_path)
+    assert first == second
+
+
+def test_nothing_is_restored_by_half(tmp_path: Path):
+    model = model_of()
+    optimizer = muon(model)
+    scheduler = SCHEDULERS["step"](optimizer)
+    ck.save(tmp_path / "all", optimizer, scheduler=scheduler)
+    ck.save(tmp_path / "groups", optimizer)
+    ck.save(tmp_path / "state", optimizer.transform_state, tx=optimizer.transform)
+    for name, arguments, words in (
+        ("all", {}, "scheduler= is not given"),
+        ("groups", {"scheduler": scheduler}, "'scheduler' is not in the checkpoint"),
+        ("state", {}, "'param_groups' is not in the checkpoint"),
+        ("all", {"scheduler": SCHEDULERS["cosine"](optimizer)}, "expected a StepLR"),
+    ):
+        before = whole(model, optimizer, scheduler)
+        with pytest.raises(ck.MismatchError, match=words):
+            ck.load(tmp_path / name, optimizer, **arguments)
+        assert whole(model, optimizer, scheduler) == before
+    ck.load(tmp_path / "all", optimizer, allow_extra=["scheduler"])
+    ck.load(tmp_path / "groups", optimizer, scheduler=scheduler, allow_missing=["scheduler"])
+    ck.load(tmp_path / "state", optimizer, allow_missing="param_groups")
+    ck.load(tmp_path / "all", optimizer.transform_state, tx=optimizer.transform)  # the tensors only, as a tree
+
+
+def test_other_groups_are_an_error_that_says_how_to_keep_the_new_ones(tmp_path: Path):
+    model = model_of()
+    old = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)))
+    pairs = list(model.named_parameters())
+    new = mfx.TransformOptimizer(
+        [{"params": pairs[:2], "lr": 0.3}, {"params": pairs[2:]}],
+        mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)),
+        model=model,
+    )
+    ck.save(tmp_path, old)
+    with pytest.raises(ck.MismatchError, match=r"allow_extra=\['param_groups'\]"):
+        ck.load(tmp_path, new)
+    ck.load(tmp_path, new, allow_extra=["param_groups"])
+    assert [group["lr"] for group in new.param_groups] == [0.3, 0.1]
+
+
+def test_a_schedule_goes_on_and_its_kind_comes_from_the_code(tmp_path: Path):
+    rates = [mfx.cosine_decay_schedule(0.1, 10), mfx.cosine_decay_schedule(0.1, 20)]
+    for rate in rates:
+        model = model_of()
+        optimizer = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(rate)))
+        if rate is rates[0]:
+            train(model, optimizer, None, range(3))
+            ck.save(tmp_path, optimizer)
+        else:
+            with pytest.warns(UserWarning, match="the code's is used"):
+                ck.load(tmp_path, optimizer, allow_other_chain=True)
+    counts = [leaf for leaf in mfx.tree.leaves(optimizer.transform_state) if leaf.dtype == torch.int64]
+    assert counts
+    assert all(count == 3 for count in counts)
+
+
+def test_a_save_in_the_background_has_the_groups_of_the_call(tmp_path: Path):
+    optimizer = muon(model_of(), torch.tensor(0.02))
+    saving = ck.save_async(tmp_path, optimizer)
+    with torch.no_grad():
+        optimizer.param_groups[0]["lr"].fill_(9.0)
+    assert ck.inspect(saving.wait()).objects["param_groups"][0]["lr"] == torch.tensor(0.02)
+    with pytest.warns(UserWarning, match="in the file"):
+        ck.load(tmp_path, optimizer)
+    assert optimizer.param_groups[0]["lr"] == torch.tensor(0.02)
+
+
+def test_arguments_that_do_not_go_together(tmp_path: Path):
+    model = model_of()
+    optimizer = muon(model)
+    scheduler = SCHEDULERS["step"](optimizer)
+    for call in (
+        lambda: ck.save(tmp_path, optimizer, tx=optimizer.transform),
+        lambda: ck.save(tmp_path, optimizer.transform_state, scheduler=scheduler),
+        lambda: ck.save(tmp_path, torch.optim.AdamW(model.parameters())),
+        lambda: ck.load(tmp_path, optimizer, tx=optimizer.transform),
+        lambda: ck.load(tmp_path, optimizer, device="cpu"),
+        lambda: ck.load(tmp_path, optimizer.transform_state, scheduler=scheduler),
+    ):
+        with pytest.raises(TypeError):
+            call()
+    optimizer.param_groups[0]["own"] = object()
+    with pytest.raises(TypeError, match="param_groups/0/own"):
+        ck.save(tmp_path, optimizer)
+    with pytest.raises(ValueError, match="shape"):
+        optimizer.load_transform_state(mfx.tree.map(lambda leaf: leaf[None], optimizer.transform_state))
