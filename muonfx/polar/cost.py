@@ -45,8 +45,7 @@ def newton_schulz_cost(
     """
     resolved = polynomials(coefficients, steps)
     if resolved.table is not None:
-        if method == "gram":
-            raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
+        policy.check_method(method, resolved)
         # The cost depends only on whether there is a coefficient c, not on its value: any numbers stand for the tensor.
         has_c = resolved.table.shape[1] == 3
         step = (1.0, 1.0, 1.0 if has_c else 0.0)

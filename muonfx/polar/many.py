@@ -50,7 +50,8 @@ def orthogonalize(
         steps: the number of steps; None for one step per polynomial. If there are more steps than polynomials, the last
             polynomial is repeated.
         method: "standard" multiplies by the whole matrix in every step. "gram" takes several steps on the small Gram
-            matrix `X X^T`, which saves time for long matrices. "auto": the choice that `explain` shows.
+            matrix `X X^T`, which saves time for long matrices. "auto": the choice that `explain` shows. A tuple such as
+            (2, 3): the Gram form in stages of exactly 2 and 3 steps, with a warning if rounding does not allow them.
         dtype: the dtype of the matrix products. "auto": the choice of `compute_dtype`, but at least fp32 if derivatives
             are taken (by autograd, or by `torch.func.grad`, `vjp` or `jvp`), because bf16 derivatives are useless.
         products: how symmetric products such as `X X^T` are computed. "batched": in full, by one batched product.

@@ -64,7 +64,8 @@ def orthogonalize(
             "keller"; the set itself; or a triple (a, b, c) for each step.
         steps: the number of steps; None is the number of steps of the set.
         method: "standard", or "gram", which iterates on the Gram matrix of the shorter side. "auto" is the cheaper of
-            the two for each shape; `muonfx.polar.explain` prints the choice and the reason.
+            the two for each shape; `muonfx.polar.explain` prints the choice and the reason. A tuple such as (2, 3) gives
+            the number of steps on each Gram matrix.
         dtype: the compute dtype. "auto" depends on the device, and is at least fp32 if derivatives are taken through
             the transform. Updates are returned in their own dtype.
         products: how symmetric matrix products are computed: "batched" or "blocks". "auto" depends on the shape and
