@@ -427,8 +427,9 @@ def _batch(matrices: list[torch.Tensor], destinations: list[torch.Tensor] | None
     workspace = job.workspace or Workspace()
     workspace.clear()
     # A new result that has the dtype of the batch stays in the buffer that the iteration leaves it in.
-    results = Workspace() if destinations is None and plan.dtype == kind.dtype else workspace
-    buffer = _buffer(matrices, destinations, plan.dtype, results)
+    batch_dtype = plan.rounded_to or plan.dtype
+    results = Workspace() if destinations is None and batch_dtype == kind.dtype else workspace
+    buffer = _buffer(matrices, destinations, batch_dtype, results)
     return outside_autocast(in_place, buffer, plan, job.resolved, tall=kind.tall, workspace=workspace, results=results)
 
 
@@ -443,7 +444,7 @@ def _buffer(
     Args:
         matrices: tensors ``(count, rows, columns)`` with the same rows and columns.
         destinations: memory for the results, one tensor for each of the matrices; None if results are new tensors.
-        compute: the dtype of the iteration.
+        compute: the dtype of the batch: that of the iteration, or `Plan.rounded_to`.
         workspace: provides the memory of a copy.
 
     Returns:

@@ -2,7 +2,10 @@
 
 *Dtype.* bf16 is the default on accelerators. A CPU without bf16 instructions, or a build of torch without the kernels,
 runs bf16 hundreds of times slower than fp32, so bf16 on a CPU requires both. Polynomials that use their whole interval
-diverge in bf16 and get a wider dtype. Derivatives are meaningless in bf16 and get at least fp32.
+diverge in bf16 and get a wider dtype. Derivatives are meaningless in bf16 and get at least fp32. On CUDA, fp16 is as
+fast as bf16 and rounds to three more bits. It is taken for shapes where it allows fewer stages than bf16, unless the
+elements of a matrix may be too small for fp16 (`LARGEST_IN_FP16`). The matrix and the result are still rounded to bf16,
+so that ranks send two bytes for each element, whatever the shape.
 
 *Method.* The standard iteration multiplies by the long side twice in each step. The Gram form multiplies by it twice in
 each stage (several steps on one Gram matrix) and takes more small products (`muonfx.polar.stages`). The method with
@@ -23,7 +26,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -57,6 +60,13 @@ the second. It is taken as given; if rounding may push singular values out of th
 SMALLEST_GRAM = 256
 """Least short side for which "auto" takes several steps on one Gram matrix; for smaller sides that rounds more."""
 
+LARGEST_IN_FP16 = 1 << 28
+"""Largest number of elements of a matrix for which "auto" takes fp16.
+
+A matrix of 2^28 elements and norm 1 has elements of 2^-14 on average (root mean square): the smallest normal number of
+fp16. Smaller elements are rounded to multiples of 2^-24, so their errors are at most 2^-25, and 2^-11 in all (Frobenius
+norm): one unit roundoff, which `muonfx.polar.stability` adds to the norm of every matrix."""
+
 _BLOCKS_AT_ONCE = 1 << 20
 """Largest number of elements in all Gram matrices of a batch, if symmetric products are computed by blocks."""
 
@@ -87,6 +97,8 @@ class Plan(Shown):
     bound: float | None = None
     """A bound of the largest singular value, divided by its bound in exact arithmetic; None for coefficients in a
     tensor. "auto" and "gram" accept up to 1.125."""
+    rounded_to: torch.dtype | None = None
+    """The dtype to which a matrix and its result are rounded, if it is not `dtype`: bf16 where "auto" takes fp16."""
 
     @property
     def at_once(self) -> int | None:
@@ -186,7 +198,12 @@ def plan(
     compute = stable_dtype(fastest, resolved, dtype)
     check_method(method, resolved)
     why_dtype = _why_dtype(held, device, dtype, compute != fastest, differentiated)
-    chosen = _plan_in(compute, (short, long), device, resolved, method, products, portable, why_dtype)
+    usual = _plan_in(compute, (short, long), device, resolved, method, products, portable, why_dtype)
+    chosen = usual
+    if dtype == "auto" and compute == torch.bfloat16 and _has_fast_fp16(device) and short * long <= LARGEST_IN_FP16:
+        in_fp16 = _plan_in(torch.float16, (short, long), device, resolved, method, products, portable, "")
+        if _is_better_in_fp16(in_fp16, usual, device, portable):
+            chosen = replace(in_fp16, rounded_to=compute, reasons=(_why_fp16(in_fp16, usual), *in_fp16.reasons[1:]))
     if isinstance(method, tuple) and chosen.bound is not None and chosen.bound > TOLERANCE:
         _warn_of_stages(chosen.stages, chosen.dtype, chosen.bound)
     return chosen
@@ -231,6 +248,34 @@ def _plan_in(
         bound = largest(resolved.steps, restarts_of(stages), resolved.safety, compute)
     reasons = (why_dtype, why_method, why_products)
     return Plan(shape, compute, chosen_method, stages, whole, small, reasons, bound)
+
+
+@called_once  # hardware queries cannot be traced
+def _has_fast_fp16(device: torch.device) -> bool:
+    """Return True if products in fp16 are as fast as in bf16: on CUDA devices from compute capability 8.0 on."""
+    return device.type == "cuda" and cuda_capability(device.index)[0] >= 8
+
+
+def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, device: torch.device, portable: bool) -> bool:
+    """Return True if a plan in fp16 has fewer stages than one in bf16, and takes less time.
+
+    Where both have the same stages, because they were given, it returns True if only the rounding of bf16 is too much.
+    """
+    if in_fp16.bound is None or in_bf16.bound is None:  # a tensor of coefficients: its rounding is not bounded
+        return False
+    if len(in_fp16.stages) == len(in_bf16.stages):
+        return in_bf16.bound > TOLERANCE and in_fp16.bound < in_bf16.bound
+    if len(in_fp16.stages) > len(in_bf16.stages) or in_fp16.bound > TOLERANCE:
+        return False
+    return work(in_fp16, device, portable=portable) < work(in_bf16, device, portable=portable)
+
+
+def _why_fp16(in_fp16: Plan, in_bf16: Plan) -> str:
+    """Return why "auto" takes fp16 instead of bf16, for `explain`."""
+    in_stages = f"{len(in_fp16.stages)} stages, which rounding in bf16 does not allow"
+    if len(in_fp16.stages) < len(in_bf16.stages):
+        in_stages = f"{len(in_fp16.stages)} stages, where rounding in bf16 requires {len(in_bf16.stages)}"
+    return f"{in_stages}; rounded to bf16 before and after"
 
 
 @called_once  # warns when it is traced
