@@ -186,11 +186,13 @@ def plan(
     products: ProductsLike = "auto",
     portable: bool = False,
     differentiated: bool = False,
+    may_take_fp16: bool | None = None,
 ) -> Plan:
     """Return the `Plan` (dtype, method, products) for matrices of one shape and dtype `held`.
 
     `resolved` are the coefficients. With `portable` and a given `dtype`, the result is equal on all machines. With
-    `differentiated`, the dtype "auto" is at least fp32.
+    `differentiated`, the dtype "auto" is at least fp32. With `may_take_fp16`, fp16 may be taken instead of bf16; None:
+    where "auto" may take it on this device.
     """
     fastest = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
@@ -200,7 +202,9 @@ def plan(
     why_dtype = _why_dtype(held, device, dtype, compute != fastest, differentiated)
     usual = _plan_in(compute, (short, long), device, resolved, method, products, portable, why_dtype)
     chosen = usual
-    if dtype == "auto" and compute == torch.bfloat16 and _has_fast_fp16(device) and short * long <= LARGEST_IN_FP16:
+    if may_take_fp16 is None:
+        may_take_fp16 = dtype == "auto" and _has_fast_fp16(device)
+    if may_take_fp16 and compute == torch.bfloat16 and short * long <= LARGEST_IN_FP16:
         in_fp16 = _plan_in(torch.float16, (short, long), device, resolved, method, products, portable, "")
         if _is_better_in_fp16(in_fp16, usual, device, portable):
             chosen = replace(in_fp16, rounded_to=compute, reasons=(_why_fp16(in_fp16, usual), *in_fp16.reasons[1:]))

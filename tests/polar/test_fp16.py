@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import muonfx as mfx
-from muonfx.polar import band, explain, orthogonalize, orthogonalize_many, policy
+from muonfx.core.precision import product_libraries
+from muonfx.polar import band, explain, orthogonalize, orthogonalize_many, policy, quack
+from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.iteration import normalize_on_cpu_, normalize_on_device_, power_of_two, power_of_two_by_bits
 from muonfx.polar.stability import TOLERANCE
 from muonfx.testing.laws.declarations import rounding_first_changes_nothing
@@ -65,6 +67,35 @@ def test_auto_takes_fp16_where_it_allows_fewer_stages_than_bf16() -> None:
 def test_auto_stays_with_bf16_where_fp16_saves_nothing_or_is_too_narrow(shape: tuple[int, int], settings: dict) -> None:
     plan = explain(shape, CUDA, **settings)
     assert (plan.dtype, plan.rounded_to) == (torch.bfloat16, None)
+
+
+def test_ranks_estimate_the_time_of_the_stages_that_fp16_allows() -> None:
+    longer = {"dtype": torch.bfloat16, "may_take_fp16": True}
+    assert newton_schulz_cost((2048, 8192), "cuda", **longer).load < 0.95 * bf16_load((2048, 8192))
+    assert newton_schulz_cost((2048, 2048), "cuda", **longer).load == bf16_load((2048, 2048))
+    shape, tx = (2048, 8192), mfx.orthogonalize()
+    of_leaf = tx.declaration.matrices.cost(tx, "cuda", torch.bfloat16)
+    assert of_leaf("w", shape, torch.float32) == newton_schulz_cost(shape, "cuda", **longer).load
+
+
+def bf16_load(shape: tuple[int, int]) -> float:
+    return newton_schulz_cost(shape, "cuda", dtype=torch.bfloat16).load
+
+
+@pytest.mark.parametrize(
+    ("failing", "library"),
+    [
+        ((), "quack-kernels"),
+        ((torch.float16,), "torch for float16"),
+        ((torch.bfloat16, torch.float16), "torch"),
+    ],
+)
+def test_ranks_compare_the_library_of_both_dtypes(
+    failing: tuple[torch.dtype, ...], library: str, cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quack, "failure", lambda device, dtype: "broken" if dtype in failing else None)
+    libraries = product_libraries(mfx.orthogonalize(), [torch.float32], CUDA)
+    assert set(libraries.values()) == {library}
 
 
 def test_auto_has_no_fp16_without_the_device(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
