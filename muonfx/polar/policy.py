@@ -122,7 +122,7 @@ class Plan(Shown):
         """Return a table with the choices of dtype, method and products, their reasons, rounding and memory."""
         choices = ("dtype", "method", "products")
         values = (str(self.dtype).removeprefix("torch."), self.method, self.products)
-        rows = list(zip(choices, values, self.reasons, strict=True))
+        rows: list[tuple[str, str, str]] = list(zip(choices, values, self.reasons, strict=True))
         if self.bound is not None:
             accepted = f"bound of singular values, over that of exact arithmetic; accepted up to {TOLERANCE}"
             rows.append(("rounding", f"{self.bound:.4f}", accepted))
