@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -49,6 +50,14 @@ PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 """Operators that multiply matrices, and the position of the left factor among their arguments."""
 
 
+RUN = mfx.Transform.run
+"""The method that runs a transform, before `paper_device` replaces it."""
+
+
+LARGEST_STORAGE = 1 << 40
+"""The distance of the addresses of two storages in bytes: more than any storage has."""
+
+
 class Totals(NamedTuple):
     """The sums over the operations of a step."""
 
@@ -67,6 +76,10 @@ class Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.totals = Totals(0, 0.0, 0.0, 0.0, 0.0)
+        self.bytes_of_transforms: dict[str, float] = defaultdict(float)
+        """The bytes outside of products, by the name of the innermost transform that runs; "" outside of transforms."""
+        self.running = [""]
+        """The names of the transforms that run, each called by the one before it."""
 
     def symmetric_matmul(
         self, p: Tensor, *, addend: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, out: Tensor
@@ -95,6 +108,16 @@ class Counter(TorchDispatchMode):
             before.other_bytes + (0.0 if in_product else nbytes),
             before.seconds + seconds,
         )
+        if not in_product:
+            self.bytes_of_transforms[self.running[-1]] += nbytes
+
+    def run(self, tx: mfx.Transform, *args: Any, **kwargs: Any) -> Any:
+        """Run a transform, and count its operations under its name. It replaces `Transform.run`."""
+        self.running.append(tx.name)
+        try:
+            return RUN(tx, *args, **kwargs)
+        finally:
+            self.running.pop()
 
 
 def launches_kernel(operator: Any) -> bool:
@@ -158,12 +181,21 @@ def touched_bytes(x: Tensor) -> int:
 class ForFakeTensors(TorchFunctionMode):
     """Replaces calls that fail for fake tensors of a CUDA device by others with the same kernels.
 
+    Fake storages have no address, but code compares addresses to avoid copies, so each gets an address of its own.
     Indexing and copies query the device of the CUDA driver. A foreach operator with one number in a tensor, such as a
     step count, reads its value, which a fake tensor lacks; with a list of this tensor it does not.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._addresses: dict[int, int] = {}
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
+        if function is Tensor.data_ptr:
+            storage = args[0].untyped_storage()._cdata
+            start = self._addresses.setdefault(storage, (1 + len(self._addresses)) * LARGEST_STORAGE)
+            return start + args[0].storage_offset() * args[0].itemsize
         if function is Tensor.__getitem__:
             return indexed(*args)
         if function is Tensor.contiguous and not args[0].is_contiguous():
@@ -210,6 +242,7 @@ def paper_device(counter: Counter, *, symmetric_kernels: bool) -> Iterator[None]
         mock.patch.object(quack, "is_capable", return_value=symmetric_kernels),
         mock.patch.object(quack, "failure", return_value=None),
         mock.patch.object(quack, "symmetric_matmul", counter.symmetric_matmul),
+        mock.patch.object(mfx.Transform, "run", lambda tx, *args, **kwargs: counter.run(tx, *args, **kwargs)),
         warnings.catch_warnings(),
         FakeTensorMode(),
         ForFakeTensors(),
@@ -326,6 +359,11 @@ CANDIDATES: dict[str, Callable[[nn.Module], Callable[[], object]]] = {
 
 def count(model_name: str, candidate: str) -> Totals:
     """Return the totals of the second step of a candidate, whose state has been created by then."""
+    return counted(model_name, candidate).totals
+
+
+def counted(model_name: str, candidate: str) -> Counter:
+    """Return a counter of the operations of a candidate's second step."""
     counter = Counter()
     with paper_device(counter, symmetric_kernels=candidate == OURS_WITH_KERNELS):
         step = CANDIDATES[candidate](on_paper(model_name))
@@ -333,7 +371,7 @@ def count(model_name: str, candidate: str) -> Totals:
         counter.totals = Totals(0, 0.0, 0.0, 0.0, 0.0)
         with counter:
             step()
-    return counter.totals
+    return counter
 
 
 def least_bytes(model_name: str) -> int:
@@ -351,12 +389,14 @@ def counts() -> list[dict[str, Any]]:
             if candidate == PEERS and installed("pytorch_optimizer") is None:
                 continue
             try:
-                totals = count(model_name, candidate)
+                counter = counted(model_name, candidate)
             except RuntimeError as error:
                 if candidate != PEERS:
                     raise
                 print(f"{candidate} does not run on fake tensors for {model_name} and is skipped: {error}")
                 continue
             rows.append({"model": model_name, "candidate": candidate, "least bytes": least_bytes(model_name)})
-            rows[-1].update(totals._asdict())
+            rows[-1].update(counter.totals._asdict())
+            if candidate == OURS:
+                rows[-1]["bytes of transforms"] = dict(counter.bytes_of_transforms)
     return rows

@@ -659,7 +659,22 @@ def operations() -> str:
         )
     head = ["one step", "operations", "TFLOP", "GB of products", "GB of other operations", "least GB", "ms, estimated"]
     machine = found["machine"]
-    return f"{table(head, lines)}\n\ntorch {machine['torch']}, Python {machine['python']}.\n"
+    versions = f"torch {machine['torch']}, Python {machine['python']}."
+    return f"{table(head, lines)}\n\n{_bytes_of_transforms(found['rows'])}\n\n{versions}\n"
+
+
+def _bytes_of_transforms(rows: list[dict[str, Any]]) -> str:
+    """Return a table of the bytes outside of products: a line for each transform, a column for each model."""
+    counted_rows = [row for row in rows if "bytes of transforms" in row]
+    names: list[str] = []
+    for row in counted_rows:
+        names += [name for name in row["bytes of transforms"] if name not in names]
+    lines: list[list[str]] = []
+    for name in names:
+        gigabytes = [row["bytes of transforms"].get(name, 0.0) / 1e9 for row in counted_rows]
+        if max(gigabytes) >= 0.05:
+            lines.append([f"`{name}`", *(f"{number:.1f}" for number in gigabytes)])
+    return table(["GB outside products, by transform", *(row["model"] for row in counted_rows)], lines)
 
 
 GPU_SECTIONS: dict[str, Callable[[], str]] = {"gpu": gpu}

@@ -33,16 +33,28 @@ def product_dtypes(tx: Transform, param_dtypes: Iterable[torch.dtype], device: t
 def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
     """Map the name of each transform with ``products="auto"`` to the library of its large symmetric products.
 
-    The library is "quack-kernels" or "torch"; see `muonfx.polar.quack`.
+    The library is "quack-kernels" or "torch"; see `muonfx.polar.quack`. Where the dtype "auto" is bf16, some shapes are
+    computed in fp16. The result is "torch for float16", for example, if quack-kernels failed for one of both only.
     """
     compute_dtypes = product_dtypes(tx, param_dtypes, device)
     libraries: dict[str, str] = {}
     for name, inner in _named_transforms(tx):
         if name in compute_dtypes and inner.arguments.get("products") == "auto":
-            libraries[name] = "torch"
-            if quack.failure(device, getattr(torch, compute_dtypes[name])) is None:
-                libraries[name] = "quack-kernels"
+            dtypes = [compute_dtypes[name]]
+            if dtypes == ["bfloat16"] and inner.arguments.get("dtype") == "auto":
+                dtypes.append("float16")
+            libraries[name] = _library(dtypes, device)
     return libraries
+
+
+def _library(dtypes: list[str], device: torch.device) -> str:
+    """Return the library of symmetric products in some dtypes, such as ``["bfloat16", "float16"]``."""
+    failed = [dtype for dtype in dtypes if quack.failure(device, getattr(torch, dtype)) is not None]
+    if not failed:
+        return "quack-kernels"
+    if len(failed) == len(dtypes):
+        return "torch"
+    return f"torch for {', '.join(failed)}"
 
 
 def _named_transforms(tx: Transform) -> Iterator[tuple[str, Transform]]:

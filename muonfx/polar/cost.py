@@ -38,15 +38,16 @@ def newton_schulz_cost(
     steps: int | None = None,
     method: policy.MethodLike = "auto",
     products: ProductsLike = "auto",
+    may_take_fp16: bool = False,
 ) -> Cost:
     """Return the cost of `muonfx.polar.orthogonalize` for one matrix, with the dtype, method and products of `explain`.
 
-    Unlike `explain`, it assumes the same hardware on all machines, so that all ranks compute the same cost.
+    Unlike `explain`, it assumes the same hardware on all machines, so that all ranks compute the same cost. With
+    `may_take_fp16`, products in bf16 may be in fp16 instead, as with the dtype "auto" on CUDA.
     """
     resolved = polynomials(coefficients, steps)
     if resolved.table is not None:
-        if method == "gram":
-            raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
+        policy.check_method(method, resolved)
         # The cost depends only on whether there is a coefficient c, not on its value: any numbers stand for the tensor.
         has_c = resolved.table.shape[1] == 3
         step = (1.0, 1.0, 1.0 if has_c else 0.0)
@@ -54,7 +55,7 @@ def newton_schulz_cost(
         method = "standard"
         products = "batched"
     short, long = sorted(shape)
-    return _cost(short, long, torch.device(device), dtype, resolved, method, products)
+    return _cost(short, long, torch.device(device), dtype, resolved, method, products, may_take_fp16)
 
 
 @functools.lru_cache(maxsize=65536)  # a model has few shapes and many matrices
@@ -66,10 +67,20 @@ def _cost(
     resolved: Polynomials,
     method: policy.MethodLike,
     products: ProductsLike,
+    may_take_fp16: bool,
 ) -> Cost:
     """Return the cost of one matrix with resolved coefficients. Cached."""
     plan = policy.plan(
-        short, long, dtype, device, resolved, method=method, dtype=dtype, products=products, portable=True
+        short,
+        long,
+        dtype,
+        device,
+        resolved,
+        method=method,
+        dtype=dtype,
+        products=products,
+        portable=True,
+        may_take_fp16=may_take_fp16,
     )
     # Not the operation count: halved products save less time than operations, and memory passes take time too.
     return Cost(_flops(plan), 2 * policy.work(plan, device, portable=True), plan.scratch_bytes)

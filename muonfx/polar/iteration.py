@@ -2,8 +2,9 @@
 
 The iteration requires singular values of at most about 1. A matrix is scaled in three steps, in this order. *Round
 once* to the compute dtype (the dtype of the matrix products), so that a matrix that is given in this dtype has the same
-result as a wider one. *Scale by a power of two*: exact, so the result is bitwise the same for `x` and `2^k x`, and no
-later square under- or overflows. *Normalize* by the Frobenius norm, in fp32 at least.
+result as a wider one; to bf16 if "auto" chose fp16 (`Plan.rounded_to`). *Scale by a power of two*: exact, so the result
+is bitwise the same for `x` and `2^k x`, and no later square under- or overflows. *Normalize* by the Frobenius norm, in
+fp32 at least.
 
 The iteration is `X <- a X + (b R + c R^2) X` with the Gram matrix `R = X X^T`. A *stage* is a number of steps on one
 `R`. A stage of k steps takes one product for `R`, one product to apply the result, and 4 k - 3 small products. The
@@ -50,6 +51,24 @@ def power_of_two(largest: torch.Tensor) -> torch.Tensor:
     return power.nan_to_num(nan=smallest_power).clamp(smallest_power, largest_power)
 
 
+def power_of_two_by_bits(largest: torch.Tensor) -> torch.Tensor:
+    """Return what `power_of_two` returns for nonzero numbers, in three operations instead of eight.
+
+    It reads the exponent from the bits of a number, for which torch has no derivative, and on 2.11 no `vmap`.
+
+    >>> power_of_two_by_bits(torch.tensor([5.0, 0.3, 1.0]))
+    tensor([0.2500, 4.0000, 1.0000])
+    """
+    is_double = largest.dtype == torch.float64
+    integer = torch.int64 if is_double else torch.int32
+    mantissa_bits = 52 if is_double else 23
+    one_exponent = 1 << mantissa_bits  # also the bits of the smallest normal number
+    infinity = (2047 if is_double else 255) << mantissa_bits
+    exponents = largest.view(integer).bitwise_and(infinity)
+    # The bits of 2^(127 - e) for an exponent of e - 127, and of the smallest normal number for infinity and NaN.
+    return (infinity - one_exponent - exponents).clamp_(min=one_exponent).view(largest.dtype)
+
+
 def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
     """Return True if no number under- or overflows when it is cast from the dtype `held` to the dtype `compute`.
 
@@ -92,29 +111,58 @@ def inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
     return scale if safety == 1.0 else scale / safety
 
 
-def normalize_(batch: torch.Tensor, safety: float) -> None:
-    """Divide each matrix of a nonempty batch `(b, n, m)` by `safety` times its Frobenius norm, in place."""
-    wide = wide_dtype(batch.dtype)
-    _multiply_(batch, power_of_two(_peaks(batch).to(wide)))
-    rows = torch.linalg.vector_norm(batch, dim=-1, dtype=wide)  # by rows: for a whole bf16 matrix CPUs make a copy
-    _multiply_(batch, inverse_root(rows.square().sum(-1), safety))  # sums are pairwise, norms are not
+def normalize_(batch: torch.Tensor, safety: float, compute: torch.dtype) -> torch.Tensor:
+    """Divide each matrix of a nonempty batch `(b, n, m)` by `safety` times its Frobenius norm, in place.
+
+    Return the batch in the dtype `compute`, in the same memory: its dtype, or one with as many bytes. A bf16 matrix is
+    scaled by a power of two in fp32 before it is rounded to fp16, so its large elements do not overflow.
+    """
+    if batch.device.type == "cpu":
+        return normalize_on_cpu_(batch, safety, compute)
+    return normalize_on_device_(batch, safety, compute)
 
 
-def _peaks(batch: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value in each matrix of a batch, as a tensor `(b,)`."""
-    if batch.device.type == "cpu":  # where the infinity norm takes 30 times as long
-        low, high = zip(*[torch.aminmax(matrix) for matrix in batch.unbind()], strict=True)
-        return torch.maximum(torch.stack(high), -torch.stack(low))
-    return torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1))
+def normalize_on_device_(batch: torch.Tensor, safety: float, compute: torch.dtype) -> torch.Tensor:
+    """Normalize a batch as `normalize_` does, with few operations, since each starts a kernel."""
+    wide = wide_dtype(compute)
+    result = batch.view(compute)
+    peaks = torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1), keepdim=True, dtype=wide)
+    torch.mul(batch, power_of_two_by_bits(peaks), out=result)
+    norms = torch.linalg.vector_norm(result, dim=(-2, -1), keepdim=True, dtype=wide)
+    # The norm of a scaled matrix is at least 2^-51, unless it is zero. A zero matrix is divided by the smallest number.
+    divisors = norms.mul_(safety).clamp_(min=torch.finfo(wide).smallest_normal)
+    return torch.div(result, divisors, out=result)
+
+
+def normalize_on_cpu_(batch: torch.Tensor, safety: float, compute: torch.dtype) -> torch.Tensor:
+    """Normalize a batch on a CPU as `normalize_` does, matrix by matrix, without wide temporary tensors."""
+    wide = wide_dtype(compute)
+    # The infinity norm takes 30 times as long.
+    low, high = zip(*[torch.aminmax(matrix) for matrix in batch.unbind()], strict=True)
+    peaks = torch.maximum(torch.stack(high), -torch.stack(low)).to(wide)
+    _multiply_(batch, power_of_two(peaks))
+    result = rounded_in_place(batch, compute)
+    rows = torch.linalg.vector_norm(result, dim=-1, dtype=wide)  # by rows: for a whole bf16 matrix CPUs make a copy
+    _multiply_(result, inverse_root(rows.square().sum(-1), safety))  # sums are pairwise, norms are not
+    return result
 
 
 def _multiply_(batch: torch.Tensor, factors: torch.Tensor) -> None:
-    """Multiply each matrix of a batch by its own factor, in place; compute in at least fp32 and round once."""
-    if batch.device.type == "cpu":  # a CPU multiplies by a scalar in full precision, without a wide temporary
-        for matrix, factor in zip(batch.unbind(), factors.unbind(), strict=True):
-            matrix.mul_(factor)
-    else:
-        torch.mul(batch, factors[:, None, None], out=batch)
+    """Multiply each matrix of a batch on a CPU by its own factor, in place; compute in fp32 at least, round once."""
+    for matrix, factor in zip(batch.unbind(), factors.unbind(), strict=True):
+        matrix.mul_(factor)
+
+
+def rounded_in_place(batch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a batch in another dtype with as many bytes, in the same memory; the batch itself if it has this dtype.
+
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    >>> rounded_in_place(x, torch.float16)
+    tensor([1., 2.], dtype=torch.float16)
+    """
+    if batch.dtype == dtype:
+        return batch
+    return batch.view(dtype).copy_(batch)
 
 
 def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +182,17 @@ def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
-    """Orthogonalize a nonempty batch `(b, n, m)`, n <= m, without in-place writes; return it in `plan.dtype`."""
+    """Orthogonalize a nonempty batch `(b, n, m)`, n <= m, without in-place writes.
+
+    Return it in `plan.dtype`, or in `plan.rounded_to` if that is not None.
+    """
+    if plan.rounded_to is None:
+        return _orthogonalized(x, plan, resolved)
+    return _orthogonalized(x.to(plan.rounded_to), plan, resolved).to(plan.rounded_to)
+
+
+def _orthogonalized(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
+    """Orthogonalize a batch as `as_function` does, and return it in `plan.dtype`."""
     x = frobenius_normalized(x, plan.dtype, resolved.safety)
     if resolved.table is not None:
         return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
@@ -152,13 +210,15 @@ def in_place(
 ) -> torch.Tensor:
     """Orthogonalize a batch `(b, n, m)`, or `(b, m, n)` if `tall`, with temporary tensors in `workspace`.
 
-    The result overwrites `batch` or uses memory of `results`.
+    The result overwrites `batch` or uses memory of `results`, and has the dtype of `batch`: `plan.dtype`, or
+    `plan.rounded_to` if that is not None.
     """
-    normalize_(batch, resolved.safety)
+    dtype = batch.dtype
+    batch = normalize_(batch, resolved.safety, plan.dtype)
     products = Buffered(
         batch, tall=tall, how=plan.products, small=plan.small_products, workspace=workspace, results=results
     )
-    return newton_schulz(batch, plan.stages, products)
+    return rounded_in_place(newton_schulz(batch, plan.stages, products), dtype)
 
 
 def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:

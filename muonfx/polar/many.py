@@ -21,7 +21,7 @@ from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import aligned, can_be_stacked, is_aligned
 
 _CPU_SCRATCH = 1 << 25
-_DEVICE_SCRATCH = 1 << 28
+_DEVICE_SCRATCH = 1 << 29
 """The default bytes for temporary tensors of one batch: on a CPU, a size that stays in its cache; on other devices."""
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
 
@@ -50,7 +50,8 @@ def orthogonalize(
         steps: the number of steps; None for one step per polynomial. If there are more steps than polynomials, the last
             polynomial is repeated.
         method: "standard" multiplies by the whole matrix in every step. "gram" takes several steps on the small Gram
-            matrix `X X^T`, which saves time for long matrices. "auto": the choice that `explain` shows.
+            matrix `X X^T`, which saves time for long matrices. "auto": the choice that `explain` shows. A tuple such as
+            (2, 3): the Gram form in stages of exactly 2 and 3 steps, with a warning if rounding does not allow them.
         dtype: the dtype of the matrix products. "auto": the choice of `compute_dtype`, but at least fp32 if derivatives
             are taken (by autograd, or by `torch.func.grad`, `vjp` or `jvp`), because bf16 derivatives are useless.
         products: how symmetric products such as `X X^T` are computed. "batched": in full, by one batched product.
@@ -107,7 +108,7 @@ def orthogonalize_many(
             make the dtype at least fp32 for all inputs.
         products: as in `orthogonalize`.
         max_scratch_bytes: the approximate memory for the temporary tensors of one batch. A batch has at least one
-            matrix. None: 32 MiB on a CPU, to stay in its cache, and 256 MiB elsewhere.
+            matrix. None: 32 MiB on a CPU, to stay in its cache, and 512 MiB elsewhere.
         donate: True if the caller does not use `xs` again. Each contiguous input that shares no memory with another
             input is then overwritten by its result, which saves memory. The values of the results are the same.
         workspace: memory for the temporary tensors of large matrices, which the next call can reuse; None: new memory.
@@ -426,8 +427,9 @@ def _batch(matrices: list[torch.Tensor], destinations: list[torch.Tensor] | None
     workspace = job.workspace or Workspace()
     workspace.clear()
     # A new result that has the dtype of the batch stays in the buffer that the iteration leaves it in.
-    results = Workspace() if destinations is None and plan.dtype == kind.dtype else workspace
-    buffer = _buffer(matrices, destinations, plan.dtype, results)
+    batch_dtype = plan.rounded_to or plan.dtype
+    results = Workspace() if destinations is None and batch_dtype == kind.dtype else workspace
+    buffer = _buffer(matrices, destinations, batch_dtype, results)
     return outside_autocast(in_place, buffer, plan, job.resolved, tall=kind.tall, workspace=workspace, results=results)
 
 
@@ -442,7 +444,7 @@ def _buffer(
     Args:
         matrices: tensors ``(count, rows, columns)`` with the same rows and columns.
         destinations: memory for the results, one tensor for each of the matrices; None if results are new tensors.
-        compute: the dtype of the iteration.
+        compute: the dtype of the batch: that of the iteration, or `Plan.rounded_to`.
         workspace: provides the memory of a copy.
 
     Returns:

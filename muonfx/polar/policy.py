@@ -2,7 +2,10 @@
 
 *Dtype.* bf16 is the default on accelerators. A CPU without bf16 instructions, or a build of torch without the kernels,
 runs bf16 hundreds of times slower than fp32, so bf16 on a CPU requires both. Polynomials that use their whole interval
-diverge in bf16 and get a wider dtype. Derivatives are meaningless in bf16 and get at least fp32.
+diverge in bf16 and get a wider dtype. Derivatives are meaningless in bf16 and get at least fp32. On CUDA, fp16 is as
+fast as bf16 and rounds to three more bits. It is taken for shapes where it allows fewer stages than bf16, unless the
+elements of a matrix may be too small for fp16 (`LARGEST_IN_FP16`). The matrix and the result are still rounded to bf16,
+so that ranks send two bytes for each element, whatever the shape.
 
 *Method.* The standard iteration multiplies by the long side twice in each step. The Gram form multiplies by it twice in
 each stage (several steps on one Gram matrix) and takes more small products (`muonfx.polar.stages`). The method with
@@ -20,14 +23,15 @@ neither batch size, values nor time, so the same matrix always gets the same res
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from muonfx.internal.display import Report, Shown, Table, format_shape
+from muonfx.internal.display import Report, Shown, Table, format_bytes, format_shape
 from muonfx.internal.tracing import called_once, fixed
 from muonfx.polar import quack
 from muonfx.polar.coefficients import CoefficientsLike
@@ -36,7 +40,7 @@ from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import Products, ProductsLike
 from muonfx.polar.rates import BUILT_IN, UNKNOWN, Rates
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
-from muonfx.polar.stages import GramStage, staged, standard
+from muonfx.polar.stages import GramStage, restarts_of, staged, standard
 from muonfx.tree.elementwise import wide_dtype
 
 SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -45,13 +49,23 @@ SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTypeLike = torch.dtype | Literal["auto"]
 """The dtype of matrix products; "auto" for the choice of `compute_dtype`."""
 
-MethodLike = Literal["auto", "standard", "gram"]
-"""The form of the iteration: "standard", "gram" (several steps on one Gram matrix), or "auto" to choose one."""
+MethodLike = Literal["auto", "standard", "gram"] | tuple[int, ...]
+"""The form of the iteration: "standard", "gram" (several steps on one Gram matrix), or "auto" to choose one.
+
+A tuple is the Gram form with this number of steps on each Gram matrix: (2, 3) for two steps on the first, and three on
+the second. It is taken as given; if rounding may push singular values out of their band, a warning says so."""
 
 # The rounding errors of the Gram form fall with the side. From 256 on they were measured at no more than 1.5 times the
 # errors of the standard iteration.
 SMALLEST_GRAM = 256
 """Least short side for which "auto" takes several steps on one Gram matrix; for smaller sides that rounds more."""
+
+LARGEST_IN_FP16 = 1 << 28
+"""Largest number of elements of a matrix for which "auto" takes fp16.
+
+A matrix of 2^28 elements and norm 1 has elements of 2^-14 on average (root mean square): the smallest normal number of
+fp16. Smaller elements are rounded to multiples of 2^-24, so their errors are at most 2^-25, and 2^-11 in all (Frobenius
+norm): one unit roundoff, which `muonfx.polar.stability` adds to the norm of every matrix."""
 
 _BLOCKS_AT_ONCE = 1 << 20
 """Largest number of elements in all Gram matrices of a batch, if symmetric products are computed by blocks."""
@@ -80,6 +94,11 @@ class Plan(Shown):
     """How products of Gram matrices are computed, with the same choices as for `products`."""
     reasons: tuple[str, str, str]
     """The reasons for the dtype, the method and the products, as text."""
+    bound: float | None = None
+    """A bound of the largest singular value, divided by its bound in exact arithmetic; None for coefficients in a
+    tensor. "auto" and "gram" accept up to 1.125."""
+    rounded_to: torch.dtype | None = None
+    """The dtype to which a matrix and its result are rounded, if it is not `dtype`: bf16 where "auto" takes fp16."""
 
     @property
     def at_once(self) -> int | None:
@@ -100,10 +119,15 @@ class Plan(Shown):
         return (2 * n * m + gram_matrices * n * n) * self.dtype.itemsize
 
     def report(self) -> Report:
-        """Return a table with a row for each of dtype, method and products: the choice and the reason."""
+        """Return a table with the choices of dtype, method and products, their reasons, rounding and memory."""
         choices = ("dtype", "method", "products")
         values = (str(self.dtype).removeprefix("torch."), self.method, self.products)
-        rows = list(zip(choices, values, self.reasons, strict=True))
+        rows: list[tuple[str, str, str]] = list(zip(choices, values, self.reasons, strict=True))
+        if self.bound is not None:
+            accepted = f"bound of singular values, over that of exact arithmetic; accepted up to {TOLERANCE}"
+            rows.append(("rounding", f"{self.bound:.4f}", accepted))
+        scratch = format_bytes(self.scratch_bytes)
+        rows.append(("scratch", scratch, "temporary tensors of one matrix; a batch takes at most max_scratch_bytes"))
         return Report((Table(("choice", "taken", "reason"), rows, title=format_shape(self.shape)),))
 
 
@@ -136,10 +160,12 @@ def explain(
 
     >>> print(explain((768, 3072), dtype=torch.float32))
     768 x 3072
-    choice    taken    reason
-    dtype     float32  as given
-    method    gram     ... multiply-adds in stages of 2 + 1 + 2 steps, ... in the standard form
-    products  blocks   skipping half of a symmetric product pays from 6.0e+07 multiply-adds on (...)
+    choice    taken      reason
+    dtype     float32    as given
+    method    gram       ... multiply-adds in stages of 2 + 1 + 2 steps, ... in the standard form
+    products  blocks     skipping half of a symmetric product pays from 6.0e+07 multiply-adds on (...)
+    rounding  1.0000     bound of singular values, over that of exact arithmetic; accepted up to 1.125
+    scratch   31.50 MiB  temporary tensors of one matrix; a batch takes at most max_scratch_bytes
     """
     if not (isinstance(shape, tuple | list) and len(shape) == 2 and all(type(side) is int for side in shape)):
         raise TypeError(f"shape must be (rows, columns), two ints such as tuple(x.shape), found {shape!r}")
@@ -160,23 +186,118 @@ def plan(
     products: ProductsLike = "auto",
     portable: bool = False,
     differentiated: bool = False,
+    may_take_fp16: bool | None = None,
 ) -> Plan:
     """Return the `Plan` (dtype, method, products) for matrices of one shape and dtype `held`.
 
     `resolved` are the coefficients. With `portable` and a given `dtype`, the result is equal on all machines. With
-    `differentiated`, the dtype "auto" is at least fp32.
+    `differentiated`, the dtype "auto" is at least fp32. With `may_take_fp16`, fp16 may be taken instead of bf16; None:
+    where "auto" may take it on this device.
     """
     fastest = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
         fastest = wide_dtype(fastest)
     compute = stable_dtype(fastest, resolved, dtype)
-    if not isinstance(method, str) or method not in ("auto", "standard", "gram"):
-        raise ValueError(f"method: found {method!r}, expected 'auto', 'standard' or 'gram'")
+    check_method(method, resolved)
+    why_dtype = _why_dtype(held, device, dtype, compute != fastest, differentiated)
+    usual = _plan_in(compute, (short, long), device, resolved, method, products, portable, why_dtype)
+    chosen = usual
+    if may_take_fp16 is None:
+        may_take_fp16 = dtype == "auto" and _has_fast_fp16(device)
+    if may_take_fp16 and compute == torch.bfloat16 and short * long <= LARGEST_IN_FP16:
+        in_fp16 = _plan_in(torch.float16, (short, long), device, resolved, method, products, portable, "")
+        if _is_better_in_fp16(in_fp16, usual, device, portable):
+            chosen = replace(in_fp16, rounded_to=compute, reasons=(_why_fp16(in_fp16, usual), *in_fp16.reasons[1:]))
+    if isinstance(method, tuple) and chosen.bound is not None and chosen.bound > TOLERANCE:
+        _warn_of_stages(chosen.stages, chosen.dtype, chosen.bound)
+    return chosen
+
+
+def check_method(method: MethodLike, resolved: Polynomials) -> None:
+    """Raise an error unless `method` is a known name or the numbers of steps of stages, and fits the coefficients."""
+    if isinstance(method, tuple):
+        are_counts = bool(method) and all(type(count) is int and count > 0 for count in method)
+        if not are_counts:
+            raise ValueError(f"method: found {method!r}, expected numbers of steps of at least 1, such as (2, 3)")
+        if resolved.table is None and sum(method) != len(resolved.steps):
+            raise ValueError(
+                f"method: found {method!r}, {sum(method)} steps, expected stages of {len(resolved.steps)} steps in "
+                "all, as many as the coefficients have or as steps= gives"
+            )
+    elif not isinstance(method, str) or method not in ("auto", "standard", "gram"):
+        raise ValueError(
+            f"method: found {method!r}, expected 'auto', 'standard' or 'gram', or the steps of each stage: (2, 3)"
+        )
+    if resolved.table is not None and method not in ("auto", "standard"):
+        raise ValueError(f"method: found {method!r} with a tensor of coefficients, which only the standard form takes")
+
+
+def _plan_in(
+    compute: torch.dtype,
+    shape: tuple[int, int],
+    device: torch.device,
+    resolved: Polynomials,
+    method: MethodLike,
+    products: ProductsLike,
+    portable: bool,
+    why_dtype: str,
+) -> Plan:
+    """Return the `Plan` for matrix products in the dtype `compute`; its other arguments are as in `plan`."""
+    short, long = shape
     rates = _rates(device, compute, portable)
     whole, small, why_products = _choose_products(short, long, compute, device, products, rates, portable)
     chosen_method, stages, why_method = _choose_method(short, long, compute, rates, resolved, method, (whole, small))
-    why_dtype = _why_dtype(held, device, dtype, compute != fastest, differentiated)
-    return Plan((short, long), compute, chosen_method, stages, whole, small, (why_dtype, why_method, why_products))
+    bound = None
+    if resolved.table is None:
+        bound = largest(resolved.steps, restarts_of(stages), resolved.safety, compute)
+    reasons = (why_dtype, why_method, why_products)
+    return Plan(shape, compute, chosen_method, stages, whole, small, reasons, bound)
+
+
+@called_once  # hardware queries cannot be traced
+def _has_fast_fp16(device: torch.device) -> bool:
+    """Return True if products in fp16 are as fast as in bf16: on CUDA devices from compute capability 8.0 on."""
+    return device.type == "cuda" and cuda_capability(device.index)[0] >= 8
+
+
+def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, device: torch.device, portable: bool) -> bool:
+    """Return True if a plan in fp16 has fewer stages than one in bf16, and takes less time.
+
+    Where both have the same stages, because they were given, it returns True if only the rounding of bf16 is too much.
+    """
+    if in_fp16.bound is None or in_bf16.bound is None:  # a tensor of coefficients: its rounding is not bounded
+        return False
+    if len(in_fp16.stages) == len(in_bf16.stages):
+        return in_bf16.bound > TOLERANCE and in_fp16.bound < in_bf16.bound
+    if len(in_fp16.stages) > len(in_bf16.stages) or in_fp16.bound > TOLERANCE:
+        return False
+    return work(in_fp16, device, portable=portable) < work(in_bf16, device, portable=portable)
+
+
+def _why_fp16(in_fp16: Plan, in_bf16: Plan) -> str:
+    """Return why "auto" takes fp16 instead of bf16, for `explain`."""
+    in_stages = f"{len(in_fp16.stages)} stages, which rounding in bf16 does not allow"
+    if len(in_fp16.stages) < len(in_bf16.stages):
+        in_stages = f"{len(in_fp16.stages)} stages, where rounding in bf16 requires {len(in_bf16.stages)}"
+    return f"{in_stages}; rounded to bf16 before and after"
+
+
+@called_once  # warns when it is traced
+def _warn_of_stages(stages: tuple[GramStage, ...], compute: torch.dtype, bound: float) -> bool:
+    """Warn that given stages may diverge in a dtype. Return True, a constant for the tracer."""
+    warnings.warn(
+        f"orthogonalize: in stages of {_lengths(stages)} steps, rounding to {compute} may make singular values "
+        f"{bound:.3g} times as large as in exact arithmetic, above the accepted {TOLERANCE}: give shorter stages, a "
+        "wider dtype, or method='gram', which chooses stages",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return True
+
+
+def _lengths(stages: Sequence[GramStage]) -> str:
+    """Return the numbers of steps of stages as text, such as "2 + 1 + 2"."""
+    return " + ".join([str(len(stage.steps)) for stage in stages])
 
 
 def compute_dtype(
@@ -323,8 +444,6 @@ def _choose_method(
     """
     # Cases that have only one answer.
     if resolved.table is not None:
-        if requested == "gram":
-            raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
         return "standard", (), "a tensor of coefficients requires the standard form"
     plain = standard(resolved.steps)
     if requested == "standard":
@@ -339,18 +458,21 @@ def _choose_method(
                 plain,
                 "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown",
             )
-    restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
+    if isinstance(requested, tuple):
+        restarts = tuple(itertools.accumulate([fixed(count) for count in requested[:-1]]))
+    else:
+        restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
     if requested == "auto" and len(restarts) + 1 == len(plain):  # each stage has one step, as in the standard form
         return "standard", plain, f"{compute} rounds too much for two steps on one Gram matrix"
     short, long = fixed(short), fixed(long)  # the centers are constants of the graph
     # The mean eigenvalue of the first Gram matrix: its trace is the squared Frobenius norm, 1 / safety^2.
     mean = None if resolved.row_scaling else 1 / (max(short, 1) * resolved.safety**2)
     stages = staged(resolved.steps, restarts, mean, max(long, 1) / max(short, 1))
-    if requested == "gram":
+    if requested != "auto":
         return "gram", stages, "as given"
     gram_cost = _cost(stages, short, long, rates, products)
     standard_cost = _cost(plain, short, long, rates, products)
-    lengths = " + ".join([str(len(stage.steps)) for stage in stages])
+    lengths = _lengths(stages)
     why = f"{gram_cost:.2e} multiply-adds in stages of {lengths} steps, {standard_cost:.2e} in the standard form"
     if gram_cost < standard_cost:
         return "gram", stages, why

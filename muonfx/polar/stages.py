@@ -61,6 +61,12 @@ def staged(steps: Sequence[Step], restarts: Sequence[int], mean: float | None, a
     return tuple(stages)
 
 
+def restarts_of(stages: Sequence[GramStage]) -> tuple[int, ...]:
+    """Return the numbers of steps after which a new stage begins: (2, 3) for stages of 2 + 1 + 2 steps."""
+    lengths = [len(stage.steps) for stage in stages]
+    return tuple(itertools.accumulate(lengths[:-1]))
+
+
 @called_once  # a tracer calls this once and keeps the answer
 def _mean_after(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
     return _mean_after_cached(steps, mean, aspect)

@@ -31,6 +31,7 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
     """Return a function from a leaf's name, shape and dtype to the estimated work of orthogonalizing its matrices."""
     arguments = tx.arguments
     settings = {key: arguments[key] for key in ("coefficients", "steps", "method", "products")}
+    settings["may_take_fp16"] = arguments["dtype"] == "auto" and device == "cuda"
 
     def of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
         product_dtype = arguments["dtype"]
@@ -64,7 +65,8 @@ def orthogonalize(
             "keller"; the set itself; or a triple (a, b, c) for each step.
         steps: the number of steps; None is the number of steps of the set.
         method: "standard", or "gram", which iterates on the Gram matrix of the shorter side. "auto" is the cheaper of
-            the two for each shape; `muonfx.polar.explain` prints the choice and the reason.
+            the two for each shape; `muonfx.polar.explain` prints the choice and the reason. A tuple such as (2, 3) is
+            the number of steps on each Gram matrix.
         dtype: the compute dtype. "auto" depends on the device, and is at least fp32 if derivatives are taken through
             the transform. Updates are returned in their own dtype.
         products: how symmetric matrix products are computed: "batched" or "blocks". "auto" depends on the shape and
