@@ -38,10 +38,10 @@ def groups_with_names(state_dict: Mapping[str, Any], groups: Sequence[TrackedGro
 
 
 def _require_a_name_for_each(saved_groups: Sequence[Group]) -> None:
-    """Raise unless each saved group has as many "param_names" as "params"."""
+    """Raise unless each saved group has as many "param_names" as "params". A checkpoint has only the names."""
     for number, saved in enumerate(saved_groups):
-        params = len(saved["params"])
         names = len(saved["param_names"])
+        params = len(saved.get("params", saved["param_names"]))
         if params != names:
             raise ValueError(
                 f"nothing was loaded: group {number} of the state dict has {params} 'params' and {names} "
