@@ -123,7 +123,7 @@ def save(
         A whole optimizer with its scheduler, and the parameters of its model:
 
         >>> model = torch.nn.Linear(2, 2)
-        >>> optimizer = mfx.Muon(model, lr=0.1)
+        >>> optimizer = mfx.Muon(model, lr=1e-3, adamw_lr=4e-3)
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
         >>> params = dict(model.named_parameters())
         >>> path = mfx.checkpoint.save(tempfile.mkdtemp(), optimizer, params=params, scheduler=scheduler)
