@@ -91,7 +91,7 @@ def default_labels(
     Warns:
         UserWarning: one of ``rules`` matches no parameter; named tensors without a model were labelled as hidden
             matrices; it is unknown why a hidden parameter has three or more dims, which would be flattened; or the
-            model has no blocks, and its last layer, which may be a head, was labelled as a hidden matrix.
+            model has no recognized head, and layers that may be heads were labelled as hidden matrices.
 
     Follows Keller Jordan's Muon (hidden layers; not the embedding, the head, the first convolution, gains and biases)
     and Moonlight, arXiv 2502.16982. To train routers with Muon, add the rule ``(path("*.gate.weight"), "muon")``.
@@ -106,7 +106,7 @@ def default_labels(
     >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
     True
     """
-    labels, hidden, last_layer = _labels("default_labels", model_or_params, rules, muon, other, roles)
+    labels, hidden, possible_heads = _labels("default_labels", model_or_params, rules, muon, other, roles)
     if torch.compiler.is_compiling():
         return labels
     problems = ""
@@ -115,12 +115,13 @@ def default_labels(
     problems += _of_many_dims(hidden, labels)
     if problems:
         warn_caller(f"default_labels{problems}")
-    if last_layer is not None:
+    if possible_heads:
         options = ", roles=True" if roles else ""
         if not roles and (muon, other) != ("muon", "adamw"):
             options = f", muon={muon!r}, other={other!r}"
         head_label = "head" if roles else other
-        warn_caller(_without_a_head(last_layer, rules, options, labels[last_layer.name], head_label))
+        hidden_label = "hidden" if roles else muon
+        warn_caller(_without_a_head(possible_heads, rules, options, hidden_label, head_label))
     return labels
 
 
@@ -148,16 +149,20 @@ def _of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
     )
 
 
-def _without_a_head(info: ParamInfo, rules: Sequence[Rule], options: str, label: Label, head_label: Label) -> str:
-    """Return a warning that the last layer of a model was labelled as hidden, with the argument that changes it."""
-    rule = f"(muonfx.routing.path({escape(info.name)!r}), {head_label!r})"
+def _without_a_head(
+    possible_heads: Sequence[ParamInfo], rules: Sequence[Rule], options: str, label: Label, head_label: Label
+) -> str:
+    """Return a warning that layers that may be heads were labelled as hidden, with the argument that changes it."""
+    globs = ", ".join(repr(escape(info.name)) for info in possible_heads)
+    rule = f"(muonfx.routing.path({globs}), {head_label!r})"
     earlier = [f"({predicate.code_in('muonfx.routing.')}, {chosen!r})" for predicate, chosen in rules]
     line = f"labels=lambda model: muonfx.default_labels(model, [{', '.join([*earlier, rule])}]{options})"
+    shown = format_list([f"{info.name!r} {info.shape}" for info in possible_heads], str)
     return (
-        f"default_labels: found no output head, and labelled the weight of the last layer, {info.name!r} "
-        f"{info.shape}, as a hidden matrix, {label!r}. If its outputs are those of the model, label it {head_label!r} "
-        f"by this argument of Muon:\n  {line}\n"
-        f"If it is a hidden layer, write {label!r} instead of {head_label!r}, which keeps the label without a warning"
+        f"default_labels: found no output head, and labelled the weights of the layers that may be one, {shown}, as "
+        f"hidden matrices, {label!r}. If their outputs are those of the model, label them {head_label!r} by this "
+        f"argument of Muon:\n  {line}\n"
+        f"For a hidden layer, write {label!r} instead of {head_label!r}, which keeps the label without a warning"
     )
 
 
@@ -188,8 +193,8 @@ class _DefaultLabels(NamedTuple):
     labels: Labels
     hidden: list[ParamInfo]
     """The parameters that are hidden matrices by the default rules."""
-    last_layer: ParamInfo | None
-    """The weight of the last layer, if it is among ``hidden`` and may be the head, because nothing else is a head."""
+    possible_heads: list[ParamInfo]
+    """The weights among ``hidden`` that may be of a head, if nothing else is a head."""
 
 
 def _labels(
@@ -210,9 +215,10 @@ def _labels(
     decisions = roles_of(infos, structure)
     hidden_label = "hidden" if roles else muon
     hidden: list[ParamInfo] = []
-    has_head = False
+    has_head = bool(structure.heads)  # also if the role of a head is another, as for one that returns one number
     for info in infos:
         role, reason = decisions[info.name]
+        has_head = has_head or (role == "embedding" and bool(info.tied))  # tied with the head
         if info.name in decided:
             # A rule that makes a matrix no hidden matrix may be a rule for the head.
             label, _ = decided[info.name]
@@ -225,11 +231,10 @@ def _labels(
         else:
             decided[info.name] = (role if roles else other, reason)
             has_head = has_head or role == "head"
-    last_layer = None
-    for info in hidden:
-        if not has_head and module_path(info.name) == structure.possible_head:
-            last_layer = info
+    possible_heads: list[ParamInfo] = []
+    if not has_head:
+        possible_heads = [info for info in hidden if module_path(info.name) in structure.possible_heads]
     # All roles but "hidden" keep their parameters whole.
     whole_labels = ROLES[1:] if roles else (other,)
-    labels = make_labels(model_or_params, infos, decided, absent, whole_labels)
-    return _DefaultLabels(labels, hidden, last_layer)
+    labels = make_labels(model_or_params, infos, decided, absent, structure, whole_labels)
+    return _DefaultLabels(labels, hidden, possible_heads)
