@@ -337,9 +337,7 @@ def _unread_outside_blocks(
     return unread
 
 
-def _widths_read_from_outside(
-    layers: Sequence[Layer], inputs: Mapping[str, Layer], norms: Sequence[Norm]
-) -> set[int]:
+def _widths_read_from_outside(layers: Sequence[Layer], inputs: Mapping[str, Layer], norms: Sequence[Norm]) -> set[int]:
     """Return the widths that some layer or norm reads, and that no earlier layer of its own block returns.
 
     The inner width of an MLP in a block is read there only. A head may have this width too.
@@ -358,9 +356,7 @@ def _widths_read_from_outside(
     return widths
 
 
-def _without_slices(
-    unread: Mapping[str, Layer], layers: Sequence[Layer], read_widths: set[int]
-) -> dict[str, Layer]:
+def _without_slices(unread: Mapping[str, Layer], layers: Sequence[Layer], read_widths: set[int]) -> dict[str, Layer]:
     """Return ``unread`` without layers that return a slice for each of several blocks.
 
     A layer whose slices would have a multiple of the width that it reads may as well be a head, and is not left out.

@@ -315,9 +315,7 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
     return None
 
 
-def _of_unknown_layer(
-    info: ParamInfo, storage: _Storage, layers: Sequence[_Layer], read_parts: int | None
-) -> Matrices:
+def _of_unknown_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer], read_parts: int | None) -> Matrices:
     """Return one matrix; if names or widths of layers suggest several, with the pattern that would split it."""
     view = MatrixView(_undivided(storage.pattern))
     count = _parts_of_projection(layers) or _parts_of_modulation(info.shape, layers) or read_parts
