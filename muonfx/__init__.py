@@ -120,18 +120,29 @@ _LAZY = {
 if not TYPE_CHECKING:  # a type checker would accept any misspelt name
 
     def __getattr__(name: str) -> Any:
-        if name in _LAZY:
-            module = importlib.import_module(_LAZY[name])
-            found = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
-            globals()[name] = found
-            return found
-        folders = ("core", "transforms", "contrib")
-        inside = (
-            f"{folder}.{name}" for folder in folders if name in importlib.import_module(f"muonfx.{folder}").__all__
-        )
-        here = NAMES_HERE.get(name) or next(inside, None)
-        advice = f"; here it is muonfx.{here}" if here else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
+        """Import a name in `_LAZY`. For any other, raise an AttributeError with the name that muonfx has for it."""
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_advice(name)}")
+        value = importlib.import_module(_LAZY[name])
+        if value.__name__ != f"{__name__}.{name}":  # the name is not a module, but in one
+            value = getattr(value, name)
+        globals()[name] = value
+        return value
+
+
+def _advice(name: str) -> str:
+    """Return where a name of another library, or a name in a package of muonfx, is; "" if it is unknown.
+
+    >>> _advice("clip_grad_norm_")
+    '; here it is muonfx.clip_by_global_norm'
+    """
+    equivalent = NAMES_HERE.get(name)
+    if equivalent is not None:
+        return f"; here it is muonfx.{equivalent}"
+    for package in ("core", "transforms", "contrib"):
+        if name in importlib.import_module(f"muonfx.{package}").__all__:
+            return f"; here it is muonfx.{package}.{name}"
+    return ""
 
 
 def __dir__() -> list[str]:

@@ -45,12 +45,11 @@ NAMES_HERE = {
 
 ARGUMENTS_HERE = {
     "beta": ("decay", "momentum"),
-    "momentum": ("momentum", "decay"),
-    "decay": ("decay", "momentum"),
-    "betas": ("betas", "b1", "b2"),
-    "b1": ("b1", "betas"),
-    "b2": ("b2", "betas"),
-    "nesterov": ("nesterov", "Muon's momentum always looks ahead; muonfx.muon(nesterov=False) does not"),
+    "momentum": ("decay",),
+    "decay": ("momentum",),
+    "betas": ("b1", "b2"),
+    "b1": ("betas",),
+    "b2": ("betas",),
     "ns_steps": ("steps",),
     "ns_coefficients": ("coefficients",),
     "ns_coeffs": ("coefficients",),
@@ -59,13 +58,18 @@ ARGUMENTS_HERE = {
     "adam_b2": ("b2", "betas"),
     "adam_learning_rate": ("adamw_learning_rate", "adamw_lr"),
     "weight_decay_mask": ("mask",),
-    "maximize": ("maximize", "minimize -loss, or put muonfx.scale(-1.0) first in a chain"),
-    "foreach": ("foreach", "leave it out, tensors are always updated together"),
-    "fused": ("fused", "leave it out, tensors are always updated together"),
-    "capturable": ("capturable", "leave it out, counts are always tensors on the device"),
-    "rules": ("rules", "labels=lambda model: muonfx.default_labels(model, rules)"),
 }
-"""A dict from arguments in Optax or ``torch.optim`` to their names in muonfx; the last item may be advice instead."""
+"""A dict from arguments in Optax or ``torch.optim`` to their names in muonfx."""
+
+ADVICE_ON_ARGUMENTS = {
+    "nesterov": "Muon's momentum always looks ahead; muonfx.muon(nesterov=False) does not",
+    "maximize": "minimize -loss, or put muonfx.scale(-1.0) first in a chain",
+    "foreach": "leave it out, tensors are always updated together",
+    "fused": "leave it out, tensors are always updated together",
+    "capturable": "leave it out, counts are always tensors on the device",
+    "rules": "labels=lambda model: muonfx.default_labels(model, rules)",
+}
+"""A dict from arguments in Optax or ``torch.optim`` that have no equivalent in muonfx to what to do instead."""
 
 ARGUMENTS_OF_PARTS = (
     ("orthogonalize", ("coefficients", "steps", "method", "dtype", "products", "view"), "muonfx.orthogonalize({}=...)"),

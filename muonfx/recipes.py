@@ -9,7 +9,7 @@ from muonfx.core import Transform, chain
 from muonfx.core.partition import partition
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform, within
-from muonfx.internal.arguments import check_plain, close_names, plain_arguments, plain_kinds
+from muonfx.internal.arguments import accepted_types, check_plain, close_names, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.routing import Labels, default_labels, default_labels_by_name
 from muonfx.transforms import (
@@ -53,7 +53,9 @@ def with_views(tx: Transform, labels: Labels) -> Transform:
         return tx
     tx = tx.with_children(lambda part: with_views(part, labels))
     view = tx.arguments.get("view")
-    return tx.replace(view=labels.view(view)) if isinstance(view, MatrixView) else tx
+    if not isinstance(view, MatrixView):
+        return tx
+    return tx.replace(view=labels.view(view))
 
 
 @plain_arguments
@@ -233,7 +235,7 @@ def _common_roles(owner: str, numbers_by_role: Mapping[str, Mapping[str, object]
     roles = list(numbers_by_role[first_argument])
     for argument, number_of_role in numbers_by_role.items():
         for role, value in number_of_role.items():
-            check_plain(owner, f"{argument}[{role!r}]", value, plain_kinds(kind, {}))
+            check_plain(owner, f"{argument}[{role!r}]", value, accepted_types(kind, {}))
         if "hidden" in number_of_role:
             raise ValueError(
                 f"{owner}: {argument} has a number for 'hidden', the role of Muon's parameters, expected roles of "
@@ -361,8 +363,13 @@ def muon_with_adamw(
     roles = check_roles("muon_with_adamw", numbers, labels)
     if isinstance(labels, Labels):
         matrices = with_views(matrices, labels)
-    transforms = {"muon" if roles is None else "hidden": matrices}
-    for label in ["adamw"] if roles is None else roles:
+    if roles is None:
+        transforms = {"muon": matrices}
+        adamw_labels = ["adamw"]
+    else:
+        transforms = {"hidden": matrices}
+        adamw_labels = roles
+    for label in adamw_labels:
         transforms[label] = chain(
             adam,
             add_decayed_weights(_number_for(label, adamw_weight_decay), mask),
@@ -373,7 +380,9 @@ def muon_with_adamw(
 
 def _number_for(role: str, number: ByRole) -> ScalarOrSchedule:
     """Return the number for a role, from a dict from role to number or from one number for all."""
-    return number[role] if isinstance(number, Mapping) else number
+    if isinstance(number, Mapping):
+        return number[role]
+    return number
 
 
 @plain_arguments

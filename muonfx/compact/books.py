@@ -8,6 +8,7 @@ has level 0, because updates divide by second moments.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,9 +36,13 @@ class Book:
         ``noise`` is uniform in [0, 1). The expected value of the chosen level is the magnitude.
         """
         levels = table(self.levels, magnitudes.device)
-        below = (torch.bucketize(magnitudes, levels, right=True) - 1).clamp(0, len(self.levels) - 2)
-        low, high = _look_up(levels, below), _look_up(levels, below + 1)
-        return below + (noise < (magnitudes - low) / (high - low)).to(torch.int64)
+        index = torch.bucketize(magnitudes, levels, right=True) - 1
+        index = index.clamp(0, len(self.levels) - 2)
+        low = _look_up(levels, index)
+        high = _look_up(levels, index + 1)
+        fraction = (magnitudes - low) / (high - low)
+        rounds_up = noise < fraction
+        return index + rounds_up.to(torch.int64)
 
     def fractions(self, codes: Tensor) -> Tensor:
         """Decode 8-bit codes to fp32 numbers in [-1, 1]. The caller multiplies them by the scale of their block."""
@@ -54,7 +59,9 @@ class Book:
             # A present element is not zero and must not round to zero.
             magnitudes = torch.where(present, magnitudes.clamp(min=self.levels[1]), magnitudes)
         codes = self.nearest(magnitudes) if noise is None else self.between(magnitudes, noise)
-        return (torch.where(fractions < 0, -codes, codes) if self.signed else codes).to(self.dtype)
+        if self.signed:
+            codes = torch.where(fractions < 0, -codes, codes)
+        return codes.to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -83,11 +90,13 @@ class Listed(Book):
 
     def fractions(self, codes: Tensor) -> Tensor:
         """Decode 8-bit codes to fp32 numbers with a table. The code -128, which `encode` never makes, becomes NaN."""
-        if not self.signed:
-            return _look_up(table(self.levels, codes.device), codes.to(torch.int32))
-        negative = tuple(-level for level in reversed(self.levels[1:]))
-        both = table((float("nan"), *negative, *self.levels), codes.device)
-        return _look_up(both, codes.to(torch.int32) + 128)
+        levels = self.levels
+        index = codes.to(torch.int32)
+        if self.signed:  # the levels of the codes from -128 to 127
+            negative = tuple([-level for level in reversed(self.levels[1:])])
+            levels = (math.nan, *negative, *self.levels)
+            index = index + 128
+        return _look_up(table(levels, codes.device), index)
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,9 @@ class Float8(Book):
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
         """Round each magnitude stochastically to the level below or above it; return numbers of the float type."""
-        return self.nearest(_look_up(table(self.levels, magnitudes.device), super().between(magnitudes, noise)))
+        levels = table(self.levels, magnitudes.device)
+        index = super().between(magnitudes, noise)
+        return self.nearest(_look_up(levels, index))
 
     def fractions(self, codes: Tensor) -> Tensor:
         """Decode 8-bit floats to fp32: divide by the largest number of the float type, then square ``roots`` times."""
@@ -125,22 +136,35 @@ def grid(*, signed: bool) -> Grid:
     """Return the "linear" codebook of `int8`: signed levels ``k / 127``, or unsigned levels ``(k / 255)**4``."""
     # Second moments of a block span many orders of magnitude. On log-normal blocks of 2048 with a standard deviation
     # of 2, the rms error of 1/sqrt(nu) is 1.7 %, against 3.1 % (dynamic), 9.8 % (square roots) and 56 % (even levels).
-    steps, roots, dtype = (127, 0, torch.int8) if signed else (255, 2, torch.uint8)
-    levels = _square(torch.arange(steps + 1, dtype=torch.float32, device="cpu") / steps, roots)
+    if signed:
+        return _grid(signed, torch.int8, 127, 0)
+    return _grid(signed, torch.uint8, 255, 2)
+
+
+def _grid(signed: bool, dtype: torch.dtype, steps: int, roots: int) -> Grid:
+    """Return the codebook with the levels ``(k / steps) ** (2 ** roots)`` for k from 0 to ``steps``."""
+    fractions = torch.arange(steps + 1, dtype=torch.float32, device="cpu") / steps
+    levels = _square(fractions, roots)
     return Grid(signed, dtype, tuple(levels.tolist()), roots)
 
 
 def dynamic(*, signed: bool) -> Listed:
     """Return the "dynamic" codebook of `int8`, from Dettmers et al. (arXiv 2110.02861), with both -1 and 1."""
+    dtype = torch.uint8
+    bits = 7
+    if signed:
+        dtype = torch.int8
+        bits = 6  # one bit is the sign
     # Leading zero bits of a code count decades; the bits after the first one divide the decade evenly.
-    bits = 6 if signed else 7
     levels: list[float] = []
     for zeros in range(bits + 1):
         cells = 2 ** (bits - zeros)
-        levels += [10.0**-zeros * (0.1 + 0.9 * (cell + 0.5) / cells) for cell in range(cells)]
+        for cell in range(cells):
+            levels.append(10.0**-zeros * (0.1 + 0.9 * (cell + 0.5) / cells))
+    levels.sort()
     # The published codebook has 1 but not -1; omitting the smallest level makes room for both.
-    kept = torch.tensor([0.0, *sorted(levels)[1:], 1.0], dtype=torch.float32, device="cpu")
-    return Listed(signed, torch.int8 if signed else torch.uint8, tuple(kept.tolist()))
+    fp32_levels = torch.tensor([0.0, *levels[1:], 1.0], dtype=torch.float32, device="cpu")
+    return Listed(signed, dtype, tuple(fp32_levels.tolist()))
 
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -152,25 +176,31 @@ def float8(format: str, *, signed: bool) -> Float8:
 
     The unsigned codebook of "e4m3", for second moments, stores the square roots of magnitudes, for a wider range.
     """
-    dtype, roots = FLOAT8[format], 1 if format == "e4m3" and not signed else 0
-    numbers = torch.arange(128, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float32)
-    levels = _square(numbers[numbers.isfinite()] / torch.finfo(dtype).max, roots)
+    dtype = FLOAT8[format]
+    roots = 0
+    if format == "e4m3" and not signed:
+        roots = 1
+    codes = torch.arange(128, dtype=torch.uint8, device="cpu")  # of all numbers that are not negative
+    numbers = codes.view(dtype).to(torch.float32)
+    fractions = numbers[numbers.isfinite()] / torch.finfo(dtype).max
+    levels = _square(fractions, roots)
     return Float8(signed, dtype, tuple(levels.tolist()), roots)
 
 
 _tables: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
 
 
-def _look_up(numbers: Tensor, places: Tensor) -> Tensor:
-    # Not ``numbers[places]``, which would read the value of a 0-d tensor in a compiled graph.
-    return numbers.index_select(0, places.reshape(-1)).reshape(places.shape)
+def _look_up(numbers: Tensor, indices: Tensor) -> Tensor:
+    # Not ``numbers[indices]``, which would read the value of a 0-d tensor in a compiled graph.
+    return numbers.index_select(0, indices.reshape(-1)).reshape(indices.shape)
 
 
 def table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """Return numbers as an fp32 vector on a device; it is cached, except while torch traces or in inference mode."""
-    watched = torch.compiler.is_compiling() or functorch_is_active() or _get_current_dispatch_mode() is not None
-    if watched or torch.is_inference_mode_enabled():
+    is_traced = torch.compiler.is_compiling() or functorch_is_active() or _get_current_dispatch_mode() is not None
+    if is_traced or torch.is_inference_mode_enabled():
         return torch.tensor(numbers, dtype=torch.float32, device=device)
-    if (numbers, device) not in _tables:
-        _tables[numbers, device] = torch.tensor(numbers, dtype=torch.float32, device=device)
-    return _tables[numbers, device]
+    key = (numbers, device)
+    if key not in _tables:
+        _tables[key] = torch.tensor(numbers, dtype=torch.float32, device=device)
+    return _tables[key]

@@ -36,12 +36,14 @@ class Codec:
 
     def zeros(self, param: Tensor) -> Encoded:
         """Return a tensor of zeros in eight bits, with the shape and device of a parameter."""
-        shape, device = param.shape, param.device
-        blocks = 0 if self.keeps(shape) else -(-prod(shape) // self.block)
-        dtype = torch.float32 if self.keeps(shape) else self.book.dtype
-        return Encoded(
-            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(blocks, dtype=torch.float32, device=device)
-        )
+        dtype = self.book.dtype
+        blocks = -(-param.numel() // self.block)  # rounded up
+        if self.keeps(param.shape):
+            dtype = torch.float32
+            blocks = 0
+        codes = torch.zeros(param.shape, dtype=dtype, device=param.device)
+        scales = torch.zeros(blocks, dtype=torch.float32, device=param.device)
+        return Encoded(codes, scales)
 
     def encode(self, values: Tensor, key: Tensor | None = None) -> Encoded:
         """Encode a tensor in eight bits. A 0-d int64 ``key`` seeds stochastic rounding; None rounds to nearest."""
@@ -51,17 +53,22 @@ class Codec:
         rows = _rows(x, self.block)
         scales = rows.abs().amax(dim=-1)
         # A block with a NaN or infinite element keeps that scale and decodes to NaN.
-        usable = (scales.isfinite() & (scales > 0)).unsqueeze(-1)
+        is_usable = (scales.isfinite() & (scales > 0)).unsqueeze(-1)
+        divisors = torch.where(is_usable, scales.unsqueeze(-1), 1.0)
         # Divide: the reciprocal of a subnormal scale is infinite.
-        fractions = torch.where(usable, rows / torch.where(usable, scales.unsqueeze(-1), 1.0), 0.0)
-        noise = None if key is None else _rows(uniform(key, x.numel()), self.block)
-        return Encoded(_flat(self.book.encode(fractions, usable & (rows > 0), noise), x.shape), scales)
+        fractions = torch.where(is_usable, rows / divisors, 0.0)
+        noise = None
+        if key is not None:
+            noise = _rows(uniform(key, x.numel()), self.block)
+        codes = self.book.encode(fractions, is_usable & (rows > 0), noise)
+        return Encoded(_flat(codes, x.shape), scales)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Decode 8-bit codes and the scales of their blocks to a new contiguous fp32 tensor."""
         if self.keeps(codes.shape):
             return codes.clone(memory_format=torch.contiguous_format)
-        return _flat(_rows(self.book.fractions(codes), self.block) * scales.unsqueeze(-1), codes.shape)
+        fractions = _rows(self.book.fractions(codes), self.block)
+        return _flat(fractions * scales.unsqueeze(-1), codes.shape)
 
 
 def _rows(x: Tensor, block: int) -> Tensor:
@@ -69,10 +76,15 @@ def _rows(x: Tensor, block: int) -> Tensor:
     flat = x.reshape(-1)
     width = max(1, min(block, flat.shape[0]))
     missing = -flat.shape[0] % width
-    return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).reshape(-1, width)
+    if missing:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    return flat.reshape(-1, width)
 
 
 def _flat(rows: Tensor, shape: torch.Size) -> Tensor:
     """Return the elements of a matrix from `_rows` as a tensor of the given shape, without the padding."""
-    flat, number = rows.reshape(-1), prod(shape)
-    return (flat if flat.shape[0] == number else flat[:number].clone()).reshape(shape)
+    flat = rows.reshape(-1)
+    number = prod(shape)
+    if flat.shape[0] != number:
+        flat = flat[:number].clone()
+    return flat.reshape(shape)

@@ -27,26 +27,30 @@ def uniform(key: Tensor, number: int) -> Tensor:
 
     The key is a nonnegative 0-d int64 tensor. The values are multiples of 2**-24.
     """
-    low, high = key & _MASK, key >> 32
-    start = _mix(_mix(low) ^ high)
-    place = torch.arange(number, dtype=torch.int64, device=key.device)
-    # The counters of two keys may overlap in the first round; the second round makes the results differ.
-    first = _mix((place + start) & _MASK) ^ (place >> 32)
-    second = _mix(first ^ _mix((start + 0x9E3779B9) & _MASK) ^ _mix(high ^ 0x5BD1E995))
-    return (second >> 8).to(torch.float32) * 2.0**-24
+    low_bits = key & _MASK
+    high_bits = key >> 32
+    start = _mix(_mix(low_bits) ^ high_bits)
+    index = torch.arange(number, dtype=torch.int64, device=key.device)
+    # The counters of two keys may overlap in the first round. The second round, with two more hashes of the key, makes
+    # the results differ.
+    first_round = _mix((index + start) & _MASK) ^ (index >> 32)
+    hash_of_start = _mix((start + 0x9E3779B9) & _MASK)
+    hash_of_key = _mix(high_bits ^ 0x5BD1E995)
+    second_round = _mix(first_round ^ hash_of_start ^ hash_of_key)
+    return (second_round >> 8).to(torch.float32) * 2.0**-24  # fp32 has 24 bits
 
 
 def key_of(text: str) -> int:
     """Return a 62-bit FNV-1a hash of a text. It is the same in every process, and torch.compile can trace it."""
-    found = 0xCBF29CE484222325
+    hash_value = 0xCBF29CE484222325
     for character in text:
-        found = ((found ^ ord(character)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
-    return (found ^ (found >> 29)) & (2**62 - 1)
+        hash_value = ((hash_value ^ ord(character)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return (hash_value ^ (hash_value >> 29)) & (2**62 - 1)
 
 
 def keys_of(prefix: str, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
     """Return a list with a seed for each leaf, from a hash of ``prefix`` and its name, as a 0-d int64 tensor."""
-    return [
-        torch.full((), key_of(f"{prefix}/{name}"), dtype=torch.int64, device=leaf.device)
-        for name, leaf in zip(names, leaves, strict=True)
-    ]
+    keys: list[Tensor] = []
+    for name, leaf in zip(names, leaves, strict=True):
+        keys.append(torch.full((), key_of(f"{prefix}/{name}"), dtype=torch.int64, device=leaf.device))
+    return keys

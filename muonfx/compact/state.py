@@ -6,7 +6,7 @@ name of its parameter (``trace.codes.blocks.0.up.weight``), which checkpoints, l
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -40,28 +40,29 @@ class Holder:
     """Creates, reads and writes one tree of a transform's state, such as its momenta, in a quantized dtype."""
 
     def __init__(self, dtype: QuantizedDtype, role: str, *, signed: bool) -> None:
-        resolved = dtype.resolved
-        self.codec: Codec = resolved.signed if signed else resolved.unsigned
-        self.seed = resolved.seed
+        signed_codec, unsigned_codec, self.seed = dtype.resolved
+        self.codec: Codec = signed_codec if signed else unsigned_codec
         self.role = role  # such as "mu": two trees of one parameter get different noise
 
     def zeros(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
         """Return a tree of zeros in eight bits, in the shapes of the parameters."""
         present = Present(params)
-        return self._fresh(present, [self.codec.zeros(param) for param in present.pick(params)])
+        return self._fresh(present, list(map(self.codec.zeros, present.pick(params))))
 
     def of(self, values: PyTree) -> QuantizedState | KeyedQuantizedState:
         """Encode a tree of tensors in eight bits, rounded to nearest."""
         present = Present(values)
-        return self._fresh(present, [self.codec.encode(value) for value in present.pick(values)])
+        return self._fresh(present, list(map(self.codec.encode, present.pick(values))))
 
     def _fresh(self, present: Present, leaves: list[Encoded]) -> QuantizedState | KeyedQuantizedState:
-        codes = present.fill([leaf.codes for leaf in leaves])
-        scales = present.fill([leaf.scales for leaf in leaves])
+        """Return the tree with the given leaves at the positions ``present``, and with first seeds for rounding."""
+        codes = _codes(leaves)
+        code_tree = present.fill(codes)
+        scale_tree = present.fill(_scales(leaves))
         if self.seed is None:
-            return QuantizedState(codes, scales)
-        keys = keys_of(f"{self.seed}/{self.role}", present.names(), [leaf.codes for leaf in leaves])
-        return KeyedQuantizedState(codes, scales, present.fill(keys))
+            return QuantizedState(code_tree, scale_tree)
+        keys = keys_of(f"{self.seed}/{self.role}", present.names(), codes)
+        return KeyedQuantizedState(code_tree, scale_tree, present.fill(keys))
 
     def read(self, present: Present, state: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
         """Decode the leaves of ``state`` at the positions ``present``; return a list of new fp32 tensors."""
@@ -72,14 +73,21 @@ class Holder:
         self, present: Present, values: list[Tensor], state: QuantizedState | KeyedQuantizedState
     ) -> QuantizedState | KeyedQuantizedState:
         """Return ``state`` with new ``values``, encoded in eight bits, at the positions ``present``."""
-        keys: list[Tensor] = []
+        keys: list[Any] = [None] * len(values)
         if isinstance(state, KeyedQuantizedState):
             keys = present.pick(state.keys)
-            leaves = [self.codec.encode(value, key) for value, key in zip(values, keys, strict=True)]
-        else:
-            leaves = [self.codec.encode(value) for value in values]
-        codes = present.fill([leaf.codes for leaf in leaves], state.codes)
-        scales = present.fill([leaf.scales for leaf in leaves], state.scales)
+        leaves = list(map(self.codec.encode, values, keys))
+        codes = present.fill(_codes(leaves), state.codes)
+        scales = present.fill(_scales(leaves), state.scales)
         if not isinstance(state, KeyedQuantizedState):
             return QuantizedState(codes, scales)
-        return KeyedQuantizedState(codes, scales, present.fill([key + 1 for key in keys], state.keys))
+        next_keys = [key + 1 for key in keys]
+        return KeyedQuantizedState(codes, scales, present.fill(next_keys, state.keys))
+
+
+def _codes(leaves: list[Encoded]) -> list[Tensor]:
+    return [leaf.codes for leaf in leaves]
+
+
+def _scales(leaves: list[Encoded]) -> list[Tensor]:
+    return [leaf.scales for leaf in leaves]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonfx import tree
 from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
@@ -15,6 +15,7 @@ from muonfx.internal.tracing import fixed
 from muonfx.transforms.leafwise import WideStateDtype, state_dtype
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
+from muonfx.tree.elementwise import Scalar
 
 
 class FactoredRmsState(NamedTuple):
@@ -30,18 +31,9 @@ class FactoredRmsState(NamedTuple):
     """Running squares of all elements, like the parameters; shape (0,) if factored."""
 
 
-class _Shapes(NamedTuple):
-    """The shapes of the state of one parameter; (0,) for those that are not used."""
+class _MeanSquares(NamedTuple):
+    """The mean squares of one parameter. An unused one has the shape (0,)."""
 
-    v_row: tuple[int, ...]
-    v_col: tuple[int, ...]
-    v: tuple[int, ...]
-
-
-class _LeafStep(NamedTuple):
-    """The update of one leaf, and its new state."""
-
-    update: Tensor
     v_row: Tensor
     v_col: Tensor
     v: Tensor
@@ -91,78 +83,124 @@ def scale_by_factored_rms(
     eps = checks.at_least("eps", eps, 0.0)
     checks.state_dtype("dtype", dtype)
 
-    def dims_of(shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return (second largest dim, largest dim), or None if the parameter is not factored."""
-        if len(shape) < 2:
-            return None
-        sides = [fixed(side) for side in shape]  # a tracer cannot sort symbols
-        *_, second, largest = sorted(range(len(shape)), key=sides.__getitem__)
-        return (second, largest) if shape[second] >= min_dim_size_to_factor else None
-
-    def shapes_of(param: Tensor) -> _Shapes:
-        """Return the shapes of the state: (4, 8) has rows of shape (4,) and columns of shape (8,), if factored."""
-        shape = tuple(param.shape)
-        dims = dims_of(shape)
-        if dims is None:
-            return _Shapes(v_row=(0,), v_col=(0,), v=shape)
-        second, largest = dims
-        return _Shapes(v_row=_without(shape, largest), v_col=_without(shape, second), v=(0,))
-
-    def new_zeros(param: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return param.new_zeros(shape, dtype=state_dtype(dtype, param.dtype))
-
     def init(params: PyTree) -> FactoredRmsState:
+        """Return mean squares of zero: of rows and columns for a factored parameter, else of all elements."""
+        present = Present(params)
+        states: list[_MeanSquares] = []
+        for param in present.pick(params):
+            states.append(_zeros(param, min_dim_size_to_factor, state_dtype(dtype, param.dtype)))
         return FactoredRmsState(
             count=ew.new_count(device_of(params)),
-            v_row=tree.map(lambda p: new_zeros(p, shapes_of(p).v_row), params),
-            v_col=tree.map(lambda p: new_zeros(p, shapes_of(p).v_col), params),
-            v=tree.map(lambda p: new_zeros(p, shapes_of(p).v), params),
+            v_row=present.fill([state.v_row for state in states]),
+            v_col=present.fill([state.v_col for state in states]),
+            v=present.fill([state.v for state in states]),
         )
 
-    def step(decay: Tensor, leaf: Tensor, v_row: Tensor, v_col: Tensor, v: Tensor) -> _LeafStep:
-        """Return the update of one leaf and its new state.
-
-        In the formulas, g is the gradient, r and c are the running mean squares of rows and columns, and ``decay`` is
-        the decay rate of all averages. An unused state is returned as a copy.
-        """
-        wide = ew.wide_dtype(leaf.dtype, v.dtype)
-        beta = decay.to(wide)
-        g = leaf.to(wide).contiguous()  # strides would change the rounding of the means
-        square = g.square() + ew.scalar_like(eps, g)  # a 0-d leaf would be promoted to the dtype of a tensor eps
-        dims = dims_of(tuple(leaf.shape))
-        if dims is None:
-            new_v = beta * v.to(wide) + (1.0 - beta) * square
-            u = g * new_v.rsqrt()
-            return _LeafStep(u.to(leaf.dtype), v_row.clone(), v_col.clone(), new_v.to(v.dtype))
-        second, largest = dims
-        r = beta * v_row.to(wide) + (1.0 - beta) * square.mean(largest)
-        c = beta * v_col.to(wide) + (1.0 - beta) * square.mean(second)
-        second_in_r = second - 1 if second > largest else second  # r does not have the largest dim
-        r_mean = r.mean(second_in_r, keepdim=True)
-        u = g * (r / r_mean).rsqrt().unsqueeze(largest) * c.rsqrt().unsqueeze(second)
-        return _LeafStep(u.to(leaf.dtype), r.to(v_row.dtype), c.to(v_col.dtype), v.clone())
-
     def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
-        """Apply `step` to each leaf, with a decay of the average that grows with the count."""
+        """Divide each leaf by the root of its mean square. The decay of the averages grows with the count."""
         count = state.count + 1
-        decay = 1.0 - torch.pow(ew.new_number(count, count.device), -decay_rate)
+        t = ew.new_number(count, count.device)
+        beta = 1.0 - torch.pow(t, -decay_rate)
         present = Present(updates)  # the leaves that have a gradient; the others keep their state
         leaves = present.pick(updates)
         v_rows = present.pick(state.v_row)
         v_cols = present.pick(state.v_col)
         vs = present.pick(state.v)
-        steps = [step(decay, *tensors) for tensors in zip(leaves, v_rows, v_cols, vs, strict=True)]
-        new_updates = present.fill([leaf_step.update for leaf_step in steps])
-        return new_updates, FactoredRmsState(
+        for index, leaf in enumerate(leaves):
+            mean_squares = _MeanSquares(v_rows[index], v_cols[index], vs[index])
+            leaves[index], mean_squares = _step(leaf, mean_squares, beta, eps, min_dim_size_to_factor)
+            v_rows[index] = mean_squares.v_row
+            v_cols[index] = mean_squares.v_col
+            vs[index] = mean_squares.v
+        return present.fill(leaves), FactoredRmsState(
             count=count,
-            v_row=present.fill([leaf_step.v_row for leaf_step in steps], state.v_row),
-            v_col=present.fill([leaf_step.v_col for leaf_step in steps], state.v_col),
-            v=present.fill([leaf_step.v for leaf_step in steps], state.v),
+            v_row=present.fill(v_rows, state.v_row),
+            v_col=present.fill(v_cols, state.v_col),
+            v=present.fill(vs, state.v),
         )
 
     return init, update
 
 
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+def _factored_dims(shape: Sequence[int], min_size: int) -> tuple[int, int] | None:
+    """Return (second largest dim, largest dim) of a shape, or None if one of them is shorter than ``min_size``.
+
+    >>> _factored_dims((256, 3, 512), 128)
+    (0, 2)
+    """
+    if len(shape) < 2:
+        return None
+    sizes = [fixed(size) for size in shape]  # a tracer cannot sort symbols
+    dims = sorted(range(len(shape)), key=sizes.__getitem__)
+    second = dims[-2]
+    largest = dims[-1]
+    if shape[second] < min_size:
+        return None
+    return second, largest
+
+
+def _zeros(param: Tensor, min_size: int, dtype: torch.dtype) -> _MeanSquares:
+    """Return the first state: rows of shape (4,) and columns of shape (8,) for a factored parameter of (4, 8)."""
+    dims = _factored_dims(param.shape, min_size)
+    empty = param.new_zeros((0,), dtype=dtype)
+    if dims is None:
+        v = param.new_zeros(param.shape, dtype=dtype)
+        return _MeanSquares(v_row=empty, v_col=empty.clone(), v=v)
+    second, largest = dims
+    row_shape = _without(param.shape, largest)
+    column_shape = _without(param.shape, second)
+    return _MeanSquares(
+        v_row=param.new_zeros(row_shape, dtype=dtype),
+        v_col=param.new_zeros(column_shape, dtype=dtype),
+        v=empty,
+    )
+
+
+def _step(leaf: Tensor, s: _MeanSquares, beta: Tensor, eps: Scalar, min_size: int) -> tuple[Tensor, _MeanSquares]:
+    """Return the update of one leaf and its new mean squares: v of all elements, or r and c of rows and columns.
+
+    Args:
+        leaf: the gradient g.
+        s: the mean squares before this step. Unused ones are returned as copies.
+        beta: the decay rate of the averages, 0-d.
+        eps: added to each square.
+        min_size: the shortest dim that is factored.
+    """
+    wide = ew.wide_dtype(leaf.dtype, s.v.dtype)
+    beta = beta.to(wide)
+    g = leaf.to(wide).contiguous()  # strides would change the rounding of the means
+    square = g.square() + ew.scalar_like(eps, g)  # a 0-d leaf would be promoted to the dtype of a tensor eps
+    dims = _factored_dims(leaf.shape, min_size)
+    if dims is None:
+        v = _average(s.v, square, beta)
+        u = g * v.rsqrt()
+        return u.to(leaf.dtype), _MeanSquares(
+            v_row=s.v_row.clone(),
+            v_col=s.v_col.clone(),
+            v=v.to(s.v.dtype),
+        )
+
+    second, largest = dims
+    r = _average(s.v_row, square.mean(largest), beta)
+    c = _average(s.v_col, square.mean(second), beta)
+    # The mean square of element (i, j) is r_i c_j / mean(r).
+    second_in_r = second - int(second > largest)  # r does not have the largest dim
+    relative_r = r / r.mean(second_in_r, keepdim=True)
+    row_factor = relative_r.rsqrt().unsqueeze(largest)
+    column_factor = c.rsqrt().unsqueeze(second)
+    u = g * row_factor * column_factor
+    return u.to(leaf.dtype), _MeanSquares(
+        v_row=r.to(s.v_row.dtype),
+        v_col=c.to(s.v_col.dtype),
+        v=s.v.clone(),
+    )
+
+
+def _average(stored: Tensor, value: Tensor, beta: Tensor) -> Tensor:
+    """Return ``beta * stored + (1 - beta) * value``, in the dtype of the value."""
+    return beta * stored.to(value.dtype) + (1.0 - beta) * value
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     """Return a shape without one of its dims."""
-    return shape[:dim] + shape[dim + 1 :]
+    return (*shape[:dim], *shape[dim + 1 :])

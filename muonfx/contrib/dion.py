@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from muonfx.compact.noise import uniform
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
+from muonfx.transforms.formulas import divide_unless
 from muonfx.transforms.leafwise import Slot, WideStateDtype
 from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixSlot, matrixwise, product
@@ -66,31 +68,44 @@ def scale_by_dion(
     checks.positive_int("rank", rank)
     decay = checks.in_unit_interval("decay", decay)
 
-    def first_basis(matrix: Tensor) -> Tensor:
-        """Return random columns (..., columns, rank), which are the same for all matrices of one shape."""
-        *batch, rows, columns = matrix.shape
-        short = min(rank, rows, columns)
-        noise = uniform(torch.full((), columns, dtype=torch.int64, device=matrix.device), columns * short)
-        return (noise * 2 - 1).reshape(columns, short).expand(*batch, columns, short).clone()
-
     def step(u: Tensor, s: DionState) -> tuple[Tensor, DionState]:
         """Approximate the momentum m by p r^T, with one power iteration from the basis; return p q^T.
 
-        The columns of p (rows by rank) are orthonormal, and q is r (columns by rank) with columns of length 1.
+        The columns of p (rows by rank) are orthonormal, and q is r (columns by rank) with columns of length 1. A NaN
+        stays visible in the update of its matrix, and as in any running average, in the matrix's state.
         """
         m = s.trace + u
         # Scale by an exact power of two, so that no product overflows or underflows.
         power = unit_power(m)
         small_m = m * power
-        p, _ = torch.linalg.qr(product(small_m, s.basis))
-        r = product(small_m.mT, p)
 
-        lengths = ew.safe_sqrt(r.square().sum(-2, keepdim=True))
+        # p = qr(m q),  r = m^T p
+        small_mq = product(small_m, s.basis)
+        p, _ = torch.linalg.qr(small_mq)
+        small_r = product(small_m.mT, p)
+
+        # q = r with columns of length 1
+        sum_of_squares = small_r.square().sum(-2, keepdim=True)
+        lengths = ew.safe_sqrt(sum_of_squares)
         is_zero = lengths == 0
-        q = torch.where(is_zero, 0.0, r / torch.where(is_zero, 1.0, lengths))
+        q = divide_unless(is_zero, small_r, lengths, otherwise=0.0)
+        basis = torch.where(is_zero, s.basis, q)
 
-        new_m = m - (1.0 - decay) * ((p @ r.mT) / power)
-        # NaN stays visible in the update of its matrix. As in any running average, the matrix's state remains NaN.
-        return p @ q.mT, DionState(new_m, torch.where(is_zero, s.basis, q))
+        # m = m - (1 - decay) p r^T
+        applied = (p @ small_r.mT) / power
+        new_m = m - (1.0 - decay) * applied
+        return p @ q.mT, DionState(trace=new_m, basis=basis)
 
+    first_basis = functools.partial(_random_basis, rank=rank)
     return DionState(Slot(dtype), MatrixSlot(first_basis, dtype)), step
+
+
+def _random_basis(matrix: Tensor, rank: int) -> Tensor:
+    """Return random columns (..., columns, rank), which are the same for all matrices of one shape."""
+    *batch, rows, columns = matrix.shape
+    short = min(rank, rows, columns)
+    seed = torch.full((), columns, dtype=torch.int64, device=matrix.device)
+    noise = uniform(seed, columns * short)  # in [0, 1)
+    symmetric_noise = noise * 2 - 1
+    basis = symmetric_noise.reshape(columns, short)
+    return basis.expand(*batch, columns, short).clone()

@@ -34,7 +34,8 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
         short, long = sorted((rows, columns))
         selected_shape = (_number(short, shrink), long)
         compute_dtype = torch.float64 if dtype == torch.float64 else compute
-        return newton_schulz_cost(selected_shape, device, dtype=compute_dtype, coefficients=coefficients).load
+        work = newton_schulz_cost(selected_shape, device, dtype=compute_dtype, coefficients=coefficients)
+        return work.load
 
     return cost
 
@@ -101,14 +102,19 @@ def scale_by_dion2(
         """Orthogonalize the largest rows of the momentum, or columns if there are fewer, and decay these alone."""
         m = s.trace + u
         rows, columns = m.shape[-2:]
-        side = -2 if rows <= columns else -1
-        indices = _largest(m, side, _number(m.shape[side], shrink))
+        side = -2
+        if rows > columns:
+            side = -1
+        number = _number(m.shape[side], shrink)
+        indices = _largest(m, side, number)
         selected = m.take_along_dim(indices, side)
         direction = polar.orthogonalize(selected, coefficients=coefficients)
 
         element_indices = indices.expand_as(selected)
+        zeros = torch.zeros_like(m)
+        update = zeros.scatter(side, element_indices, direction)
         new_m = m.scatter(side, element_indices, decay * selected)
-        return torch.zeros_like(m).scatter(side, element_indices, direction), Dion2State(new_m)
+        return update, Dion2State(trace=new_m)
 
     return Dion2State(Slot(dtype)), step
 
@@ -124,9 +130,12 @@ def _largest(x: Tensor, side: int, number: int) -> Tensor:
     The result has the shape (..., number, 1) or (..., 1, number).
     """
     x = x.detach()
-    units = (x * unit_power(x) * 2.0**24).abs().trunc()
-    # Sums of integers below 2^25 are exact in fp64 for up to 2^28 elements. A row with NaN is selected, so that the
-    # NaN is visible in the update.
-    sizes = units.sum(-3 - side, keepdim=True, dtype=torch.float64).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    order = sizes.argsort(dim=side, descending=True, stable=True)
-    return order.narrow(side, 0, number).sort(dim=side).values
+    scaled = x * unit_power(x) * 2.0**24
+    magnitudes = scaled.abs().trunc()  # integers
+    # Sums of integers below 2^25 are exact in fp64 for up to 2^28 elements.
+    other_side = -3 - side
+    sums = magnitudes.sum(other_side, keepdim=True, dtype=torch.float64)
+    sums = sums.nan_to_num(nan=torch.inf, posinf=torch.inf)  # select a row with NaN, so that the update shows it
+    order = sums.argsort(dim=side, descending=True, stable=True)
+    largest = order.narrow(side, 0, number)
+    return largest.sort(dim=side).values

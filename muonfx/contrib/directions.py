@@ -14,6 +14,7 @@ from muonfx.core import Donation, MatrixWork, Transform, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
+from muonfx.transforms.formulas import bias_correction, divide_unless, running_average
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.transforms.matrices import Matrices, MatrixView
 from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates, matrix_locality, name_patterns
@@ -93,8 +94,12 @@ def scale_by_namo(
     moments = MatrixStates(MatrixSlot(dtype=dtype))
 
     def init(params: PyTree) -> NamoState:
-        nu = moments.init(Matrices(view, params, named=True))
-        return NamoState(ew.new_count(device_of(params)), zeros(params, dtype), nu, inner.functions.init(params))
+        return NamoState(
+            count=ew.new_count(device_of(params)),
+            mu=zeros(params, dtype),
+            nu=moments.init(Matrices(view, params, named=True)),
+            inner=inner.functions.init(params),
+        )
 
     def update(
         updates: PyTree, state: NamoState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
@@ -108,24 +113,36 @@ def scale_by_namo(
         present = matrices.at
         count = state.count + 1
 
+        # m = b1 m + (1 - b1) g
         old_m = present.pick(state.mu)
-        wide_gradients, wide_m = ew.widest(matrices.leaves, old_m)
-        m = ew.lerp(wide_m, wide_gradients, 1.0 - b1)
+        wide_g, wide_m = ew.widest(matrices.leaves, old_m)
+        m = ew.lerp(wide_m, wide_g, 1.0 - b1)
         mu = present.fill(ew.store(m, old_m, reuse=False), state.mu)
 
-        correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
-        factors = functools.partial(_factors, b2=b2, eps=eps, correction=correction)
+        # v = b2 v + (1 - b2) |g|^2,  alpha = sqrt(1 - b2^t) / (1 - b1^t) * |m| / (sqrt(v) + eps)
+        c1 = bias_correction(b1, count)
+        c2 = bias_correction(b2, count)
+        correction = c2.sqrt() / c1
+        v_and_alpha = functools.partial(_v_and_alpha, b2=b2, eps=eps, correction=correction)
+        for_all_stacks = ew.by_stacks(v_and_alpha, results=2)
         old_v = moments.read(state.nu, matrices)
-        v, alphas = matrices.map(ew.by_stacks(factors, 2), matrices.of_leaves, matrices.split(m), old_v)
+        v, alphas = for_all_stacks(matrices.stacks, matrices.split(m), old_v)
         nu = moments.write(v, state.nu, matrices)
 
+        # update = alpha D(m)
         averages = present.fill(ew.cast_like(m, matrices.leaves))
         keeping = Donation(False, donate.state)  # the averages may share storage with the state
         directions, inner_state = inner.run(averages, state.inner, params, donate=keeping, **extras)
         _require_no_further_updates(directions, updates)
-        multiply = ew.by_stacks(lambda direction, alpha: (direction * alpha).to(direction.dtype))
-        (scaled,) = matrices.map(multiply, matrices.split(present.pick(directions)), alphas)
-        return matrices.fill(scaled), NamoState(count, mu, nu, inner_state)
+        direction_stacks = matrices.split(present.pick(directions))
+        scale_stacks = ew.by_stacks(_scale)
+        (scaled,) = scale_stacks(direction_stacks, alphas)
+        return matrices.fill(scaled), NamoState(
+            count=count,
+            mu=mu,
+            nu=nu,
+            inner=inner_state,
+        )
 
     return init, update
 
@@ -140,17 +157,26 @@ def _require_no_further_updates(directions: PyTree, updates: PyTree) -> None:
             )
 
 
-def _factors(g: Tensor, m: Tensor, old_v: Tensor, *, b2: Scalar, eps: Scalar, correction: Tensor) -> tuple[Tensor, ...]:
+def _v_and_alpha(
+    g: Tensor, m: Tensor, old_v: Tensor, *, b2: Scalar, eps: Scalar, correction: Tensor
+) -> tuple[Tensor, ...]:
     """Return the new average ``v`` of each matrix's squared gradient norm, and the factor ``alpha`` of its update."""
     wide = ew.wide_dtype(g.dtype, old_v.dtype)
-    wide_v = old_v.to(wide)
-    square = norm(g).to(wide).square().clamp(max=torch.finfo(old_v.dtype).max)
-    v = wide_v + (1.0 - b2) * (square - wide_v)
+    largest = torch.finfo(old_v.dtype).max
+    g_norm = norm(g).to(wide)
+    m_norm = norm(m).to(wide)
+    square = g_norm.square().clamp(max=largest)
+    v = running_average(old_v.to(wide), square, b2)
     divisor = ew.safe_sqrt(v) + eps
     # If all gradients have been zero, 0 / (0 + eps) is 0 for any eps.
-    is_unused = divisor == 0
-    ratio = torch.where(is_unused, 0.0, norm(m).to(wide) / torch.where(is_unused, 1.0, divisor))
-    return v.to(old_v.dtype), ratio * correction.to(wide)
+    ratio = divide_unless(divisor == 0, m_norm, divisor, otherwise=0.0)
+    alpha = correction.to(wide) * ratio
+    return v.to(old_v.dtype), alpha
+
+
+def _scale(direction: Tensor, alpha: Tensor) -> Tensor:
+    """Return each matrix times its factor, in the dtype of the matrix."""
+    return (direction * alpha).to(direction.dtype)
 
 
 @transform(
@@ -193,11 +219,13 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         directions, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
         matrices = Matrices(view, directions)
         # An accumulating inner transform may update a leaf without a gradient, which counts as zero.
-        gradients: list[Tensor] = []
-        for direction, gradient in zip(matrices.leaves, matrices.at.pick(updates), strict=True):
-            gradients.append(torch.zeros_like(direction) if gradient is None else gradient)
-        multiply = ew.by_stacks(_scale_by_inner_product)
-        (scaled,) = matrices.map(multiply, matrices.of_leaves, matrices.split(gradients))
+        gradients = matrices.at.pick(updates)
+        for index, direction in enumerate(matrices.leaves):
+            if gradients[index] is None:
+                gradients[index] = torch.zeros_like(direction)
+        gradient_stacks = matrices.split(gradients)
+        scale_stacks = ew.by_stacks(_scale_by_inner_product)
+        (scaled,) = scale_stacks(matrices.stacks, gradient_stacks)
         return matrices.fill(scaled), state
 
     return init, update
@@ -208,7 +236,9 @@ def _scale_by_inner_product(direction: Tensor, gradient: Tensor) -> Tensor:
     if direction.numel() == 0:
         return direction.clone()
     wide = ew.wide_dtype(direction.dtype)
-    d, g = direction.to(wide), gradient.to(wide)
-    power = unit_power(g)
-    product = (g * power * d).sum((-2, -1), keepdim=True)
-    return (d * product / power).to(direction.dtype)
+    d = direction.to(wide)
+    g = gradient.to(wide)
+    power = unit_power(g)  # so that no product overflows or underflows
+    small_product = (g * power * d).sum((-2, -1), keepdim=True)
+    scaled = d * small_product / power
+    return scaled.to(direction.dtype)

@@ -60,7 +60,8 @@ def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0
         motion = u.add(s.average, alpha=s.lookahead)  # theta_t+1 - theta_t, since y_t = theta_t + beta_t m_t
         average = s.average.lerp(motion, 1.0 - decay)
         new_lookahead = ew.new_number(lookahead, s.lookahead.device)
-        return u.add(average, alpha=new_lookahead), EmaNesterovState(new_lookahead, average)
+        ahead = u.add(average, alpha=new_lookahead)
+        return ahead, EmaNesterovState(lookahead=new_lookahead, average=average)
 
     number: Any = Number()
-    return EmaNesterovState(number, Slot(dtype)), step
+    return EmaNesterovState(lookahead=number, average=Slot(dtype)), step

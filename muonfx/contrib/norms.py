@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from muonfx.core import EmptyState, Locality, checks, transform
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
+from muonfx.transforms.formulas import divide_unless
 from muonfx.transforms.leafwise import WideStateDtype
 from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixSlot, StateAndMatrixStep, matrixwise
@@ -106,7 +108,8 @@ def normalize_leaves():
         >>> mfx.contrib.normalize_leaves().update({"b": torch.tensor([3e-30, -3e-30])}, mfx.core.EmptyState())[0]
         {'b': tensor([ 1., -1.])}
     """
-    return of_leaves(lambda flat: _to_unit_rms(flat, (-1,)))
+    divide_by_rms = functools.partial(_to_unit_rms, dim=(-1,))
+    return of_leaves(divide_by_rms)
 
 
 def _to_unit_rms_over(*dim: int) -> StateAndMatrixStep:
@@ -120,8 +123,10 @@ def _to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
     wide = x.to(ew.wide_dtype(x.dtype))
     # Scale by exact powers of two before squaring, so that no square overflows or underflows.
     small = wide * unit_power(wide, dim)
-    mean = small.square().mean(dim, keepdim=True)
-    return (small * torch.where(mean == 0, 1.0, mean).rsqrt()).to(x.dtype)
+    mean_square = small.square().mean(dim, keepdim=True)
+    positive = torch.where(mean_square == 0, 1.0, mean_square)
+    unit = small * positive.rsqrt()
+    return unit.to(x.dtype)
 
 
 class WeightNormsState(NamedTuple):
@@ -155,8 +160,11 @@ def match_weight_norms(*, view: MatrixView = MatrixView()):
     """
 
     def step(u: Tensor, s: EmptyState, p: Tensor):
-        size = norm(p) * (p.shape[-2] * p.shape[-1]) ** -0.5
-        return torch.where(size == 0, u, _to_unit_rms(u, (-2, -1)) * size), s
+        rows, columns = p.shape[-2:]
+        size = rows * columns
+        rms = norm(p) * size**-0.5
+        unit = _to_unit_rms(u, (-2, -1))
+        return torch.where(rms == 0, u, unit * rms), s
 
     return EmptyState(), step
 
@@ -190,9 +198,9 @@ def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = Matr
     """
 
     def step(u: Tensor, s: WeightNormsState, p: Tensor):
-        r = s.radius
-        moved_norm = norm(p + u)
-        return _with_norm(u, p, moved_norm, r, is_free=(moved_norm == 0) | (r == 0)), s
+        new_norm = norm(p + u)
+        is_free = (new_norm == 0) | (s.radius == 0)
+        return _with_norm(u, p, new_norm, s.radius, is_free), s
 
     return WeightNormsState(MatrixSlot(norm, dtype)), step
 
@@ -229,7 +237,8 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
         u_norm = norm(u)
         least_norm = floor * norm(p)
         is_small = (u_norm > 0) & (u_norm < least_norm)
-        return torch.where(is_small, u * (least_norm / torch.where(is_small, u_norm, 1.0)), u), s
+        factor = divide_unless(~is_small, least_norm, u_norm, otherwise=1.0)
+        return u * factor, s
 
     return EmptyState(), step
 
@@ -268,17 +277,25 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
     def step(u: Tensor, s: EmptyState, p: Tensor):
         old_norm = norm(p)
         new_norm = norm(p + u)
-        fraction = torch.where(new_norm > old_norm, ew.scalar_like(outward, new_norm), ew.scalar_like(inward, new_norm))
-        r = old_norm + (new_norm - old_norm) * fraction
-        return _with_norm(u, p, new_norm, r, is_free=(old_norm == 0) | (new_norm == 0)), s
+        change = new_norm - old_norm
+        fraction_outward = ew.scalar_like(outward, new_norm)
+        fraction_inward = ew.scalar_like(inward, new_norm)
+        fraction = torch.where(new_norm > old_norm, fraction_outward, fraction_inward)
+        radius = old_norm + change * fraction
+        is_free = (old_norm == 0) | (new_norm == 0)
+        return _with_norm(u, p, new_norm, radius, is_free), s
 
     return EmptyState(), step
 
 
-def _with_norm(u: Tensor, p: Tensor, moved_norm: Tensor, r: Tensor, *, is_free: Tensor) -> Tensor:
-    """Return ``r (p + u) / moved_norm - p``, the update after which the weight has the norm ``r``; ``u`` if free."""
-    moved = p + u
-    return torch.where(is_free, u, moved * (r / torch.where(is_free, 1.0, moved_norm)) - p)
+def _with_norm(u: Tensor, p: Tensor, new_norm: Tensor, radius: Tensor, is_free: Tensor) -> Tensor:
+    """Return the update after which the weight has the norm ``radius``: ``radius (p + u) / new_norm - p``.
+
+    ``new_norm`` is the norm of ``p + u``. Where ``is_free``, the result is ``u``.
+    """
+    ratio = divide_unless(is_free, radius, new_norm, otherwise=1.0)
+    new_p = (p + u) * ratio
+    return torch.where(is_free, u, new_p - p)
 
 
 def norm(matrix: Tensor) -> Tensor:
@@ -287,4 +304,6 @@ def norm(matrix: Tensor) -> Tensor:
     if matrix.numel() == 0:
         return wide.new_zeros((*matrix.shape[:-2], 1, 1))
     power = unit_power(wide)
-    return ew.safe_sqrt((wide * power).square().sum((-2, -1), keepdim=True)) / power
+    squares = (wide * power).square()
+    sum_of_squares = squares.sum((-2, -1), keepdim=True)
+    return ew.safe_sqrt(sum_of_squares) / power

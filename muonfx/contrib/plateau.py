@@ -95,7 +95,9 @@ def reduce_on_plateau(
 
         No branch depends on a value: ``torch.where`` selects between the cases improvement, reduction and cooldown.
         """
-        loss = ew.new_number(_as_scalar(value), s.scale.device)
+        if isinstance(value, Tensor):
+            value = value.detach().reshape(())
+        loss = ew.new_number(value, s.scale.device)
 
         improves = loss < (1.0 - rtol) * s.best_value - atol
         best_value = torch.where(improves, loss, s.best_value)
@@ -108,11 +110,17 @@ def reduce_on_plateau(
         plateau_count = torch.where(in_cooldown | reduces, 0, count)
         new_cooldown = torch.where(reduces, cooldown, 0)
         cooldown_count = torch.where(in_cooldown, s.cooldown_count - 1, new_cooldown)
-        return u * scale, ReduceOnPlateauState(scale, best_value, plateau_count, cooldown_count)
+        return u * scale, ReduceOnPlateauState(
+            scale=scale,
+            best_value=best_value,
+            plateau_count=plateau_count,
+            cooldown_count=cooldown_count,
+        )
 
     state: Any = ReduceOnPlateauState
-    return state(Number(1.0), Number(float("inf")), StepCount(), StepCount()), step
-
-
-def _as_scalar(value: float | Tensor) -> float | Tensor:
-    return value.detach().reshape(()) if isinstance(value, Tensor) else value
+    return state(
+        scale=Number(1.0),
+        best_value=Number(float("inf")),
+        plateau_count=StepCount(),
+        cooldown_count=StepCount(),
+    ), step

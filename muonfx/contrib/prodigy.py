@@ -12,6 +12,7 @@ from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.clip import Sum
+from muonfx.transforms.formulas import bias_correction, divide_unless
 from muonfx.transforms.leafwise import WideStateDtype, copies, params_for, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -139,44 +140,73 @@ def scale_by_prodigy(
         d = state.estim_lr
         d0 = estim_lr0
         sqrt_b2 = ew.new_number(b2, d.device).sqrt()  # Python's power rounds differently than torch's
-        bias_correction = (1.0 - ew.power(b2, count)).sqrt() / (1.0 - ew.power(b1, count))
-        step_size = ew.new_number(d * learning_rate * bias_correction, d.device)
+        c1 = bias_correction(b1, count)
+        c2 = bias_correction(b2, count)
+        correction = c2.sqrt() / c1
+        step_size = ew.new_number(d * learning_rate * correction, d.device)
 
         # r = sqrt(b2) r + d / d0 * step_size * <g, x0 - x>
-        inner_products = [_sum(g_i * (x0_i - x_i)) for g_i, x0_i, x_i in zip(g, x0, x, strict=True)]
+        inner_products = list(map(_inner_product, g, x0, x))
         inner_product = _like(d, sum_over_leaves(present.fill(inner_products)))
-        r = sqrt_b2 * state.numerator + d / d0 * step_size * inner_product
+        weight_in_r = d / d0 * step_size
+        r = sqrt_b2 * state.numerator + weight_in_r * inner_product
 
         # s = sqrt(b2) s + d / d0 * step_size * g
-        weight = d * (d if safeguard_warmup else step_size) / d0
-        s = ew.add(ew.mul(s, sqrt_b2, reuse=reuse), g, weight, reuse=True)
+        weight_in_s = d * step_size / d0
+        if safeguard_warmup:
+            weight_in_s = d * d / d0
+        s = ew.mul(s, sqrt_b2, reuse=reuse)
+        s = ew.add(s, g, weight_in_s, reuse=True)
 
-        # m = b1 m + (1 - b1) d g,  v = b2 v + (1 - b2) d^2 g^2
-        m = ew.add(ew.mul(m, b1, reuse=reuse), g, (1.0 - b1) * d, reuse=True)
-        v = ew.addcmul(ew.mul(v, b2, reuse=reuse), g, g, (1.0 - b2) * d * d, reuse=True)
+        # m = b1 m + (1 - b1) d g
+        m = ew.mul(m, b1, reuse=reuse)
+        m = ew.add(m, g, (1.0 - b1) * d, reuse=True)
 
-        # The norm is over all leaves, also those without a gradient in this step: they have contributed to r.
+        # v = b2 v + (1 - b2) d^2 g^2
+        v = ew.mul(v, b2, reuse=reuse)
+        v = ew.addcmul(v, g, g, (1.0 - b2) * d * d, reuse=True)
+
+        # d = max(d, estim_lr_coef r / |s|_1). The norm is over all leaves, also those without a gradient in this step:
+        # they have contributed to r.
         grad_sum = present.fill(ew.store(s, old_s, reuse=reuse), state.grad_sum)
-        s_norm = _like(d, sum_over_leaves(tree.map(lambda leaf: _sum(leaf.abs()), grad_sum)))
-        estimate = estim_lr_coef * r / torch.where(s_norm > 0, s_norm, 1.0)
-        new_d = torch.where(s_norm > 0, torch.maximum(d, estimate), d)
+        s_norm = _like(d, sum_over_leaves(tree.map(_norm, grad_sum)))
+        estimate = divide_unless(~(s_norm > 0), estim_lr_coef * r, s_norm, otherwise=d)
+        new_d = torch.maximum(d, estimate)
 
         # u = step_size * (m / (sqrt(v) + new_d eps) + weight_decay x)
         divisors = ew.shift(ew.apply("sqrt", v), new_d * eps, reuse=True)
         u = ew.div(m, divisors, reuse=True)
         if isinstance(weight_decay, Tensor) or weight_decay != 0.0:
             u = ew.add(u, x, weight_decay, reuse=True)
-        u = ew.cast_like(ew.mul(u, step_size, reuse=True), gradients)
-        mu = present.fill(ew.store(m, old_m, reuse=reuse), state.mu)
-        nu = present.fill(ew.store(v, old_v, reuse=reuse), state.nu)
-        return present.fill(u), ProdigyState(count, new_d, r, mu, nu, grad_sum, state.start)
+        u = ew.mul(u, step_size, reuse=True)
+        return present.fill(ew.cast_like(u, gradients)), ProdigyState(
+            count=count,
+            estim_lr=new_d,
+            numerator=r,
+            mu=present.fill(ew.store(m, old_m, reuse=reuse), state.mu),
+            nu=present.fill(ew.store(v, old_v, reuse=reuse), state.nu),
+            grad_sum=grad_sum,
+            start=state.start,
+        )
 
     return init, update
 
 
+def _inner_product(g: Tensor, x0: Tensor, x: Tensor) -> Tensor:
+    """Return ``<g, x0 - x>`` for one leaf."""
+    return _sum(g * (x0 - x))
+
+
+def _norm(s: Tensor) -> Tensor:
+    """Return the 1-norm of one leaf."""
+    return _sum(s.abs())
+
+
 def _sum(x: Tensor) -> Tensor:
     """Return the sum of all elements, in fp64 if the device supports it."""
-    return x.sum() if x.device.type == "mps" else x.sum(dtype=torch.float64)
+    if x.device.type == "mps":
+        return x.sum()
+    return x.sum(dtype=torch.float64)
 
 
 def _like(number: Tensor, total: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import Scalar, Schedule, constant_schedule
 from muonfx.core.transform import require_transform, within
 from muonfx.core.value import Memory, with_memory
+from muonfx.transforms.formulas import divide_unless
 from muonfx.transforms.leafwise import WideStateDtype, copies, params_for
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -139,11 +140,13 @@ def schedule_free(
         params = params_for("schedule_free", params)
         device = state.max_lr.device
         count = state.count + 1
-        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        rate = learning_rate
+        if callable(rate):
+            rate = rate(count)
         max_lr = torch.maximum(state.max_lr, ew.new_number(rate, device))
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
-        c = torch.where(weight_sum > 0, weight / torch.where(weight_sum > 0, weight_sum, 1.0), 0.0)
+        c = divide_unless(~(weight_sum > 0), weight, weight_sum, otherwise=0.0)
         new_b1 = ew.new_number(b1, device)
 
         inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
@@ -158,9 +161,15 @@ def schedule_free(
         new_y = ew.lerp(z, x, new_b1)
         moved = ew.add(new_y, y, -1.0, reuse=True)
 
-        new_z = present.fill(ew.store(z, old_z, reuse=donate.state), state.z)
-        new_updates = present.fill(ew.cast_like(moved, old_u))
-        return new_updates, ScheduleFreeState(count, new_b1, max_lr, weight_sum, new_z, inner_state)
+        new_z = ew.store(z, old_z, reuse=donate.state)
+        return present.fill(ew.cast_like(moved, old_u)), ScheduleFreeState(
+            count=count,
+            b1=new_b1,
+            max_lr=max_lr,
+            weight_sum=weight_sum,
+            z=present.fill(new_z, state.z),
+            inner=inner_state,
+        )
 
     return init, update
 
@@ -170,8 +179,10 @@ def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
 
     Two functions cannot be compared, so there is no warning unless all rates are numbers or schedules of muonfx.
     """
-    inner_rates = [tx.arguments.get("learning_rate") for tx in within(inner) if tx.position == "learning_rate"]
-    inner_rates = [_number_of(rate) for rate in inner_rates]
+    inner_rates: list[object] = []
+    for tx in within(inner):
+        if tx.position == "learning_rate":
+            inner_rates.append(_number_of(tx.arguments.get("learning_rate")))
     rate = _number_of(learning_rate)
     are_comparable = all(isinstance(value, float | Schedule) for value in (*inner_rates, rate))
     if inner_rates and are_comparable and rate not in inner_rates:
@@ -203,15 +214,19 @@ def _momentum_argument(tx: Transform) -> str | None:
     """
     short_names = tx.declaration.short_names
     arguments = short_names.get("momentum", short_names.get("betas"))
-    return arguments[0] if isinstance(arguments, tuple) else arguments
+    if isinstance(arguments, tuple):
+        return arguments[0]
+    return arguments
 
 
 def _number_of(value: object) -> object:
     """Return the number that a constant schedule always returns. Return any other object unchanged."""
     if not isinstance(value, Schedule):
         return value
-    first = value(0)
-    return first if value == constant_schedule(first) else value
+    first_value = value(0)
+    if value == constant_schedule(first_value):
+        return first_value
+    return value
 
 
 def schedule_free_eval_params(state: PyTree, params: T) -> T:
@@ -239,19 +254,18 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             f"schedule_free_eval_params: found no ScheduleFreeState in a {type(state).__name__}; give the state that "
             "the update of schedule_free, or of a transform around it, returned"
         )
-    averaged_leaves: dict[str, tuple[Tensor, Tensor]] = {}
+    z_and_b1: dict[str, tuple[Tensor, Tensor]] = {}
     for averaging in states:
         for name, z in tree.named_leaves(averaging.z):
             if z is not None:
-                averaged_leaves[name] = (z, averaging.b1)
+                z_and_b1[name] = (z, averaging.b1)
 
-    def average(name: str, y: Tensor | None) -> Tensor | None:
-        if y is None or name not in averaged_leaves:
-            return y
-        z, b1 = averaged_leaves[name]
-        wide_z, wide_y = ew.widest([z], [y])
-        (x,) = ew.lerp(wide_z, wide_y, 1.0 / b1)
-        return x.to(y.dtype)
-
-    averaged = [average(name, y) for name, y in tree.named_leaves(params)]
-    return tree.unflatten(tree.flatten(params)[1], averaged)
+    leaves, treedef = tree.flatten(params)
+    for index, name in enumerate(tree.names(params)):
+        y = leaves[index]
+        if y is not None and name in z_and_b1:
+            z, b1 = z_and_b1[name]
+            wide_z, wide_y = ew.widest([z], [y])
+            (x,) = ew.lerp(wide_z, wide_y, 1.0 / b1)  # the average, from y = (1 - b1) z + b1 x
+            leaves[index] = x.to(y.dtype)
+    return tree.unflatten(treedef, leaves)

@@ -12,6 +12,7 @@ from muonfx.contrib.norms import norm
 from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.exact import solve_sylvester
+from muonfx.transforms.formulas import divide_unless, running_average
 from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise, product
 from muonfx.tree import PyTree
@@ -39,8 +40,13 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
     """Return a function from the shape of a matrix to the operations of its products and eigendecompositions."""
 
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
-        # Each side has one factor, one product with its root, and one product of eigenvectors.
-        return 2.0 * sum(2 * side * rows * columns + (1 + _EIGH_PRODUCTS) * side**3 for side in (rows, columns))
+        operations = 0.0
+        for side in (rows, columns):
+            # Each side has one factor, one product with its root, and one product of eigenvectors.
+            rectangular_products = 2 * side * rows * columns
+            square_products = (1 + _EIGH_PRODUCTS) * side**3
+            operations += 2.0 * (rectangular_products + square_products)
+        return operations
 
     return cost
 
@@ -96,23 +102,43 @@ def scale_by_shampoo(
     damping = checks.positive("damping", damping)
     checks.positive_int("refresh", refresh)
 
-    def square(matrix: Tensor, side: int) -> Tensor:
-        return matrix.new_zeros((*matrix.shape[:-2], matrix.shape[side], matrix.shape[side]))
-
     def step(u: Tensor, s: ShampooState) -> tuple[Tensor, ShampooState]:
         """Average both factors, refresh their inverse roots if due, and multiply the gradient by the roots."""
         g = u.clone(memory_format=torch.contiguous_format)  # products round by the strides and alignment of factors
         is_due = s.count.remainder(refresh) == 0
         count = s.count + 1.0
         correction = 1.0 - torch.pow(b2, count)
-        left = s.left + (1.0 - b2) * (g @ g.mT - s.left)
-        right = s.right + (1.0 - b2) * (g.mT @ g - s.right)
-        left_root = torch.where(is_due, _inverse_root(left, correction, damping), s.left_root)
-        right_root = torch.where(is_due, _inverse_root(right, correction, damping), s.right_root)
-        return product(left_root, g) @ right_root, ShampooState(count, left, right, left_root, right_root)
 
-    slots = [MatrixSlot(functools.partial(square, side=side)) for side in (-2, -1, -2, -1)]
-    return ShampooState(MatrixSlot(), *slots), step
+        left = running_average(s.left, g @ g.mT, b2)
+        right = running_average(s.right, g.mT @ g, b2)
+        new_left_root = _inverse_root(left, correction, damping)
+        new_right_root = _inverse_root(right, correction, damping)
+        left_root = torch.where(is_due, new_left_root, s.left_root)
+        right_root = torch.where(is_due, new_right_root, s.right_root)
+        update = product(left_root, g) @ right_root
+        return update, ShampooState(
+            count=count,
+            left=left,
+            right=right,
+            left_root=left_root,
+            right_root=right_root,
+        )
+
+    left_slot = MatrixSlot(functools.partial(_zeros, side=-2))
+    right_slot = MatrixSlot(functools.partial(_zeros, side=-1))
+    return ShampooState(
+        count=MatrixSlot(),
+        left=left_slot,
+        right=right_slot,
+        left_root=left_slot,
+        right_root=right_slot,
+    ), step
+
+
+def _zeros(matrix: Tensor, side: int) -> Tensor:
+    """Return zeros (..., n, n) for the length n of a side of a matrix, -2 or -1."""
+    size = matrix.shape[side]
+    return matrix.new_zeros((*matrix.shape[:-2], size, size))
 
 
 def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:
@@ -120,12 +146,17 @@ def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:
     size = norm(factor)
     # `eigh` raises an error for NaN. A matrix with NaN or infinity gets a root of NaN, and others are not affected.
     is_usual = size.isfinite() & (size > 0)
-    identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    damped = torch.where(is_usual, factor, 0.0) / torch.where(is_usual, size, 1.0) + damping * identity
-    root = _InverseRoot.apply(torch.where(is_usual, damped, identity))
+    n = factor.shape[-1]
+    identity = torch.eye(n, dtype=factor.dtype, device=factor.device)
+    unit_factor = divide_unless(~is_usual, factor, size, otherwise=0.0)
+    damped_factor = unit_factor + damping * identity
+    root = _InverseRoot.apply(torch.where(is_usual, damped_factor, identity))
     # Roots before the division: the quotient overflows for a tiny factor.
-    root = root * (correction.sqrt().sqrt() / torch.where(is_usual, size, correction).sqrt().sqrt())
-    return torch.where(size.isfinite(), root, torch.nan)
+    usual_size = torch.where(is_usual, size, correction)
+    fourth_root_of_size = usual_size.sqrt().sqrt()
+    fourth_root_of_correction = correction.sqrt().sqrt()
+    scaled_root = root * (fourth_root_of_correction / fourth_root_of_size)
+    return torch.where(size.isfinite(), scaled_root, torch.nan)
 
 
 class _InverseRoot(torch.autograd.Function):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from muonfx.core import EmptyState, Transform, apply_updates, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.internal.arguments import plain_arguments
 from muonfx.transforms.clip import Sum, norm_over_leaves
+from muonfx.transforms.formulas import divide_unless
 from muonfx.transforms.leafwise import Leaf, leafwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -42,19 +42,22 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
     rho = checks.at_least("rho", rho, 0.0)
 
     def step(g: Leaf, s: EmptyState, *, sum_over_leaves: Sum):
-        return g * _quotient(rho, norm_over_leaves(g, sum_over_leaves)), s
+        norm = norm_over_leaves(g, sum_over_leaves)
+        return g * _quotient(rho, norm), s
 
     def adaptive_step(g: Leaf, s: EmptyState, p: Leaf, *, sum_over_leaves: Sum):
         pg = g * p
-        return pg * _quotient(rho, norm_over_leaves(pg, sum_over_leaves)) * p, s
+        norm = norm_over_leaves(pg, sum_over_leaves)
+        return pg * _quotient(rho, norm) * p, s
 
-    return EmptyState(), adaptive_step if adaptive else step
+    if adaptive:
+        return EmptyState(), adaptive_step
+    return EmptyState(), step
 
 
 def _quotient(rho: float | Tensor, norm: Tensor) -> Tensor:
     """Return ``rho / norm``, or zero for a norm of zero."""
-    is_zero = norm == 0
-    return torch.where(is_zero, 0.0, ew.scalar_like(rho, norm) / torch.where(is_zero, 1.0, norm))
+    return divide_unless(norm == 0, ew.scalar_like(rho, norm), norm, otherwise=0.0)
 
 
 @plain_arguments
@@ -87,8 +90,15 @@ def sam_gradient(
     """
     if perturbation is None:
         perturbation = sam()
-    first = gradient(params)
-    grads, aux = first if has_aux else (first, None)
-    ascent, _ = perturbation.update(grads, EmptyState(), params)
-    second = gradient(apply_updates(params, ascent))
-    return (second[0], aux) if has_aux else second
+
+    def ascended(grads: PyTree) -> PyTree:
+        """Return the parameters after a step in the direction of the gradients."""
+        ascent, _ = perturbation.update(grads, EmptyState(), params)
+        return apply_updates(params, ascent)
+
+    if not has_aux:
+        grads = gradient(params)
+        return gradient(ascended(grads))
+    grads, aux = gradient(params)
+    grads_at_ascended, _ = gradient(ascended(grads))
+    return grads_at_ascended, aux

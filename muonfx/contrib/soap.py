@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,11 +12,13 @@ from muonfx.contrib.norms import norm
 from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
+from muonfx.transforms.formulas import running_average
 from muonfx.transforms.leafwise import Slot
 from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise, product
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
+from muonfx.tree.elementwise import Scalar
 
 Factors = Literal["shampoo", "kl"]
 """The factors of `scale_by_soap`."""
@@ -55,11 +58,15 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
     is_kl = tx.arguments["factors"] == "kl"
 
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
-        sides = [side for side in (rows, columns) if side <= longest]
-        # Each side has three rotations of the gradient, one factor, and one product of factor and basis.
-        rectangular_products = (4 + is_kl) * sum(side * rows * columns for side in sides)
-        square_products = (1 + is_kl + _QR_PRODUCTS) * sum(side**3 for side in sides)
-        return 2.0 * (rectangular_products + square_products)
+        operations = 0.0
+        for side in (rows, columns):
+            if side > longest:
+                continue
+            # Each side has three rotations of the gradient, one factor, and one product of factor and basis.
+            rectangular_products = (4 + is_kl) * side * rows * columns
+            square_products = (1 + is_kl + _QR_PRODUCTS) * side**3
+            operations += 2.0 * (rectangular_products + square_products)
+        return operations
 
     return cost
 
@@ -146,22 +153,12 @@ def scale_by_soap(
     checks.positive_int("refresh", refresh)
     checks.positive_int("max_precondition_size", max_precondition_size)
 
-    def square(matrix: Tensor, side: int) -> Tensor:
-        """Return zeros (..., n, n) for the length n of a side (-2 or -1); (..., 0, 0) for a side that is too long."""
-        size = matrix.shape[side] if matrix.shape[side] <= max_precondition_size else 0
-        return matrix.new_zeros((*matrix.shape[:-2], size, size))
-
-    def identity(matrix: Tensor, side: int) -> Tensor:
-        """Return the identity (..., n, n) for the length n of a side, the first basis; empty if it is too long."""
-        zeros = square(matrix, side)
-        return zeros + torch.eye(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device)
-
     def step(u: Tensor, s: SoapState) -> tuple[Tensor, SoapState]:
         """Return Adam's update in the current bases, then average the factors and refresh the bases.
 
-        The names are those of the docstring of `scale_by_soap`: bases p and q, moments m and v, factors left (L) and
-        right (R). The shapes are (..., rows, columns) for u, m and v, (..., rows, rows) for p and left, and (...,
-        columns, columns) for q and right. A basis and a factor are empty if the side is too long.
+        The names are as in the docstring of `scale_by_soap`: bases p and q, moments m and v, factors left (L) and right
+        (R). The shapes are (..., rows, columns) for u, m and v, (..., rows, rows) for p and left, and (..., columns,
+        columns) for q and right. A basis and a factor are empty if the side is too long.
         """
         is_first = s.count == 0
         is_due = s.count.remainder(refresh) == 0
@@ -173,47 +170,71 @@ def scale_by_soap(
         p = s.left_basis.clone(memory_format=torch.contiguous_format)
         q = s.right_basis.clone(memory_format=torch.contiguous_format)
 
-        # The moments of Adam, of which the second is in the bases p and q. The first gradient changes neither.
+        # m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) (p^T g q)^2. The first gradient changes neither.
         rotated_g = _rotate(g, p, q)
-        new_m = s.mu + (1.0 - b1) * (g - s.mu)
-        new_v = s.nu + (1.0 - b2) * (rotated_g.square() - s.nu)
+        new_m = running_average(s.mu, g, b1)
+        new_v = running_average(s.nu, rotated_g.square(), b2)
         m = torch.where(is_first, s.mu, new_m)
         v = torch.where(is_first, s.nu, new_v)
 
-        # The update of Adam in the bases, and rotated back. For the first gradient, it is zero.
-        divisor = torch.where(is_first, 1.0, ew.safe_sqrt(v / c2) + eps)
+        # update = p (p^T (m / c1) q / (sqrt(v / c2) + eps)) q^T. For the first gradient, it is zero.
+        root = ew.safe_sqrt(v / c2)
+        divisor = torch.where(is_first, 1.0, root + eps)
         rotated_update = _rotate(m, p, q) / divisor / c1
-        out = torch.where(is_first, 0.0, _rotate(rotated_update, p.mT, q.mT))
+        update = torch.where(is_first, 0.0, _rotate(rotated_update, p.mT, q.mT))
 
-        # The matrix whose product with its transpose is averaged: G, or G whitened by the other factor.
-        left = s.left
-        right = s.right
-        g_right = g
-        g_left = g.mT
+        # The factors, and the bases that follow from them. A new basis has another order of columns, and the second
+        # moment is sorted likewise.
+        g_for_left = g
+        g_for_right = g.mT
         if factors == "kl":
-            g_right = _whitened(g, right, q, 1.0 / c2 - 1.0)
-            g_left = _whitened(g.mT, left, p, 1.0 / c2 - 1.0)
-        # A new basis has another order of columns, so that the second moment is sorted likewise.
+            missing = 1.0 / c2 - 1.0
+            g_for_left = _whitened(g, s.right, q, missing)
+            g_for_right = _whitened(g.mT, s.left, p, missing)
+        left = _averaged(s.left, g_for_left, b2)
+        right = _averaged(s.right, g_for_right, b2)
         if left.shape[-1]:
-            left = left + (1.0 - b2) * (g_right @ g_right.mT - left)
             p, order = _refreshed(left, p, is_due, is_first)
             v = v.take_along_dim(order.mT, -2)
         if right.shape[-1]:
-            right = right + (1.0 - b2) * (g_left @ g_left.mT - right)
             q, order = _refreshed(right, q, is_due, is_first)
             v = v.take_along_dim(order, -1)
-        return out, SoapState(s.count + 1.0, m, v, left, right, p, q)
+        return update, SoapState(
+            count=s.count + 1.0,
+            mu=m,
+            nu=v,
+            left=left,
+            right=right,
+            left_basis=p,
+            right_basis=q,
+        )
 
+    zeros = functools.partial(_zeros, longest=max_precondition_size)
+    identity = functools.partial(_identity, longest=max_precondition_size)
     state: Any = SoapState
     return state(
         count=MatrixSlot(),
         mu=Slot(),
         nu=Slot(),
-        left=MatrixSlot(lambda matrix: square(matrix, -2)),
-        right=MatrixSlot(lambda matrix: square(matrix, -1)),
-        left_basis=MatrixSlot(lambda matrix: identity(matrix, -2)),
-        right_basis=MatrixSlot(lambda matrix: identity(matrix, -1)),
+        left=MatrixSlot(functools.partial(zeros, side=-2)),
+        right=MatrixSlot(functools.partial(zeros, side=-1)),
+        left_basis=MatrixSlot(functools.partial(identity, side=-2)),
+        right_basis=MatrixSlot(functools.partial(identity, side=-1)),
     ), step
+
+
+def _zeros(matrix: Tensor, side: int, longest: int) -> Tensor:
+    """Return zeros (..., n, n) for the length n of a side, -2 or -1; (..., 0, 0) if it is more than ``longest``."""
+    size = matrix.shape[side]
+    if size > longest:
+        size = 0
+    return matrix.new_zeros((*matrix.shape[:-2], size, size))
+
+
+def _identity(matrix: Tensor, side: int, longest: int) -> Tensor:
+    """Return the first basis of a side: the identity (..., n, n), or (..., 0, 0) if n is more than ``longest``."""
+    zeros = _zeros(matrix, side, longest)
+    return zeros + torch.eye(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device)
 
 
 def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -225,32 +246,51 @@ def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return x
 
 
+def _averaged(factor: Tensor, g: Tensor, b2: Scalar) -> Tensor:
+    """Return ``b2 factor + (1 - b2) g g^T``. An empty factor stays empty."""
+    if not factor.shape[-1]:
+        return factor
+    return running_average(factor, g @ g.mT, b2)
+
+
 def _whitened(x: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
     """Return a matrix whose product with its transpose is ``x`` times the inverse of ``factor`` times ``x.mT``, over n.
 
     ``missing`` is the weight of the identity in ``factor``, relative to the weight of the gradients so far.
     """
-    size = x.shape[-1] ** 0.5
+    rows, columns = x.shape[-2:]
+    root_n = columns**0.5
     if not factor.shape[-1]:
-        return x / size
-    eigenvalues = (basis * (factor @ basis)).sum(-2, keepdim=True)
+        return x / root_n
+    product = factor @ basis
+    eigenvalues = (basis * product).sum(-2, keepdim=True)
     mean = eigenvalues.mean(-1, keepdim=True)
     largest = eigenvalues.amax(-1, keepdim=True)
-    rms = norm(x) / (x.shape[-2] ** 0.5 * size)
-    damped = torch.where(largest == 0, rms, eigenvalues + missing * mean + _SHIFT * largest)
-    return x @ basis / (torch.where(damped <= 0, 1.0, damped).sqrt() * size)
+    damped = eigenvalues + missing * mean + _SHIFT * largest
+    root_size = rows**0.5 * root_n
+    rms = norm(x) / root_size
+    damped = torch.where(largest == 0, rms, damped)
+    divisor = torch.where(damped <= 0, 1.0, damped).sqrt()
+    return x @ basis / (divisor * root_n)
 
 
 def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
     """Return the basis after a power iteration with ``factor``, if due, and the old indices of its columns."""
-    product = (factor * unit_power(factor)) @ basis + _SHIFT * basis
+    scaled_factor = factor * unit_power(factor)
+    product = scaled_factor @ basis + _SHIFT * basis
     # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding. The identity is
     # not sorted: the order of its columns says nothing yet, and each change of order is a jump.
-    eigenvalues = ((basis * product).sum(-2, keepdim=True) / _SHIFT).round()
-    same = torch.arange(basis.shape[-1], device=basis.device).expand_as(eigenvalues)
-    order = torch.where(is_due & ~is_first, eigenvalues.argsort(dim=-1, descending=True, stable=True), same)
-    q, r = torch.linalg.qr(product.take_along_dim(order, -1))
+    eigenvalues = (basis * product).sum(-2, keepdim=True)
+    rounded = (eigenvalues / _SHIFT).round()
+    by_size = rounded.argsort(dim=-1, descending=True, stable=True)
+    same_order = torch.arange(basis.shape[-1], device=basis.device).expand_as(by_size)
+    is_sorted = is_due & ~is_first
+    order = torch.where(is_sorted, by_size, same_order)
+    sorted_product = product.take_along_dim(order, -1)
+    q, r = torch.linalg.qr(sorted_product)
     # A positive diagonal of R makes the decomposition unique.
-    signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
+    diagonal = r.diagonal(dim1=-2, dim2=-1)
+    signs = torch.where(diagonal < 0, -1.0, 1.0).unsqueeze(-2)
+    new_basis = torch.where(is_due, q * signs, basis)
     # The columns of `q` are contiguous; the state keeps the strides that `init` and `load` give it.
-    return torch.where(is_due, q * signs, basis).contiguous(), order
+    return new_basis.contiguous(), order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -129,22 +128,23 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
         """Return the sum of the outputs of all transforms for the same updates, and the states by name."""
+        treedef = tree.flatten(updates)[1]
+        sums: list[PyTree] = [None] * treedef.num_leaves
         new_state: dict[str, PyTree] = {}
-        outputs: list[PyTree] = []
         for name, tx in entries.items():
             # Every transform gets the same updates, so none may overwrite them.
             out, new_state[name] = tx.run(updates, state[name], params, donate=Donation(False, donate.state), **extras)
-            outputs.append(out)
-        treedef = tree.flatten(updates)[1]
-        columns = zip(*[tree.subtrees(treedef, out) for out in outputs], strict=True)
-        return tree.unflatten(treedef, [functools.reduce(_sum, column) for column in columns]), new_state
+            sums = list(map(_sum, sums, tree.subtrees(treedef, out)))
+        return tree.unflatten(treedef, sums), new_state
 
     return init, update
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Add two updates in float32 or wider, and round the sum to the dtype of the first. None counts as zero."""
-    if a is None or b is None:
-        return b if a is None else a
+    if a is None:
+        return b
+    if b is None:
+        return a
     wide = wide_dtype(a.dtype, b.dtype)
     return (a.to(wide) + b.to(wide)).to(a.dtype)

@@ -250,7 +250,7 @@ def mixed_devices(**trees: PyTree) -> str | None:
     """
     leaf_on: dict[torch.device, str] = {}
     for tree_name, values in trees.items():
-        for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True):
+        for name, leaf in tree.named_leaves(values):
             if isinstance(leaf, Tensor):
                 leaf_on.setdefault(leaf.device, f"{tree_name}: {shown_name(name)}")
     if len(leaf_on) < 2:
@@ -267,7 +267,7 @@ def check_tree(tree_name: str, values: PyTree) -> None:
     Traceback (most recent call last):
     TypeError: params must be a tensor or None, found Linear; expected a tree ...: dict(model.named_parameters())
     """
-    for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True):
+    for name, leaf in tree.named_leaves(values):
         if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise _no_tensor(tree_name, name, leaf)
 

@@ -41,7 +41,9 @@ class Donation(NamedTuple):
         Raises:
             TypeError: ``donate`` is neither a bool nor a `Donation` of bools.
         """
-        donation = donate if isinstance(donate, Donation) else cls(updates=donate, state=donate)
+        donation = donate
+        if not isinstance(donation, Donation):
+            donation = cls(updates=donation, state=donation)
         if type(donation.updates) is not bool or type(donation.state) is not bool:
             raise TypeError(f"donate must be True, False or a muonfx.Donation of two bools, found {donate!r}")
         return donation
@@ -72,8 +74,8 @@ def copied_where_shared(params: list[Any], updates: list[Any]) -> list[Any]:
     """Return the list ``params`` with clones of the tensors that share memory with a tensor of either list."""
     leaves = [*params, *updates]
     # A trace cannot compare memory; it only finds tensors that occur twice.
-    find_shared = _repeated if functorch_is_active() or is_traced() else _sharing
-    shared = find_shared(leaves)
+    is_tracing = functorch_is_active() or is_traced()
+    shared = _repeated(leaves) if is_tracing else _sharing(leaves)
     copies = list(params)
     for index in shared:
         if index < len(params):
@@ -84,8 +86,10 @@ def copied_where_shared(params: list[Any], updates: list[Any]) -> list[Any]:
 def _with_clones(values: PyTree, shared: set[int], *, start: int) -> PyTree:
     """Return a tree with clones of the leaves whose indices, counted from ``start``, are in ``shared``."""
     leaves, treedef = tree.flatten(values)
-    copies = [leaf.clone() if index in shared else leaf for index, leaf in enumerate(leaves, start)]
-    return tree.unflatten(treedef, copies)
+    for index, leaf in enumerate(leaves):
+        if start + index in shared:
+            leaves[index] = leaf.clone()
+    return tree.unflatten(treedef, leaves)
 
 
 def _repeated(leaves: Sequence[Any]) -> set[int]:

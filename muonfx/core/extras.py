@@ -94,26 +94,21 @@ def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_n
                 required.add(parameter.name)
         elif parameter.kind is parameter.VAR_KEYWORD:
             takes_all = True
-    understood: set[str] | None = named - _OUR_EXTRAS
+    understood: frozenset[str] | None = frozenset(named - _OUR_EXTRAS)
     if takes_all and calls_none:
         understood = None
     if takes_all:
         for extras in inner:
             required |= extras.required - named  # an argument that this signature names with a default is optional
             understood = _union(understood, extras.understood)
-    return Extras(
-        frozenset(named),
-        takes_all,
-        frozenset(required - {"sum_over_leaves"}),
-        None if understood is None else frozenset(understood),
-    )
+    return Extras(frozenset(named), takes_all, frozenset(required - {"sum_over_leaves"}), understood)
 
 
-def _union(names: set[str] | None, more: frozenset[str] | None) -> set[str] | None:
+def _union(names: frozenset[str] | None, further_names: frozenset[str] | None) -> frozenset[str] | None:
     """Return the union of two sets of names. None means all names."""
-    if names is None or more is None:
+    if names is None or further_names is None:
         return None
-    return names | more
+    return names | further_names
 
 
 def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> None:
@@ -155,9 +150,10 @@ def _unknown(transforms: list[Any], name: str) -> TypeError:
     understood = sorted(outermost.extras.understood)
     expected = "no extra argument"
     if understood:
-        expected = f"only {' or '.join(f'{accepted}=' for accepted in understood)}"
-    subject = outermost.name
-    subject += " and the transforms in it do" if len(transforms) > 1 else " does"
+        expected = f"only {'= or '.join(understood)}="
+    subject = f"{outermost.name} does"
+    if len(transforms) > 1:
+        subject = f"{outermost.name} and the transforms in it do"
     return TypeError(
         f"{outermost.name}: found the extra argument {name}={did_you_mean(name, understood)}, expected {expected}: "
         f"leave it out, since {subject} not read it"

@@ -140,11 +140,13 @@ def _error(earlier: _Placed, later: _Placed) -> str:
         )
     if earlier.position in _AFTER and (is_rate or later.position == "turns"):
         reversal = "the learning rate" if is_rate else "the negative scale"
-        inside = f", or move that into {earlier.tx.name}(...)" if earlier.tx.children else ""
-        return (
+        message = (
             f"{earlier.tx.name} comes before {reversal} in {later.member!r}, but it requires the updates that are "
-            f"added to the parameters; put it after {later.member!r}{inside}"
+            f"added to the parameters; put it after {later.member!r}"
         )
+        if earlier.tx.children:
+            message += f", or move that into {earlier.tx.name}(...)"
+        return message
     return ""
 
 
@@ -178,13 +180,16 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
         return possible
     # The updates of a wrapper may be those of any transform that it calls.
     union: frozenset[int] = frozenset().union(*inner)  # dynamo cannot call `frozenset[int]`
-    return _products(possible, union) if union else possible
+    if not union:
+        return possible
+    return _products(possible, union)
 
 
 def _products(signs: frozenset[int], factors: frozenset[int]) -> frozenset[int]:
     products: set[int] = set()
     for sign in signs:
-        products |= {sign * factor for factor in factors}
+        for factor in factors:
+            products.add(sign * factor)
     return frozenset(products)
 
 
@@ -198,4 +203,6 @@ def _sign_without_inner(tx: Transform) -> int:
     # A third-party transform without a position may reverse updates.
     module = tx.factory.__module__ or ""  # None for a factory in a bare exec()
     is_ours = module.partition(".")[0] == __name__.partition(".")[0]
-    return 1 if is_ours or position is not None else 0
+    if position is None and not is_ours:
+        return 0
+    return 1

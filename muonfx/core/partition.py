@@ -103,7 +103,9 @@ class _Chooser:
         self.source = source
         self.expected = expected
         self.kinds = kinds
-        self._choice_of: dict[Any, _Choice] = {} if memory is None else memory
+        if memory is None:
+            memory = {}
+        self._choice_of: dict[Any, _Choice] = memory
         """The cache: by the `_cache_key` of parameters, their values."""
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> _Choice:
@@ -131,8 +133,8 @@ class _Chooser:
         """
         if not callable(self.source):
             return tuple(names)
-        shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
-        return tuple(zip(names, shapes, strict=True))
+        specs = map(_shape_and_dtype, tree.leaves(params))
+        return tuple(zip(names, specs, strict=True))
 
     def of_updates(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
         """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step. It issues no warnings.
@@ -199,6 +201,12 @@ class _Chooser:
         return _Choice(values)
 
 
+def _shape_and_dtype(leaf: torch.Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    if leaf is None:
+        return None
+    return leaf.shape, leaf.dtype
+
+
 def _condition_on_modules(argument: str, condition: Condition) -> ValueError:
     """Return the error for a condition that depends on module types, which named tensors do not have."""
     return ValueError(
@@ -230,16 +238,18 @@ def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
     >>> _keys_of(["module.fc.weight"], {"fc.weight": "muon"})
     {'module.fc.weight': 'fc.weight'}
     """
-    key_of = {name: name for name in names if name in source}
-    if len(key_of) == len(names):
-        return key_of
-    key_of_plain_name = {plain: key for key, plain in unwrapped(source).items()}
+    if all(name in source for name in names):
+        return dict(zip(names, names, strict=True))
+    key_of_plain_name = {plain_name: key for key, plain_name in unwrapped(source).items()}
     if len(key_of_plain_name) < len(source):  # two keys differ by a wrapper only
-        return key_of
-    for name, plain in unwrapped(names).items():
-        if plain in key_of_plain_name:
-            key_of.setdefault(name, key_of_plain_name[plain])
-    return {name: key_of[name] for name in names if name in key_of}
+        key_of_plain_name = {}
+    key_of: dict[str, str] = {}
+    for name, plain_name in unwrapped(names).items():
+        if name in source:
+            key_of[name] = name
+        elif plain_name in key_of_plain_name:
+            key_of[name] = key_of_plain_name[plain_name]
+    return key_of
 
 
 def _label_chooser(labels: object, memory: Memory | None = None) -> _Chooser:
@@ -253,10 +263,28 @@ def _mask_chooser(argument: str, mask: object, memory: Memory | None = None) -> 
     return _Chooser(argument, mask, "True or False", (bool,), memory)
 
 
-def _leaves_with(value: object, values: Mapping[str, Any], leaves: list[Any]) -> dict[str, Any]:
-    """Return a dict from name to leaf, for the leaves whose label (or bool) in ``values`` equals ``value``."""
-    pairs = zip(values.items(), leaves, strict=True)
-    return {name: leaf for (name, label), leaf in pairs if label is not None and label == value}
+def _leaves_by_label(
+    labels: Mapping[str, str | None], transforms: Mapping[str, Transform], values: PyTree
+) -> dict[str, Any]:
+    """Return a dict from each label in ``transforms`` to a dict of the leaves with this label, by name.
+
+    Labels ``{"w": "muon", "b": "adamw"}`` and values ``{"b": 1, "w": 2}`` give
+    ``{"muon": {"w": 2}, "adamw": {"b": 1}}``.
+    """
+    leaves_of: dict[str, dict[str, Any]] = {label: {} for label in transforms}
+    for (name, label), leaf in zip(labels.items(), tree.leaves(values), strict=True):
+        if label in leaves_of:
+            leaves_of[label][name] = leaf
+    return leaves_of
+
+
+def _selected_leaves(is_selected: Mapping[str, bool], values: PyTree) -> dict[str, Any]:
+    """Return the leaves of a tree for which ``is_selected`` has True, by name."""
+    leaves: dict[str, Any] = {}
+    for (name, selected), leaf in zip(is_selected.items(), tree.leaves(values), strict=True):
+        if selected:
+            leaves[name] = leaf
+    return leaves
 
 
 def _require_transforms(transforms: object) -> None:
@@ -283,24 +311,28 @@ def _require_known_labels(labels: Mapping[str, str | None], transforms: Mapping[
 
 def _warn_of_unused_label(label: str, choice: _Choice) -> None:
     """Warn that no parameter has a label. The warning counts the other labels, and has up to five of their reasons."""
-    if not choice.values:
-        counts = ": there are no parameters"
+    message = f"partition: no parameter has the label {label!r}; its transform does nothing"
+    if choice.values:
+        counts = [f"{label!r} for {count}" for label, count in Counter(choice.values.values()).items()]
+        message += f". The labels of the {len(choice.values)} parameters are {', '.join(counts)}"
     else:
-        numbers = ", ".join(f"{label!r} for {count}" for label, count in Counter(choice.values.values()).items())
-        counts = f". The labels of the {len(choice.values)} parameters are {numbers}"
-    reasons = [] if choice.routed is None else choice.routed.reasons()
+        message += ": there are no parameters"
+    reasons: list[str] = []
+    if choice.routed is not None:
+        reasons = choice.routed.reasons()
     if len(reasons) > 5:
         reasons = [*reasons[:5], "..."]
     if reasons:
-        counts = f"{counts}. {'; '.join(reasons)}"
-    warn_caller(f"partition: no parameter has the label {label!r}; its transform does nothing{counts}")
+        message += f". {'; '.join(reasons)}"
+    warn_caller(message)
 
 
 def mask_patterns(tx: Transform) -> list[NamePatterns]:
     """Return the globs over parameter names in the ``mask`` of a transform, to report globs that match no name."""
     mask = tx.arguments["mask"]
-    groups = mask.globs() if isinstance(mask, Condition) else ()
-    return [NamePatterns("mask", groups)] if groups else []
+    if isinstance(mask, Condition) and mask.globs():
+        return [NamePatterns("mask", mask.globs())]
+    return []
 
 
 def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
@@ -316,17 +348,17 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
 def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
     """Return the names that a `partition` does not update: the label is None, or its transform leaves them out."""
     labels = _label_chooser(tx.arguments["labels"])(params, quiet=True).values
+    transforms = tx.arguments["transforms"]
     names = {name for name, label in labels.items() if label is None}
-    leaves = tree.leaves(params)
-    for label, inner in tx.arguments["transforms"].items():
-        names |= left_out(inner, _leaves_with(label, labels, leaves))
+    for label, leaves in _leaves_by_label(labels, transforms, params).items():
+        names |= left_out(transforms[label], leaves)
     return names
 
 
 def _left_out_by_mask(tx: Transform, params: PyTree) -> set[str]:
     """Return the names of the selected parameters that the inner transform of `masked` does not update."""
     is_selected = _mask_chooser("masked: mask", tx.arguments["mask"])(params, quiet=True).values
-    return left_out(tx.arguments["inner"], _leaves_with(True, is_selected, tree.leaves(params)))
+    return left_out(tx.arguments["inner"], _selected_leaves(is_selected, params))
 
 
 def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
@@ -387,10 +419,9 @@ def partition(
         for label in transforms:
             if label not in choice.values.values():
                 _warn_of_unused_label(label, choice)
-        leaves = tree.leaves(params)
         state: dict[str, PyTree] = {}
-        for label, tx in transforms.items():
-            state[label] = tx.functions.init(_leaves_with(label, choice.values, leaves))
+        for label, leaves in _leaves_by_label(choice.values, transforms, params).items():
+            state[label] = transforms[label].functions.init(leaves)
         return state
 
     def update(
@@ -399,16 +430,17 @@ def partition(
         """Run each transform on the leaves of its group, which it receives as a flat dict by name."""
         labels = choose.of_updates(updates, params)
         _require_known_labels(labels, transforms)
-        update_leaves, treedef = tree.flatten(updates)
-        param_leaves = None if params is None else tree.leaves(params)
-        new_updates: dict[str, Any] = {}
+        updates_of = _leaves_by_label(labels, transforms, updates)
+        params_of: dict[str, Any] = dict.fromkeys(transforms)
+        if params is not None:
+            params_of = _leaves_by_label(labels, transforms, params)
+        new_updates: dict[str, Any] = dict.fromkeys(labels)  # None for parameters with the label None
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():
-            group_updates = _leaves_with(label, labels, update_leaves)
-            group_params = None if param_leaves is None else _leaves_with(label, labels, param_leaves)
-            group_updates, new_state[label] = tx.run(group_updates, state[label], group_params, donate=donate, **extras)
-            new_updates.update(group_updates)
-        return tree.unflatten(treedef, [new_updates.get(name) for name in labels]), new_state
+            out, new_state[label] = tx.run(updates_of[label], state[label], params_of[label], donate=donate, **extras)
+            new_updates.update(out)
+        treedef = tree.flatten(updates)[1]
+        return tree.unflatten(treedef, new_updates.values()), new_state
 
     return init, update
 
@@ -451,17 +483,18 @@ def masked(
     choose = _mask_chooser("masked: mask", mask, _memory)
 
     def init(params: PyTree) -> PyTree:
-        return inner.functions.init(_leaves_with(True, choose(params).values, tree.leaves(params)))
+        return inner.functions.init(_selected_leaves(choose(params).values, params))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run the inner transform on the selected leaves. Return the other updates unchanged."""
         is_selected = choose.of_updates(updates, params)
+        if params is not None:
+            params = _selected_leaves(is_selected, params)
+        out, state = inner.run(_selected_leaves(is_selected, updates), state, params, donate=donate, **extras)
         leaves, treedef = tree.flatten(updates)
-        selected_params = None if params is None else _leaves_with(True, is_selected, tree.leaves(params))
-        selected_updates = _leaves_with(True, is_selected, leaves)
-        selected_updates, state = inner.run(selected_updates, state, selected_params, donate=donate, **extras)
-        new_leaves = [selected_updates.get(name, leaf) for name, leaf in zip(is_selected, leaves, strict=True)]
-        return tree.unflatten(treedef, new_leaves), state
+        new_updates = dict(zip(is_selected, leaves, strict=True))
+        new_updates.update(out)
+        return tree.unflatten(treedef, new_updates.values()), state
 
     return init, update
 

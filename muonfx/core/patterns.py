@@ -57,19 +57,17 @@ def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
     if not names:
         return
     for pattern in patterns:
-        plain_names = unwrapped(names).values() if pattern.required else ()
+        candidates = set(names)
+        if pattern.required:
+            candidates.update(unwrapped(names).values())
         matched: set[str] = set()
         for group in pattern.groups:
-            matches = {name for name in {*names, *plain_names} if _matches(name, group)}
+            matches = {name for name in candidates if _matches(name, group)}
             if not matches:
                 _report(pattern, group, f"matches none of the {len(names)} parameters; {_advice(group, names)}")
             elif matches <= matched:
-                shadowed = format_list(sorted(matches), shown_name)
-                _report(
-                    pattern,
-                    group,
-                    f"matches only names that an earlier pattern matches, and the first counts: {shadowed}",
-                )
+                problem = "matches only names that an earlier pattern matches, and the first counts: "
+                _report(pattern, group, problem + format_list(sorted(matches), shown_name))
             elif pattern.first_counts:
                 matched |= matches
 

@@ -39,8 +39,9 @@ def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device
     libraries: dict[str, str] = {}
     for name, inner in _named_transforms(tx):
         if name in compute_dtypes and inner.arguments.get("products") == "auto":
-            failure = quack.failure(device, getattr(torch, compute_dtypes[name]))
-            libraries[name] = "quack-kernels" if failure is None else "torch"
+            libraries[name] = "torch"
+            if quack.failure(device, getattr(torch, compute_dtypes[name])) is None:
+                libraries[name] = "quack-kernels"
     return libraries
 
 

@@ -225,9 +225,10 @@ class Transform(Recorded):
     @property
     def name(self) -> str:
         """The name of the function that created this transform, such as "momentum". A chain's state has it as key."""
-        factory = self.factory
-        declared = factory.definition.name
-        return factory.__name__ if declared is None else declared.rpartition(".")[2]
+        public_name = self.factory.definition.name
+        if public_name is None:
+            return self.factory.__name__
+        return public_name.rpartition(".")[2]
 
     @of_structure
     def declaration(self) -> Declaration:
@@ -433,7 +434,7 @@ class Transform(Recorded):
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             checks.check_structure("updates", updates, "params", params)
         check_extras(self, extras)
-        donation = NOTHING if donate is False else Donation.of(donate)
+        donation = Donation.of(donate)
         if donation != NOTHING:
             donation, updates, state = unshared(donation, updates, state, params)
         try:
@@ -567,11 +568,10 @@ def without_left_out(tx: Transform, params: PyTree) -> PyTree:
     if checks.all_usable(leaves):
         return params
     not_updated = left_out(tx, params)
-    trained: list[Any] = []
-    for name, leaf in zip(tree.names(params), leaves, strict=True):
-        is_skipped = not checks.is_usable(leaf) and (name in not_updated or checks.is_frozen(leaf))
-        trained.append(None if is_skipped else leaf)
-    return tree.unflatten(treedef, trained)
+    for index, (name, leaf) in enumerate(tree.named_leaves(params)):
+        if not checks.is_usable(leaf) and (name in not_updated or checks.is_frozen(leaf)):
+            leaves[index] = None
+    return tree.unflatten(treedef, leaves)
 
 
 def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:

@@ -28,7 +28,7 @@ from optree import PyTreeSpec
 from torch import Tensor
 
 from muonfx.core.argument_texts import code_of_value, public_name, same, text_of
-from muonfx.internal.arguments import bind, check_plain, hint, kinds_of
+from muonfx.internal.arguments import accepted_types_of, bind, check_plain, hint
 from muonfx.tree import NAMESPACE
 
 V = TypeVar("V")
@@ -67,7 +67,9 @@ class Definition:
     def as_float(self, name: str, value: Any) -> object:
         """Return the value of an argument, converted to float if it is an int and the annotation is float."""
         is_int = isinstance(value, int) and not isinstance(value, bool)
-        return float(value) if is_int and "float" in self.plain[name] else value
+        if is_int and "float" in self.plain[name]:
+            return float(value)
+        return value
 
 
 class Factory(Protocol):
@@ -102,9 +104,10 @@ def make_factory(
         _check_public_name(name)
     parameters = dict(inspect.signature(constructor).parameters)
     accepted: dict[str, frozenset[str]] = {}
-    for argument, types in kinds_of(parameters, constructor).items():
-        is_scalar_or_schedule = _BY_STEP <= types <= _SCALAR
-        accepted[argument] = types - _BY_STEP if is_scalar_or_schedule else types
+    for argument, types in accepted_types_of(parameters, constructor).items():
+        if _BY_STEP <= types <= _SCALAR:  # the annotation ScalarOrSchedule
+            types = types - _BY_STEP
+        accepted[argument] = types
     factory = cast("Factory", call)
     factory.definition = Definition(
         constructor=constructor,
@@ -287,9 +290,10 @@ class Structure:
             return True
         if self.kind is not other.kind or self.factory != other.factory:
             return False
-        # Parts are stored in the order of the skeleton, so skeletons with another order of a dict are not equal.
-        same_order = _names_of_leaves(self.skeleton) == _names_of_leaves(other.skeleton)
-        return same_order and self.skeleton == other.skeleton
+        if self.skeleton != other.skeleton:
+            return False
+        # Equal dicts may have another order, and the parts are stored in the order of the skeleton.
+        return _names_of_leaves(self.skeleton) == _names_of_leaves(other.skeleton)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.factory))
@@ -344,8 +348,9 @@ class Recorded:
             return [argument]
         if type(skeleton) not in (tuple, list, dict):
             return []
-        # The items of a dict have its keys as names: "muon", not "transforms.muon".
-        prefix = "" if type(skeleton) is dict else argument
+        prefix = argument
+        if type(skeleton) is dict:  # its items have its keys as names: "muon", not "transforms.muon"
+            prefix = ""
         return [name for name, leaf in _named_leaves(skeleton, prefix) if leaf is _HOLE]
 
     def _parts_in(self, argument: str) -> list[Any]:

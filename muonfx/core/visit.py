@@ -42,17 +42,19 @@ class OwnNumbers:
     @classmethod
     def of(cls, tx: Transform, name: str, key: str) -> OwnNumbers:
         """Return the names for a transform with a dotted name, and a key (the name without labels)."""
-        arguments = _own_numbers(tx)
-        full_name = {argument: dotted(name) + argument for argument in arguments}
+        full_name_of: dict[str, str] = {}
+        keys: list[str] = []
+        for argument in _own_numbers(tx):
+            full_name_of[argument] = dotted(name) + argument
+            keys.append(dotted(key) + argument)
         short_names: dict[str, str | tuple[str, ...]] = {}
-        for short, declared in tx.declaration.short_names.items():
+        for short_name, declared in tx.declaration.short_names.items():
             if isinstance(declared, str):
-                if declared in full_name:
-                    short_names[short] = full_name[declared]
-            elif full_name.keys() >= set(declared):
-                short_names[short] = tuple([full_name[argument] for argument in declared])
-        keys = tuple([dotted(key) + argument for argument in arguments])
-        return cls(tuple(full_name.values()), keys, short_names)
+                if declared in full_name_of:
+                    short_names[short_name] = full_name_of[declared]
+            elif full_name_of.keys() >= set(declared):
+                short_names[short_name] = tuple([full_name_of[argument] for argument in declared])
+        return cls(tuple(full_name_of.values()), tuple(keys), short_names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +143,9 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
     resolved = tx.resolve(params)
     calls: list[Visit] = []
     for call in calls_of(resolved, params):
-        inner_key = key if call.label is not None else joined_name(key, call.argument)
+        inner_key = key
+        if call.label is None:
+            inner_key = joined_name(key, call.argument)
         inner_state = None
         if state is not None and call.state is not None:
             inner_state = (*state, *call.state)
@@ -259,12 +263,13 @@ def works_on_pieces(tx: Transform) -> bool:
 def _labels(tx: Transform, received: Sequence[PyTree]) -> set[str]:
     """Return the names of inner transforms that are labels, such as "muon"; none if leaves are not divided by label.
 
-    ``received`` are the parameters that each inner transform receives.
+    A label is a key of a dict of transforms that is an argument, as for `partition`. ``received`` are the parameters
+    that each inner transform receives.
     """
-    leaves: list[str] = []
+    names: list[str] = []
     for params in received:
-        leaves += tree.names(params)
-    if len(leaves) > len(set(leaves)):  # some leaf is passed to several inner transforms
+        names += tree.names(params)
+    if len(names) > len(set(names)):  # some leaf is passed to several inner transforms
         return set()
     labels: set[str] = set()
     for argument in tx.arguments.values():
@@ -286,7 +291,9 @@ def _recorder(tx: Transform, index: int, record: Callable[[int, PyTree], None], 
 
     def init(params: PyTree) -> PyTree:
         record(index, params)
-        return Placeholder(index) if replaced else tx.functions.init(params)
+        if replaced:
+            return Placeholder(index)
+        return tx.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None):
         raise AssertionError("a recorder is never run")

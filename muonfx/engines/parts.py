@@ -50,7 +50,7 @@ def _orthogonalize(options: Mapping[str, Any]) -> Transform:
 def _with_tuples(value: Any) -> Any:
     """Convert the lists in a value from a JSON file to tuples."""
     if isinstance(value, list):
-        return tuple([_with_tuples(item) for item in value])
+        return tuple(map(_with_tuples, value))
     if isinstance(value, Mapping):
         return {key: _with_tuples(item) for key, item in value.items()}
     return value

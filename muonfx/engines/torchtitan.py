@@ -66,9 +66,11 @@ def _container() -> Any:
             options = with_parts(config.options)
             rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
             self.model_parts = model_parts
-            self.optimizers = [Muon(part, **rates, **options) for part in model_parts]
+            self.optimizers: list[Muon] = []
             all_params: list[Tensor] = []
-            for optimizer in self.optimizers:
+            for model_part in model_parts:
+                optimizer = Muon(model_part, **rates, **options)
+                self.optimizers.append(optimizer)
                 for group in optimizer.param_groups:
                     all_params.extend(group["params"])
             self._post_init(all_params)  # initializes the container as a torch optimizer of all parameters
@@ -79,9 +81,11 @@ def _container() -> Any:
             return {canonical_fqn(key): value for key, value in state.items()}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            # By canonical name, the key that this container has.
-            key_of = {canonical_fqn(key): key for key in super().state_dict()}
-            super().load_state_dict({key_of.get(name, name): value for name, value in state_dict.items()})
+            saved = dict(state_dict)
+            for key in super().state_dict():
+                if canonical_fqn(key) in saved:  # the base class looks up the keys of this container
+                    saved[key] = saved.pop(canonical_fqn(key))
+            super().load_state_dict(saved)
 
     return MuonContainer
 

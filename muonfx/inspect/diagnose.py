@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -107,11 +107,11 @@ class Diagnosis(Shown):
             rows_of_role.setdefault(row.role, []).append(row)
         table_rows: list[Row] = []
         for role, rows in rows_of_role.items():
-            children = tuple([Row(_cells(row.name, [row])) for row in rows])
+            row_of_each = [Row(_cells(row.name, [row])) for row in rows]
             if len(rows) == 1:
-                table_rows.append(children[0])
+                table_rows += row_of_each
             else:
-                table_rows.append(Row(_cells(f"{role} ({len(rows)})", rows), children))
+                table_rows.append(Row(_cells(f"{role} ({len(rows)})", rows), tuple(row_of_each)))
         titles = ("parameter", "per rate", "per weight", "min", "max", "rms", "tail", "needed")
         legend = (
             "per rate, per weight: the update before the learning rate, and relative to the weight\n"
@@ -123,35 +123,50 @@ class Diagnosis(Shown):
 
 
 def _cells(title: str, rows: Sequence[ParameterDiagnosis]) -> tuple[str, ...]:
-    """Return the cells of a table row for one or more parameters: means of ratios and RMS, the worst of other values.
+    """Return the cells of a table row for one or more parameters, in the columns of `Diagnosis.report`.
 
-    ("up", "0.2", "0.01", "0.8", "1.1", "1", "0.03", "6 of 5") has the title and the columns of `Diagnosis.report`.
+    For example ``("up", "0.2", "0.01", "0.8", "1.1", "1", "0.03", "6 of 5")``. Sizes are means over the parameters.
     """
-    per_rate = [row.update_per_rate for row in rows if row.update_per_rate is not None]
-    mean_per_rate = fmean(per_rate) if per_rate else math.nan
-    mean_per_weight = fmean([row.update_per_weight for row in rows])
-    sizes = (title, _number(mean_per_rate), _number(mean_per_weight))
-    spectra = [row.spectrum for row in rows if row.spectrum is not None]
+    per_rate: list[float] = []
+    per_weight: list[float] = []
+    spectra: list[Spectrum] = []
+    for row in rows:
+        per_weight.append(row.update_per_weight)
+        if row.update_per_rate is not None:
+            per_rate.append(row.update_per_rate)
+        if row.spectrum is not None:
+            spectra.append(row.spectrum)
+    return (title, _mean(per_rate), _mean(per_weight), *_cells_of_spectra(spectra))
+
+
+def _mean(values: Sequence[float]) -> str:
+    """Return a table cell with the mean of values; "-" without values."""
+    if not values:
+        return "-"
+    return f"{fmean(values):.3g}"
+
+
+_WORST: dict[str, Callable[[Sequence[float]], float]] = {"minimum": min, "maximum": max, "rms": fmean, "tail": min}
+"""How the spectra of several parameters are shown in one row: by the field of `Spectrum`, its worst or mean value."""
+
+
+def _cells_of_spectra(spectra: Sequence[Spectrum]) -> list[str]:
+    """Return the cells "min", "max", "rms", "tail" and "needed", such as ``["0.8", "1.1", "1", "0.03", "6 of 5"]``."""
     if not spectra:
-        return (*sizes, "-", "-", "-", "-", "-")
-    steps = max([spectrum.steps for spectrum in spectra])
-    steps_needed = [spectrum.steps_needed for spectrum in spectra if spectrum.steps_needed is not None]
-    needed = f">{_MOST_STEPS}"
-    if len(steps_needed) == len(spectra):
-        needed = str(max(steps_needed))
-    return (
-        *sizes,
-        _number(min([spectrum.minimum for spectrum in spectra])),
-        _number(max([spectrum.maximum for spectrum in spectra])),
-        _number(fmean([spectrum.rms for spectrum in spectra])),
-        _number(min([spectrum.tail for spectrum in spectra])),
-        f"{needed} of {steps}",
-    )
-
-
-def _number(value: float) -> str:
-    """Return a table cell with three digits; "-" for NaN, a value that is not known."""
-    return "-" if math.isnan(value) else f"{value:.3g}"
+        return ["-"] * 5
+    cells: list[str] = []
+    for field_name, combine in _WORST.items():
+        values = [getattr(spectrum, field_name) for spectrum in spectra]
+        cells.append(f"{combine(values):.3g}")
+    most_steps = 0
+    most_needed = 0
+    for spectrum in spectra:
+        most_steps = max(most_steps, spectrum.steps)
+        most_needed = max(most_needed, spectrum.steps_needed or _MOST_STEPS + 1)
+    needed_text = str(most_needed)
+    if most_needed > _MOST_STEPS:
+        needed_text = f">{_MOST_STEPS}"
+    return [*cells, f"{needed_text} of {most_steps}"]
 
 
 def diagnose(
@@ -189,30 +204,39 @@ def diagnose(
     if isinstance(what, TransformOptimizer):
         tx, state, params, grads = what.snapshot()
     else:
-        tx, state, params, grads = _checked(what)
+        _require_whole_trees(what)
+        tx, state, params, grads = what
     if all(grad is None for grad in tree.leaves(grads)):
         raise ValueError("diagnose: found no gradient, expected at least one: call it after backward(), before step()")
     params = tree.map(lambda leaf: leaf.detach(), params)
-    measured = _Measurements(share)
+    measurements = _Measurements(share)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # creating the transform has given these warnings
-        updates, _ = _watched(tx, measured).update(grads, state, params, **extras)
-    if not measured.has_orthogonalized and any(part.factory is orthogonalize for part in within(tx)):
-        why = "accumulate runs it only at the last micro-batch: call diagnose there, or pass boundary=True"
-        raise ValueError(f"diagnose: orthogonalize did not run, expected it to run: {why}")
+        updates, _ = _watched(tx, measurements).update(grads, state, params, **extras)
+    if not measurements.has_orthogonalized and any(part.factory is orthogonalize for part in within(tx)):
+        raise ValueError(
+            "diagnose: orthogonalize did not run, expected it to run: accumulate runs it only at the last micro-batch: "
+            "call diagnose there, or pass boundary=True"
+        )
+    return Diagnosis(_rows(params, updates, measurements), share)
+
+
+def _rows(params: PyTree, updates: PyTree, measurements: _Measurements) -> tuple[ParameterDiagnosis, ...]:
+    """Return a row for each parameter that has an update with elements."""
     weight_of = dict(tree.named_leaves(params))
     rows: list[ParameterDiagnosis] = []
     for name, update in tree.named_leaves(updates):
-        if update is not None and update.numel():
-            row = ParameterDiagnosis(
-                name=name,
-                update_rms=_rms(update),
-                weight_rms=_rms(weight_of[name]),
-                update_per_rate=measured.per_rate.get(name),
-                spectrum=measured.spectra.get(name),
-            )
-            rows.append(row)
-    return Diagnosis(tuple(rows), share)
+        if update is None or update.numel() == 0:
+            continue
+        row = ParameterDiagnosis(
+            name=name,
+            update_rms=_rms(update),
+            weight_rms=_rms(weight_of[name]),
+            update_per_rate=measurements.per_rate.get(name),
+            spectrum=measurements.spectra.get(name),
+        )
+        rows.append(row)
+    return tuple(rows)
 
 
 @dataclass
@@ -229,28 +253,27 @@ class _Measurements:
 
     def record(self, tx: Transform, updates: PyTree, new_updates: PyTree) -> None:
         """Measure the input and the output of an `orthogonalize`, or the input of a learning rate."""
-        is_orthogonalize = tx.factory is orthogonalize
-        self.has_orthogonalized = self.has_orthogonalized or is_orthogonalize
         result_of = dict(tree.named_leaves(new_updates))
         for name, update in tree.named_leaves(updates):
             if update is None or update.numel() == 0:
                 continue
-            if is_orthogonalize:
+            if tx.factory is orthogonalize:
                 self.spectra[name] = _spectrum(tx, name, update, result_of[name], self.share)
             else:
                 self.per_rate[name] = _rms(update)
+        if tx.factory is orthogonalize:
+            self.has_orthogonalized = True
 
 
-def _checked(what: Any) -> tuple[Transform, PyTree, PyTree, PyTree]:
-    """Return the tuple (transform, state, params, grads) that was passed to `diagnose`, or raise TypeError.
+def _require_whole_trees(argument: Any) -> None:
+    """Raise TypeError unless the argument of `diagnose` is a tuple (transform, state, params, grads) of whole trees.
 
-    A sharded transform is refused: its trees have shards only, and singular values need whole matrices.
+    The trees of a sharded transform have shards only, and singular values need whole matrices.
     """
-    if not (isinstance(what, tuple) and len(what) == 4 and isinstance(what[0], Transform)):
-        raise _wrong_type(type(what).__name__)
-    if isinstance(what[0], Sharded):
+    if not (isinstance(argument, tuple) and len(argument) == 4 and isinstance(argument[0], Transform)):
+        raise _wrong_type(type(argument).__name__)
+    if isinstance(argument[0], Sharded):
         raise _wrong_type("a sharded transform")
-    return what
 
 
 def _wrong_type(kind: str) -> TypeError:
@@ -279,26 +302,28 @@ def _watched(tx: Transform, measurements: _Measurements) -> Transform:
     return watched()
 
 
-def _spectrum(tx: Transform, name: str, before: Tensor, after: Tensor, share: float) -> Spectrum:
-    """Measure the matrices of one parameter before and after a transform ``tx``, an `orthogonalize`."""
-    coefficients = tx.arguments["coefficients"]
-    if isinstance(coefficients, Tensor):
-        coefficients = coefficients.tolist()
-    coefficients = polar.coefficients(coefficients)
+def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor, share: float) -> Spectrum:
+    """Return the spectrum of one parameter: of its momentum, and of the result of ``tx``, an `orthogonalize`."""
+    argument = tx.arguments["coefficients"]
+    if isinstance(argument, Tensor):
+        argument = argument.tolist()
+    coefficients = polar.coefficients(argument)
     (pattern,) = tx.arguments["view"].of([name])
-    before_values: list[Tensor] = []
-    for matrices in split(pattern, before, name):
+    momentum_values: list[Tensor] = []
+    for matrices in split(pattern, momentum, name):
         normalized = _normalized(_as_wide_batch(matrices), coefficients)
-        before_values.append(_singular_values(normalized))
-    after_values = [_singular_values(_as_wide_batch(matrices)).flatten() for matrices in split(pattern, after, name)]
-    all_after = torch.cat(after_values)
+        momentum_values.append(_singular_values(normalized))
+    result_values: list[Tensor] = []
+    for matrices in split(pattern, orthogonalized, name):
+        result_values.append(_singular_values(_as_wide_batch(matrices)).flatten())
+    results = torch.cat(result_values)
     return Spectrum(
-        minimum=all_after.min().item(),
-        maximum=all_after.max().item(),
-        rms=_rms(all_after),
-        tail=min([_tail(values, share) for values in before_values]),
+        minimum=results.min().item(),
+        maximum=results.max().item(),
+        rms=_rms(results),
+        tail=min([_tail(values, share) for values in momentum_values]),
         steps=tx.arguments["steps"] or len(coefficients.steps),
-        steps_needed=_steps_needed(before_values, coefficients, share),
+        steps_needed=_steps_needed(momentum_values, coefficients, share),
     )
 
 

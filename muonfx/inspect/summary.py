@@ -89,27 +89,32 @@ class Summary(Shown):
     def report(self) -> Report:
         """Return the printed table: a row for each tensor, subtotals for each branch of the tree, and the total."""
         texts, sizes = self._columns()
-        no_texts = [""] * len(texts)
-        tensors = [leaf for leaf in self.leaves if leaf.shape is not None]
-        footers = [_sum_row(f"total of {_counted(len(tensors), 'tensor')}", no_texts, tensors, sizes)]
-        dtypes = list(dict.fromkeys([leaf.dtype for leaf in tensors]))
-        if len(dtypes) > 1:
-            for dtype in dtypes:
-                of_dtype = [leaf for leaf in tensors if leaf.dtype == dtype]
-                only_dtype = [dtype if column == "dtype" else "" for column in texts]
-                footers.append(_sum_row(_counted(len(of_dtype), "tensor"), only_dtype, of_dtype, sizes))
         titles = ("leaf", *texts, *sizes)
-        right = range(1 + len(texts), len(titles))
-        return Report((Table(titles, _rows(self.leaves, 0, texts, sizes), right, footers), *self._compared()))
+        rows = _rows(self.leaves, 0, texts, sizes)
+        columns_of_bytes = range(1 + len(texts), len(titles))
+        table = Table(titles, rows, right=columns_of_bytes, footers=self._footers(texts, sizes))
+        return Report((table, *self._compared()))
+
+    def _footers(self, texts: _Texts, sizes: _Sizes) -> list[Row]:
+        """Return the row of the total of all tensors, and a row for each dtype if there are several."""
+        tensors = [leaf for leaf in self.leaves if leaf.shape is not None]
+        tensors_of_dtype: dict[str, list[LeafSummary]] = {}
+        for leaf in tensors:
+            tensors_of_dtype.setdefault(leaf.dtype, []).append(leaf)
+        total = f"total of {_counted(len(tensors), 'tensor')}"
+        footers = [_sum_row(total, [""] * len(texts), tensors, sizes)]
+        if len(tensors_of_dtype) > 1:
+            for dtype, group in tensors_of_dtype.items():
+                cells = dict.fromkeys(texts, "")
+                cells["dtype"] = dtype
+                footers.append(_sum_row(_counted(len(group), "tensor"), list(cells.values()), group, sizes))
+        return footers
 
     def _columns(self) -> tuple[_Texts, _Sizes]:
         """Return functions from a leaf to its cells, by the titles of the columns: first texts, then bytes."""
-        texts: _Texts = {
-            "shape": lambda leaf: "-" if leaf.shape is None else format_shape(leaf.shape),
-            "dtype": lambda leaf: leaf.dtype,
-        }
+        texts: _Texts = {"shape": _shape_text, "dtype": lambda leaf: leaf.dtype}
         sizes: _Sizes = {"bytes": lambda leaf: leaf.nbytes}
-        if not {leaf.device for leaf in self.leaves} <= {"", "meta", "cpu"}:
+        if any(leaf.device not in ("", "meta", "cpu") for leaf in self.leaves):
             texts["device"] = lambda leaf: leaf.device or "-"
         if self.ranks is not None:
             texts["owner"] = lambda leaf: leaf.owner or "-"
@@ -135,6 +140,12 @@ _Texts = dict[str, Callable[[LeafSummary], str]]
 """The columns of text: for each title, such as "dtype", a function that returns the cell of a leaf."""
 _Sizes = dict[str, Callable[[LeafSummary], int]]
 """The columns of bytes, which rows of several leaves add up: for each title, the bytes of a leaf."""
+
+
+def _shape_text(leaf: LeafSummary) -> str:
+    if leaf.shape is None:
+        return "-"
+    return format_shape(leaf.shape)
 
 
 def _rows(leaves: Sequence[LeafSummary], depth: int, texts: _Texts, sizes: _Sizes) -> list[Row]:
@@ -222,31 +233,39 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
     <BLANKLINE>
     1.68 times the 768 B of the parameters
     """
-    # An optimizer has its parameters.
     if isinstance(what, TransformOptimizer):
-        params = {}
-        for group in what.param_groups:
-            params.update(zip(group["param_names"], group["params"], strict=True))
-        return _summarize(what.transform, what.transform_state, None, params)
-    what = _without_module(what)
+        return _summarize(what.transform, what.transform_state, None, _params_of(what))
     params = _without_module(params)
-    # A transform: the state that it would create, on the meta device, which allocates nothing.
     if isinstance(what, Transform):
-        if params is None:
-            raise TypeError(
-                f"summary of {what.name} needs parameters: give the state, summary(tx.init(params)), or summary(tx, "
-                "params) for the state that it would make"
-            )
-        like = tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params)
-        with warnings.catch_warnings():  # the init of the real state warns
-            warnings.simplefilter("ignore")
-            return _summarize(what, what.init(like), params, params)
-    # A pair (transform, state).
+        state = _state_on_meta(what, params)
+        return _summarize(what, state, params, params)
     if type(what) is tuple and len(what) == 2 and isinstance(what[0], Transform):
-        return _summarize(*what, params, params)
-    # A state or another tree of tensors.
-    _check_what(what)
-    return Summary(tuple(_plain_leaves(what)), None, _nbytes_of(params))
+        tx, state = what
+        return _summarize(tx, state, params, params)
+    values = _without_module(what)
+    _require_tensors(values)
+    return Summary(tuple(_plain_leaves(values)), None, _nbytes_of(params))
+
+
+def _params_of(optimizer: TransformOptimizer) -> dict[str, Tensor]:
+    """Return the parameters of an optimizer by name."""
+    params: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        params.update(zip(group["param_names"], group["params"], strict=True))
+    return params
+
+
+def _state_on_meta(tx: Transform, params: PyTree) -> PyTree:
+    """Return the state that a transform would create for parameters, on the meta device, which allocates nothing."""
+    if params is None:
+        raise TypeError(
+            f"summary of {tx.name} needs parameters: give the state, summary(tx.init(params)), or summary(tx, "
+            "params) for the state that it would make"
+        )
+    meta_params = tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params)
+    with warnings.catch_warnings():  # the init of the real state warns
+        warnings.simplefilter("ignore")
+        return tx.init(meta_params)
 
 
 def _without_module(tree_or_model: PyTree) -> PyTree:
@@ -256,14 +275,14 @@ def _without_module(tree_or_model: PyTree) -> PyTree:
     return tree_or_model
 
 
-def _check_what(what: object) -> None:
-    """Raise unless ``what`` is a tree that contains a tensor, or is empty like the state of a stateless transform."""
-    if type(what) is tuple and len(what) == 2 and isinstance(what[1], Transform):
+def _require_tensors(values: PyTree) -> None:
+    """Raise unless a tree contains a tensor, or has no leaves but None, like the state of a stateless transform."""
+    if type(values) is tuple and len(values) == 2 and isinstance(values[1], Transform):
         raise TypeError("summary: found a pair (state, transform), expected (transform, state): swap the two")
-    present = [leaf for leaf in tree.leaves(what) if leaf is not None]
-    if what is None or (present and not any(isinstance(leaf, Tensor | FlatShard) for leaf in present)):
+    leaves = [leaf for leaf in tree.leaves(values) if leaf is not None]
+    if values is None or (leaves and not any(map(_is_tensor, leaves))):
         raise TypeError(
-            f"summary: found {type(what).__name__} with no tensor in it; expected a state, a "
+            f"summary: found {type(values).__name__} with no tensor in it; expected a state, a "
             "muonfx.TransformOptimizer, a model, a tree of tensors, or a transform with its parameters"
         )
 
@@ -271,29 +290,30 @@ def _check_what(what: object) -> None:
 # -------------------------------------------------------------------------------------------------------- the leaves
 
 
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, Tensor | FlatShard)
+
+
 def _plain_leaves(values: PyTree) -> list[LeafSummary]:
     """Return a `LeafSummary` for each leaf of a tree. A DTensor or flat shard is listed with its global shape."""
     summaries: list[LeafSummary] = []
     for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True):
-        shape = leaf.shape if isinstance(leaf, Tensor | FlatShard) else None
+        shape: tuple[int, ...] | None = None
+        if _is_tensor(leaf):
+            shape = tuple(leaf.shape)
         summaries.append(_leaf_of(path, shape, local_of(leaf)))
     return summaries
 
 
-def _leaf_of(
-    path: Iterable[object], shape: Sequence[int] | None, shard: object, total: int | None = None, owner: str = ""
-) -> LeafSummary:
-    """Return the `LeafSummary` of a leaf with the global shape ``shape``; ``shard`` is this rank's shard of it."""
+def _leaf_of(path: Iterable[object], shape: tuple[int, ...] | None, shard: object) -> LeafSummary:
+    """Return the `LeafSummary` of a leaf with the global shape ``shape``, as if this rank's shard were the only one."""
     data = shard.data if isinstance(shard, FlatShard) else shard
     path_texts = tuple(map(str, path))
     if isinstance(data, Tensor):
-        nbytes = data.numel() * data.dtype.itemsize
-        global_shape = tuple(data.shape if shape is None else shape)
-        total = nbytes if total is None else total
-        return LeafSummary(path_texts, global_shape, _written(data.dtype), str(data.device), nbytes, total, owner)
-    kind = "-" if data is None else type(data).__name__
-    global_shape = None if shape is None else tuple(shape)
-    return LeafSummary(path_texts, global_shape, kind, "", 0, total or 0, owner)
+        return LeafSummary(path_texts, shape, _written(data.dtype), str(data.device), data.nbytes, data.nbytes)
+    if data is None:
+        return LeafSummary(path_texts, shape, "-", "", 0, 0)
+    return LeafSummary(path_texts, shape, type(data).__name__, "", 0, 0)
 
 
 def _written(dtype: torch.dtype) -> str:
@@ -309,13 +329,14 @@ def _summarize(tx: Transform, state: PyTree, local: PyTree, params: PyTree) -> S
         return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
     binding, inner, like = binding_of(tx, local)
     layout = binding.layout
-    params_nbytes = sum(spec.nbytes for spec in layout.specs.values())
     placements = describe_state(binding, inner, like)
-    local_state = state if is_global(state) else without_dtensors(binding, inner, like, state)
-    check_local(layout, placements, local_state)
+    if not is_global(state):
+        state = without_dtensors(binding, inner, like, state)
+    check_local(layout, placements, state)
     summaries: list[LeafSummary] = []
-    for path, placement, leaf in zip(tree.paths(local_state), placements, tree.leaves(local_state), strict=True):
+    for path, placement, leaf in zip(tree.paths(state), placements, tree.leaves(state), strict=True):
         summaries.append(_sharded_leaf(layout, path, placement, leaf))
+    params_nbytes = sum(spec.nbytes for spec in layout.specs.values())
     return Summary(tuple(summaries), layout.size, params_nbytes)
 
 
@@ -334,8 +355,8 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlaceme
     else:
         elements, owner = _elements_and_owner_of_shards(layout, placement.name)
     total_nbytes = elements * placement.dtype.itemsize
-    summary_of_leaf = _leaf_of(path, placement.shape, leaf, total_nbytes, owner)
-    return replace(summary_of_leaf, dtype=_written(placement.dtype))
+    summary_of_shard = _leaf_of(path, tuple(placement.shape), leaf)
+    return replace(summary_of_shard, dtype=_written(placement.dtype), total_nbytes=total_nbytes, owner=owner)
 
 
 def _elements_and_owner_of_matrices(layout: Layout, placement: LeafPlacement) -> tuple[int, str]:
@@ -344,9 +365,11 @@ def _elements_and_owner_of_matrices(layout: Layout, placement: LeafPlacement) ->
     owners: set[int | None] = set()
     for shard in placement.shards:
         start, stop = interval_of(placement, shard)
-        copies = layout.size if shard.owner is None else 1
-        elements += (stop - start) * copies
         owners.add(shard.owner)
+        if shard.owner is None:  # every rank computes these matrices
+            elements += (stop - start) * layout.size
+        else:
+            elements += stop - start
     return elements, _ranks(owners, layout.size)
 
 
@@ -359,7 +382,9 @@ def _elements_and_owner_of_shards(layout: Layout, name: str) -> tuple[int, str]:
         elements += shard.numel * len(ranks)
         holding_ranks.update(ranks)
     owner = _ranks(holding_ranks, layout.size)
-    return elements, f"cut over {owner}" if len(holders) > 1 else owner
+    if len(holders) > 1:
+        owner = f"cut over {owner}"
+    return elements, owner
 
 
 def _ranks(ranks: Iterable[int | None], size: int) -> str:
@@ -367,14 +392,14 @@ def _ranks(ranks: Iterable[int | None], size: int) -> str:
 
     None in ``ranks`` means all ranks.
     """
-    named = sorted(rank for rank in ranks if rank is not None)
-    if None in ranks or len(named) == size:
+    listed = sorted(rank for rank in ranks if rank is not None)
+    if None in ranks or len(listed) == size:
         return "every rank"
-    if len(named) == 1:
-        return f"rank {named[0]}"
-    if len(named) <= 4:
-        return "ranks " + ", ".join(map(str, named))
-    return f"{len(named)} ranks"
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    if len(listed) <= 4:
+        return "ranks " + ", ".join(map(str, listed))
+    return f"{len(listed)} ranks"
 
 
 def _nbytes_of(params: PyTree) -> int | None:

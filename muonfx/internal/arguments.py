@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import itertools
 import numbers
 import re
 import sys
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from muonfx._other_libraries import ARGUMENTS_HERE, ARGUMENTS_OF_PARTS
+from muonfx._other_libraries import ADVICE_ON_ARGUMENTS, ARGUMENTS_HERE, ARGUMENTS_OF_PARTS
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,7 +41,7 @@ _DTYPE_NAMES = {
 _SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
 
 
-def plain_kinds(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
+def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
     """Return the names of the types that an annotation allows, such as {"float", "None"}; empty if not checked.
 
     An annotation is checked if all members of the union are types and at least one is bool, int, float, str or a
@@ -53,49 +52,68 @@ def plain_kinds(annotation: object, names: Mapping[str, object]) -> frozenset[st
             annotation = eval(annotation, dict(names))
         except Exception:
             return frozenset()
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    kinds = frozenset(itertools.chain.from_iterable(map(_kinds_of_member, members)))
-    is_plain = not kinds.isdisjoint(_PLAIN) or any(map(_is_literal, kinds))
-    return kinds if is_plain and "" not in kinds else frozenset()
+    members = (annotation,)
+    if get_origin(annotation) in (Union, UnionType):
+        members = get_args(annotation)
+    type_names: set[str] = set()
+    for member in members:
+        type_names.update(_names_of_member(member))
+    has_plain_type = not type_names.isdisjoint(_PLAIN) or any(map(_is_literal, type_names))
+    if not has_plain_type or "" in type_names:
+        return frozenset()
+    return frozenset(type_names)
 
 
-def _kinds_of_member(member: object) -> list[str]:
+def _names_of_member(member: object) -> list[str]:
     """Return the type name of a member of a union, or the strings of a ``Literal``; [""] for any other member."""
     origin = get_origin(member)
-    if origin is None:
-        return [_SHOWN.get(member.__name__, member.__name__) if isinstance(member, type) else ""]
     if origin is Literal:
         return list(map(repr, get_args(member)))
-    return [re.sub(r"\b(collections\.abc|typing|torch|muonfx(\.\w+)*)\.", "", str(member))]
+    if origin is not None:  # such as collections.abc.Callable[[int], float]
+        return [re.sub(r"\b(collections\.abc|typing|torch|muonfx(\.\w+)*)\.", "", str(member))]
+    if isinstance(member, type):
+        return [_SHOWN.get(member.__name__, member.__name__)]
+    return [""]
 
 
-def _is_literal(kind: str) -> bool:
-    return kind.startswith(("'", '"'))
+def _is_literal(type_name: str) -> bool:
+    return type_name.startswith(("'", '"'))
 
 
-def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> Any:
+def check_plain(owner: str, name: str, value: object, type_names: frozenset[str]) -> Any:
     """Return the value of an argument if its type is allowed, else raise an error.
 
     Numbers of NumPy and of other libraries become int or float. The error begins with ``owner``, the
-    function, and ``name``, the argument. ``kinds`` are the names of the allowed types, from `plain_kinds`.
+    function, and ``name``, the argument. ``type_names`` are the allowed types, from `accepted_types`.
     """
     if not isinstance(value, bool | Tensor):
-        if isinstance(value, numbers.Integral) and kinds & {"int", "float"}:
+        if isinstance(value, numbers.Integral) and type_names & {"int", "float"}:
             value = int(value)
-        elif isinstance(value, numbers.Real) and "float" in kinds:
+        elif isinstance(value, numbers.Real) and "float" in type_names:
             value = float(value)
-    if not kinds or _is_one_of(value, kinds):
+    if not type_names or _is_one_of(value, type_names):
         return value
-    choices = sorted(filter(_is_literal, kinds))
-    accepted = [choice.replace("'", '"') for choice in choices]
-    accepted += [words for kind, words in _PLAIN.items() if kind in kinds]
-    further_kinds = kinds - _PLAIN.keys() - set(choices)
-    if "float" in kinds:
-        further_kinds -= {"Tensor"}  # its words are "a number or a 0-d tensor"
-    accepted += sorted(further_kinds)
-    error = ValueError if choices and isinstance(value, str) else TypeError
-    advice = _advice_for(value, kinds, choices)
-    raise error(f"{owner}: {name} must be {' or '.join(accepted)}, found {short_repr(value)}{advice}")
+    choices = sorted(filter(_is_literal, type_names))
+    message = f"{owner}: {name} must be {_words_for(type_names)}, found {short_repr(value)}"
+    message += _advice_for(value, type_names, choices)
+    if choices and isinstance(value, str):
+        raise ValueError(message)
+    raise TypeError(message)
+
+
+def _words_for(type_names: frozenset[str]) -> str:
+    """Return words for the allowed types, such as "a number or a 0-d tensor or None" for {"float", "None"}."""
+    choices: list[str] = []
+    further_types: list[str] = []
+    for type_name in sorted(type_names):
+        if _is_literal(type_name):
+            choices.append(type_name.replace("'", '"'))
+        elif type_name == "Tensor" and "float" in type_names:
+            continue  # the words for a float are "a number or a 0-d tensor"
+        elif type_name not in _PLAIN:
+            further_types.append(type_name)
+    plain_types = [words for plain_type, words in _PLAIN.items() if plain_type in type_names]
+    return " or ".join([*choices, *plain_types, *further_types])
 
 
 def short_repr(value: object) -> str:
@@ -106,13 +124,13 @@ def short_repr(value: object) -> str:
     return text
 
 
-def _advice_for(value: object, kinds: frozenset[str], choices: list[str]) -> str:
+def _advice_for(value: object, type_names: frozenset[str], choices: list[str]) -> str:
     """Return what to do about an argument of a wrong type, as the end of a sentence; "" if nothing is known."""
     if isinstance(value, str):
-        if "torch.dtype" in kinds:
+        if "torch.dtype" in type_names:
             return _advice_for_dtype(value)
         return did_you_mean(value, [choice[1:-1] for choice in choices])
-    if "float" not in kinds:
+    if "float" not in type_names:
         return ""
     if isinstance(value, nn.Module | Iterator | Mapping):
         return (
@@ -144,31 +162,31 @@ def _advice_for_dtype(name: str) -> str:
     return ": pass a torch.dtype, such as torch.bfloat16"
 
 
-def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
-    """Return True if the type of a value is one of ``kinds``, as `plain_kinds` returns them: {"float", "None"}.
+def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
+    """Return True if the type of a value is one of ``type_names``, as `accepted_types` returns them: {"float", "None"}.
 
     An int is accepted as a float, and a 0-d tensor too; a bool is accepted as a bool only.
     """
     if isinstance(value, bool):
-        return "bool" in kinds
+        return "bool" in type_names
     if isinstance(value, int):
-        return bool(kinds & {"int", "float"})
+        return bool(type_names & {"int", "float"})
     if isinstance(value, float):
-        return "float" in kinds
+        return "float" in type_names
     if isinstance(value, str):
-        return "str" in kinds or repr(value) in kinds
+        return "str" in type_names or repr(value) in type_names
     if value is None:
-        return "None" in kinds
+        return "None" in type_names
     if isinstance(value, Tensor):
-        return bool(kinds & {"float", "Tensor"})
+        return bool(type_names & {"float", "Tensor"})
     if type(value) is object or _is_symbolic(value):
         return True  # a pytree library's placeholder for a leaf, or a number of a tracer
     # A schedule, a tuple or another object: the code that uses the argument checks it further.
-    return any(_is_other_type(kind) for kind in kinds)
+    return any(_is_other_type(type_name) for type_name in type_names)
 
 
-def _is_other_type(kind: str) -> bool:
-    return kind not in _PLAIN and kind != "None" and not _is_literal(kind)
+def _is_other_type(type_name: str) -> bool:
+    return type_name not in _PLAIN and type_name != "None" and not _is_literal(type_name)
 
 
 def _is_symbolic(value: object) -> bool:
@@ -180,8 +198,13 @@ def _is_symbolic(value: object) -> bool:
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" with the names in ``known`` that are similar to ``wrong``; "" if there are none."""
-    close = closest(wrong, known)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+    return _did_you_mean(closest(wrong, known))
+
+
+def _did_you_mean(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return f" (did you mean {' or '.join(map(repr, names))}?)"
 
 
 def closest(wrong: str, known: Iterable[str]) -> list[str]:
@@ -191,36 +214,37 @@ def closest(wrong: str, known: Iterable[str]) -> list[str]:
     return initials or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
 
 
-def close_names(wanted: str, names: Iterable[str], level: str = ".") -> list[str]:
-    """Return up to three of ``names`` that contain components, such as "attn.q", similar to those in ``wanted``."""
-    length = wanted.count(level) + 1
+def close_names(wrong: str, names: Iterable[str], level: str = ".") -> list[str]:
+    """Return up to three of ``names`` that contain components, such as "attn.q", similar to those in ``wrong``."""
+    length = wrong.count(level) + 1
     name_with: dict[str, str] = {}  # "attn.q": "blocks.0.attn.q"
     for name in names:
         components = name.lower().split(level)
         for start in range(max(1, len(components) - length + 1)):
             window = level.join(components[start : start + length])
             name_with.setdefault(window, name)
-    close_windows = difflib.get_close_matches(wanted.lower(), name_with)
-    return list(dict.fromkeys([name_with[window] for window in close_windows]))
+    close: dict[str, None] = {}  # a dict has no name twice and keeps the order
+    for window in difflib.get_close_matches(wrong.lower(), name_with):
+        close[name_with[window]] = None
+    return list(close)
 
 
 def hint(wrong: str, known: Iterable[str]) -> str:
     """Return advice for an error about an unknown argument: the same argument in muonfx, or similar names.
 
-    For example, " (did you mean 'decay'?)". The table `ARGUMENTS_HERE` has the arguments in muonfx for an argument of
-    another library. Its last entry may be a sentence of advice instead.
+    For example, " (did you mean 'decay'?)". The tables of `muonfx._other_libraries` have the arguments of other
+    libraries.
     """
     known = list(known)
     equivalents = ARGUMENTS_HERE.get(wrong, ())
     accepted = [name for name in equivalents if name in known]
     if accepted:
-        return f" (did you mean {' or '.join(map(repr, accepted))}?)"
+        return _did_you_mean(accepted)
     code = _code_with_argument([wrong, *equivalents], known)
     if code:
         return f" (here: {code})"
-    advice = equivalents[-1] if equivalents else ""
-    if advice and not advice.isidentifier():  # a sentence, not a name
-        return f" (here: {advice})"
+    if wrong in ADVICE_ON_ARGUMENTS:
+        return f" (here: {ADVICE_ON_ARGUMENTS[wrong]})"
     return did_you_mean(wrong, known)
 
 
@@ -253,23 +277,34 @@ def bind(
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        parameters = signature.parameters
-        if "self" in parameters:  # a method
-            without_self = [parameter for name, parameter in parameters.items() if name != "self"]
-            return bind(owner, signature.replace(parameters=without_self), args[1:], kwargs)
-        positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        unknown = [name for name in kwargs if name not in parameters]
-        if unknown:
-            passed = {*kwargs, *positional[: len(args)]}
-            missing = [name for name in parameters if name not in passed]
-            problem = f"there is no argument {unknown[0]!r}{hint(unknown[0], missing)}"
-        elif len(args) > len(positional):
-            noun = "positional argument" if len(positional) == 1 else "positional arguments"
-            problem = f"takes {len(positional)} {noun} at most, found {len(args)}: give the others by name"
-        else:
-            problem = str(error)
-        accepted = [name if name in positional else f"{name}=" for name in parameters]
-        raise TypeError(f"{owner}: {problem}; {owner} takes {', '.join(accepted) or 'no arguments'}") from None
+        parameters = dict(signature.parameters)
+        if parameters.pop("self", None) is not None:  # a method
+            args = args[1:]
+        problem = _problem_of_call(parameters, args, kwargs) or str(error)
+    accepted: list[str] = []
+    for name, parameter in parameters.items():
+        accepted.append(name if _is_positional(parameter) else f"{name}=")
+    raise TypeError(f"{owner}: {problem}; {owner} takes {', '.join(accepted) or 'no arguments'}")
+
+
+def _problem_of_call(
+    parameters: Mapping[str, inspect.Parameter], args: Sequence[object], kwargs: Mapping[str, object]
+) -> str:
+    """Return the problem of a call with an unknown argument or too many positional ones; "" for any other problem."""
+    positional = [name for name, parameter in parameters.items() if _is_positional(parameter)]
+    passed = {*kwargs, *positional[: len(args)]}
+    for name in kwargs:
+        if name not in parameters:
+            missing = [parameter for parameter in parameters if parameter not in passed]
+            return f"there is no argument {name!r}{hint(name, missing)}"
+    if len(args) > len(positional):
+        noun = "positional argument" if len(positional) == 1 else "positional arguments"
+        return f"takes {len(positional)} {noun} at most, found {len(args)}: give the others by name"
+    return ""
+
+
+def _is_positional(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
 
 
 def code_of(value: Any, code: Callable[[Any], str] = repr) -> str:
@@ -291,7 +326,7 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     Too slow for functions that are called in a training step.
     """
     signature = inspect.signature(function)
-    kinds = kinds_of(signature.parameters, function)
+    types_of = accepted_types_of(signature.parameters, function)
     owner = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
@@ -299,10 +334,10 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
         """Call the function with checked arguments. A tensor of one element becomes 0-d where a number is accepted."""
         bound = bind(owner, signature, args, kwargs)
         for name, value in bound.arguments.items():
-            if not kinds[name]:
+            if not types_of[name]:
                 continue
-            value = check_plain(owner, name, value, kinds[name])
-            if isinstance(value, Tensor) and value.ndim and "float" in kinds[name]:
+            value = check_plain(owner, name, value, types_of[name])
+            if isinstance(value, Tensor) and value.ndim and "float" in types_of[name]:
                 if value.numel() != 1:
                     raise ValueError(
                         f"{owner}: {name} must be a number or a 0-d tensor, found a tensor of shape "
@@ -315,34 +350,36 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def plain_fields(kind: type[T]) -> type[T]:
+def plain_fields(dataclass: type[T]) -> type[T]:
     """Decorate a dataclass so that the types of its bool, int, float and str fields are checked when it is built."""
-    kinds_of_field = kinds_of(inspect.signature(kind).parameters, kind)
-    post_init = vars(kind)["__post_init__"]
+    types_of_field = accepted_types_of(inspect.signature(dataclass).parameters, dataclass)
+    post_init = vars(dataclass)["__post_init__"]
 
     def checked_post_init(value: T) -> None:
         post_init(value)
-        for name, field_kinds in kinds_of_field.items():
-            if field_kinds:
-                check_plain(kind.__name__, name, getattr(value, name), field_kinds)
+        for name, type_names in types_of_field.items():
+            if type_names:
+                check_plain(dataclass.__name__, name, getattr(value, name), type_names)
 
-    setattr(kind, "__post_init__", checked_post_init)  # noqa: B010
-    return kind
+    setattr(dataclass, "__post_init__", checked_post_init)  # noqa: B010
+    return dataclass
 
 
-def kinds_of(parameters: Mapping[str, inspect.Parameter], function: Callable[..., object]) -> dict[str, frozenset[str]]:
-    """Return a dict from each parameter of a function to the names of its allowed types, as `plain_kinds` does.
+def accepted_types_of(
+    parameters: Mapping[str, inspect.Parameter], function: Callable[..., object]
+) -> dict[str, frozenset[str]]:
+    """Return a dict from each parameter of a function to the names of its allowed types, as `accepted_types` does.
 
     The names are empty, for no check, if a parameter is variadic or its default has another type.
     """
     inner = inspect.unwrap(function)
     names = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])  # a class has no globals
-    checked_kinds: dict[str, frozenset[str]] = {}
+    types_of_parameter: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():
-        checked_kinds[name] = frozenset()
+        types_of_parameter[name] = frozenset()
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        kinds = plain_kinds(parameter.annotation, names)
-        if parameter.default is parameter.empty or _is_one_of(parameter.default, kinds):
-            checked_kinds[name] = kinds
-    return checked_kinds
+        type_names = accepted_types(parameter.annotation, names)
+        if parameter.default is parameter.empty or _is_one_of(parameter.default, type_names):
+            types_of_parameter[name] = type_names
+    return types_of_parameter

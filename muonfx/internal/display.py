@@ -46,12 +46,14 @@ class Table:
 
     def to_text(self, depth: int | None = None) -> str:
         """Return the table as plain text; ``depth`` limits the levels of child rows that are shown (None: all)."""
-        head = [printable(title) for title in self.titles]
+        head = list(map(printable, self.titles))
         body = _lines(self.rows, depth)
         foot = _lines(self.footers, depth)
-        cells_of_lines = [head, *body, *foot]
-        widths = [max(map(len, column)) for column in zip(*cells_of_lines, strict=True)]
-        lines = [self._aligned(cells, widths) for cells in cells_of_lines]
+        widths = [0] * len(head)
+        for cells in [head, *body, *foot]:
+            for column, cell in enumerate(cells):
+                widths[column] = max(widths[column], len(cell))
+        lines = [self._aligned(cells, widths) for cells in [head, *body, *foot]]
         if foot:
             lines.insert(1 + len(body), "-" * max(map(len, lines)))
         if self.title:
@@ -62,27 +64,35 @@ class Table:
         """Return one line of text in which each cell has the width of its column."""
         padded: list[str] = []
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-            padded.append(cell.rjust(width) if column in self.right else cell.ljust(width))
+            if column in self.right:
+                padded.append(cell.rjust(width))
+            else:
+                padded.append(cell.ljust(width))
         return "  ".join(padded).rstrip()
 
     def to_html(self) -> str:
         """Return the table as HTML without CSS. Child rows are indented by spaces, as in plain text."""
-        caption = f"<caption>{_escaped(self.title)}</caption>" if self.title else ""
-        head = f"<thead>{self._html_row(self.titles, 0, 'th')}</thead>"
-        body = f"<tbody>{self._html_rows(self.rows)}</tbody>"
-        foot = f"<tfoot>{self._html_rows(self.footers)}</tfoot>" if self.footers else ""
-        return f"<table>{caption}{head}{body}{foot}</table>"
+        text = ""
+        if self.title:
+            text += f"<caption>{_escaped(self.title)}</caption>"
+        text += f"<thead>{self._html_row(self.titles, 0, 'th')}</thead>"
+        text += f"<tbody>{self._html_rows(self.rows)}</tbody>"
+        if self.footers:
+            text += f"<tfoot>{self._html_rows(self.footers)}</tfoot>"
+        return f"<table>{text}</table>"
 
     def _html_rows(self, rows: Sequence[Row | Sequence[str]]) -> str:
         return "".join([self._html_row(cells, depth) for depth, cells in walk(rows)])
 
     def _html_row(self, cells: Sequence[str], depth: int, tag: str = "td") -> str:
-        html_cells: list[str] = []
+        """Return a row as HTML. Its first cell is indented by its depth in the tree of rows."""
+        row = ""
+        indent = "&nbsp;&nbsp;" * depth
         for column, cell in enumerate(cells):
-            indent = "&nbsp;&nbsp;" * depth if column == 0 else ""
             css_class = ' class="mfx-right"' if column in self.right else ""
-            html_cells.append(f"<{tag}{css_class}>{indent}{_escaped(cell)}</{tag}>")
-        return f"<tr>{''.join(html_cells)}</tr>"
+            row += f"<{tag}{css_class}>{indent}{_escaped(cell)}</{tag}>"
+            indent = ""
+        return f"<tr>{row}</tr>"
 
 
 def walk(rows: Sequence[Row | Sequence[str]], depth: int = 0) -> Iterator[tuple[int, Sequence[str]]]:
@@ -100,7 +110,7 @@ def _lines(rows: Sequence[Row | Sequence[str]], depth: int | None) -> list[list[
     lines: list[list[str]] = []
     for level, cells in walk(rows):
         if depth is None or level <= depth:
-            line = [printable(cell) for cell in cells]
+            line = list(map(printable, cells))
             line[0] = "  " * level + line[0]
             lines.append(line)
     return lines
@@ -143,38 +153,43 @@ class Report(Shown):
     def to_text(self, depth: int | None = None) -> str:
         """Return the report as plain text; ``depth`` limits the levels of child rows in tables (None: all)."""
         texts: list[str] = []
-        for part in self.parts:
-            if isinstance(part, Table):
-                texts.append(part.to_text(depth))
+        for item in self.parts:
+            if isinstance(item, Table):
+                texts.append(item.to_text(depth))
             else:
-                texts.append("\n".join([printable(line) for line in part.split("\n")]))
+                texts.append("\n".join(map(printable, item.split("\n"))))
         return "\n\n".join(texts)
 
     def to_html(self) -> str:
         """Return the report as an HTML fragment with its own CSS, which affects nothing outside it."""
         body = ""
-        for part in self.parts:
-            if isinstance(part, Table):
-                body += part.to_html()
+        for item in self.parts:
+            if isinstance(item, Table):
+                body += item.to_html()
             else:
-                lines = [_escaped(line) for line in part.split("\n")]
+                lines = map(_escaped, item.split("\n"))
                 body += f"<p>{'<br>'.join(lines)}</p>"
         return f'<div class="mfx-report"><style>{_STYLE}</style>{body}</div>'
 
 
 def format_bytes(nbytes: float) -> str:
     """Format a number of bytes in the largest suitable binary unit, as in "1.50 MiB"."""
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= 1024 and len(units) > 1:
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    value = nbytes / 1024
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            return f"{value:.2f} {unit}"
         value /= 1024
-        units.pop(0)
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+    return f"{value:.2f} PiB"
 
 
 def format_list(items: Sequence[T], shown: Callable[[T], str] = repr) -> str:
     """Format a list for a message: the first ten items, then a count, as in "'a', 'b' and 5 more"."""
-    more = len(items) - _LISTED
-    return ", ".join(map(shown, items[:_LISTED])) + (f" and {more} more" if more > 0 else "")
+    text = ", ".join(map(shown, items[:_LISTED]))
+    if len(items) > _LISTED:
+        text += f" and {len(items) - _LISTED} more"
+    return text
 
 
 def shown_name(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from muonfx.internal.arguments import close_names
 from muonfx.internal.display import format_list
@@ -20,20 +21,20 @@ def new_names(
     Errors are texts about entries of ``rename`` that are malformed or match no name. ``level`` is the separator in
     names, and ``what`` is the noun in errors, such as "leaf".
     """
-    # An entry `old: new` matches the name `old` and names that begin with `old` and `level`; with `*`, it matches as a
-    # pattern, and each `*` of `new` is replaced by the text of the same `*` in `old`. `names` maps each name in the
+    # An entry `pattern: target` matches the name `pattern` and names that begin with `pattern` and `level`; with `*`,
+    # each `*` of `target` is replaced by the text that the same `*` in `pattern` matches. `names` maps each name in the
     # checkpoint to the name before renaming, and an entry may match either.
-    entries, problems = _checked_entries(rename)
+    targets, problems = _checked_entries(rename)
     new_name_of = dict(names)
     used: set[str] = set()
     for saved_name, name in names.items():
-        best_entry = _most_exact_entry(entries, (name, saved_name), level)
-        if best_entry is not None:
-            old, new_name_of[saved_name] = best_entry
-            used.add(old)
+        match = _most_exact_match(targets, (name, saved_name), level)
+        if match is not None:
+            used.add(match.pattern)
+            new_name_of[saved_name] = match.new_name
     all_names = [*names.values(), *names]
-    for old in sorted(entries.keys() - used):
-        problems.append(_unused(old, all_names, level, what))
+    for pattern in sorted(targets.keys() - used):
+        problems.append(_unused(pattern, all_names, level, what))
     return new_name_of, problems
 
 
@@ -41,63 +42,76 @@ def _checked_entries(rename: Rename) -> tuple[dict[str, str], list[str]]:
     """Return the entries of ``rename`` whose ``*`` fit together, and a text about each other entry."""
     if not isinstance(rename, Mapping):
         raise TypeError(f"rename must be a dict from old names to new ones, found {rename!r}")
-    entries: dict[str, str] = {}
+    targets: dict[str, str] = {}
     problems: list[str] = []
-    for old, new in rename.items():
-        if not isinstance(old, str) or not isinstance(new, str):
-            raise TypeError(f"rename must map strings to strings, found {old!r}: {new!r}")
-        if old.count("*") == new.count("*"):
-            entries[old] = new
+    for pattern, target in rename.items():
+        if not isinstance(pattern, str) or not isinstance(target, str):
+            raise TypeError(f"rename must map strings to strings, found {pattern!r}: {target!r}")
+        if pattern.count("*") == target.count("*"):
+            targets[pattern] = target
         else:
-            problems.append(f"{old!r} and {new!r} must have the same number of '*'")
-    return entries, problems
+            problems.append(f"{pattern!r} and {target!r} must have the same number of '*'")
+    return targets, problems
 
 
-def _most_exact_entry(entries: Mapping[str, str], names: Sequence[str], level: str) -> tuple[str, str] | None:
-    """Return the old name of the entry that matches one of ``names`` most exactly, and the new name; None without one.
+class _Match(NamedTuple):
+    """An entry of a renaming that matches a name."""
 
-    A name itself is most exact, then the entry with the most characters other than ``*``.
+    pattern: str
+    """The key of the entry, such as "layers/*"."""
+    new_name: str
+    """The name after renaming."""
+
+
+def _most_exact_match(targets: Mapping[str, str], names: Sequence[str], level: str) -> _Match | None:
+    """Return the entry that matches one of ``names`` most exactly; None if no entry matches.
+
+    A name itself is most exact, then the entry with the most characters other than ``*``. ``targets`` is a dict from
+    pattern to new name.
     """
-    best_entry: tuple[str, str] | None = None
-    best_rank = (False, -1)
-    for old, new in entries.items():
+    best_match: _Match | None = None
+    best_exactness = (False, -1)
+    for pattern, target in targets.items():
         for name in names:
-            new_name = _new_name(name, old, new, level)
-            rank = (name == old, len(old.replace("*", "")))
-            if new_name is not None and rank > best_rank:
-                best_entry = (old, new_name)
-                best_rank = rank
-    return best_entry
+            new_name = _new_name(name, pattern, target, level)
+            exactness = (name == pattern, len(pattern.replace("*", "")))
+            if new_name is not None and exactness > best_exactness:
+                best_match = _Match(pattern, new_name)
+                best_exactness = exactness
+    return best_match
 
 
-def _unused(old: str, names: Sequence[str], level: str, what: str) -> str:
+def _unused(pattern: str, names: Sequence[str], level: str, what: str) -> str:
     """Return an error text about an entry that renames nothing."""
-    if any(_new_name(name, old, old, level) is not None for name in names):
-        return f"{old!r} has no effect, because more exact entries rename the same names: remove it"
-    similar = close_names(old.strip("*" + level), names, level)
-    problem = f"{old!r} matches no {what} in the checkpoint"
+    if any(_new_name(name, pattern, pattern, level) is not None for name in names):
+        return f"{pattern!r} has no effect, because more exact entries rename the same names: remove it"
+    similar = close_names(pattern.strip("*" + level), names, level)
+    candidates = f"which has {format_list(sorted(set(names)))}"
     if similar:
-        return f"{problem}, close: {format_list(similar)}: correct or remove it"
-    return f"{problem}, which has {format_list(sorted(set(names)))}: correct or remove it"
+        candidates = f"close: {format_list(similar)}"
+    return f"{pattern!r} matches no {what} in the checkpoint, {candidates}: correct or remove it"
 
 
-def _new_name(name: str, old: str, new: str, level: str) -> str | None:
-    """Apply one entry ``old: new`` of a renaming; return the new name, or None if the entry does not match ``name``.
+def _new_name(name: str, pattern: str, target: str, level: str) -> str | None:
+    """Apply one entry ``pattern: target`` of a renaming; return the new name, or None if the entry does not match.
 
     >>> _new_name("layers/0/w", "layers/*/w", "blocks/*/weight", "/")
     'blocks/0/weight'
+    >>> _new_name("layers/0/w", "layers", "blocks", "/")
+    'blocks/0/w'
     """
-    if "*" in old:
-        pattern = "(.*)".join([re.escape(text) for text in old.split("*")])
-        match = re.fullmatch(pattern, name, re.DOTALL)
+    if "*" in pattern:
+        expression = re.escape(pattern).replace(r"\*", "(.*)")
+        match = re.fullmatch(expression, name, re.DOTALL)
         if match is None:
             return None
-        new_texts = new.split("*")
-        matched_texts = [*match.groups(), ""]  # each replaces one "*"; none comes after the last text
-        return "".join([text + matched for text, matched in zip(new_texts, matched_texts, strict=True)])
-    prefix = old.rstrip(level)
-    if name == old or name.startswith(prefix + level):
-        return new.rstrip(level) + name[len(prefix) :]
+        new_name, *texts = target.split("*")
+        for matched_text, text in zip(match.groups(), texts, strict=True):
+            new_name += matched_text + text
+        return new_name
+    prefix = pattern.rstrip(level)
+    if name == pattern or name.startswith(prefix + level):
+        return target.rstrip(level) + name[len(prefix) :]
     return None
 
 
@@ -111,8 +125,8 @@ def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, s
     missing_names = sorted(missing)
     if sum(map(len, extra_names)) < sum(map(len, missing_names)):
         return _added_prefix(extra_names, missing_names)
-    removed = _added_prefix(missing_names, extra_names)
-    return {new: old for old, new in removed.items()}
+    added = _added_prefix(missing_names, extra_names)
+    return {with_prefix: without_prefix for without_prefix, with_prefix in added.items()}
 
 
 def _added_prefix(short_names: Sequence[str], long_names: Sequence[str]) -> dict[str, str]:
@@ -120,10 +134,14 @@ def _added_prefix(short_names: Sequence[str], long_names: Sequence[str]) -> dict
     if not long_names:
         return {}
     first_parameter = long_names[0].rpartition("/")[2]
-    split_names = [name.rpartition("/") for name in short_names]  # ("trace", "/", "fc.weight")
     for dot in re.finditer(r"\.", first_parameter):
         prefix = first_parameter[: dot.end()]
-        with_prefix = [f"{above}{slash}{prefix}{parameter}" for above, slash, parameter in split_names]
-        if sorted(with_prefix) == long_names:
-            return {f"{above}{slash}*": f"{above}{slash}{prefix}*" for above, slash, _ in split_names}
+        renamed: list[str] = []
+        renaming: dict[str, str] = {}
+        for name in short_names:
+            path, slash, parameter = name.rpartition("/")  # ("trace", "/", "fc.weight")
+            renamed.append(f"{path}{slash}{prefix}{parameter}")
+            renaming[f"{path}{slash}*"] = f"{path}{slash}{prefix}*"
+        if sorted(renamed) == long_names:
+            return renaming
     return {}

@@ -48,9 +48,9 @@ def outside_autocast(function: Callable[..., T], *args: Any, **kwargs: Any) -> T
     """Call a function with autocast off, because autocast changes the dtype of matrix products and sums."""
     if not autocast_is_on():
         return function(*args, **kwargs)
-    for kind in _AUTOCAST_DEVICES:
-        if torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):
+    for device_type in _AUTOCAST_DEVICES:
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
                 return outside_autocast(function, *args, **kwargs)  # it may be on for another type of device
     return function(*args, **kwargs)
 
@@ -127,8 +127,10 @@ def as_start(x: Tensor) -> Tensor:
     A model's own parameter is a leaf, and every step would keep the graphs of all earlier steps. Under ``torch.func``,
     and for a tensor that was computed from others, derivatives pass through the state.
     """
-    is_followed = functorch_is_active() or forward_ad._current_level >= 0 or x.grad_fn is not None
-    return x if is_followed else x.detach()
+    takes_derivatives = functorch_is_active() or forward_ad._current_level >= 0
+    if takes_derivatives or x.grad_fn is not None:
+        return x
+    return x.detach()
 
 
 def is_differentiated(*xs: Tensor) -> bool:
@@ -145,5 +147,4 @@ def _in_derivative() -> bool:
         return True
     if not functorch_is_active():
         return False
-    taking = (TransformType.Grad, TransformType.Jvp)
-    return any(level.key() in taking for level in get_interpreter_stack() or ())
+    return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in get_interpreter_stack() or ())

@@ -28,8 +28,9 @@ def unwrapped(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         components = [component for component in name.split(".") if component not in WRAPPERS]
         plain_name_of[name] = ".".join(components) or name
-    while plain_name_of and all(_has_prefix(plain_name) for plain_name in plain_name_of.values()):
-        plain_name_of = {name: plain_name.removeprefix(_PREFIX) for name, plain_name in plain_name_of.items()}
+    while plain_name_of and all(map(_has_prefix, plain_name_of.values())):
+        for name, plain_name in plain_name_of.items():
+            plain_name_of[name] = plain_name.removeprefix(_PREFIX)
     return plain_name_of
 
 

@@ -5,6 +5,7 @@ Each takes the place of a transform in `placed`: it has the numbers and the stat
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -56,12 +57,14 @@ def in_buckets(_memory: Memory, tx: Transform, bucket_bytes: int, buckets: list[
     The names in ``buckets`` are the parameters for which the transform was placed. A step with other parameters, or
     without some of them, divides its parameters into buckets again.
     """
-    usual_names = sorted([name for bucket in buckets for name in bucket])
+    usual_names = sorted(itertools.chain.from_iterable(buckets))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket, or at once if there is one bucket or some state has no parameter."""
         present = [name for name, leaf in tree.named_leaves(params) if leaf is not None]
-        current_buckets = buckets if sorted(present) == usual_names else buckets_by_shape(params, bucket_bytes)
+        current_buckets = buckets
+        if sorted(present) != usual_names:
+            current_buckets = buckets_by_shape(params, bucket_bytes)
         # First the number of buckets: a step that is traced within a branch may not change `_memory`.
         if params is None or len(current_buckets) < 2:
             return tx.run(updates, state, params, donate=donate, **extras)
@@ -134,8 +137,9 @@ def at_once(_memory: Memory, tx: Transform, store: Store):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` with its whole state on the device, as one bucket of all parameters."""
         parameters = remembered_parameters(_memory, state, updates)
-        is_stored = any(map(moves, tree.leaves(state), parameters))
-        store_of_state = store if is_stored else IN_MEMORY
+        store_of_state = IN_MEMORY
+        if any(map(moves, tree.leaves(state), parameters)):
+            store_of_state = store
         all_leaves = [tree.names(updates)]  # one bucket
         bucketed = BucketedState(store_of_state, device_of(updates, params), state, parameters, all_leaves, donate)
         return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
@@ -267,16 +271,18 @@ def _run_in_buckets(
 ) -> tuple[PyTree, PyTree]:
     """Run a transform for each bucket of parameters in turn. Return all updates and the whole next state."""
     leaves, treedef = tree.flatten(updates)
-    names = tree.names(updates)
-    new_updates: dict[str, Any] = {}
+    index_of = {name: index for index, name in enumerate(tree.names(updates))}
+    new_leaves: list[Any] = [None] * len(leaves)
     with bucketed:
         for bucket_index, bucket in enumerate(bucketed.buckets):
-            members = set(bucket)
-            bucket_leaves = [leaf if name in members else None for name, leaf in zip(names, leaves, strict=True)]
+            indices = [index_of[name] for name in bucket]
+            bucket_leaves: list[Any] = [None] * len(leaves)
+            for index in indices:
+                bucket_leaves[index] = leaves[index]
             bucket_updates = tree.unflatten(treedef, bucket_leaves)
             out = bucketed.run(bucket_index, tx.run, bucket_updates, params, extras, may_write=donate.updates)
-            for name, leaf in zip(names, tree.leaves(out), strict=True):
-                if name in members:
-                    new_updates[name] = leaf
-            del bucket_leaves, bucket_updates, out  # free them before the next bucket
-    return tree.unflatten(treedef, [new_updates.get(name) for name in names]), bucketed.end()
+            out_leaves = tree.leaves(out)
+            for index in indices:
+                new_leaves[index] = out_leaves[index]
+            del bucket_leaves, bucket_updates, out, out_leaves  # free them before the next bucket
+    return tree.unflatten(treedef, new_leaves), bucketed.end()

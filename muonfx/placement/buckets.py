@@ -159,7 +159,10 @@ def _params_of_bucket(params: PyTree, bucket: Sequence[str], outside: str | None
     for index, name in enumerate(tree.names(params)):
         if name in bucket or leaves[index] is None:
             continue
-        leaves[index] = torch.empty_like(leaves[index], device=outside) if outside else None
+        if outside is None:
+            leaves[index] = None
+        else:
+            leaves[index] = torch.empty_like(leaves[index], device=outside)
     return tree.unflatten(treedef, leaves)
 
 
@@ -214,8 +217,11 @@ class BucketedState:
         """By the index of a moving leaf, the tensor in the store to which its new value is written."""
         if store == IN_MEMORY or store.is_direct(device):  # the update reads and writes the state where it is
             return
-        moving = [index for index, leaf in enumerate(self._leaves) if moves(leaf, parameters[index])]
-        for index in moving:
+        moving: list[int] = []
+        for index, leaf in enumerate(self._leaves):
+            if not moves(leaf, parameters[index]):
+                continue
+            moving.append(index)
             bucket_index = self._bucket_of[index]
             if bucket_index is not None and bucket_index != _NO_BUCKET:
                 self._moving[bucket_index].append(index)

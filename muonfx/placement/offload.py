@@ -125,7 +125,7 @@ def store_of(tx: Transform) -> Store:
     """Return where a transform keeps its state between steps; without `offload`, that is `IN_MEMORY`."""
     if not isinstance(tx, Offloaded):
         return IN_MEMORY
-    return _store(**{name: value for name, value in tx.arguments.items() if name != "tx"})
+    return _store(tx.arguments["to"], tx.arguments["bucket_bytes"])
 
 
 def inner_of(tx: Transform) -> Transform:
@@ -143,4 +143,6 @@ def _store(to: str, bucket_bytes: int) -> Store:
         )
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
-    return Store(to if to == "cpu" else os.path.abspath(to), bucket_bytes)
+    if to != "cpu":
+        to = os.path.abspath(to)
+    return Store(to, bucket_bytes)

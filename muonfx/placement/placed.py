@@ -99,11 +99,13 @@ Unit = Literal["leaves", "matrices", "other"]
 
 def _unit_of(tx: Transform, where: Where) -> Unit:
     """Return what a transform must receive at a time: any leaves or shards, whole matrices, or something else."""
-    if not where.is_sharded:
-        return "leaves" if tx.locality <= Locality.LEAF else "other"
     if tx.locality is Locality.ELEMENT:
         return "leaves"
-    return "matrices" if needs_matrices(tx) else "other"
+    if tx.locality <= Locality.LEAF and not where.is_sharded:
+        return "leaves"
+    if needs_matrices(tx) and where.is_sharded:
+        return "matrices"
+    return "other"
 
 
 def needs_matrices(tx: Transform) -> bool:
@@ -187,17 +189,20 @@ def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
     if chain_entries(visited.tx) is not None:
         return _place_chain(visited, where, applies=applies)
     result = _place_other(visited, where)
-    return applying(result, is_last=True) if applies else result
+    if applies:
+        result = applying(result, is_last=True)
+    return result
 
 
 def _place_unit(tx: Transform, unit: Unit, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
     """Rewrite a transform, or a chain, that runs on some leaves at a time, on shards, or on whole matrices."""
     if unit == "matrices":
         assert where.ranks is not None
-        result = where.ranks.on_owners(tx)
-        return applying(result, is_last=True) if applies else result
+        tx = where.ranks.on_owners(tx)
     if applies:  # within a bucket, so that its updates are freed before the next bucket
         tx = applying(tx, is_last=True)
+    if unit == "matrices":
+        return tx
     if where.store != IN_MEMORY:
         return in_store(tx, where.store)
     if where.bucket_bytes is not None:
@@ -214,7 +219,9 @@ def _place_other(visited: Visit, where: Where) -> Transform:
     if where.is_sharded and not runs_on_shards:
         assert where.ranks is not None
         tx = where.ranks.on_all(tx)
-    return tx if where.store == IN_MEMORY else at_once(tx, where.store)
+    if where.store == IN_MEMORY:
+        return tx
+    return at_once(tx, where.store)
 
 
 def _place_wrapper(visited: Visit, where: Where) -> Transform:
@@ -223,7 +230,9 @@ def _place_wrapper(visited: Visit, where: Where) -> Transform:
 
     def place_next(_: Transform) -> Transform:
         result = _place(next(calls), where)
-        return result if where.store == IN_MEMORY else skippable(result)
+        if where.store == IN_MEMORY:
+            return result
+        return skippable(result)
 
     rewritten = visited.tx.with_children(place_next)
     if where.store == IN_MEMORY:
@@ -263,8 +272,7 @@ def _groups(members: Mapping[str, Visit], where: Where) -> list[tuple[Unit, list
     groups: list[tuple[Unit, list[str]]] = []
     for name, visited in members.items():
         unit = _unit_of(visited.tx, where)
-        previous_unit = groups[-1][0] if groups else None
-        if unit == previous_unit and unit != "other":
+        if groups and unit != "other" and groups[-1][0] == unit:
             groups[-1][1].append(name)
         else:
             groups.append((unit, [name]))
@@ -374,7 +382,8 @@ class PlacedTransforms:
     def _add(self, key: Any, tx: Transform, params: PyTree, visited: Visit | None) -> _Entry:
         if sum(map(len, self._entries.values())) >= self.LIMIT:
             self._entries.clear()
-        meta_params = meta_like(params) if self._global_like is None else self._global_like(params)
+        global_like = self._global_like or meta_like
+        meta_params = global_like(params)
         entry = _Entry(meta_params, tx, placed(tx, meta_params, self.where, visited=visited))
         self._entries.setdefault(key, []).append(entry)
         return entry
@@ -453,12 +462,15 @@ def execution_of(visited: Visit) -> str:
     if chain_entries(tx) is not None:
         return "chain"
     if is_wrapper(tx):
-        is_route = any(call.names != visited.names for call in visited.calls)
-        return "route" if is_route else "around"
+        if any(call.names != visited.names for call in visited.calls):
+            return "route"
+        return "around"
     if needs_matrices(tx):
         return "matrix stage"
     if tx.locality is Locality.ELEMENT:
         return "elementwise"
-    if works_on_pieces(tx) and not tx.children:
-        return "sum over leaves" if sums_over_leaves(tx) else "on pieces"
-    return "whole tree"
+    if tx.children or not works_on_pieces(tx):
+        return "whole tree"
+    if sums_over_leaves(tx):
+        return "sum over leaves"
+    return "on pieces"

@@ -58,6 +58,6 @@ def axes_for(ax: Axes | None, height: float | None = None) -> Generator[Axes]:
     from matplotlib import pyplot as plt
 
     with style():
-        width, usual = plt.rcParams["figure.figsize"]
-        _, ax = plt.subplots(figsize=(width, usual if height is None else height))
+        width, default_height = plt.rcParams["figure.figsize"]
+        _, ax = plt.subplots(figsize=(width, height or default_height))
         yield ax

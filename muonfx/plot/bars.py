@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import cycle
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
@@ -52,32 +52,48 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
     >>> [label.get_text() for label in ax.get_yticklabels()]
     ['down', 'up']
     """
-    rms_of = {key: float(value) for key, value in metrics(state).items() if key.rpartition("/")[2] == "rms"}
-    if not rms_of:
+    rms_by_monitor = _rms_by_monitor(state)
+    if not rms_by_monitor:
         raise ValueError(
             'the state has no "rms" of a monitor; put monitor("updates", ("rms",), by_leaf=True) after the transform '
             "to measure, last in the chain for the size of the steps"
         )
-    monitors: dict[str, dict[str, float]] = {}
-    for key, value in rms_of.items():  # "updates/blocks.0.weight/rms"
-        monitor, _, leaf = key.rpartition("/")[0].partition("/")
-        monitors.setdefault(monitor, {})[leaf or monitor] = value
-    rows: list[str] = []
-    for values in monitors.values():
-        rows += [row for row in values if row not in rows]
-    with axes_for(ax, 0.75 + _ROW * len(rows)) as axes:
-        for (monitor, values), color in zip(monitors.items(), cycle(COLORS.values()), strict=False):
-            positive = {row: value for row, value in values.items() if value > 0}
-            heights = [rows.index(row) for row in positive]
-            axes.plot(list(positive.values()), heights, linestyle="none", marker="o", color=color, label=monitor)
+    row_of: dict[str, int] = {}
+    for rms_of in rms_by_monitor.values():
+        for name in rms_of:
+            row_of.setdefault(name, len(row_of))
+    with axes_for(ax, 0.75 + _ROW * len(row_of)) as axes:
+        for (monitor, rms_of), color in zip(rms_by_monitor.items(), cycle(COLORS.values()), strict=False):
+            values: list[float] = []
+            rows: list[int] = []
+            for name, rms in rms_of.items():
+                if rms > 0:  # the axis is logarithmic
+                    values.append(rms)
+                    rows.append(row_of[name])
+            axes.plot(values, rows, linestyle="none", marker="o", color=color, label=monitor)
         axes.set_xscale("log")
         # Labels of all nine minor ticks of a decade would overlap.
         axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-        axes.set_yticks(range(len(rows)), rows)
-        axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="root mean square of an element")
-        if len(monitors) > 1:
+        axes.set_yticks(range(len(row_of)), list(row_of))
+        axes.set(ylim=(len(row_of) - 0.5, -0.5), xlabel="root mean square of an element")
+        if len(rms_by_monitor) > 1:
             _legend_above(axes)
     return axes
+
+
+def _rms_by_monitor(state: PyTree) -> dict[str, dict[str, float]]:
+    """Return a dict from the name of each monitor in a state to the "rms" of each of its parameters.
+
+    The metric "updates/blocks.0.weight/rms" gives ``{"updates": {"blocks.0.weight": 0.1}}``. A metric of all parameters
+    together, such as "updates/rms", has the name of the monitor in place of a parameter.
+    """
+    rms_by_monitor: dict[str, dict[str, float]] = {}
+    for key, value in metrics(state).items():
+        path, _, metric = key.rpartition("/")
+        if metric == "rms":
+            monitor, _, name = path.partition("/")
+            rms_by_monitor.setdefault(monitor, {})[name or monitor] = float(value)
+    return rms_by_monitor
 
 
 def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes:
@@ -102,24 +118,26 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
     ['count', 'mu.w', 'nu.w']
     """
     table = what if isinstance(what, Summary) else summary(what)
-    leaves_of_bar = _leaves_of_bars([leaf for leaf in table.leaves if leaf.nbytes])
-    if not leaves_of_bar:
+    bars = _bars([leaf for leaf in table.leaves if leaf.nbytes])
+    if not bars:
         raise ValueError("the state has no tensor with bytes on this rank; there is nothing to draw")
-    totals = [sum([leaf.nbytes for leaf in leaves]) for leaves in leaves_of_bar.values()]
-    scale, unit = _unit_of(max(totals), 1024, ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"])
-    count = len(leaves_of_bar)
-    with axes_for(ax, 0.75 + _ROW * 1.4 * count) as axes:
-        starts = [0.0] * count
+    largest = max(bytes_of_dtype.total() for bytes_of_dtype in bars.values())
+    scale, unit = _unit_of(largest, 1024, ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"])
+    with axes_for(ax, 0.75 + _ROW * 1.4 * len(bars)) as axes:
+        ends = [0.0] * len(bars)
         for (dtype, nbytes), color in zip(table.by_dtype().items(), cycle(COLORS.values()), strict=False):
-            widths = [_bytes_in(leaves, dtype) / scale for leaves in leaves_of_bar.values()]
             label = f"{dtype}, {format_bytes(nbytes)}"
-            axes.barh(range(count), widths, 0.7, starts, color=color, label=label)
-            starts = [start + width for start, width in zip(starts, widths, strict=True)]
-        for row, total in enumerate(totals):
+            for row, bytes_of_dtype in enumerate(bars.values()):
+                width = bytes_of_dtype[dtype] / scale
+                axes.barh(row, width, 0.7, ends[row], color=color, label=label)
+                ends[row] += width
+                label = "_nolegend_"  # matplotlib's text for no entry: one entry is for all rows
+        for row, bytes_of_dtype in enumerate(bars.values()):
+            total = bytes_of_dtype.total()
             end = (total / scale, row)
             axes.annotate(format_bytes(total), end, xytext=(4, 0), textcoords="offset points", va="center")
-        axes.set_yticks(range(count), list(leaves_of_bar))
-        axes.set(ylim=(count - 0.5, -0.5), xlim=(0, max(totals) / scale * 1.18))
+        axes.set_yticks(range(len(bars)), list(bars))
+        axes.set(ylim=(len(bars) - 0.5, -0.5), xlim=(0, largest / scale * 1.18))
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(f"{unit}, {format_bytes(table.nbytes)} in all")
         _legend_above(axes)
@@ -142,32 +160,39 @@ def _unit_of(largest: float, base: int, units: list[str]) -> tuple[int, str]:
     return size, units[-1]
 
 
-def _bytes_in(leaves: list[LeafSummary], dtype: str) -> int:
-    return sum([leaf.nbytes for leaf in leaves if leaf.dtype == dtype])
-
-
-def _leaves_of_bars(leaves: list[LeafSummary]) -> dict[str, list[LeafSummary]]:
-    """Group the leaves of a state by bar: return a dict from the label of a bar, such as "muon", to its leaves.
+def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
+    """Group the leaves of a state by bar: return a dict from the label of a bar, such as "muon", to bytes by dtype.
 
     The paths ("tx", "adamw", "mu") and ("tx", "muon", "trace") differ at the second entry: the bars are "adamw.mu" and
     "muon.trace". With ("tx", "adamw", "nu") too, the first bar is "adamw".
     """
-    # The entries that all paths share are no part of a label.
-    depth = 0
-    while len({leaf.path[: depth + 1] for leaf in leaves}) == 1 and all(len(leaf.path) > depth + 1 for leaf in leaves):
-        depth += 1
+    if not leaves:
+        return {}
+    # The entries that all paths share are no part of a label, but each path keeps its last entry.
+    shortest = min(len(leaf.path) for leaf in leaves)
+    depth = min(_shared_length(leaves), max(shortest - 1, 0))
     leaves_of_prefix: dict[tuple[str, ...], list[LeafSummary]] = {}
     for leaf in leaves:
         leaves_of_prefix.setdefault(leaf.path[: depth + 1], []).append(leaf)
-    leaves_of_bar: dict[str, list[LeafSummary]] = {}
+    bars: dict[str, Counter[str]] = {}
     for group in leaves_of_prefix.values():
-        path = group[0].path
-        end = depth + 1
-        # Extend "adamw" to "adamw.scale_by_adam" if that is its only child.
-        while len(path) > end and all(leaf.path[: end + 1] == path[: end + 1] for leaf in group):
-            end += 1
-        leaves_of_bar[".".join(path[depth:end]) or "-"] = group
-    return leaves_of_bar
+        # "adamw" becomes "adamw.scale_by_adam" if that is its only child.
+        path = group[0].path[depth : _shared_length(group)]
+        bytes_of_dtype: Counter[str] = Counter()
+        for leaf in group:
+            bytes_of_dtype[leaf.dtype] += leaf.nbytes
+        bars[".".join(path) or "-"] = bytes_of_dtype
+    return bars
+
+
+def _shared_length(leaves: list[LeafSummary]) -> int:
+    """Return how many entries at the beginning of their paths all leaves share: 1 for ("a", "b") and ("a", "c")."""
+    length = 0
+    for entries in zip(*[leaf.path for leaf in leaves], strict=False):  # the entries at one position of all paths
+        if len(set(entries)) > 1:
+            return length
+        length += 1
+    return length
 
 
 def _legend_above(ax: Axes) -> None:
@@ -216,27 +241,17 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     thousands, unit = _unit_of(most / 1000, 1000, ["kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"])
     scale = 1000.0 * thousands
     edge = 1.25 * most / scale
+    ranks = range(plan.size)
     has_labels = plan.size <= _MOST_NAMED_RANKS
     with axes_for(ax, 0.8 + 0.3 * min(plan.size, _MOST_NAMED_RANKS)) as axes:
-        ends = [0.0] * plan.size
-        counts = [0] * plan.size
-        for segment in _segments(plan):
-            rank = segment.rank
-            width = segment.flops / scale
-            colors = _BY_ALL if segment.by_all else _BY_ONE
-            axes.barh(rank, width, 0.7, ends[rank], color=colors[counts[rank] % 2], linewidth=0)
-            if segment.flops >= _NAMED * most and has_labels:
-                middle = ends[rank] + width / 2
-                text = _fitting(segment.name, segment.flops / most)
-                axes.text(middle, rank, text, color="white", ha="center", va="center", fontsize=7.5)
-            ends[rank] += width
-            counts[rank] += 1
+        for rank in ranks:
+            _draw_bar(axes, plan, rank, scale, has_labels)
         axes.axvline(sum(plan.flops) / plan.size / scale, color=COLORS["gray"], linestyle=":", linewidth=1.2)
         if has_labels:
             for rank, nbytes in enumerate(plan.sent):
                 text = f"sends {format_bytes(nbytes)}" if nbytes else "sends nothing"
                 axes.text(edge, rank, text, ha="right", va="center")
-            axes.set_yticks(range(plan.size), [f"rank {rank}" for rank in range(plan.size)])
+            axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
         axes.set(ylim=(plan.size - 0.5, -0.5), xlim=(0, edge))
         axes.grid(visible=False, axis="y")
         dotted = f"(dotted: the mean; the most is {plan.balance:.2f} of it)"
@@ -244,33 +259,36 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     return axes
 
 
-class _Segment(NamedTuple):
-    """A segment of a bar of `plot_plan`: a parameter that a rank orthogonalizes."""
+def _draw_bar(axes: Axes, plan: sharding.Plan, rank: int, scale: float, has_labels: bool) -> None:
+    """Draw the bar of one rank, with a segment for each parameter that it orthogonalizes, in the order of computation.
 
-    name: str
-    rank: int
-    flops: float
-    by_all: bool
-    """Whether every rank computes the parameter, so that each bar has this segment."""
-
-
-def _segments(plan: sharding.Plan) -> list[_Segment]:
-    """Return the segments of the bars, in the order in which the parameters are computed."""
-    segments: list[_Segment] = []
+    ``scale`` is the number of operations that are one unit of the x axis.
+    """
+    most = max(plan.flops)
+    end = 0.0
+    count = 0
     for run in plan.runs:
         for shard in run.shards:
-            by_all = shard.owner is None
-            ranks = range(plan.size) if shard.owner is None else (shard.owner,)
-            segments += [_Segment(shard.name, rank, shard.cost, by_all) for rank in ranks]
-    return segments
+            if shard.owner not in (None, rank):
+                continue
+            colors = _BY_ONE
+            if shard.owner is None:  # every rank orthogonalizes it
+                colors = _BY_ALL
+            width = shard.cost / scale
+            axes.barh(rank, width, 0.7, end, color=colors[count % 2], linewidth=0)
+            if has_labels and shard.cost >= _NAMED * most:
+                text = _fitting(shard.name, shard.cost / most)
+                axes.text(end + width / 2, rank, text, color="white", ha="center", va="center", fontsize=7.5)
+            end += width
+            count += 1
 
 
-def _fitting(name: str, part: float) -> str:
+def _fitting(name: str, width: float) -> str:
     """Shorten a parameter name from the left to fit a segment of a bar: "...q.weight".
 
-    ``part`` is the width of the segment as a fraction of the axis, at least `_NAMED`.
+    ``width`` is the width of the segment as a fraction of the axis, at least `_NAMED`.
     """
-    most_characters = int(part * 62)  # an axis is about 62 characters wide
+    most_characters = int(width * 62)  # an axis is about 62 characters wide
     if len(name) <= most_characters:
         return name
     return "..." + name[3 - most_characters :]

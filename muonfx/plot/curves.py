@@ -47,7 +47,9 @@ def plot_band(
     table = torch.as_tensor(runs, dtype=torch.float64).detach().cpu()
     if table.ndim != 2 or len(table) == 0:
         raise ValueError(f"runs must be a table (runs, points) with at least one run, found shape {tuple(table.shape)}")
-    points = torch.arange(table.shape[1]) if x is None else torch.as_tensor(x).detach().cpu()
+    if x is None:
+        x = range(table.shape[1])
+    points = torch.as_tensor(x).detach().cpu()
     if points.shape != table.shape[1:]:
         raise ValueError(
             f"x must have one value for each of {table.shape[1]} points, found shape {tuple(points.shape)}"
@@ -129,27 +131,36 @@ def plot_spectrum(before: Tensor, after: Tensor | None = None, *, ax: Axes | Non
     (32, 32)
     """
     values = _singular_values("before", before)
-    values_after = [] if after is None else _singular_values("after", after)
-    largest = max(values, default=0.0) or 1.0  # a matrix of zeros is not scaled
+    if values.any():  # a matrix of zeros is not scaled
+        values = values / values.max()
+    values_after = None
+    if after is not None:
+        values_after = _singular_values("after", after)
     with axes_for(ax) as axes:
-        _draw_curve(axes, [value / largest for value in values], "before, over its largest", COLORS["gray"], ":")
-        if after is not None:
+        _draw_curve(axes, values, "before, over its largest", COLORS["gray"], ":")
+        if values_after is not None:
             _draw_curve(axes, values_after, "after", COLORS["blue"], "-")
         axes.set(xlabel="number of the singular value, largest first", ylabel="singular value")
         axes.set(ylim=(0.0, None), xlim=(1, max(len(values), 2)))
     return axes
 
 
-def _draw_curve(axes: Axes, values: list[float], name: str, color: str, line: str) -> None:
+def _draw_curve(axes: Axes, values: Tensor, name: str, color: str, line: str) -> None:
     """Draw values at 1, 2, 3 and so on, with the name of the curve at its end."""
-    axes.plot(range(1, len(values) + 1), values, color=color, linestyle=line, label=name)
-    if values:
-        end = (len(values), values[-1])
+    axes.plot(range(1, len(values) + 1), values.tolist(), color=color, linestyle=line, label=name)
+    if len(values):
+        end = (len(values), values[-1].item())
         axes.annotate(name, end, (5, 0), textcoords="offset points", va="center", color=color, annotation_clip=False)
 
 
-def _singular_values(what: str, matrix: Tensor) -> list[float]:
-    if not isinstance(matrix, Tensor) or matrix.ndim != 2:
-        found = f"shape {tuple(matrix.shape)}" if isinstance(matrix, Tensor) else type(matrix).__name__
-        raise TypeError(f"{what} must be one matrix, a tensor (rows, columns), found {found}")
-    return cast("list[float]", torch.linalg.svdvals(matrix.detach().to("cpu", torch.float64)).tolist())
+def _singular_values(argument: str, matrix: Tensor) -> Tensor:
+    """Return the singular values of a matrix, largest first, in float64; ``argument`` is its name in errors."""
+    if not isinstance(matrix, Tensor):
+        raise _no_matrix(argument, type(matrix).__name__)
+    if matrix.ndim != 2:
+        raise _no_matrix(argument, f"shape {tuple(matrix.shape)}")
+    return torch.linalg.svdvals(matrix.detach().to("cpu", torch.float64))
+
+
+def _no_matrix(argument: str, problem: str) -> TypeError:
+    return TypeError(f"{argument} must be one matrix, a tensor (rows, columns), found {problem}")

@@ -47,16 +47,18 @@ class LawReport:
 
     def __str__(self) -> str:
         """Return the report as text, with a line for each law."""
-        laws_hold = "law holds" if len(self.held) == 1 else "laws hold"
-        lines = [f"{self.tx}: {len(self.held)} {laws_hold}"]
+        lines = [f"{self.tx}: {_counted(len(self.held), 'law holds', 'laws hold')}"]
         for name, count in self.held.items():
-            examples = "example" if count == 1 else "examples"
-            lines.append(f"  {name} ({count} {examples})")
+            lines.append(f"  {name} ({_counted(count, 'example', 'examples')})")
         if self.left_out:
             lines.append("left out")
         for name, reason in self.left_out.items():
             lines.append(f"  {name}: {reason}")
         return "\n".join(lines)
+
+
+def _counted(number: int, singular: str, plural: str) -> str:
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def laws_for(tx: Transform) -> dict[str, str | None]:
@@ -75,11 +77,11 @@ def laws_for(tx: Transform) -> dict[str, str | None]:
 
 def _selected(laws: Iterable[str | LawFunction]) -> list[Law]:
     """Return the laws with these names, in the order of `LAWS`."""
-    names: set[str] = set()
+    names: list[str] = []
     unknown: list[str] = []
     for law in laws:
-        name = law if isinstance(law, str) else law.__name__
-        names.add(name)
+        name = str(getattr(law, "__name__", law))  # of a function, or the name itself
+        names.append(name)
         if name not in LAWS:
             unknown.append(repr(name))
     if unknown:
@@ -173,7 +175,9 @@ class _Examples:
             ranks = _suitable_ranks(tx)
             params = _strategy(ranks)
             standard = standard_examples(ranks)[: number - number // 4]  # at least a quarter is drawn
-        drawn = _drawn(params, number - len(standard), seed) if number > len(standard) else []
+        drawn: list[Example] = []
+        if number > len(standard):
+            drawn = _drawn(params, number - len(standard), seed)
         return cls(standard, sorted(drawn, key=_size), params, number, seed)
 
     @property
@@ -317,7 +321,9 @@ def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int
     def run(example: Example) -> None:
         function(example)
 
-    (run if seed is None else hypothesis.seed(seed)(run))()
+    if seed is not None:
+        run = hypothesis.seed(seed)(run)
+    run()
 
 
 _pools: dict[Any, list[Example]] = {}
@@ -347,9 +353,9 @@ def _smallest_unshrunk(check: Check, pool: list[Example], example: object) -> La
 
     Only ten examples are tried, because this is for laws that are slow.
     """
-    candidates = _single_leaves(example)
-    candidates += [drawn for drawn in pool if any(_size(drawn))]
-    for candidate in sorted(candidates, key=_size)[:10]:
+    nonempty = [drawn for drawn in pool if any(_size(drawn))]
+    candidates = sorted(_single_leaves(example) + nonempty, key=_size)
+    for candidate in candidates[:10]:
         try:
             check(candidate)
         except LawViolation as violation:

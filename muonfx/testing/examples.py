@@ -50,15 +50,14 @@ class Example(NamedTuple):
         (torch.Size([2, 3]), 4)
         """
         generator = torch.Generator().manual_seed(seed)
-
-        def normal(shape: Sequence[int]) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-        def normal_tree() -> dict[str, Tensor]:
-            return {name: normal(shape) for name, shape in shapes.items()}
-
-        params = normal_tree()
-        return cls(params, [normal_tree() for _ in range(steps)])
+        trees: list[dict[str, Tensor]] = []
+        for _ in range(1 + steps):
+            values: dict[str, Tensor] = {}
+            for name, shape in shapes.items():
+                values[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            trees.append(values)
+        params, *grads_of_steps = trees
+        return cls(params, grads_of_steps)
 
     def __repr__(self) -> str:
         """Return a line for each leaf: its name, dtype and shape, and its values if they are few."""
@@ -117,7 +116,7 @@ class Example(NamedTuple):
             return drawn + drawn.sign() * 0.1
 
         params = self.dense().params
-        return Example(tree.map(away, params), [tree.map(away, params) for _ in range(steps)])
+        return Example(tree.map(away, params), tree.map(away, [params] * steps))
 
     def in_every_dtype(self) -> list[Example]:
         """Return four copies with mixed dtypes. Each leaf has another of the four `DTYPES` in each copy."""
@@ -136,11 +135,11 @@ class Example(NamedTuple):
 
 def _lines_of_tree(title: str, values: PyTree) -> list[str]:
     """Return one line for each leaf of a tree. The first line begins with the title, the others with spaces."""
-    leaf_lines = [f"{name!r}: {shown(leaf)}" for name, leaf in tree.named_leaves(values)]
-    if not leaf_lines:
-        leaf_lines = [f"no leaves: {values!r}"]
-    first_line, *further_lines = leaf_lines
-    return [f"{title:9}{first_line}", *[f"{'':9}{line}" for line in further_lines]]
+    lines: list[str] = []
+    for name, leaf in tree.named_leaves(values):
+        lines.append(f"{title:9}{name!r}: {shown(leaf)}")
+        title = ""
+    return lines or [f"{title:9}no leaves: {values!r}"]
 
 
 def map_numbered(function: Callable[[int, Any], Any], values: PyTree) -> PyTree:
@@ -150,7 +149,9 @@ def map_numbered(function: Callable[[int, Any], Any], values: PyTree) -> PyTree:
     {'a': 0, 'b': 5}
     """
     leaves, treedef = tree.flatten(values)
-    return tree.unflatten(treedef, [function(number, leaf) for number, leaf in enumerate(leaves)])
+    for number, leaf in enumerate(leaves):
+        leaves[number] = function(number, leaf)
+    return tree.unflatten(treedef, leaves)
 
 
 def map_some(function: Callable[[Any], Any], numbers: Collection[int], values: PyTree) -> PyTree:
@@ -159,7 +160,10 @@ def map_some(function: Callable[[Any], Any], numbers: Collection[int], values: P
     >>> map_some(lambda leaf: -leaf, {1}, {"a": 5, "b": 5})
     {'a': 5, 'b': -5}
     """
-    return map_numbered(lambda number, leaf: function(leaf) if number in numbers else leaf, values)
+    leaves, treedef = tree.flatten(values)
+    for number in numbers:
+        leaves[number] = function(leaves[number])
+    return tree.unflatten(treedef, leaves)
 
 
 def without_leaves(numbers: Collection[int], values: PyTree) -> PyTree:
@@ -277,21 +281,19 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
     (torch.Size([5, 3]), torch.float32, 3)
     """
     shapes = {name: shape for name, shape in _SHAPES.items() if ranks[0] <= len(shape) <= ranks[1]}
-    example_in = {dtype: Example.of(shapes, steps=3, dtype=dtype, seed=1) for dtype in DTYPES}
-    plain = example_in[torch.float32]
+    example_in = functools.partial(Example.of, shapes, steps=3, seed=1)
+    plain = example_in(dtype=torch.float32)
     params, steps = plain
-    steps_in_layouts = [_in_layouts(grads, step) for step, grads in enumerate(steps)]
-    steps_with_nones = [_without_a_third(grads, step) for step, grads in enumerate(steps)]
     return [
         plain,
-        example_in[torch.bfloat16],
-        Example(_in_layouts(params, 0), steps_in_layouts),
-        Example(params, steps_with_nones),
-        example_in[torch.float16],
+        example_in(dtype=torch.bfloat16),
+        Example(_in_layouts(params, 0), list(map(_in_layouts, steps, range(len(steps))))),
+        Example(params, list(map(_without_a_third, steps, range(len(steps))))),
+        example_in(dtype=torch.float16),
         Example(_in_mixed_dtypes(0, params), steps),
         plain.map_trees(_nested),
         plain.map(_degenerate),
-        example_in[torch.float64],
+        example_in(dtype=torch.float64),
     ]
 
 
@@ -386,11 +388,12 @@ def _plan_trees(
 
     Arguments are as for `trees`; ``max_leaves`` limits the size of a tree.
     """
+    layout_names = LAYOUTS if layouts else ("contiguous",)
     leaf: st.SearchStrategy[Any] = st.builds(
         _DrawnLeaf,
         st.lists(st.sampled_from(_SIDES), min_size=ranks[0], max_size=ranks[1]).map(tuple),
         st.sampled_from(tuple(dtypes)),
-        st.sampled_from(LAYOUTS if layouts else ("contiguous",)),
+        st.sampled_from(layout_names),
         st.sampled_from(("normal", "normal", "lowrank", "zeros")),
         st.integers(-2, 2),
     )
@@ -460,12 +463,14 @@ def _examples(
     grads_dtype = draw(st.sampled_from((None, None, None, torch.float32)))  # None: the dtypes of the parameters
     grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):
-        layout = draw(st.sampled_from((None, "contiguous"))) if layouts else None
+        layout = None
+        if layouts:
+            layout = draw(st.sampled_from((None, "contiguous")))
         grads = _build(plans, seed + 1000 * (step + 1), grads_dtype, layout)
         if nones:
             is_absent = st.sampled_from((False, False, False, True))
             absent = draw(st.lists(is_absent, min_size=number_of_leaves, max_size=number_of_leaves))
-            grads = map_numbered(lambda number, leaf, absent=absent: None if absent[number] else leaf, grads)
+            grads = without_leaves([number for number in range(number_of_leaves) if absent[number]], grads)
         grads_of_steps.append(grads)
     return Example(_build(plans, seed), grads_of_steps)
 

@@ -26,7 +26,7 @@ class OtherProcess:
         """Start the process, with the import paths and the number of threads of this one."""
         # A hash of strings that is fixed, so that a failure can be repeated, and is not this process's.
         seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-        paths = [os.path.abspath(path) for path in sys.path]
+        paths = map(os.path.abspath, sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _PROGRAM],
             stdin=subprocess.PIPE,

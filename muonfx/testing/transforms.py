@@ -305,7 +305,8 @@ def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> s
     [identity()]
     """
     # master_params applies a whole chain to its copy of the parameters, so it cannot be a member of another chain.
-    names = [name for name in _names(matrices) if name != "master_params"]
+    names = _names(matrices)
+    names.remove("master_params")
     return st.lists(transforms(names), min_size=min_size, max_size=max_size).filter(_is_sensible)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -32,12 +33,13 @@ class LawViolation(AssertionError):
         self.leaf = leaf
         self.found = found
         self.example = example
-        where = f"at {leaf}: " if leaf else ""
-        lines = [f"{law} does not hold for {tx!r}", f"  {where}{found}"]
+        message = f"{law} does not hold for {tx!r}\n  "
+        if leaf:
+            message += f"at {leaf}: "
+        message += found
         if example is not None:
-            lines.append("  on the example")
-            lines.extend(f"    {line}" for line in repr(example).splitlines())
-        super().__init__("\n".join(lines))
+            message += "\n  on the example\n" + textwrap.indent(repr(example), "    ")
+        super().__init__(message)
 
     def __reduce__(self) -> tuple[object, ...]:
         return LawViolation, (self.law, repr(self.tx), self.leaf, self.found)
@@ -162,7 +164,9 @@ def require_spec(what: str, results: PyTree, expected: PyTree, expected_is: str,
         if not isinstance(leaf, Tensor):
             return repr(leaf)
         text = f"{leaf.dtype} {tuple(leaf.shape)}"
-        return f"{text} on {leaf.device}" if devices else text
+        if devices:
+            text += f" on {leaf.device}"
+        return text
 
     _compare(what, results, expected, expected_is, lambda a, b: spec(a) == spec(b), spec)
 
@@ -204,9 +208,9 @@ def values_within(value: Any) -> Iterator[Any]:
 def widened(value: Any) -> Any:
     """Return a transform with float64 for every floating dtype in its arguments, to compare derivatives."""
     if isinstance(value, Recorded):
-        return value.replace(**{name: widened(argument) for name, argument in value.arguments.items()})
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
+        return value.replace(**widened(dict(value.arguments)))
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
     if type(value) in (tuple, list):
         return type(value)([widened(item) for item in value])
     if type(value) is dict:

@@ -263,10 +263,13 @@ def record_on_list(function: Callable[[list[Tensor]], list[Tensor]], operand: Le
 def record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
     """Record a torch function that is called once for each leaf, and return a placeholder for the results."""
     flat_args, treedef = tree.flatten((args, kwargs))
-    positions = [index for index, x in enumerate(flat_args) if isinstance(x, Leaf)]
-    operands: list[Leaf] = [flat_args[position] for position in positions]
-    # The operation must not refer to a placeholder, which would be a reference cycle by its record.
-    constants = [None if isinstance(x, Leaf) else x for x in flat_args]
+    operands: list[Leaf] = []
+    positions: list[int] = []  # of the operands among the arguments
+    for position, argument in enumerate(flat_args):
+        if isinstance(argument, Leaf):
+            operands.append(argument)
+            positions.append(position)
+            flat_args[position] = None  # the operation must not refer to a placeholder: its record would be a cycle
 
     def call_for_each(*lists_and_constants: Any) -> list[Tensor]:
         """Call the torch function for each leaf, with the leaf's tensors at ``positions`` among its arguments."""
@@ -284,7 +287,7 @@ def record_for_each(function: Callable[..., Any], *args: object, **kwargs: objec
         return results
 
     indices = [operand.index for operand in operands]
-    return Leaf(operands[0].record, Operation(call_for_each, indices, constants, None))
+    return Leaf(operands[0].record, Operation(call_for_each, indices, flat_args, None))
 
 
 def _not_a_tensor(function: Callable[..., object], result: object) -> TypeError:
@@ -340,12 +343,11 @@ class StepPlan(NamedTuple):
 
     def unchanged_operands(self) -> list[int]:
         """Return the operands that are returned in their own place. They keep their storage."""
-        operands = [0] if self.update == 0 else []
-        fields = [output for output in self.state if isinstance(output, int)]
-        for operand, output in enumerate(fields, start=1):
-            if output == operand:
-                operands.append(operand)
-        return operands
+        outputs = [self.update]
+        for output in self.state:
+            if isinstance(output, int):
+                outputs.append(output)
+        return [operand for operand, output in enumerate(outputs) if output == operand]
 
 
 def record_step(
@@ -375,11 +377,15 @@ def record_step(
     record: list[Operation | None] = []
     # The operands in order: the update, each field of the state with a tensor for each leaf, the parameter. Numbers
     # that all leaves share are passed as the tensors that they are.
-    update = Leaf(record)
-    fields = [Leaf(record) if of_leaves else value for of_leaves, value in zip(is_tree, state, strict=True)]
-    params = [Leaf(record)] if reads_params else []
-    containers = tree.flatten(declared)[1]
-    returned = step(update, tree.unflatten(containers, fields), *params, **extras)
+    operands = [Leaf(record)]
+    fields = list(state)
+    for index, of_leaves in enumerate(is_tree):
+        if of_leaves:
+            fields[index] = Leaf(record)
+    operands.append(tree.unflatten(tree.flatten(declared)[1], fields))
+    if reads_params:
+        operands.append(Leaf(record))
+    returned = step(*operands, **extras)
 
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(f"{name}: the step must return (update, state), found a {type(returned).__name__}")
@@ -388,10 +394,15 @@ def record_step(
         raise TypeError(
             f"{name}: the step returns an update of type {type(new_update).__name__}, not one made of operands"
         )
-    new_fields = _new_fields(name, declared, is_tree, new_state)
-    outputs = [new_update, *[field for field in new_fields if isinstance(field, Leaf)]]
-    output_numbers = [field.index if isinstance(field, Leaf) else field for field in new_fields]
-    return StepPlan(Plan.of(record, outputs), new_update.index, output_numbers)
+    outputs = [new_update]
+    state_outputs: list[int | Tensor] = []
+    for field in _new_fields(name, declared, is_tree, new_state):
+        if isinstance(field, Leaf):
+            outputs.append(field)
+            state_outputs.append(field.index)
+        else:
+            state_outputs.append(field)
+    return StepPlan(Plan.of(record, outputs), new_update.index, state_outputs)
 
 
 def _new_fields(name: str, declared: PyTree, is_tree: Sequence[bool], state: object) -> list[Leaf | Tensor]:

@@ -33,8 +33,9 @@ class AccumulateState(NamedTuple):
 
 def _check_boundary(boundary: object) -> None:
     """Raise unless the extra argument ``boundary`` is a bool, None, or a bool tensor of one element."""
-    is_one = isinstance(boundary, Tensor) and boundary.dtype == torch.bool and boundary.numel() == 1
-    if not (boundary is None or isinstance(boundary, bool) or is_one):
+    if boundary is None or isinstance(boundary, bool):
+        return
+    if not isinstance(boundary, Tensor) or boundary.dtype != torch.bool or boundary.numel() != 1:
         raise TypeError(
             f"accumulate: found boundary={boundary!r}, expected True, False, None or a bool tensor of one element"
         )
@@ -107,15 +108,21 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         """
         _check_boundary(boundary)
         accumulated = _add_gradients(updates, state, donate)
-        is_last = accumulated.count >= every if boundary is None else boundary
+        is_last = boundary
+        if is_last is None:
+            is_last = accumulated.count >= every
+        # If values cannot be read, only leaves with a gradient in this call are updated; else also those with a
+        # gradient in an earlier micro-batch.
         is_compiling = torch.compiler.is_compiling()
-        if isinstance(is_last, Tensor) and (is_compiling or is_wrapped(is_last) or is_traced()):
-            # The value cannot be read, so both results are computed or compiled. Which leaves get an update must not
-            # depend on a value either: those that have a gradient in this call.
-            outcomes = _Outcomes(inner, updates, updates, mean, params, extras)
-            return outcomes.cond(is_last, accumulated) if is_compiling else outcomes.select(is_last, accumulated)
-        updated_leaves = updates if is_compiling else _ever_seen(updates, accumulated)
+        is_hidden = isinstance(is_last, Tensor) and (is_compiling or is_wrapped(is_last) or is_traced())
+        updated_leaves = updates
+        if not is_compiling and not is_hidden:
+            updated_leaves = _ever_seen(updates, accumulated)
         outcomes = _Outcomes(inner, updates, updated_leaves, mean, params, extras)
+        if isinstance(is_last, Tensor) and is_hidden:  # both results are computed or compiled
+            if is_compiling:
+                return outcomes.cond(is_last, accumulated)
+            return outcomes.select(is_last, accumulated)
         if is_last:
             return outcomes.step(accumulated, donate)
         return outcomes.wait(accumulated)
@@ -130,18 +137,26 @@ def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) ->
     wide_gradients, wide_sums = ew.widest(present.pick(updates), old_sums)
     new_sums = ew.add(wide_sums, wide_gradients, reuse=donate.state)
     sums = ew.store(new_sums, old_sums, reuse=donate.state)
+
     leaves = tree.leaves(updates)
     has_gradient = [leaves[index] is not None for index in _by_path(updates)]
-    seen = state.seen + torch.tensor(has_gradient, dtype=torch.int64, device=state.seen.device)
-    return AccumulateState(state.count + 1, seen, present.fill(sums, state.sums), state.inner)
+    seen_now = torch.tensor(has_gradient, dtype=torch.int64, device=state.seen.device)
+    return AccumulateState(
+        count=state.count + 1,
+        seen=state.seen + seen_now,
+        sums=present.fill(sums, state.sums),
+        inner=state.inner,
+    )
 
 
 def _by_path(updates: PyTree) -> list[int]:
     """Return the indices of the leaves of a tree, sorted by the path of each leaf."""
     if tree.is_flat(updates):
         return list(range(len(updates)))
-    # The name of its type precedes an entry, so that an int is never compared with a string.
-    keys = [[(type(entry).__name__, entry) for entry in path] for path in tree.paths(updates)]
+    keys: list[object] = []
+    for path in tree.paths(updates):
+        # The name of its type precedes an entry, so that an int is never compared with a string.
+        keys.append([(type(entry).__name__, entry) for entry in path])
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 

@@ -89,16 +89,22 @@ def max_logits(
     queries_at_once = max(1, chunk // (batch * keys))
     for start in range(0, queries, queries_at_once):
         end = min(start + queries_at_once, queries)
-        visible_keys = min(end, keys) if is_causal else keys  # all later keys are masked for these queries
-        with torch.autocast(query.device.type, enabled=False):
-            logits = (query[..., start:end, :] * scale) @ key[..., :visible_keys, :].mT
+        visible_keys = keys
         if is_causal:
-            is_later = torch.ones(end - start, visible_keys, dtype=torch.bool, device=query.device).triu(start + 1)
+            visible_keys = min(end, keys)  # all later keys are masked for these queries
+        scaled_query = query[..., start:end, :] * scale
+        with torch.autocast(query.device.type, enabled=False):
+            logits = scaled_query @ key[..., :visible_keys, :].mT
+        if is_causal:
+            all_pairs = torch.ones(end - start, visible_keys, dtype=torch.bool, device=query.device)
+            is_later = all_pairs.triu(start + 1)
             logits = logits.masked_fill(is_later, -math.inf)
         if mask is not None:
-            logits = torch.where(mask[..., start:end, :visible_keys], logits, -math.inf)
+            is_visible = mask[..., start:end, :visible_keys]
+            logits = torch.where(is_visible, logits, -math.inf)
         logits_of_heads = logits.movedim(-3, 0).flatten(1)
-        largest = torch.maximum(largest, logits_of_heads.amax(dim=1).to(largest.dtype))
+        largest_of_chunk = logits_of_heads.amax(dim=1)
+        largest = torch.maximum(largest, largest_of_chunk.to(largest.dtype))
     return largest
 
 
@@ -314,6 +320,8 @@ def reduce_max_logits(logits: Mapping[str, Tensor], group: dist.ProcessGroup | N
     if not logits or not dist.is_available() or not dist.is_initialized():
         return dict(logits)
     names = sorted(logits)
-    most = torch.cat([logits[name].float() for name in names])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return dict(zip(names, most.split([len(logits[name]) for name in names]), strict=True))
+    logits_of_modules = [logits[name].float() for name in names]
+    sizes = list(map(len, logits_of_modules))
+    largest = torch.cat(logits_of_modules)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(names, largest.split(sizes), strict=True))

@@ -61,8 +61,11 @@ def _corrected(copy: Tensor, param: Tensor, *, reuse: bool) -> Tensor:
     Another function has changed such elements, for example by loading weights. ``reuse`` overwrites the copy.
     """
     param = as_start(param)
-    corrected = torch.where(copy.to(param.dtype) == param, copy, param.to(copy.dtype))
-    return copy.copy_(corrected) if reuse else corrected
+    is_rounded_copy = copy.to(param.dtype) == param
+    corrected = torch.where(is_rounded_copy, copy, param.to(copy.dtype))
+    if reuse:
+        return copy.copy_(corrected)
+    return corrected
 
 
 class MasterParamsState(NamedTuple):
@@ -126,16 +129,18 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         params = params_for("master_params", params)
         present = Present(updates)
         grads = present.pick(updates)
-        copies_of_leaves: list[Tensor] = []
-        for copy, param in zip(present.pick(state.master), present.pick(params), strict=True):
-            copies_of_leaves.append(_corrected(copy, param, reuse=donate.state))
-        master = present.fill(copies_of_leaves, state.master)
+        old_copies = present.pick(state.master)
+        corrected_copies: list[Tensor] = []
+        for copy, param in zip(old_copies, present.pick(params), strict=True):
+            corrected_copies.append(_corrected(copy, param, reuse=donate.state))
+        master = present.fill(corrected_copies, state.master)
 
-        wide_grads = ew.cast_like(grads, copies_of_leaves)
+        wide_grads = ew.cast_like(grads, corrected_copies)
         # A gradient that was cast is a new tensor. If all are, the inner transform may overwrite them in any case.
         are_new = all(wide_grad is not grad for wide_grad, grad in zip(wide_grads, grads, strict=True))
         donation = Donation(donate.updates or are_new, donate.state)
-        inner_updates, inner_state = inner.run(present.fill(wide_grads), state.inner, master, donate=donation, **extras)
+        gradients = present.fill(wide_grads)
+        inner_updates, inner_state = inner.run(gradients, state.inner, master, donate=donation, **extras)
         new_master = apply_updates(master, inner_updates, donate=donate.state)
 
         def step_to_rounded(update: Tensor, copy: Tensor, param: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.simple import no_state
 from muonfx.polar.iteration import unit_power
 from muonfx.transforms._leaf import Leaf, record_for_each, record_on_list
+from muonfx.transforms.formulas import divide_unless
 from muonfx.transforms.scale import of_leaves, of_lists
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
@@ -36,7 +37,12 @@ def clip_by_value(limit: ScalarOrSchedule):
     {'w': tensor([-1.0000,  0.5000])}
     """
     limit = checks.positive("limit", limit)
-    return of_lists(lambda leaves, _: ew.kept_visible(ew.clamp(leaves, -limit, limit), leaves))
+
+    def clip(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
+        clipped = ew.clamp(leaves, -limit, limit)
+        return ew.kept_visible(clipped, leaves)
+
+    return of_lists(clip)
 
 
 @transform(locality=Locality.LEAF, reads_params=False)
@@ -67,7 +73,8 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
         small = wide * power
         rms = ew.safe_sqrt(small.square().mean(-1, keepdim=True))
         ratio = rms / ew.scalar_like(threshold, rms)
-        return (small / torch.maximum(ratio, power)).to(leaf.dtype)
+        clipped = small / torch.maximum(ratio, power)
+        return clipped.to(leaf.dtype)
 
     return of_leaves(clip)
 
@@ -100,9 +107,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
         leaves = present.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.
         norm = norm_over_leaves(updates, sum_over_leaves)
-        exceeds = norm > max_norm
-        factor = torch.where(exceeds, ew.scalar_like(max_norm, norm) / torch.where(exceeds, norm, 1.0), 1.0)
-        factor = torch.where(norm.isnan(), norm, factor)
+        factor = divide_unless(norm <= max_norm, ew.scalar_like(max_norm, norm), norm, otherwise=1.0)
         # Not `leafwise`: a single product is rounded once in any dtype, so all updates need no copies in fp32.
         clipped = ew.mul(leaves, factor, reuse=donate.updates)
         return present.fill(ew.cast_like(clipped, leaves)), state
@@ -129,11 +134,11 @@ def _total_squares(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
     """Return the sum of the `_squares` of all leaves on all ranks."""
     present = Present(updates)
     norms = ew.norms(present.pick(updates))
-    kinds = {(norm.device, norm.dtype) for norm in norms}
-    if len(kinds) == 1 and not torch.compiler.is_compiling():
-        squares = list(_squares(torch.stack(norms)).unbind())  # three kernel launches in all, not per leaf
+    types = {(norm.device, norm.dtype) for norm in norms}
+    if len(types) == 1 and not torch.compiler.is_compiling():
+        squares = _squares(torch.stack(norms)).unbind()  # three kernel launches in all, not per leaf
     else:
-        squares = [_squares(norm) for norm in norms]
+        squares = list(map(_squares, norms))
     return sum_over_leaves(present.fill(squares))
 
 

@@ -53,17 +53,17 @@ def _functions(
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
         leaves, treedef = tree.flatten(updates)
+        weights = tree.leaves(params)
         indices: list[int] = []
         for index, (leaf, does_decay) in enumerate(zip(leaves, decays(params), strict=True)):
             if does_decay and leaf is not None:
                 indices.append(index)
-        all_weights = tree.leaves(params)
         u = [leaves[index] for index in indices]
-        w = ew.cast_like([all_weights[index] for index in indices], u)
+        w = ew.cast_like([weights[index] for index in indices], u)
         if caution:
             w = [_where_decay_agrees(u_i, w_i, sign) for u_i, w_i in zip(u, w, strict=True)]
-        decayed = ew.cast_like(ew.add(u, w, sign * weight_decay, reuse=donate.updates), u)
-        for index, leaf in zip(indices, decayed, strict=True):
+        decayed = ew.add(u, w, sign * weight_decay, reuse=donate.updates)
+        for index, leaf in zip(indices, ew.cast_like(decayed, u), strict=True):
             leaves[index] = leaf
         return tree.unflatten(treedef, leaves), state
 
@@ -204,10 +204,13 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
             """Set elements whose sign differs from the gradient's to zero; divide the others by their share."""
             if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
                 return torch.zeros_like(update)
+            if update.numel() == 0:
+                return update.clone()
             # Compare signs: the product of the values may underflow to zero.
             agrees = (update.sign() * gradient.sign() > 0).to(update.dtype)
-            share = agrees.float().mean() if agrees.numel() else agrees.float().sum()
-            return (update * agrees / share.clamp(min=min_share)).to(update.dtype)
+            share = agrees.float().mean()
+            scaled = update * agrees / share.clamp(min=min_share)
+            return scaled.to(update.dtype)
 
         return tree.map(keep, out, updates), state
 

@@ -287,11 +287,13 @@ def leafwise(
 
         def formula(*args: object, **kwargs: object) -> _Formula:
             """Call the constructor, and return its declared state and step after a check."""
+            step_reads_params = reads_params
+            if callable(step_reads_params):
+                step_reads_params = step_reads_params(*args, **kwargs)
             returned = constructor(*args, **kwargs)
-            step_reads_params = reads_params(*args, **kwargs) if callable(reads_params) else reads_params
-            kind = f"{constructor.__name__}: a leafwise"
-            state, step = state_and_step(kind, returned, (StepCount, Number), step_reads_params)
-            return _Formula(constructor.__name__, state, step, step_reads_params)
+            name = constructor.__name__
+            state, step = state_and_step(f"{name}: a leafwise", returned, (Slot, StepCount, Number), step_reads_params)
+            return _Formula(name, state, step, step_reads_params)
 
         @functools.wraps(constructor)
         def build(*args: object, **kwargs: object) -> InitAndUpdate:
@@ -309,27 +311,33 @@ def leafwise(
         )
         return decorator(build)
 
-    return decorate if constructor is None else decorate(constructor)
+    if constructor is None:
+        return decorate
+    return decorate(constructor)
 
 
 def state_and_step(
-    kind: str, returned: object, others: tuple[type, ...], reads_params: ReadsParams
+    caller: str, returned: object, types: tuple[type, ...], reads_params: ReadsParams
 ) -> tuple[PyTree, Step]:
-    """Return a constructor's state and step. Raise an error if the state has items other than `Slot` and ``others``.
+    """Return the state and the step that a constructor returned, after a check.
 
-    ``kind`` begins the errors: the names of the constructor and of its decorator, such as "momentum: a leafwise".
+    Args:
+        caller: the beginning of errors: the names of the constructor and its decorator, "momentum: a leafwise".
+        returned: what the constructor returned.
+        types: the types of the items that the state may contain, such as `Slot`.
+        reads_params: whether the step receives the parameters, as a slot that starts at the parameters requires.
     """
     if not (type(returned) is tuple and len(returned) == 2 and callable(returned[1])):
-        raise TypeError(f"{kind} constructor returns a state and a step, found {returned!r}")
+        raise TypeError(f"{caller} constructor returns a state and a step, found {returned!r}")
     state = returned[0]
     for name, field in zip(tree.names(state), tree.leaves(state), strict=True):
-        if not isinstance(field, (Slot, *others)):
-            *first_kinds, last_kind = ["Slot", *[other.__name__ for other in others]]
-            kinds = f"{', '.join(first_kinds)} and {last_kind}"
-            raise TypeError(f"{kind} constructor returns a state of {kinds}, found {field!r} at {name!r}")
+        if not isinstance(field, types):
+            *first_names, last_name = [expected.__name__ for expected in types]
+            expected_names = f"{', '.join(first_names)} and {last_name}"
+            raise TypeError(f"{caller} constructor returns a state of {expected_names}, found {field!r} at {name!r}")
         if isinstance(field, Slot) and field.start == "params" and not reads_params:
             raise TypeError(
-                f"{kind} constructor whose slot {name!r} starts at the parameters declares reads_params=True"
+                f"{caller} constructor whose slot {name!r} starts at the parameters declares reads_params=True"
             )
     return returned
 
@@ -345,7 +353,6 @@ def _extra_names(step: Step) -> tuple[str, ...]:
 
 def _functions(formula: _Formula) -> InitAndUpdate:
     """Return ``init`` and ``update`` of a `leafwise` transform."""
-    extra_names = formula.extra_names
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
@@ -355,19 +362,18 @@ def _functions(formula: _Formula) -> InitAndUpdate:
     def update_with_extras(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ) -> tuple[PyTree, PyTree]:
-        return formula.run(updates, state, params, donate, {extra: extras[extra] for extra in extra_names})
+        extras = {name: extras[name] for name in formula.extra_names}
+        return formula.run(updates, state, params, donate, extras)
 
-    if not extra_names:
+    if not formula.extra_names:
         return formula.init, update
     if not torch.compiler.is_compiling():  # the signature was read when the transform was created
-        update_with_extras.__signature__ = _with_extras(inspect.signature(update), extra_names)
+        signature = inspect.signature(update)
+        parameters = list(signature.parameters.values())
+        for name in formula.extra_names:
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
+        update_with_extras.__signature__ = signature.replace(parameters=parameters)
     return formula.init, update_with_extras
-
-
-def _with_extras(signature: inspect.Signature, extra_names: Sequence[str]) -> inspect.Signature:
-    """Return the signature of an update with further keyword-only arguments."""
-    extras = [inspect.Parameter(extra, inspect.Parameter.KEYWORD_ONLY) for extra in extra_names]
-    return signature.replace(parameters=[*signature.parameters.values(), *extras])
 
 
 class _Formula:
@@ -390,10 +396,10 @@ class _Formula:
         """For each field, whether it has one tensor for each leaf."""
 
     def locality(self, of_formula: Locality) -> Locality:
-        """Return the locality of the transform: that of its formula, and TREE if the step sums over leaves."""
-        dtypes = [slot.dtype for slot in tree.leaves(self._declared) if isinstance(slot, Slot)]
-        if any(isinstance(dtype, QuantizedDtype) for dtype in dtypes):
-            of_formula = max(of_formula, Locality.LEAF)  # the elements of a block share a scale
+        """Return the locality of the transform: the locality of its formula, or TREE if the step sums over leaves."""
+        for field in tree.leaves(self._declared):
+            if isinstance(field, Slot) and isinstance(field.dtype, QuantizedDtype):
+                of_formula = max(of_formula, Locality.LEAF)  # the elements of a block share a scale
         if "sum_over_leaves" not in self.extra_names:
             return of_formula
         if of_formula is not Locality.ELEMENT:
@@ -490,9 +496,14 @@ def params_for(name: str, params: PyTree) -> PyTree:
 
 def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.dtype]:
     """Return for each leaf the widest dtype of its operands, at least fp32; one dtype if all leaves have the same."""
-    dtypes_of_operands = [{tensor.dtype for tensor in tensors} for tensors in lists]
-    if all(len(dtypes) <= 1 for dtypes in dtypes_of_operands):  # a short way for the usual case
-        return ew.wide_dtype(*set().union(*dtypes_of_operands))
+    all_dtypes: set[torch.dtype] = set()
+    is_uniform = True  # each operand has one dtype for all leaves, as usual
+    for tensors in lists:
+        dtypes = {tensor.dtype for tensor in tensors}
+        is_uniform = is_uniform and len(dtypes) <= 1
+        all_dtypes |= dtypes
+    if is_uniform:
+        return ew.wide_dtype(*all_dtypes)
     wide_dtypes: list[torch.dtype] = []
     for tensors_of_leaf in zip(*lists, strict=True):
         wide_dtypes.append(ew.wide_dtype(*[tensor.dtype for tensor in tensors_of_leaf]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import prod
 from typing import ClassVar
 
@@ -69,11 +68,11 @@ class MatrixView:
     """
 
     pattern: str | Mapping[str, str] | None = None
-    _parsed: ClassVar[Mapping[str, Pattern]]
+    _parsed: ClassVar[Mapping[str | None, Pattern]]
 
     def __post_init__(self) -> None:
         """Check the patterns of a new view. A mapping is copied, so later changes by the caller have no effect."""
-        texts: list[str] = []
+        texts: list[object] = []
         if isinstance(self.pattern, Mapping):
             object.__setattr__(self, "pattern", dict(self.pattern))
             texts += self.pattern.values()
@@ -87,22 +86,23 @@ class MatrixView:
 
     def __eq__(self, other: object) -> bool:
         """Return True if two views have the same patterns in the same order, as the first matching glob applies."""
-        return self._key == other._key if isinstance(other, MatrixView) else NotImplemented
+        if not isinstance(other, MatrixView):
+            return NotImplemented
+        return self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
 
     @property
     def _key(self) -> object:
-        return tuple(self.pattern.items()) if isinstance(self.pattern, Mapping) else self.pattern
+        if isinstance(self.pattern, Mapping):
+            return tuple(self.pattern.items())
+        return self.pattern
 
     def of(self, names: Sequence[str]) -> list[Pattern | None]:
         """Return a list with the parsed pattern that applies to each parameter name; None if no pattern applies."""
-        patterns: list[Pattern | None] = []
-        for name in names:
-            text = self.text(name)
-            patterns.append(None if text is None else self._parsed[text])
-        return patterns
+        texts = [self.text(name) for name in names]
+        return [self._parsed.get(text) for text in texts]
 
     def text(self, name: str) -> str | None:
         """Return the pattern that applies to a parameter name, as text; None if no pattern applies."""
@@ -149,7 +149,10 @@ def view_of(tx: Transform) -> MatrixView | None:
 
 
 class Matrices:
-    """The tensors of a tree, each split into matrices by a `MatrixView`; `fill` joins results into such a tree.
+    """The tensors of a tree, divided into matrices by a `MatrixView`; `fill` joins results into such a tree.
+
+    Lists of matrices are flat: the stacks of matrices (..., rows, columns) of the first tensor come first, then the
+    stacks of the second tensor, and so on. `grouped` divides such a list by tensor.
 
     ``names`` are the names of the tensors, for error messages. They are empty unless ``named`` is True or the view
     depends on names, because naming the leaves takes time at every step.
@@ -160,59 +163,58 @@ class Matrices:
         self.values = values
         self.at = Present(values)
         self.leaves: list[Tensor] = self.at.pick(values)
-        self.names = self.at.names() if named or isinstance(view.pattern, Mapping) else [""] * len(self.leaves)
+        self.names = [""] * len(self.leaves)
+        if named or isinstance(view.pattern, Mapping):
+            self.names = self.at.names()
         self._patterns = view.of(self.names)
         self._is_plain = view.pattern is None
-        self.of_leaves = self.split(self.leaves)
-        """For each tensor, a list of stacks of matrices (..., rows, columns), such as one for query and one for key."""
+        self.stacks = self.split(self.leaves)
+        """The stacks of matrices of all tensors, such as one stack for query and one for key of each tensor."""
 
-    def split(self, leaves: list[Tensor]) -> list[list[Tensor]]:
-        """Split other tensors of the same shapes; return, for each tensor, a list of stacks (..., rows, columns)."""
+    def split(self, leaves: list[Tensor]) -> list[Tensor]:
+        """Split other tensors of the same shapes; return the stacks (..., rows, columns) of all tensors."""
         if self._are_matrices(leaves):
-            return [[leaf] for leaf in leaves]
-        return list(map(split, self._patterns, leaves, self.names))
+            return leaves
+        stacks: list[Tensor] = []
+        for pattern, leaf, name in zip(self._patterns, leaves, self.names, strict=True):
+            stacks += split(pattern, leaf, name)
+        return stacks
 
-    def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
-        """Undo `split`: join the stacks of each tensor into one tensor, with the shapes of the tensors ``like``."""
+    def join(self, stacks: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+        """Undo `split`: join the stacks of all tensors into tensors with the shapes of the tensors ``like``."""
         if self._are_matrices(like):
-            return [stacks[0] for stacks in matrices]
+            return stacks
         leaves: list[Tensor] = []
-        for pattern, stacks, leaf in zip(self._patterns, matrices, like, strict=True):
+        for pattern, stacks_of_leaf, leaf in zip(self._patterns, self.grouped(stacks), like, strict=True):
             if pattern is None:
-                leaves.append(stacks[0].reshape(leaf.shape))
+                leaves.append(stacks_of_leaf[0].reshape(leaf.shape))
             else:
-                leaves.append(pattern.join(stacks, leaf.shape))
+                leaves.append(pattern.join(stacks_of_leaf, leaf.shape))
         return leaves
 
     def _are_matrices(self, leaves: list[Tensor]) -> bool:
         """Return True if each tensor is one matrix as it is."""
         return self._is_plain and all(leaf.ndim == 2 for leaf in leaves)
 
-    def map(
-        self, function: Callable[..., Sequence[Sequence[Tensor]]], *operands: list[list[Tensor]]
-    ) -> list[list[list[Tensor]]]:
-        """Call a function once with the matrices of all tensors; return each of its results grouped by tensor.
-
-        An operand has a list of stacks (..., rows, columns) for each tensor, as `split` returns. ``function`` receives
-        one flat list of stacks for each operand, and returns several such lists.
-        """
-        flat_operands: list[list[Tensor]] = []
-        for operand in operands:
-            flat_operands.append([stack for stacks in operand for stack in stacks])
-        results_of_tensors: list[list[list[Tensor]]] = []
-        for flat_result in function(*flat_operands):
-            remaining = iter(flat_result)
-            results_of_tensors.append([list(islice(remaining, len(stacks))) for stacks in operands[0]])
-        return results_of_tensors
+    def grouped(self, stacks: list[Tensor]) -> list[list[Tensor]]:
+        """Divide a list with an item for each stack of matrices by tensor: return a list for each tensor."""
+        groups: list[list[Tensor]] = []
+        start = 0
+        for pattern in self._patterns:
+            end = start + 1
+            if pattern is not None:
+                end = start + len(pattern.results)
+            groups.append(stacks[start:end])
+            start = end
+        return groups
 
     def replaced_by(self, function: Callable[[list[Tensor]], list[Tensor]]) -> PyTree:
         """Return the tree with all matrices replaced by a function, which is called once with a list of all stacks."""
-        (new_stacks,) = self.map(lambda stacks: (function(stacks),), self.of_leaves)
-        return self.fill(new_stacks)
+        return self.fill(function(self.stacks))
 
-    def fill(self, matrices: list[list[Tensor]]) -> PyTree:
-        """Return the tree with new matrices, given as `split` returns them: a list of stacks for each tensor."""
-        return self.at.fill(self.join(matrices, self.leaves))
+    def fill(self, stacks: list[Tensor]) -> PyTree:
+        """Return the tree with new matrices, given as `split` returns them."""
+        return self.at.fill(self.join(stacks, self.leaves))
 
 
 def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:

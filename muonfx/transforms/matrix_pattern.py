@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -86,6 +86,18 @@ class _Stack(NamedTuple):
     """The permutation of the axes from their order in the tensor to their order in the stack."""
     shape: list[int]
 
+    def cut(self, axes: Tensor) -> Tensor:
+        """Return this stack (..., rows, columns) from a tensor with one dim for each axis."""
+        if self.divided_axis is not None:
+            axes = axes.narrow(self.divided_axis, self.start, self.sizes[self.divided_axis])
+        return axes.permute(self.order).reshape(self.shape)
+
+    def restore(self, matrices: Tensor) -> Tensor:
+        """Undo `cut`: return the part of the tensor that holds this stack, with one dim for each axis."""
+        sizes_in_stack = [self.sizes[axis] for axis in self.order]
+        inverse_order = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return matrices.reshape(sizes_in_stack).permute(inverse_order)
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -108,22 +120,18 @@ class Pattern:
         matrices: list[Tensor] = []
         for result in results:
             stack = _stack_of(axes, result)
-            part = tensor_axes
-            if stack.divided_axis is not None:
-                part = part.narrow(stack.divided_axis, stack.start, stack.sizes[stack.divided_axis])
-            matrices.append(part.permute(stack.order).reshape(stack.shape))
+            matrices.append(stack.cut(tensor_axes))
         return matrices
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape."""
         axes, results = self._sized(shape)
-        stacks = [_stack_of(axes, result) for result in results]
         part_at: dict[int, Tensor] = {}  # by its start on the divided axis
-        for stack, tensor in zip(stacks, matrices, strict=True):
-            permuted_sizes = [stack.sizes[axis] for axis in stack.order]
-            order_in_tensor = [stack.order.index(axis) for axis in range(len(axes))]
-            part_at[stack.start] = tensor.reshape(permuted_sizes).permute(order_in_tensor)
-        divided_axis = stacks[0].divided_axis
+        divided_axis = None
+        for result, tensor in zip(results, matrices, strict=True):
+            stack = _stack_of(axes, result)
+            part_at[stack.start] = stack.restore(tensor)
+            divided_axis = stack.divided_axis
         if divided_axis is None:
             return part_at[0].reshape(shape)
         parts = [part_at[start] for start in sorted(part_at)]
@@ -185,28 +193,29 @@ class Pattern:
         axes, results = self._sized(shape)
         # The axes in front of the first one that belongs to the rows or columns of a matrix count the units.
         names_in_matrices = _names_in_matrices(results)
-        is_in_matrices = [not names_in_matrices.isdisjoint(axis.part_sizes) for axis in axes]
-        first_unit_axis = is_in_matrices.index(True)
-        counting_axes = axes[:first_unit_axis]
-        unit_axes = axes[first_unit_axis:]
+        counting_axes: list[_SizedAxis] = []
+        unit_axes = axes.copy()
+        while names_in_matrices.isdisjoint(unit_axes[0].part_sizes):
+            counting_axes.append(unit_axes.pop(0))
         # The rows of a unit are the rest of the dim of its first axis, and the columns are all further dims.
         row_dim = unit_axes[0].dim
         if not counting_axes or row_dim == len(shape) - 1:
             return None
         row_axes = [axis for axis in unit_axes if axis.dim == row_dim]
-        column_axes = [axis for axis in unit_axes if axis.dim > row_dim]
+        column_axes = unit_axes[len(row_axes) :]
 
-        counting_names = {name for axis in counting_axes for name in axis.part_sizes}
+        counting_names = set(chain.from_iterable([axis.part_sizes for axis in counting_axes]))
         unit_results = _without_names(results, counting_names)
         has_parts = any(len(axis.part_sizes) > 1 for axis in unit_axes)
         if len(unit_results) > 1 and not has_parts:  # some units are divided in another way than others
             return None
         is_one_matrix = not has_parts and len(unit_results[0]) == 2
         counts_whole_dims = counting_axes[-1].dim < row_dim
-        rows = prod([axis.size for axis in row_axes])
-        columns = prod([axis.size for axis in column_axes])
-        pattern = _pattern_of_units(row_axes, column_axes, unit_results)
-        return Units((rows, columns), pattern, are_matrices=is_one_matrix and counts_whole_dims)
+        return Units(
+            shape=(_size(row_axes), _size(column_axes)),
+            pattern=_pattern_of_units(row_axes, column_axes, unit_results),
+            are_matrices=is_one_matrix and counts_whole_dims,
+        )
 
     def _sized(self, shape: Sequence[int]) -> tuple[list[_SizedAxis], list[list[Group]]]:
         """Return the axes of a tensor of this shape, outermost first, and the results of the pattern without ``...``.
@@ -218,7 +227,7 @@ class Pattern:
         dims: list[Dim] = []
         for dim in self.dims:
             if _names_of_dim(dim) == [_DOTS]:
-                dims += [((Part(name),),) for name in dot_names]
+                dims += [_plain_dim(name) for name in dot_names]
             else:
                 dims.append(dim)
         if len(dims) != len(shape):
@@ -227,30 +236,41 @@ class Pattern:
                 "parentheses for each dim left of the arrow, or '...' for any number of dims"
             )
         axes: list[_SizedAxis] = []
-        for index, (dim, size) in enumerate(zip(dims, shape, strict=True)):
-            axes += [_SizedAxis(index, part_sizes) for part_sizes in self._part_sizes(dim, size)]
+        for index, dim in enumerate(dims):
+            axes += self._sized_axes(dim, index, shape[index])
         return axes, [_with_dots(result, dot_names) for result in self.results]
 
-    def _part_sizes(self, dim: Dim, size: int) -> list[dict[str, int]]:
-        """Return the sizes of the parts of each axis in a dim of this size.
+    def _sized_axes(self, dim: Dim, index: int, size: int) -> list[_SizedAxis]:
+        """Return the axes of the dim with this index and size. At most one part has no size, as `parse` checks.
 
-        For ``(heads (k=3 + v=5))`` and the size 16, this is ``[{"heads": 2}, {"k": 3, "v": 5}]``. At most one part in
-        a dim has no size, as `parse` checks.
+        For the dim ``(heads (k=3 + v=5))`` of size 16, their part sizes are ``{"heads": 2}`` and ``{"k": 3, "v": 5}``.
         """
-        complete_axes = [axis for axis in dim if all(part.size is not None for part in axis)]
-        size_of_other_axis = size // prod([_known_size(axis) for axis in complete_axes])
-        part_sizes_of_axes: list[dict[str, int]] = []
+        size_of_other_axis = size  # of the axis with the part without a size, if there is one
+        for axis in dim:
+            if all(part.size is not None for part in axis):
+                size_of_other_axis //= _known_size(axis)
+        sized_axes: list[_SizedAxis] = []
         for axis in dim:
             missing_size = size_of_other_axis - _known_size(axis)
             part_sizes = {part.name: missing_size if part.size is None else part.size for part in axis}
-            part_sizes_of_axes.append(part_sizes)
-        has_negative_size = any(min(part_sizes.values()) < 0 for part_sizes in part_sizes_of_axes)
-        if has_negative_size or prod([sum(part_sizes.values()) for part_sizes in part_sizes_of_axes]) != size:
-            raise ValueError(
-                f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}: correct a size in the "
-                "pattern"
-            )
-        return part_sizes_of_axes
+            if min(part_sizes.values()) < 0:
+                raise self._wrong_size(dim, size)
+            sized_axes.append(_SizedAxis(index, part_sizes))
+        if _size(sized_axes) != size:
+            raise self._wrong_size(dim, size)
+        return sized_axes
+
+    def _wrong_size(self, dim: Dim, size: int) -> ValueError:
+        """Return an error for a dim of a tensor whose size does not fit the pattern."""
+        return ValueError(
+            f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}: correct a size in the "
+            "pattern"
+        )
+
+
+def _plain_dim(name: str) -> Dim:
+    """Return a dim that is one axis with one part, whose size follows from the tensor."""
+    return ((Part(name),),)
 
 
 def _known_size(axis: Axis) -> int:
@@ -258,27 +278,46 @@ def _known_size(axis: Axis) -> int:
     return sum([part.size for part in axis if part.size is not None])
 
 
+def _size(axes: Sequence[_SizedAxis]) -> int:
+    """Return the product of the sizes of some axes."""
+    return prod([axis.size for axis in axes])
+
+
 def _stack_of(axes: list[_SizedAxis], result: list[Group]) -> _Stack:
     """Return how one result of a pattern is cut from a tensor with these axes."""
     names = _names(result)
+    size_of_name: dict[str, int] = {}
     axis_of_name: dict[str, int] = {}
     sizes: list[int] = []
     divided_axis = None
     start = 0
     for index, axis in enumerate(axes):
-        axis_of_name |= dict.fromkeys(axis.part_sizes, index)
-        if len(axis.part_sizes) == 1:
-            sizes.append(axis.size)
-            continue
-        # The result has one of the parts that are concatenated along this axis.
-        divided_axis = index
-        parts = list(axis.part_sizes)
-        (part,) = set(parts).intersection(names)
-        start = sum([axis.part_sizes[earlier] for earlier in parts[: parts.index(part)]])
-        sizes.append(axis.part_sizes[part])
+        name = next(iter(axis.part_sizes))
+        if len(axis.part_sizes) > 1:
+            divided_axis = index
+            name, start = _selected_part(axis, names)
+        axis_of_name[name] = index
+        size_of_name[name] = axis.part_sizes[name]
+        sizes.append(axis.part_sizes[name])
     order = [axis_of_name[name] for name in names]
-    shape = [prod([sizes[axis_of_name[name]] for name in group]) for group in result]
+    shape: list[int] = []
+    for group in result:
+        shape.append(prod([size_of_name[name] for name in group]))
     return _Stack(divided_axis, start, sizes, order, shape)
+
+
+def _selected_part(axis: _SizedAxis, names: list[str]) -> tuple[str, int]:
+    """Return which part of a divided axis a result has among its names, and the index on the axis at which it begins.
+
+    For the axis ``(k=3 + v=5)`` and the names of ``h v in``, this is ("v", 3).
+    """
+    (selected,) = axis.part_sizes.keys() & set(names)
+    start = 0
+    for name, size in axis.part_sizes.items():
+        if name == selected:
+            break
+        start += size
+    return selected, start
 
 
 def _names_in_matrices(results: Sequence[Sequence[Group]]) -> set[str]:
@@ -296,10 +335,13 @@ def _without_names(results: list[list[Group]], names: set[str]) -> list[list[Gro
     """
     unique_results: list[list[Group]] = []
     for result in results:
-        groups = [tuple(name for name in group if name not in names) for group in result]
-        nonempty_groups = [group for group in groups if group]
-        if nonempty_groups not in unique_results:
-            unique_results.append(nonempty_groups)
+        groups: list[Group] = []
+        for group in result:
+            remaining_names = tuple([name for name in group if name not in names])
+            if remaining_names:
+                groups.append(remaining_names)
+        if groups not in unique_results:
+            unique_results.append(groups)
     return unique_results
 
 
@@ -320,9 +362,10 @@ def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:
         if is_batch_dim and group == (_DOTS,):
             groups += [(name,) for name in dot_names]
             continue
-        names: list[str] = []
-        for name in group:
-            names += dot_names if name == _DOTS else [name]
+        names = list(group)
+        if _DOTS in names:
+            position = names.index(_DOTS)
+            names[position : position + 1] = dot_names
         groups.append(tuple(names))
     return groups
 
@@ -396,7 +439,10 @@ def _dim(item: _Item) -> Dim:
         return (_divided_axis(item),)
     axes: list[Axis] = []
     for inner in item:
-        axes.append(_divided_axis(inner) if isinstance(inner, list) else (_part(inner),))
+        if isinstance(inner, list):
+            axes.append(_divided_axis(inner))
+        else:
+            axes.append((_part(inner),))
     return tuple(axes)
 
 
@@ -411,10 +457,14 @@ def _divided_axis(items: list[_Item]) -> Axis:
 
 def _part(item: _Item) -> Part:
     """Return a name with its size, ``Part("heads", 8)`` for ``heads=8``."""
-    if not isinstance(item, str) or item == "+":
-        raise _Malformed(f"found {item if item == '+' else 'parentheses'!r} where the name of an axis must be")
+    if item == "+":
+        raise _Malformed("found '+' where the name of an axis must be")
+    if not isinstance(item, str):
+        raise _Malformed("found 'parentheses' where the name of an axis must be")
     name, _, size = item.partition("=")
-    return Part(name, int(size) if size else None)
+    if not size:
+        return Part(name)
+    return Part(name, int(size))
 
 
 def _result(text: str) -> tuple[Group, ...]:
@@ -430,9 +480,12 @@ def _result(text: str) -> tuple[Group, ...]:
 
 def _group(item: _Item) -> Group:
     """Return the names in one dim of a result: ("a", "b") for ``(a b)`` and ("a",) for ``a``."""
+    items = item
+    if isinstance(item, str):
+        items = [item]
     names: list[str] = []
-    for inner in [item] if isinstance(item, str) else item:
-        part = _part(inner)
+    for name_with_size in items:
+        part = _part(name_with_size)
         if part.size is not None:
             raise _Malformed(
                 "found a size right of the arrow: write it on the left side, as in '(heads=8 d) in -> heads d in'"
@@ -443,14 +496,16 @@ def _group(item: _Item) -> Group:
 
 def _check_dims(dims: Sequence[Dim]) -> None:
     """Raise an error unless the left side names each part once, and its sizes can be computed from a shape."""
-    all_parts = [part for dim in dims for axis in dim for part in axis]
-    for name, count in Counter(part.name for part in all_parts).items():
-        if count > 1:
-            raise _Malformed(f"{name!r} occurs twice on the left")
-    if any(part.size == 0 for part in all_parts):
-        raise _Malformed("a size is 0; sizes are at least 1")
+    names: set[str] = set()
     for dim in dims:
-        sizes = [part.size for axis in dim for part in axis]
+        for name in _names_of_dim(dim):
+            if name in names:
+                raise _Malformed(f"{name!r} occurs twice on the left")
+            names.add(name)
+    for dim in dims:
+        sizes = [part.size for part in _parts(dim)]
+        if 0 in sizes:
+            raise _Malformed("a size is 0; sizes are at least 1")
         if sizes.count(None) > 1:
             raise _Malformed(
                 "a dim has several axes without a size, expected at most one: give the others a size, as in (heads=8 d)"
@@ -461,26 +516,41 @@ def _check_dims(dims: Sequence[Dim]) -> None:
 
 def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> None:
     """Raise an error unless there is one result for each part, and every result has each other name once."""
-    axes = [axis for dim in dims for axis in dim]
-    divided_axes = [axis for axis in axes if len(axis) > 1]
-    if len(divided_axes) > 1:
-        raise _Malformed("several axes are divided by '+'; expected at most one")
-    if not divided_axes and len(results) > 1:
+    plain_names: list[str] = []
+    part_names: list[str] = []  # of the axis that is divided by '+'
+    for axis in chain.from_iterable(dims):
+        if len(axis) == 1:
+            plain_names.append(axis[0].name)
+        elif part_names:
+            raise _Malformed("several axes are divided by '+'; expected at most one")
+        else:
+            part_names = [part.name for part in axis]
+    if part_names:
+        _check_parts(part_names, results)
+    elif len(results) > 1:
         raise _Malformed(
             "found several results, but no parts on the left: write one result, or parts as in '(q=8 + k=8) in'"
         )
-    plain_names = [axis[0].name for axis in axes if len(axis) == 1]
-    part_names = [part.name for axis in divided_axes for part in axis]
-    parts_of_results = [[name for name in part_names if name in _names(result)] for result in results]
-    if part_names and sorted(parts_of_results) != sorted([name] for name in part_names):
-        raise _wrong_parts(part_names)
-    for result, parts in zip(results, parts_of_results, strict=True):
-        expected_names = sorted([*plain_names, *parts])
-        if sorted(_names(result)) != expected_names:
+    for result in results:
+        names = _names(result)
+        expected_names = sorted([*plain_names, *set(part_names).intersection(names)])
+        if sorted(names) != expected_names:
             text = " ".join(map(_group_text, result))
             raise _Malformed(
                 f"found the result {text!r}, expected each of {', '.join(expected_names)} in it once: correct it"
             )
+
+
+def _check_parts(part_names: list[str], results: Sequence[Sequence[Group]]) -> None:
+    """Raise an error unless each result has one of these parts, and each part is in one result."""
+    parts_of_results: list[str] = []
+    for result in results:
+        parts = set(part_names).intersection(_names(result))
+        if len(parts) != 1:
+            raise _wrong_parts(part_names)
+        parts_of_results += parts
+    if sorted(parts_of_results) != sorted(part_names):
+        raise _wrong_parts(part_names)
 
 
 def _wrong_parts(names: list[str]) -> _Malformed:
@@ -493,11 +563,15 @@ def _wrong_parts(names: list[str]) -> _Malformed:
 
 
 def _names(groups: Sequence[Group]) -> list[str]:
-    return [name for group in groups for name in group]
+    return list(chain.from_iterable(groups))
+
+
+def _parts(dim: Dim) -> list[Part]:
+    return list(chain.from_iterable(dim))
 
 
 def _names_of_dim(dim: Dim) -> list[str]:
-    return [part.name for axis in dim for part in axis]
+    return [part.name for part in _parts(dim)]
 
 
 def _group_text(group: Group) -> str:

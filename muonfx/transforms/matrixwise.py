@@ -99,7 +99,9 @@ def _one_zero(matrices: Tensor) -> Tensor:
 def _shared_dims(stacks: Sequence[Tensor]) -> int:
     """Return the number of batch dims if all stacks of matrices have the same batch dims, else 0."""
     batch_shapes = {stack.shape[:-2] for stack in stacks}
-    return len(batch_shapes.pop()) if len(batch_shapes) == 1 else 0
+    if len(batch_shapes) > 1:
+        return 0
+    return len(batch_shapes.pop())
 
 
 @plain_fields
@@ -140,12 +142,16 @@ class MatrixSlot:
         """Divide the stored state of one parameter: return a list with the state of each stack of its matrices."""
         if len(matrices) == 1:
             return [stored]
-        shapes: list[torch.Size] = []
-        for stack in matrices:
-            shapes.append(self.start(stack.new_empty(stack.shape, device="meta")).shape)
         batch_dims = _shared_dims(matrices)
-        lengths = [prod(shape[batch_dims:]) for shape in shapes]
-        return [part.reshape(shape) for part, shape in zip(stored.split(lengths, dim=-1), shapes, strict=True)]
+        shapes: list[torch.Size] = []
+        lengths: list[int] = []
+        for stack in matrices:
+            on_meta = stack.new_empty(stack.shape, device="meta")
+            shape = self.start(on_meta).shape
+            shapes.append(shape)
+            lengths.append(prod(shape[batch_dims:]))
+        flat_states = stored.split(lengths, dim=-1)
+        return [state.reshape(shape) for state, shape in zip(flat_states, shapes, strict=True)]
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
         """Convert a state to its storage dtype. If the slot ``saturates``, clamp it to the dtype's range first."""
@@ -246,8 +252,9 @@ def matrixwise(
         @functools.wraps(constructor)
         def build(*args: object, view: MatrixView = parameters["view"].default, **kwargs: object) -> InitAndUpdate:
             returned = constructor(*args, view=view, **kwargs)
-            declared = state_and_step(f"{constructor.__name__}: a matrixwise", returned, (MatrixSlot,), reads_params)
-            return _functions(constructor.__name__, view, *declared, reads_params=reads_params)
+            name = constructor.__name__
+            state, step = state_and_step(f"{name}: a matrixwise", returned, (Slot, MatrixSlot), reads_params)
+            return _functions(name, view, state, step, reads_params=reads_params)
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
             """Return the transform for stacks of independent matrices, as `MatrixWork.on_stacks` describes."""
@@ -270,7 +277,9 @@ def matrixwise(
         )
         return decorator(build)
 
-    return decorate if constructor is None else decorate(constructor)
+    if constructor is None:
+        return decorate
+    return decorate(constructor)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -290,13 +299,13 @@ class _SlotStates:
     def init(self, matrices: Matrices) -> PyTree:
         return self._trees.init(matrices.values)
 
-    def read(self, state: PyTree, matrices: Matrices) -> list[list[Tensor]]:
+    def read(self, state: PyTree, matrices: Matrices) -> list[Tensor]:
         return matrices.split(self._trees.read(matrices.at, state))
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
         return state  # `write` rounds instead, because a quantized dtype rounds a whole leaf, not a matrix
 
-    def write(self, states: list[list[Tensor]], old_state: PyTree, matrices: Matrices) -> PyTree:
+    def write(self, states: list[Tensor], old_state: PyTree, matrices: Matrices) -> PyTree:
         old_tensors = self._trees.read(matrices.at, old_state)
         new_tensors = matrices.join(states, old_tensors)
         return self._trees.write(matrices.at, new_tensors, old_tensors, old_state, reuse=False)
@@ -313,7 +322,7 @@ class MatrixStates:
         """Return the initial state tree for the matrices of the parameters."""
         slot = self._slot
         states: list[Tensor] = []
-        for leaf, stacks in zip(matrices.leaves, matrices.of_leaves, strict=True):
+        for leaf, stacks in zip(matrices.leaves, matrices.grouped(matrices.stacks), strict=True):
             dtype = state_dtype(slot.dtype, leaf.dtype)
             is_detached = leaf.requires_grad and not as_start(leaf).requires_grad  # the matrices are views of the leaf
             starts: list[Tensor] = []
@@ -323,21 +332,70 @@ class MatrixStates:
             states.append(slot.join(starts, stacks))
         return matrices.at.fill(states)
 
-    def read(self, state: PyTree, matrices: Matrices) -> list[list[Tensor]]:
-        """Return for each leaf with a gradient a list of the states of its matrices, from a state tree."""
-        return list(map(self._slot.split, matrices.at.pick(state), matrices.of_leaves))
+    def read(self, state: PyTree, matrices: Matrices) -> list[Tensor]:
+        """Return the state of each stack of matrices, for the leaves that have a gradient."""
+        states: list[Tensor] = []
+        for tensor, stacks in zip(matrices.at.pick(state), matrices.grouped(matrices.stacks), strict=True):
+            states += self._slot.split(tensor, stacks)
+        return states
 
-    def write(self, states: list[list[Tensor]], old_state: PyTree, matrices: Matrices) -> PyTree:
+    def write(self, states: list[Tensor], old_state: PyTree, matrices: Matrices) -> PyTree:
         """Return a state tree with new states for the leaves that have a gradient."""
-        return matrices.at.fill(list(map(self._slot.join, states, matrices.of_leaves)), old_state)
+        states_of_leaves = matrices.grouped(states)
+        tensors = list(map(self._slot.join, states_of_leaves, matrices.grouped(matrices.stacks)))
+        return matrices.at.fill(tensors, old_state)
+
+
+def _run_step(
+    name: str,
+    step: Callable[..., Any],
+    containers: Structure,
+    fields: Sequence[_SlotStates | MatrixStates],
+    *operands: Tensor,
+) -> list[Tensor]:
+    """Run the step on one stack of matrices; return its update, then the new value of each field of the state.
+
+    Args:
+        name: the name of the transform, for errors.
+        step: the step.
+        containers: the NamedTuple, dict or tuple that contains the fields of the state.
+        fields: the fields, which round their new values.
+        operands: the update, the value of each field, and the parameters if the step reads them.
+    """
+    old_values = operands[: 1 + len(fields)]  # the results have their shapes and dtypes
+    if operands[0].numel() == 0:
+        return [value.clone() for value in old_values]
+    wide = ew.wide_dtype(*[operand.dtype for operand in operands])
+    inputs = [operand.to(wide) for operand in operands]
+    state = tree.unflatten(containers, inputs[1 : 1 + len(fields)])
+    params = inputs[1 + len(fields) :]
+    new_update, new_state = step(inputs[0], state, *params)
+
+    new_values = [new_update, *tree.subtrees(containers, new_state)]
+    rounding_functions: list[Callable[[Tensor, torch.dtype], Tensor]] = [Tensor.to]
+    rounding_functions += [field.rounded for field in fields]
+    results: list[Tensor] = []
+    for new_value, old_value, rounded in zip(new_values, old_values, rounding_functions, strict=True):
+        if new_value.shape != old_value.shape:
+            raise ValueError(
+                f"{name}: the step returns shape {tuple(new_value.shape)}, expected {tuple(old_value.shape)}"
+            )
+        if any(new_value is operand for operand in inputs):
+            new_value = new_value.clone()  # the results must not share storage with an operand
+        results.append(rounded(new_value, old_value.dtype))
+    return results
 
 
 def _functions(
     name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], *, reads_params: bool
 ) -> InitAndUpdate:
     """Build ``init`` and ``update`` of a `matrixwise` transform from its declared state and its step."""
-    named = zip(tree.leaves(declared), tree.names(declared), strict=True)
-    fields = [_SlotStates(slot, role) if isinstance(slot, Slot) else MatrixStates(slot) for slot, role in named]
+    fields: list[_SlotStates | MatrixStates] = []
+    for slot, role in zip(tree.leaves(declared), tree.names(declared), strict=True):
+        if isinstance(slot, Slot):
+            fields.append(_SlotStates(slot, role))
+        else:
+            fields.append(MatrixStates(slot))
 
     def init(params: PyTree) -> PyTree:
         matrices = Matrices(view, params, named=True)
@@ -350,46 +408,17 @@ def _functions(
         matrices = Matrices(view, updates)
         containers = tree.flatten(declared)[1]
         old_fields = tree.subtrees(containers, state)
-        operands = [matrices.of_leaves]
+        operands = [matrices.stacks]
         for field, old_field in zip(fields, old_fields, strict=True):
             operands.append(field.read(old_field, matrices))
         if reads_params:
             operands.append(matrices.split(matrices.at.pick(params_for(name, params))))
-        advance = functools.partial(_advance, name, step, containers, fields)
-        out, *states = matrices.map(ew.by_stacks(advance, 1 + len(fields)), *operands)
+        run_step = functools.partial(_run_step, name, step, containers, fields)
+        run_on_all = ew.by_stacks(run_step, results=1 + len(fields))
+        new_updates, *new_states = run_on_all(*operands)
         new_fields: list[PyTree] = []
-        for field, new_states, old_field in zip(fields, states, old_fields, strict=True):
-            new_fields.append(field.write(new_states, old_field, matrices))
-        return matrices.fill(out), tree.unflatten(containers, new_fields)
+        for field, new_state, old_field in zip(fields, new_states, old_fields, strict=True):
+            new_fields.append(field.write(new_state, old_field, matrices))
+        return matrices.fill(new_updates), tree.unflatten(containers, new_fields)
 
     return init, update
-
-
-def _advance(
-    name: str,
-    step: Callable[..., Any],
-    containers: Structure,
-    fields: Sequence[_SlotStates | MatrixStates],
-    *operands: Tensor,
-) -> list[Tensor]:
-    """Run the step on one stack of matrices; return its update and the new value of each field of the state."""
-    old_values = operands[: 1 + len(fields)]  # the update and the fields; the results have their shapes and dtypes
-    if operands[0].numel() == 0:
-        return [x.clone() for x in old_values]
-    wide = ew.wide_dtype(*[x.dtype for x in operands])
-    inputs = [x.to(wide) for x in operands]
-    u = inputs[0]
-    s = tree.unflatten(containers, inputs[1 : 1 + len(fields)])
-    params = inputs[1 + len(fields) :]
-    out, state = step(u, s, *params)
-
-    new_values: list[Tensor] = []
-    for new, old in zip([out, *tree.subtrees(containers, state)], old_values, strict=True):
-        if new.shape != old.shape:
-            raise ValueError(f"{name}: the step returns shape {tuple(new.shape)}, expected {tuple(old.shape)}")
-        is_operand = any(new is operand for operand in inputs)
-        new_values.append(new.clone() if is_operand else new)  # it must not share storage with an operand
-    rounded = [new_values[0].to(operands[0].dtype)]
-    for field, new_state, old_state in zip(fields, new_values[1:], old_values[1:], strict=True):
-        rounded.append(field.rounded(new_state, old_state.dtype))
-    return rounded

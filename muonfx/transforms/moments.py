@@ -8,6 +8,7 @@ from torch import Tensor
 
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.transforms.formulas import bias_correction
 from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, StepCount, leafwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -79,31 +80,38 @@ def momentum(
     slot = Slot(dtype)
 
     def average(g: Leaf, s: MomentumState):
+        """Return m = decay m + (1 - decay) g, or with Nesterov's look-ahead decay m + (1 - decay) g."""
         m = s.trace.lerp(g, 1.0 - decay)
-        out = g.lerp(m, decay) if nesterov else m
-        return out, MomentumState(m)
+        if nesterov:
+            return g.lerp(m, decay), MomentumState(m)
+        return m, MomentumState(m)
 
     def sum_up(g: Leaf, s: MomentumState):
+        """Return m = decay m + g, or with Nesterov's look-ahead decay m + g for the new m."""
         m = s.trace * decay + g
-        out = g.add(m, alpha=decay) if nesterov else m
-        return out, MomentumState(m)
+        if nesterov:
+            return g.add(m, alpha=decay), MomentumState(m)
+        return m, MomentumState(m)
 
     def debiased_average(g: Leaf, s: DebiasedMomentumState):
         """Return m / (1 - decay^t), as Adam does; with Nesterov momentum, as NAdam does, m counts for step t + 1."""
         t = s.count + 1
         m = s.trace.lerp(g, 1.0 - decay)
-        correction = 1.0 - ew.power(decay, t)
+        correction = bias_correction(decay, t)
         if not nesterov:
             return m * (1.0 / correction), DebiasedMomentumState(t, m)
-        next_correction = 1.0 - ew.power(decay, t + 1)
+        next_correction = bias_correction(decay, t + 1)
         g_weight = ew.scalar_like(1.0 - decay, correction) / correction
         m_weight = ew.scalar_like(decay, next_correction) / next_correction
-        return (g * g_weight).add(m, alpha=m_weight), DebiasedMomentumState(t, m)
+        out = (g * g_weight).add(m, alpha=m_weight)
+        return out, DebiasedMomentumState(t, m)
 
     if debias:
         count: Any = StepCount()
         return DebiasedMomentumState(count, slot), debiased_average
-    return MomentumState(slot), sum_up if heavy_ball else average
+    if heavy_ball:
+        return MomentumState(slot), sum_up
+    return MomentumState(slot), average
 
 
 class AdamState(NamedTuple):
@@ -172,22 +180,26 @@ def scale_by_adam(
     has_eps_root = not isinstance(eps_root, float) or eps_root != 0.0
 
     def step(g: Leaf, s: AdamState):
-        """Return Adam's update; the names are those of the formula in the docstring of `scale_by_adam`."""
+        """Return Adam's update; the names are as in the docstring of `scale_by_adam`."""
         t = s.count + 1
         m = s.mu.lerp(g, 1.0 - b1)
         v = (s.nu * b2).addcmul(g, g, value=1.0 - b2)
-        c1 = 1.0 - ew.power(b1, t)
-        c2 = 1.0 - ew.power(b2, t)
+        c1 = bias_correction(b1, t)
+        c2 = bias_correction(b2, t)
 
-        numerator = m
+        numerator = m  # of the formula below, and with Nesterov momentum the average of m and g
         if nesterov:
-            next_c1 = 1.0 - ew.power(b1, t + 1)
+            next_c1 = bias_correction(b1, t + 1)
             numerator = (m * (b1 * c1 / next_c1)).add(g, alpha=1.0 - b1)
 
         # m / c1 / (sqrt(v / c2 + eps_root) + eps), numerator and denominator multiplied by sqrt(c2) to save a pass
-        radicand = v + eps_root * c2 if has_eps_root else v
-        denominator = radicand.sqrt() + eps * c2.sqrt()
-        return numerator / denominator * (c2.sqrt() / c1), AdamState(t, m, v)
+        radicand = v
+        if has_eps_root:
+            radicand = v + eps_root * c2
+        root_c2 = c2.sqrt()
+        denominator = radicand.sqrt() + eps * root_c2
+        out = numerator / denominator * (root_c2 / c1)
+        return out, AdamState(count=t, mu=m, nu=v)
 
     count: Any = StepCount()
     return AdamState(count, Slot(mu_dtype, "mu_dtype"), Slot(nu_dtype, "nu_dtype", signed=False)), step
@@ -267,7 +279,7 @@ def scale_by_rms(
     def debiased(g: Leaf, s: DebiasedRmsState):
         t = s.count + 1
         v = (s.nu * decay).addcmul(g, g, value=1.0 - decay)
-        correction = 1.0 - ew.power(decay, t)
+        correction = bias_correction(decay, t)
         return divide(g, v * (1.0 / correction)), DebiasedRmsState(t, v)
 
     if debias:

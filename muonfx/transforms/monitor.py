@@ -24,11 +24,15 @@ class MonitorState(NamedTuple):
     """The latest value of each metric, 0-d fp32, by the key "name/metric", or "name/leaf/metric" with ``by_leaf``."""
 
 
+def _size(u: Tensor) -> Tensor:
+    """Return the number of elements as a tensor, which can be added up over ranks."""
+    return torch.full((), float(u.numel()), dtype=torch.float32, device=u.device)
+
+
 def _rms(updates: PyTree, total: Sum) -> Tensor:
-    elements = total(
-        tree.map(lambda u: torch.full((), float(u.numel()), dtype=torch.float32, device=u.device), updates)
-    )
-    return norm_over_leaves(updates, total) / elements.clamp(min=1.0).sqrt()
+    """Return the root mean square of all elements: their 2-norm, divided by the root of their number."""
+    number = total(tree.map(_size, updates))
+    return norm_over_leaves(updates, total) / number.clamp(min=1.0).sqrt()
 
 
 def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
@@ -36,20 +40,25 @@ def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
     device = device_of(updates)
     errors: list[Tensor] = []
     for u in tree.tensors(updates):
-        if u.ndim < 2 or u.numel() == 0:
-            continue
-        # A product rounds by the strides and the alignment of its factors, which copies have in common.
-        copy = u.reshape(u.shape[0], -1).clone(memory_format=torch.contiguous_format)
-        matrix = copy.to(ew.wide_dtype(u.dtype))
-        if matrix.shape[0] > matrix.shape[1]:
-            matrix = matrix.mT
-        gram = matrix @ matrix.mT
-        identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        distance = torch.linalg.vector_norm(gram - identity)
-        errors.append((distance / len(gram) ** 0.5).to(device))
+        if u.ndim >= 2 and u.numel() > 0:
+            errors.append(_distance_from_orthonormal(u).to(device))
     if not errors:
         return torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack(errors).mean()
+
+
+def _distance_from_orthonormal(u: Tensor) -> Tensor:
+    """Return ``|U U^T - I| / sqrt(r)`` for a leaf as a matrix U whose r rows are its shorter side."""
+    # A product rounds by the strides and the alignment of its factors, which copies have in common.
+    copy = u.reshape(u.shape[0], -1).clone(memory_format=torch.contiguous_format)
+    matrix = copy.to(ew.wide_dtype(u.dtype))
+    if matrix.shape[0] > matrix.shape[1]:
+        matrix = matrix.mT
+    gram = matrix @ matrix.mT
+    r = len(gram)
+    identity = torch.eye(r, dtype=gram.dtype, device=gram.device)
+    distance = torch.linalg.vector_norm(gram - identity)
+    return distance / r**0.5
 
 
 Metric = Literal["norm", "rms", "orthogonality_error"]
@@ -98,27 +107,28 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     if unknown or not metrics:
         raise ValueError(f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, METRICS))}")
 
-    def parts(values: PyTree) -> dict[str, tuple[Metric, PyTree]]:
-        """Return a dict from the key of each measured value to its metric function and to the tree that is measured."""
-        trees: dict[str, PyTree] = {name: values}
-        if by_leaf:
-            trees = {f"{name}/{leaf}": value for leaf, value in tree.named_leaves(values)}
-        measurements: dict[str, tuple[Metric, PyTree]] = {}
-        for key, values_of_key in trees.items():
-            for metric in metrics:
-                measurements[f"{key}/{metric}"] = (metric, values_of_key)
-        return measurements
+    def measured_trees(values: PyTree) -> dict[str, PyTree]:
+        """Return the trees that are measured, by the prefix of their keys: the whole tree, or each leaf."""
+        if not by_leaf:
+            return {name: values}
+        return {f"{name}/{leaf}": value for leaf, value in tree.named_leaves(values)}
 
     def measured(updates: PyTree, state: MonitorState, total: Sum) -> MonitorState:
         values: dict[str, Tensor] = {}
-        for key, (metric, values_of_key) in parts(updates).items():
-            # The updates may all be None, so the state decides the device.
-            values[key] = METRICS[metric](values_of_key, total).to(state.values[key])
+        for prefix, measured_tree in measured_trees(updates).items():
+            for metric in metrics:
+                value = METRICS[metric](measured_tree, total)
+                key = f"{prefix}/{metric}"
+                values[key] = value.to(state.values[key])  # the updates may all be None, so the state has the device
         return MonitorState(values)
 
     def init(params: PyTree) -> MonitorState:
-        zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
-        return MonitorState({key: zero.clone() for key in parts(params)})
+        device = device_of(params)
+        values: dict[str, Tensor] = {}
+        for prefix in measured_trees(params):
+            for metric in metrics:
+                values[f"{prefix}/{metric}"] = torch.zeros((), dtype=torch.float32, device=device)
+        return MonitorState(values)
 
     def update_by_sums(
         updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
@@ -128,7 +138,9 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     def update(updates: PyTree, state: MonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
         return updates, measured(updates, state, sum_over_leaves)
 
-    return init, update_by_sums if set(metrics) <= _SUMS and not by_leaf else update
+    if by_leaf or not set(metrics) <= _SUMS:
+        return init, update
+    return init, update_by_sums
 
 
 def metrics(state: PyTree) -> dict[str, Tensor]:
@@ -145,21 +157,11 @@ def metrics(state: PyTree) -> dict[str, Tensor]:
     ['grad/norm', 'grad/rms']
     """
     values: dict[str, Tensor] = {}
-
-    def visit(node: PyTree) -> None:
-        """Add the values of each `MonitorState` in a state."""
-        if isinstance(node, MonitorState):
-            if twice := values.keys() & node.values.keys():
-                raise ValueError(
-                    f"metrics: found {sorted(twice)[0]!r} in two monitors, expected one: give each monitor its own name"
-                )
-            values.update(node.values)
-        elif isinstance(node, dict):
-            for item in node.values():
-                visit(item)
-        elif isinstance(node, tuple | list):
-            for item in node:
-                visit(item)
-
-    visit(state)
+    for monitor_state in tree.get_all(state, MonitorState).values():
+        shared_keys = values.keys() & monitor_state.values.keys()
+        if shared_keys:
+            raise ValueError(
+                f"metrics: found {min(shared_keys)!r} in two monitors, expected one: give each monitor its own name"
+            )
+        values.update(monitor_state.values)
     return values

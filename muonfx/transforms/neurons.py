@@ -10,6 +10,7 @@ from torch import Tensor
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
+from muonfx.transforms.formulas import divide_unless, running_average
 from muonfx.transforms.leafwise import WideStateDtype
 from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
@@ -70,17 +71,22 @@ def normalize_neurons(
     eps = checks.at_least("eps", eps, 0.0)
 
     def is_by_columns(matrix: Tensor) -> bool:
-        return axis == "longer" and matrix.shape[-1] > matrix.shape[-2]
+        rows, columns = matrix.shape[-2:]
+        return axis == "longer" and columns > rows
 
     def start(matrix: Tensor) -> Tensor:
-        return matrix.new_zeros(matrix[..., :1, :].shape if is_by_columns(matrix) else matrix[..., :1].shape)
+        """Return a mean square of zero for each row, (..., rows, 1), or for each column, (..., 1, columns)."""
+        if is_by_columns(matrix):
+            return matrix.new_zeros(matrix[..., :1, :].shape)
+        return matrix.new_zeros(matrix[..., :1].shape)
 
     def step(u: Tensor, s: NeuronsState):
+        """Normalize the rows of a matrix, or its columns as the rows of its transpose."""
         if is_by_columns(u):
-            normalized, moment = _normalize(u.mT, s.nu.mT, decay, eps)
-            return normalized.mT, NeuronsState(moment.mT)
-        normalized, moment = _normalize(u, s.nu, decay, eps)
-        return normalized, NeuronsState(moment)
+            normalized, v = _normalize(u.mT, s.nu.mT, decay, eps)
+            return normalized.mT, NeuronsState(v.mT)
+        normalized, v = _normalize(u, s.nu, decay, eps)
+        return normalized, NeuronsState(v)
 
     return NeuronsState(MatrixSlot(start, dtype, saturates=True)), step
 
@@ -90,18 +96,20 @@ def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Ten
     # Scale by exact powers of two before squaring, so that no square overflows or underflows.
     power = unit_power(u)
     small = u * power
-    mean_square = small.square().mean(dim=-1, keepdim=True) / power / power
+    small_square = small.square()
+    mean_square = small_square.mean(dim=-1, keepdim=True) / power / power
     mean_square = mean_square.clamp(max=torch.finfo(u.dtype).max)
-    v = old_v + (1.0 - decay) * (mean_square - old_v)
+    v = running_average(old_v, mean_square, decay)
     # The root of a row that has always been zero has no derivative, and 0 / (0 + eps) is 0 in any case.
     divisor = ew.safe_sqrt(v) + eps
     # Compared with zero by `==`: a NaN then takes the usual way and stays visible.
-    is_unused = divisor == 0
-    normalized = torch.where(is_unused, 0.0, u / torch.where(is_unused, 1.0, divisor))
+    normalized = divide_unless(divisor == 0, u, divisor, otherwise=0.0)
 
+    # normalized * |u| / |normalized|
     small_normalized = normalized * unit_power(normalized)
-    u_square = small.square().sum(dim=(-2, -1), keepdim=True)
-    normalized_square = small_normalized.square().sum(dim=(-2, -1), keepdim=True)
-    is_zero = (normalized_square == 0) | (u_square == 0)
-    ratio = torch.where(is_zero, 1.0, u_square) / torch.where(is_zero, 1.0, normalized_square)
-    return torch.where(is_zero, normalized, small_normalized * ratio.sqrt() / power), v
+    u_norm2 = small_square.sum(dim=(-2, -1), keepdim=True)
+    normalized_norm2 = small_normalized.square().sum(dim=(-2, -1), keepdim=True)
+    is_zero = (normalized_norm2 == 0) | (u_norm2 == 0)
+    ratio = divide_unless(is_zero, u_norm2, normalized_norm2, otherwise=1.0)
+    scaled = small_normalized * ratio.sqrt() / power
+    return torch.where(is_zero, normalized, scaled), v

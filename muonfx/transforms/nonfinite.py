@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -70,15 +71,10 @@ def skip_nonfinite(inner: Transform):
         # A collective: every rank sees the infinity of any rank in the sum.
         flags = [_infinity_unless_finite(peak) for peak in ew.peaks(leaves)]
         is_finite = sum_over_leaves(present.fill(flags)).to(state.skipped.device) == 0
+        select = functools.partial(_select, is_finite)
+        zero_unless_finite = functools.partial(_zero_unless, is_finite)
 
-        def if_finite(new: Any, old: Tensor) -> Any:
-            """Return ``new`` if all gradients of the step are finite, else ``old``."""
-            if not isinstance(new, Tensor):
-                return new
-            # A selection, because zero times NaN is NaN. It also keeps derivatives finite.
-            return torch.where(is_finite.to(new.device), new, old)
-
-        clean = present.fill([if_finite(leaf, torch.zeros_like(leaf)) for leaf in leaves])
+        clean = map(zero_unless_finite, updates)
         extras["sum_over_leaves"] = sum_over_leaves
         if "only_if" in inner.extras.named:  # the state is offloaded: a selection would load the old and the new state
             donation = Donation(True, donate.state)
@@ -86,14 +82,29 @@ def skip_nonfinite(inner: Transform):
         else:
             # The old state is needed for the selection, so it is not donated.
             out, new_state = inner.run(clean, state.inner, params, donate=Donation(True, False), **extras)
-            inner_state = map(if_finite, new_state, state.inner)
-        out = map(lambda update: if_finite(update, torch.zeros_like(update)), out)
+            inner_state = map(select, new_state, state.inner)
 
         is_skipped = (~is_finite).to(torch.int64)
-        in_a_row = (state.in_a_row + 1) * is_skipped
-        return out, SkipNonfiniteState(state.skipped + is_skipped, in_a_row, inner_state)
+        return map(zero_unless_finite, out), SkipNonfiniteState(
+            skipped=state.skipped + is_skipped,
+            in_a_row=(state.in_a_row + 1) * is_skipped,
+            inner=inner_state,
+        )
 
     return init, update
+
+
+def _select(is_finite: Tensor, new: Any, old: Any) -> Any:
+    """Return an item of the new state if all gradients of the step are finite, else of the old state."""
+    if not isinstance(new, Tensor):
+        return new
+    # A selection, because zero times NaN is NaN. It also keeps derivatives finite.
+    return torch.where(is_finite.to(new.device), new, old)
+
+
+def _zero_unless(is_finite: Tensor, leaf: Tensor) -> Tensor:
+    """Return a gradient or an update if all gradients of the step are finite, else zeros."""
+    return _select(is_finite, leaf, torch.zeros_like(leaf))
 
 
 def _infinity_unless_finite(peak: Tensor) -> Tensor:

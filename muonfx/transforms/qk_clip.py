@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.internal.arguments import code_of, did_you_mean, plain_fields
 from muonfx.internal.tracing import matches
 from muonfx.internal.wrappers import unwrapped
+from muonfx.transforms.formulas import divide_unless
 from muonfx.transforms.leafwise import params_for
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -107,14 +108,17 @@ class AttentionHeads:
 
     def patterns(self) -> tuple[tuple[str, ...], ...]:
         """Return globs over parameter names: a tuple for the queries and one for the keys, or a single one if fused."""
-        prefixes: list[str] = []
-        if self.module:
-            prefixes.append(f"{self.module}.")
-        if matches("", self.module):
-            prefixes.append("")
+        projections = [self.query, self.key]
+        if self.query == self.key:
+            projections = [self.query]
         groups: list[tuple[str, ...]] = []
-        for projection in dict.fromkeys((self.query, self.key)):
-            groups.append(tuple(prefix + projection + ending for prefix in prefixes for ending in _ENDINGS))
+        for projection in projections:
+            globs: list[str] = []
+            if self.module:
+                globs += [f"{self.module}.{projection}{ending}" for ending in _ENDINGS]
+            if matches("", self.module):
+                globs += [f"{projection}{ending}" for ending in _ENDINGS]
+            groups.append(tuple(globs))
         return tuple(groups)
 
     def module_of(self, name: str) -> tuple[str, tuple[str, ...]]:
@@ -165,22 +169,29 @@ class AttentionHeads:
         Raises:
             ValueError: the rows are not equal blocks, one for each head, that contain the declared ranges of rows.
         """
+        heads = self.heads
+        spans = [self.query_dims, self.rotary_dims]
+        if role == "key":
+            heads = self.keys
+            spans = [self.key_dims]
+        all_blocks = heads
+        first_block = 0
+        if self.query == self.key and spans[0] is None:
+            # A fused weight has all queries, then all keys, then as many values as keys.
+            all_blocks = self.heads + self.keys + self.keys
+            if role == "key":
+                first_block = self.heads
         size = len(rows)
-        is_query = role == "query"
-        count = self.heads if is_query else self.keys
-        spans = [self.query_dims, self.rotary_dims] if is_query else [self.key_dims]
-        # A fused weight has all queries, then all keys, then as many values as keys.
-        is_fused = spans[0] is None and self.query == self.key
-        block_count = self.heads + 2 * self.keys if is_fused else count
-        block_size = size // block_count  # not divmod, which a tracer cannot apply to a symbolic size
-        is_divisible = size % block_count == 0
-        first_row = self.heads * block_size if is_fused and not is_query else 0
-        if not is_divisible or any(span is not None and span[1] > block_size for span in spans):
+        block_size = size // all_blocks  # not divmod, which a tracer cannot apply to a symbolic size
+        last_end = max([span[1] for span in spans if span is not None], default=0)
+        if size % all_blocks or last_end > block_size:
             raise ValueError(
                 f"qk_clip: {name!r} has {size} rows, expected equal blocks, one for each head of {self!r}, that "
                 "contain its dims: correct the heads or the dims"
             )
-        return rows[first_row : first_row + count * block_size].view(count, block_size)
+        first_row = first_block * block_size
+        end_row = first_row + heads * block_size
+        return rows[first_row:end_row].view(heads, block_size)
 
 
 def _module_before(name: str, ending: str) -> str | None:
@@ -200,8 +211,9 @@ def _fill_rows(blocks: Tensor, span: Span | None, first_factor: int) -> None:
 
     Head h has the number ``first_factor + h``. ``blocks`` has the shape (heads, rows of a head).
     """
-    first, end = span or (0, blocks.shape[1])
-    numbers = torch.arange(first_factor, first_factor + len(blocks), device=blocks.device)
+    heads, rows = blocks.shape
+    first, end = span or (0, rows)
+    numbers = torch.arange(first_factor, first_factor + heads, device=blocks.device)
     blocks[:, first:end] = numbers.unsqueeze(1)
 
 
@@ -230,19 +242,24 @@ class _Member(NamedTuple):
         broadcast_shape[axis] = shape[axis]
         return indices.reshape(broadcast_shape)
 
-    def one_minus_factor(self, factors: dict[str, Tensor], device: torch.device) -> Tensor:
-        """Return a tensor in the parameter's full shape: 1 minus the factor that multiplies each element."""
-        factors_of_rows = factors[self.module].to(device)[self.factor_indices(device)]
+    def one_minus_factor(self, factors: Tensor, device: torch.device) -> Tensor:
+        """Return a tensor in the parameter's full shape: 1 minus the factor that multiplies each element.
+
+        ``factors`` is the vector that `_factors` returns for the module.
+        """
+        factors_of_rows = factors.to(device)[self.factor_indices(device)]
         return (1.0 - factors_of_rows).expand(self.shape)
 
 
 def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
     """Return the argument ``heads`` of `qk_clip` as a tuple. Raise if an item has another type."""
-    items: tuple[object, ...] = heads if type(heads) is tuple else (heads,)
-    accepted = tuple(item for item in items if isinstance(item, AttentionHeads | _Member))
-    if len(accepted) != len(items):
-        raise TypeError(f"qk_clip: heads must be an AttentionHeads or a tuple of these, found {heads!r}")
-    return accepted
+    items: Any = heads
+    if type(heads) is not tuple:
+        items = (heads,)
+    for item in items:
+        if not isinstance(item, AttentionHeads | _Member):
+            raise TypeError(f"qk_clip: heads must be an AttentionHeads or a tuple of these, found {heads!r}")
+    return items
 
 
 def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
@@ -253,12 +270,15 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
     leaves = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
         leaf = leaves[name]
-        shape = () if leaf is None else tuple(leaf.shape)
+        is_present = leaf is not None
+        shape: tuple[int, ...] = ()
+        if is_present:
+            shape = tuple(leaf.shape)
         for attention in heads:
             assert isinstance(attention, AttentionHeads)
             module, roles = attention.module_of(plain_name)
             if roles:
-                members.append(_Member(name, module, attention, roles, shape, leaf is not None))
+                members.append(_Member(name, module, attention, roles, shape, is_present))
                 break
     return members
 
@@ -275,7 +295,9 @@ def _patterns(tx: Transform) -> list[NamePatterns]:
     for attention in heads:
         if isinstance(attention, AttentionHeads):
             groups += attention.patterns()
-    return [NamePatterns("qk_clip: heads", tuple(groups), required=True)] if groups else []
+    if not groups:
+        return []
+    return [NamePatterns("qk_clip: heads", tuple(groups), required=True)]
 
 
 def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
@@ -369,13 +391,17 @@ def qk_clip(
         members = [member for member in _members(all_heads, params) if weights[member.name] is not None]
         if not members:
             return updates, state
-        wide = ew.wide_dtype(*(weights[member.name].dtype for member in members))
-        like = torch.zeros((), dtype=wide, device=tree.device_of(params))
-        factors = _factors(members, max_logits, tau, alpha, max_over_ranks, like)
+        wide = ew.wide_dtype(*[weights[member.name].dtype for member in members])
+        device = tree.device_of(params)
+        logits = _logits(members, max_logits)
+        local_s = torch.cat([module_logits.to(device, wide) for module_logits in logits])
+        gamma = _gamma(max_over_ranks(local_s), tau)
+        factors = _factors_by_module(members, gamma, alpha)
         # 1 minus the factor of each element of a weight, in its full shape, so that it is sharded like the weight.
         one_minus_factors: dict[str, Tensor] = {}
         for member in members:
-            one_minus_factors[member.name] = member.one_minus_factor(factors, weights[member.name].device)
+            weight = weights[member.name]
+            one_minus_factors[member.name] = member.one_minus_factor(factors[member.module], weight.device)
         local_one_minus_factors = shard(one_minus_factors)
 
         leaves, treedef = tree.flatten(updates)
@@ -396,7 +422,9 @@ def qk_clip(
         """Return the updates unchanged: without heads, there is nothing to clip, and no logits are required."""
         return updates, state
 
-    return init, update if all_heads else without_heads
+    if not all_heads:
+        return init, without_heads
+    return init, update
 
 
 def _check_pairs(members: list[_Member]) -> None:
@@ -421,8 +449,8 @@ def _missing_role(member: _Member, role: str) -> ValueError:
     )
 
 
-def _logits(members: list[_Member], max_logits: object) -> dict[str, Tensor]:
-    """Return a dict from module name to the largest logit of each query head, after checking types and shapes."""
+def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
+    """Return for each module the largest logit of each query head, after checking types and shapes."""
     if not isinstance(max_logits, Mapping):
         raise TypeError(
             "qk_clip: max_logits must be a dict with a tensor for each attention module, as "
@@ -436,7 +464,7 @@ def _logits(members: list[_Member], max_logits: object) -> dict[str, Tensor]:
         if not isinstance(logits, Tensor) or logits.is_complex() or logits.shape != (size,):
             raise _logits_error(member.module, size, all_logits)
         logits_of_module[member.module] = logits
-    return logits_of_module
+    return list(logits_of_module.values())
 
 
 def _logits_error(module: str, size: int, all_logits: Mapping[str, object]) -> ValueError:
@@ -455,31 +483,42 @@ def _logits_error(module: str, size: int, all_logits: Mapping[str, object]) -> V
     )
 
 
-def _factors(
-    members: list[_Member],
-    max_logits: PyTree,
-    tau: float | Tensor,
-    alpha: float | Tensor,
-    max_over_ranks: Callable[[Tensor], Tensor],
-    like: Tensor,
-) -> dict[str, Tensor]:
-    """Return for each module a vector: factors of query heads, key heads and rotary queries, and 1 for other rows."""
-    logits = _logits(members, max_logits)
-    # The formulas of `qk_clip` for all heads of all modules at once: s, tau / s where s exceeds tau, gamma.
-    s = max_over_ranks(torch.cat([module_logits.to(like) for module_logits in logits.values()]))
-    exceeds = s.isfinite() & (s > tau)
-    ratio = ew.scalar_like(tau, s) / torch.where(exceeds, s, 1.0)
-    gammas = torch.where(exceeds, ratio, torch.ones_like(s))
+def _gamma(s: Tensor, tau: float | Tensor) -> Tensor:
+    """Return ``min(1, tau / s)`` for the largest logit s of each head; 1 if it is not finite."""
+    is_clipped = s.isfinite() & (s > tau)
+    return divide_unless(~is_clipped, ew.scalar_like(tau, s), s, otherwise=1.0)
 
-    sizes = [len(module_logits) for module_logits in logits.values()]
-    heads = {member.module: member.heads for member in members}
+
+def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Tensor) -> dict[str, Tensor]:
+    """Return the vector of `_factors` for each module; ``gamma`` has the heads of one module after another."""
+    heads_of_module = {member.module: member.heads for member in members}
     factors: dict[str, Tensor] = {}
-    for module, gamma in zip(logits, gammas.split(sizes), strict=True):
-        gamma_by_key = gamma.unflatten(0, (heads[module].keys, -1))  # the query heads that share a key head
-        key = torch.pow(gamma_by_key.amax(dim=1), ew.scalar_like(1.0 - alpha, gamma_by_key))
-        query = (gamma_by_key / key.unsqueeze(1)).flatten()
-        factors[module] = torch.cat([query, key, gamma, gamma.new_ones(1)])
+    start = 0
+    for module, heads in heads_of_module.items():
+        end = start + heads.heads
+        factors[module] = _factors(gamma[start:end], heads.keys, alpha)
+        start = end
     return factors
+
+
+def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:
+    """Return a vector with the factors of a module: query heads, key heads, rotary queries, and 1 for other rows.
+
+    A key has the factor ``gamma^(1 - alpha)`` of the head that shares it and has the largest gamma. The product of the
+    factors of a query and its key is the gamma of the query head.
+
+    Args:
+        gamma: the factor of the logits of each query head.
+        keys: the number of key heads.
+        alpha: the exponent of gamma for the queries.
+    """
+    gamma_by_key = gamma.unflatten(0, (keys, -1))  # the query heads that share a key head
+    largest_gamma = gamma_by_key.amax(dim=1)
+    exponent = ew.scalar_like(1.0 - alpha, gamma)
+    key = torch.pow(largest_gamma, exponent)
+    query = gamma_by_key / key.unsqueeze(1)
+    one = gamma.new_ones(1)
+    return torch.cat([query.flatten(), key, gamma, one])
 
 
 def _scaled(update: Tensor, weight: Tensor, one_minus_factor: Tensor) -> Tensor:
@@ -489,4 +528,5 @@ def _scaled(update: Tensor, weight: Tensor, one_minus_factor: Tensor) -> Tensor:
     w = weight.to(wide)
     one_minus_f = one_minus_factor.to(wide)
     # f (w + u) - w, written as u + (1 - f) (-w - u) to keep the digits of a small u.
-    return torch.where(one_minus_f == 0, u, torch.lerp(u, -w, one_minus_f)).to(update.dtype)
+    scaled = torch.lerp(u, -w, one_minus_f)
+    return torch.where(one_minus_f == 0, u, scaled).to(update.dtype)

@@ -36,16 +36,23 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
 
     def update(leaves: list[Tensor], _: bool) -> list[Tensor]:
         flat_leaves = [leaf.reshape(-1) for leaf in leaves]
-        (flat_results,) = ew.by_stacks(function)(flat_leaves)
+        for_all_stacks = ew.by_stacks(function)
+        (flat_results,) = for_all_stacks(flat_leaves)
         return [result.reshape(leaf.shape) for result, leaf in zip(flat_results, leaves, strict=True)]
 
     return of_lists(update)
 
 
 def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
-    # Not `leafwise`: a single product is rounded once in any dtype, so conversions to fp32 would only cost two passes.
-    # The sign is applied at every step, because a scheduler may write into a factor that is a tensor.
-    return of_lists(lambda leaves, reuse: ew.cast_like(ew.mul(leaves, sign * factor, reuse=reuse), leaves))
+    """Return a stateless ``init`` and ``update`` that multiply all updates by a number."""
+
+    def multiply(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
+        # Not `leafwise`: a single product is rounded once in any dtype, so conversions to fp32 would only cost two
+        # passes. The sign is applied at every step, because a scheduler may write into a factor that is a tensor.
+        products = ew.mul(leaves, sign * factor, reuse=may_overwrite)
+        return ew.cast_like(products, leaves)
+
+    return of_lists(multiply)
 
 
 def _position_of_factor(factor: object) -> Position | None:
@@ -57,10 +64,12 @@ def _position_of_factor(factor: object) -> Position | None:
     if isinstance(factor, Schedule):
         numbers = [number for _, number in parts_of(factor)]
     floats = [number for number in numbers if isinstance(number, float)]
-    has_negative = any(number < 0 for number in floats)
-    has_positive = any(number > 0 for number in floats)
+    has_negative = min(floats, default=0.0) < 0
+    has_positive = max(floats, default=0.0) > 0
+    if has_negative and has_positive:
+        return "either_sign"
     if has_negative:
-        return "either_sign" if has_positive else "turns"
+        return "turns"
     if not floats or len(floats) < len(numbers):  # the sign of a tensor or a function is not known
         return "either_sign"
     return None
@@ -93,7 +102,12 @@ def scale_by_sign():
     >>> mfx.scale_by_sign().update({"w": torch.tensor([3.0, 0.0, -0.1])}, mfx.core.EmptyState())[0]
     {'w': tensor([ 1.,  0., -1.])}
     """
-    return of_lists(lambda leaves, _: ew.kept_visible(ew.apply("sign", leaves), leaves))
+
+    def sign(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
+        signs = ew.apply("sign", leaves)
+        return ew.kept_visible(signs, leaves)
+
+    return of_lists(sign)
 
 
 @transform(locality=Locality.ELEMENT, position="learning_rate", short_names={"lr": "learning_rate"})
@@ -136,8 +150,10 @@ def scale_each(factors: Mapping[str, float]):
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         present = Present(updates)
+        leaves = present.pick(updates)
         leaf_factors = [factors[name] for name in present.names()]
-        return present.fill(ew.mul_each(present.pick(updates), leaf_factors, reuse=donate.updates)), state
+        scaled = ew.mul_each(leaves, leaf_factors, reuse=donate.updates)
+        return present.fill(scaled), state
 
     return no_state, update
 
@@ -147,7 +163,7 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     lr_scaling = tx.arguments["lr_scaling"]
     matrices = Matrices(tx.arguments["view"], params, named=True)
     factors: dict[str, float] = {}
-    for name, stacks in zip(matrices.names, matrices.of_leaves, strict=True):
+    for name, stacks in zip(matrices.names, matrices.grouped(matrices.stacks), strict=True):
         if len(stacks) > 1:
             return tx
         factors[name] = shape_factor(lr_scaling, stacks[0])
@@ -157,7 +173,9 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
 def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
     """Return the number by which `scale_by_shape` multiplies the update of a matrix; 1 if the matrix is empty."""
     rows, columns = matrix.shape[-2:]
-    return SHAPE_RULES[lr_scaling](rows, columns) if rows and columns else 1.0
+    if rows == 0 or columns == 0:
+        return 1.0
+    return SHAPE_RULES[lr_scaling](rows, columns)
 
 
 @transform(

@@ -16,12 +16,12 @@ def difference(tree: PyTree, expected: PyTree) -> str:
     expected_names = names(expected)
     missing = _not_in(expected_names, names_of_tree)
     unexpected = _not_in(names_of_tree, expected_names)
-    parts: list[str] = []
+    texts: list[str] = []
     if missing:
-        parts.append(f"missing {format_list(missing, shown_name)}")
+        texts.append(f"missing {format_list(missing, shown_name)}")
     if unexpected:
-        parts.append(f"unexpected {format_list(unexpected, shown_name)}")
-    return "; ".join(parts) or _differing_container(tree, expected)
+        texts.append(f"unexpected {format_list(unexpected, shown_name)}")
+    return "; ".join(texts) or _differing_container(tree, expected)
 
 
 def _not_in(candidates: list[str], excluded: list[str]) -> list[str]:
@@ -49,7 +49,7 @@ def _differing_container(tree: PyTree, expected: PyTree) -> str:
 def _described(tree: PyTree) -> str:
     """Return the type of a tree with the keys of its top container, such as "dict of 'a', 'b'"."""
     node, _ = open_node(tree)
-    kind = type(tree).__name__
+    type_name = type(tree).__name__
     if node is None:
-        return kind
-    return f"{kind} of {format_list(node.entries) or 'nothing'}"
+        return type_name
+    return f"{type_name} of {format_list(node.entries) or 'nothing'}"

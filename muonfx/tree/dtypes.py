@@ -32,18 +32,18 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-def widens(old: torch.dtype, new: torch.dtype) -> bool:
-    """Return True if a cast from ``old`` to ``new`` keeps every value: both are ints, both floats or both complex."""
-    if old == new or (old, new) == (torch.complex64, torch.complex128):
+def widens(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return True if a cast from one dtype to another keeps every value: both ints, both floats or both complex."""
+    if source == target or (source, target) == (torch.complex64, torch.complex128):
         return True
-    if old.is_floating_point and new in _FLOATS:
-        narrow = torch.finfo(old)
-        wide = torch.finfo(new)
+    if source.is_floating_point and target in _FLOATS:
+        narrow = torch.finfo(source)
+        wide = torch.finfo(target)
         keeps_subnormals = narrow.tiny * narrow.eps >= wide.tiny * wide.eps  # the least subnormal numbers
         return narrow.eps >= wide.eps and narrow.max <= wide.max and keeps_subnormals
-    for dtype in (old, new):
+    for dtype in (source, target):
         if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
             return False
-    old_range = torch.iinfo(old)
-    new_range = torch.iinfo(new)
-    return new_range.min <= old_range.min and old_range.max <= new_range.max
+    source_range = torch.iinfo(source)
+    target_range = torch.iinfo(target)
+    return target_range.min <= source_range.min and source_range.max <= target_range.max

@@ -41,35 +41,54 @@ def _leafwise(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
         return True
     if not torch.is_grad_enabled():
         return False
-    if isinstance(scalar, Tensor) and scalar.requires_grad:
-        return True
-    return True in [x.requires_grad for xs in lists for x in xs]
+    return _requires_grad([scalar], *lists)
+
+
+def _requires_grad(*lists: Sequence[object]) -> bool:
+    """Return True if one of the tensors in some lists requires grad; numbers in the lists do not count."""
+    for xs in lists:
+        for x in xs:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def unrecorded(*lists: Sequence[object]) -> AbstractContextManager[object]:
     """Return ``torch.no_grad()`` if none of these tensors is differentiated or traced, else an empty context."""
     if torch.compiler.is_compiling() or functorch_is_active() or not torch.is_grad_enabled():
         return nullcontext()
-    if True in [x.requires_grad for xs in lists for x in xs if isinstance(x, Tensor)]:
+    if _requires_grad(*lists):
         return nullcontext()
     return torch.no_grad()
 
 
+def _tensorwise(function: Callable[..., Tensor], *lists: Sequence[Any]) -> Tensors:
+    """Apply a function to the tensors at each position of the lists, one position after another."""
+    return [function(*tensors) for tensors in zip(*lists, strict=True)]
+
+
+def _dtypes(xs: Sequence[Tensor]) -> set[torch.dtype]:
+    return {x.dtype for x in xs}
+
+
 def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
     """Cast a scalar tensor to fp32 or fp64 if all tensors have this dtype, since CUDA then needs one kernel launch."""
-    if isinstance(scalar, Tensor) and scalar.dtype != xs[0].dtype:
-        held = {x.dtype for x in xs}  # in a mixed list, no dtype may round the scalar for the other tensors
-        return scalar.to(dtype=xs[0].dtype) if held in ({torch.float32}, {torch.float64}) else scalar
+    if not isinstance(scalar, Tensor) or scalar.dtype == xs[0].dtype:
+        return scalar
+    if _are_all_fp32_or_fp64(xs):  # in a mixed list, no dtype may round the scalar for the other tensors
+        return scalar.to(dtype=xs[0].dtype)
     return scalar
+
+
+def _are_all_fp32_or_fp64(xs: Sequence[Tensor]) -> bool:
+    return _dtypes(xs) in ({torch.float32}, {torch.float64})
 
 
 def _numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[Any]:
     """Convert numbers to 0-d tensors for many fp32 or fp64 tensors on a CPU, else return them unchanged."""
     # Torch makes a fp64 tensor of a number for each tensor and casts it. These have the same bits in a third of the
     # time, which for short lists is not worth the calls here.
-    if len(xs) < _MANY or is_traced() or not _on_cpu(xs):
-        return list(values)
-    if {x.dtype for x in xs} not in ({torch.float32}, {torch.float64}):
+    if len(xs) < _MANY or is_traced() or not _on_cpu(xs) or not _are_all_fp32_or_fp64(xs):
         return list(values)
     return list(torch.tensor(values, dtype=torch.float64, device="cpu").to(xs[0].dtype).unbind())
 
@@ -84,8 +103,8 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
 
 def _for_each(scalar: Tensor, xs: Sequence[Tensor]) -> Tensors:
     """Return a list that has the scalar once for each tensor, cast to the dtype of the tensor."""
-    cast_to = {dtype: scalar.to(dtype) for dtype in {x.dtype for x in xs}}
-    return [cast_to[x.dtype] for x in xs]
+    scalar_in = {dtype: scalar.to(dtype) for dtype in _dtypes(xs)}
+    return [scalar_in[x.dtype] for x in xs]
 
 
 def _on_cpu(xs: Sequence[Tensor]) -> bool:
@@ -96,9 +115,8 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
     """Apply `function` to fp32 or wider copies of the tensors, and round the results to the dtypes of ``xs``."""
     # CPUs round once in the vectorized part of a narrow tensor and twice in its tail, so a slice would differ from the
     # whole tensor. A scalar tensor would be rounded, too.
-    dtypes = [wide_dtype(x.dtype) for x in xs]
-    wide_xs = [x.to(dtype, copy=True) for x, dtype in zip(xs, dtypes, strict=True)]
-    wide_rest = [cast(ys, dtypes) for ys in rest]
+    wide_xs = _tensorwise(lambda x: x.to(wide_dtype(x.dtype), copy=True), xs)
+    wide_rest = [cast_like(ys, wide_xs) for ys in rest]
     results = function(wide_xs, *wide_rest, scalar, reuse=True)
     if reuse:
         return copy(results, into=xs)
@@ -107,7 +125,7 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
 
 def _needs_separate_calls(xs: Sequence[Tensor]) -> bool:
     """Return True if a scalar tensor would change the dtype of a 0-d tensor, since the list has several dtypes."""
-    return len({x.dtype for x in xs}) > 1 and any(x.ndim == 0 for x in xs)
+    return len(_dtypes(xs)) > 1 and any(x.ndim == 0 for x in xs)
 
 
 def _would_widen(xs: Sequence[Tensor]) -> bool:
@@ -122,11 +140,15 @@ def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
 
 def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Tensors:
     """Convert all tensors to one dtype, or each to its own dtype, given as a list. Equal dtypes are not copied."""
-    if isinstance(dtype, torch.dtype):
-        if {x.dtype for x in xs} <= {dtype}:
-            return list(xs)
-        dtype = [dtype] * len(xs)
-    return [x if x.dtype == x_dtype else x.to(x_dtype) for x, x_dtype in zip(xs, dtype, strict=True)]
+    if not isinstance(dtype, torch.dtype):
+        return _tensorwise(_as_dtype, xs, dtype)
+    if _dtypes(xs) <= {dtype}:
+        return list(xs)
+    return _tensorwise(_as_dtype, xs, [dtype] * len(xs))
+
+
+def _as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
@@ -177,7 +199,7 @@ def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
     Under autograd and ``torch.func`` nothing is written; new tensors with the dtypes of ``into`` are returned.
     """
     if _leafwise(xs):
-        return [x.to(y.dtype, copy=True) for x, y in zip(xs, into, strict=True)]
+        return _tensorwise(lambda x, y: x.to(y.dtype, copy=True), xs, into)
     torch._foreach_copy_(list(into), list(xs))
     return list(into)
 
@@ -196,58 +218,58 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     promote in another way.
     """
     if _leafwise(xs, scalar=c):
-        return [x * c for x in xs]
+        return _tensorwise(lambda x: x * c, xs)
     if isinstance(c, Tensor) and _needs_separate_calls(xs):
-        return [mul([x], c, reuse=reuse)[0] for x in xs]
+        return _tensorwise(lambda x: mul([x], c, reuse=reuse)[0], xs)
     if isinstance(c, Tensor) and _would_widen(xs):
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
     if reuse and _rounds_numbers(xs):  # foreach would round the number to the narrow dtype first
         factor = _fit(c, xs)
-        return [x.mul_(factor) for x in xs]
+        return _tensorwise(lambda x: x.mul_(factor), xs)
     if isinstance(c, Tensor):
         return _foreach("mul", xs, _fit(c, xs), reuse=reuse)
-    (factor,) = _numbers([c], xs)
-    return _foreach("mul", xs, factor, reuse=reuse)
+    return _foreach("mul", xs, _numbers([c], xs)[0], reuse=reuse)
 
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
     """Return ``x * c`` for each tensor and the number at its position in ``cs``; ``reuse`` overwrites ``xs``."""
     if _leafwise(xs):
-        return [x * c for x, c in zip(xs, cs, strict=True)]
+        return _tensorwise(torch.mul, xs, cs)
     if reuse and _rounds_numbers(xs):
-        return [x.mul_(c) for x, c in zip(xs, cs, strict=True)]
+        return _tensorwise(Tensor.mul_, xs, cs)
     return _foreach("mul", xs, _numbers(cs, xs), reuse=reuse)
 
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x + c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, scalar=c):
-        return [x + c for x in xs]
+        return _tensorwise(lambda x: x + c, xs)
     if isinstance(c, Tensor) and _needs_separate_calls(xs):
-        return [shift([x], c, reuse=reuse)[0] for x in xs]
+        return _tensorwise(lambda x: shift([x], c, reuse=reuse)[0], xs)
     if _rounds_numbers(xs) or (isinstance(c, Tensor) and _would_widen(xs)):
         return _in_wide(shift, xs, scalar=c, reuse=reuse)
-    c = _fit(c, xs)
+    summand = _fit(c, xs)
     if not reuse:
-        return [x + c for x in xs]
+        return _tensorwise(lambda x: x + summand, xs)
     # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
-    if isinstance(c, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
-        return _foreach("add", xs, [c] * len(xs), reuse=True)
-    return _foreach("add", xs, c, reuse=True)
+    if isinstance(summand, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
+        return _foreach("add", xs, [summand] * len(xs), reuse=True)
+    return _foreach("add", xs, summand, reuse=True)
 
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
     """Return ``x + c * y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, ys, scalar=c):
-        return [x + c * y for x, y in zip(xs, ys, strict=True)]
+        return _tensorwise(lambda x, y: x + c * y, xs, ys)
     if (isinstance(c, Tensor) or c != 1.0) and _rounds_numbers(xs):
         return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
     if isinstance(c, Tensor) and _on_cpu(xs):
         return _foreach("addcmul", xs, ys, _for_each(c, xs), reuse=reuse)  # rounds as `alpha=` does
     if isinstance(c, Tensor) and _needs_separate_calls([*xs, *ys]):
-        return [add([x], [y], c, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
+        return _tensorwise(lambda x, y: add([x], [y], c, reuse=reuse)[0], xs, ys)
     if isinstance(c, Tensor):
-        ys, c = list(torch._foreach_mul(ys, _fit(c, ys))), 1.0
+        ys = list(torch._foreach_mul(ys, _fit(c, ys)))
+        c = 1.0
     return _foreach("add", xs, ys, alpha=c, reuse=reuse)
 
 
@@ -256,12 +278,14 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
     if _rounds_numbers(xs):
         return _in_wide(lerp, xs, ys, scalar=weight, reuse=reuse)
     if _leafwise(xs, ys, scalar=weight):
-        weights = _for_each(weight, xs) if isinstance(weight, Tensor) else [weight] * len(xs)
-        return [torch.lerp(x, y.to(x.dtype), w) for x, y, w in zip(xs, ys, weights, strict=True)]
+        weights: Sequence[Scalar] = [weight] * len(xs)
+        if isinstance(weight, Tensor):
+            weights = _for_each(weight, xs)
+        return _tensorwise(lambda x, y, w: torch.lerp(x, y.to(x.dtype), w), xs, ys, weights)
     if isinstance(weight, Tensor) and _on_cpu(xs):
         return _foreach("lerp", xs, ys, _for_each(weight, xs), reuse=reuse)
     if isinstance(weight, Tensor) and _needs_separate_calls(xs):
-        return [lerp([x], [y], weight, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
+        return _tensorwise(lambda x, y: lerp([x], [y], weight, reuse=reuse)[0], xs, ys)
     if isinstance(weight, Tensor):
         steps = torch._foreach_sub(ys, xs)
         torch._foreach_mul_(steps, _fit(weight, xs))
@@ -272,28 +296,28 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
     """Return ``x + c * y * z`` for corresponding tensors of three lists; ``reuse`` overwrites ``xs``."""
     if _leafwise(xs, ys, zs, scalar=c):
-        return [x + c * y * z for x, y, z in zip(xs, ys, zs, strict=True)]
+        return _tensorwise(lambda x, y, z: x + c * y * z, xs, ys, zs)
     if _rounds_numbers(xs):
         return _in_wide(addcmul, xs, ys, zs, scalar=c, reuse=reuse)
     # Compute `c * y` first, as CPUs do for a number: `y * z` may overflow although the sum is finite.
     if isinstance(c, Tensor) or (c != 1.0 and not _on_cpu(xs)):
-        ys, c = mul(ys, c), 1.0
+        return _foreach("addcmul", xs, mul(ys, c), zs, 1.0, reuse=reuse)
     return _foreach("addcmul", xs, ys, zs, c, reuse=reuse)
 
 
 def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
     """Return ``x / y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``ys``."""
     if _leafwise(xs, ys):
-        return [x / y for x, y in zip(xs, ys, strict=True)]
+        return _tensorwise(torch.div, xs, ys)
     if reuse and _on_cpu(ys):  # no foreach form writes to the divisors; on other devices launches cost more
-        return [torch.div(x, y, out=y) for x, y in zip(xs, ys, strict=True)]
+        return _tensorwise(lambda x, y: torch.div(x, y, out=y), xs, ys)
     return list(torch._foreach_div(xs, ys))
 
 
 def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
     """Apply a torch function, such as "sqrt", to corresponding tensors of lists; ``reuse`` overwrites the first."""
     if _leafwise(*lists):
-        return [getattr(torch, name)(*tensors) for tensors in zip(*lists, strict=True)]
+        return _tensorwise(getattr(torch, name), *lists)
     return _foreach(name, *lists, reuse=reuse)
 
 
@@ -332,56 +356,63 @@ def by_stacks(
 
     def apply(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
         """Call ``function`` for each group of tensors. ``lists`` has one list of tensors for each of its arguments."""
-        outputs: tuple[Tensors, ...] = tuple([*lists[0]] for _ in range(results))
         # A tracer or a torch.func transform gets each tensor by itself; its memory cannot be examined.
         is_transformed = _leafwise(*lists) or is_traced()
-        groups = [[index] for index in range(len(lists[0]))]
-        if not is_transformed:
-            groups = _stacks(lists)
+        groups = _stacks(lists, stacks_of_one=is_transformed)
+        outputs: list[Tensors] = []
+        for _ in range(results):
+            outputs.append(list(lists[0]))  # each element is replaced below
         for indices in groups:
-            operands = [[xs[index] for index in indices] for xs in lists]
-            returned = function(*[_stack_of(tensors, is_transformed) for tensors in operands])
-            if isinstance(returned, Tensor):
-                returned = (returned,)
-            for output, stack in zip(outputs, returned, strict=True):
-                for index, x in zip(indices, _unstacked(stack, len(indices)), strict=True):
+            stacks = [_stack_of(xs, indices, is_transformed) for xs in lists]
+            result = function(*stacks)
+            stacks_of_results = [result] if isinstance(result, Tensor) else result
+            for output, stack in zip(outputs, stacks_of_results, strict=True):
+                for index, x in zip(indices, _unstacked(stack), strict=True):
                     output[index] = x
-        return outputs
+        return tuple(outputs)
 
     return apply
 
 
-def _stack_of(tensors: list[Tensor], is_transformed: bool) -> Tensor:
-    """Return tensors of one shape as a stack.
+def _stack_of(xs: Sequence[Tensor], indices: list[int], is_transformed: bool) -> Tensor:
+    """Return the tensors at some indices of a list, which have one shape, as a stack.
 
     A lone tensor becomes a contiguous stack of one: strides and the kernel of a single product change bits.
     """
-    if len(tensors) > 1:
-        return torch.stack(tensors)
+    if len(indices) > 1:
+        return torch.stack([xs[index] for index in indices])
+    x = xs[indices[0]]
     if is_transformed:
-        return tensors[0].contiguous().unsqueeze(0)
-    return aligned(tensors[0]).unsqueeze(0)
+        return x.contiguous().unsqueeze(0)
+    return aligned(x).unsqueeze(0)
 
 
-def _unstacked(stack: Tensor, count: int) -> Sequence[Tensor]:
+def _unstacked(stack: Tensor) -> Sequence[Tensor]:
     """Return the tensors of a stack: a view of a lone tensor, else copies, which do not hold the memory of others."""
-    if count == 1:
+    if len(stack) == 1:
         return [stack.squeeze(0)]
     return _unbound(stack)
 
 
-def _stacks(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+def _stacks(lists: Sequence[Sequence[Tensor]], *, stacks_of_one: bool) -> list[list[int]]:
     """Group the indices of small tensors that can be stacked; any other tensor is in a group by itself."""
-    indices_of_kind: defaultdict[object, list[int]] = defaultdict(list)
+    if stacks_of_one:
+        return [[index] for index in range(len(lists[0]))]
+    indices_of_spec: defaultdict[object, list[int]] = defaultdict(list)
     for index, tensors in enumerate(zip(*lists, strict=True)):
-        kind = tuple([(type(x), x.shape, x.dtype, x.device) for x in tensors])
-        indices_of_kind[kind].append(index)
+        spec = tuple(map(_stackable_spec, tensors))
+        indices_of_spec[spec].append(index)
     groups: list[list[int]] = []
-    for indices in indices_of_kind.values():
+    for indices in indices_of_spec.values():
         limit = _most_in_a_stack([xs[indices[0]] for xs in lists])
         for start in range(0, len(indices), limit):
             groups.append(indices[start : start + limit])
     return groups
+
+
+def _stackable_spec(x: Tensor) -> tuple[object, ...]:
+    """Return what two tensors must have in common to be in one stack."""
+    return type(x), x.shape, x.dtype, x.device
 
 
 def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
@@ -404,8 +435,8 @@ def _has_stackable_matrices(x: Tensor) -> bool:
 def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
     """Return every tensor with its elements clamped to ``[low, high]``; NaN stays NaN."""
     if isinstance(low, Tensor) or isinstance(high, Tensor):
-        return [x.clamp(scalar_like(low, x), scalar_like(high, x)) for x in xs]
-    return [x.clamp(low, high) for x in xs]
+        return _tensorwise(lambda x: x.clamp(scalar_like(low, x), scalar_like(high, x)), xs)
+    return _tensorwise(lambda x: x.clamp(low, high), xs)
 
 
 def kept_visible(bounded: Tensors, xs: Tensors) -> Tensors:
@@ -418,17 +449,19 @@ def kept_visible(bounded: Tensors, xs: Tensors) -> Tensors:
 
 def norms(xs: Tensors) -> Tensors:
     """Return the 2-norm of each tensor as a 0-d tensor, in fp64 if the device supports it, without overflow."""
-    # Squares of fp32 and narrower fit into fp64; fp64 is divided by its peak first.
-    squares_fit = all(x.dtype != torch.float64 and x.device.type != "mps" for x in xs)
-    if squares_fit and not _leafwise(xs):
-        return list(torch._foreach_norm(xs, 2, dtype=torch.float64))
-    return [_norm(x) for x in xs]
+    if _leafwise(xs) or not all(map(_squares_fit_into_fp64, xs)):
+        return _tensorwise(_norm, xs)
+    return list(torch._foreach_norm(xs, 2, dtype=torch.float64))
+
+
+def _squares_fit_into_fp64(x: Tensor) -> bool:
+    """Return True if the squares of all finite elements are finite in fp64, on a device that has fp64."""
+    return x.dtype != torch.float64 and x.device.type != "mps"
 
 
 def _norm(x: Tensor) -> Tensor:
     """Return the 2-norm of one tensor as a 0-d tensor, in fp64 if the device supports it, without overflow."""
-    # Squares of fp32 and narrower fit into fp64.
-    if x.dtype != torch.float64 and x.device.type != "mps":
+    if _squares_fit_into_fp64(x):
         return torch.linalg.vector_norm(x, dtype=torch.float64)
     if x.numel() == 0:
         return torch.linalg.vector_norm(x)
@@ -436,17 +469,18 @@ def _norm(x: Tensor) -> Tensor:
     # tensor of zeros, or with an infinity, is divided by 1, so that no 0 / 0 or inf / inf makes it NaN.
     x = x.to(wide_dtype(x.dtype))
     peak = x.detach().abs().amax()
-    peak = torch.where((peak > 0) & peak.isfinite(), peak, torch.ones_like(peak))
-    return torch.linalg.vector_norm(x / peak) * peak
+    is_divisor = (peak > 0) & peak.isfinite()
+    divisor = torch.where(is_divisor, peak, torch.ones_like(peak))
+    return torch.linalg.vector_norm(x / divisor) * divisor
 
 
 def peaks(xs: Tensors) -> Tensors:
     """Return a 0-d tensor for each tensor: its largest absolute value, NaN if it has NaN, 0 if it is empty."""
     if _leafwise(xs):
-        return [_peak(x) for x in xs]
+        return _tensorwise(_peak, xs)
     if all(x.is_cuda and x.numel() for x in xs):  # the infinity norm is fast on CUDA and slow elsewhere
         return list(torch._foreach_norm(xs, float("inf")))
-    return [_peak_of_plain(x) for x in xs]
+    return _tensorwise(_peak_of_plain, xs)
 
 
 def _peak(x: Tensor) -> Tensor:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from muonfx.tree.structure import Key, PyTree, TypedPath, flatten, leaves, names, paths, typed_paths, unflatten
+from muonfx.tree.structure import (
+    Key,
+    PyTree,
+    TypedPath,
+    flatten,
+    leaves,
+    named_leaves,
+    names,
+    paths,
+    typed_paths,
+    unflatten,
+)
 
 Path = tuple[Any, ...]
 
@@ -34,18 +44,17 @@ def map_params(function: Callable[[Any, Any], Any], state: PyTree, params: PyTre
     >>> map_params(lambda leaf, param: leaf + 1, state, params)
     AdamState(count=tensor(0), mu={'w': tensor([1., 1.]), 'b': tensor([1.])}, nu={'w': tensor([1., 1.]), ...})
     """
-    like = dict(zip(names(params), leaves(params), strict=True))
-
-    def mapped(leaf: Any, name: str | None) -> Any:
-        param = None if name is None else like[name]
-        fits = isinstance(param, Tensor) and isinstance(leaf, Tensor) and leaf.shape == param.shape
-        return function(leaf, param) if fits else leaf
-
+    param_of = dict(named_leaves(params))
     state_leaves, treedef = flatten(state)
-    owners: list[str | None] = [None] * len(state_leaves)
-    if like:
-        owners = parameters_of(state, params)
-    return unflatten(treedef, [mapped(leaf, name) for leaf, name in zip(state_leaves, owners, strict=True)])
+    for index, name in enumerate(parameters_of(state, params)):
+        if name is not None and _have_one_shape(state_leaves[index], param_of[name]):
+            state_leaves[index] = function(state_leaves[index], param_of[name])
+    return unflatten(treedef, state_leaves)
+
+
+def _have_one_shape(leaf: object, param: object) -> bool:
+    """Return True if both are tensors of the same shape."""
+    return isinstance(leaf, Tensor) and isinstance(param, Tensor) and leaf.shape == param.shape
 
 
 class Ownership(NamedTuple):
@@ -69,69 +78,74 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
     leaves below such a child belong to its parameter, whether one tensor or a whole record. The field of a NamedTuple
     is never a parameter, even if a parameter has its name, unless the parameters are in a NamedTuple themselves.
     """
-    state_paths = typed_paths(state)
     name_of = dict(zip(typed_paths(params), names(params), strict=True))
     if () in name_of:
-        return _of_one_tensor(state, name_of[()], leaves(params)[0])
+        return _ownership_of_one_tensor(state, name_of[()], leaves(params)[0])
     for name in list(name_of.values()):
         name_of[(Key(name),)] = name  # the flat dicts of `partition` have dotted names as keys
-    find_part = functools.partial(_part_of_parameter, name_of, sorted({len(path) for path in name_of}, reverse=True))
-    mixed_nodes = _mixed_nodes(state_paths, find_part)
-
+    state_paths = typed_paths(state)
+    mixed_nodes = _mixed_nodes(state_paths, name_of)
     owners: list[Ownership] = []
     for path in state_paths:
-        part, start = _best_part(path, find_part, mixed_nodes)
         entries = tuple([key.entry for key in path])
-        if part is None:
+        section = _parameter_section(path, name_of, mixed_nodes)
+        if section is None:
             owners.append(Ownership(None, entries))
         else:
-            owners.append(Ownership(name_of[part], entries[:start] + entries[start + len(part) :]))
+            name = name_of[path[section.start : section.stop]]
+            owners.append(Ownership(name, entries[: section.start] + entries[section.stop :]))
     return owners
 
 
-FindPart = Callable[[TypedPath, int], TypedPath | None]
+class _Section(NamedTuple):
+    """The indices in a path between which it is the path of a parameter.
+
+    In ("trace", "mlp", "weight"), the parameter ("mlp", "weight") is from 1 to 3.
+    """
+
+    start: int
+    stop: int
 
 
-def _part_of_parameter(
-    name_of: Mapping[TypedPath, str], lengths: Sequence[int], path: TypedPath, start: int
-) -> TypedPath | None:
-    """Return the longest part of a path, from an index on, that is the path of a parameter; None if there is none."""
-    for length in lengths:
-        part = path[start : start + length]
-        if len(part) == length and part in name_of:
-            return part
+def _section_from(path: TypedPath, start: int, name_of: Mapping[TypedPath, str]) -> _Section | None:
+    """Return the longest section of a path, from an index on, that is a parameter; None if there is none."""
+    for stop in range(len(path), start, -1):
+        if path[start:stop] in name_of:
+            return _Section(start, stop)
     return None
 
 
-def _mixed_nodes(state_paths: Sequence[TypedPath], find_part: FindPart) -> set[TypedPath]:
+def _mixed_nodes(state_paths: Sequence[TypedPath], name_of: Mapping[TypedPath, str]) -> set[TypedPath]:
     """Return the paths of the nodes of a state that have a child that is no parameter."""
     mixed: set[TypedPath] = set()
     for path in state_paths:
         for start in range(len(path) + 1):
-            if find_part(path, start) is None:
+            if _section_from(path, start, name_of) is None:
                 mixed.add(path[:start])
     return mixed
 
 
-def _best_part(path: TypedPath, find_part: FindPart, mixed_nodes: Set[TypedPath]) -> tuple[TypedPath | None, int]:
-    """Return the part of a path that is a parameter, and its index; (None, 0) if the leaf belongs to no parameter."""
-    best_part: TypedPath | None = None
-    best_start = 0
+def _parameter_section(
+    path: TypedPath, name_of: Mapping[TypedPath, str], mixed_nodes: Set[TypedPath]
+) -> _Section | None:
+    """Return the section of the path of a state leaf that is its parameter; None if it belongs to no parameter."""
+    best: _Section | None = None
     for start in range(len(path)):
-        part = find_part(path, start)
-        if part is None or path[:start] in mixed_nodes:
+        section = _section_from(path, start, name_of)
+        if section is None or path[:start] in mixed_nodes:
             continue
         # Several nodes may match. Longer paths and deeper nodes are less likely to match by coincidence.
-        if best_part is None or len(part) >= len(best_part):
-            best_part = part
-            best_start = start
-    return best_part, best_start
+        if best is None or section.stop - section.start >= best.stop - best.start:
+            best = section
+    return best
 
 
-def _of_one_tensor(state: PyTree, name: str, param: Any) -> list[Ownership]:
+def _ownership_of_one_tensor(state: PyTree, name: str, param: object) -> list[Ownership]:
     """Return the ownership for parameters that are a single tensor: leaves of its shape belong to it."""
     owners: list[Ownership] = []
     for path, leaf in zip(paths(state), leaves(state), strict=True):
-        is_like_param = isinstance(leaf, Tensor) and isinstance(param, Tensor) and leaf.shape == param.shape
-        owners.append(Ownership(name if is_like_param else None, path))
+        if _have_one_shape(leaf, param):
+            owners.append(Ownership(name, path))
+        else:
+            owners.append(Ownership(None, path))
     return owners

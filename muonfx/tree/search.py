@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from muonfx.internal.arguments import close_names
 from muonfx.internal.display import format_list
-from muonfx.tree.structure import PyTree, open_node
+from muonfx.tree.structure import PyTree, dotted, open_node
 
 Path = tuple[object, ...]
 Where = str | type
@@ -49,8 +49,10 @@ def get_all(tree: PyTree, where: Where) -> dict[str, PyTree]:
     >>> get_all(state, "w")
     {'mu.w': tensor([0.]), 'nu.w': tensor([0.])}
     """
-    matches = _find(tree, where)
-    return {_dotted(path): node for path, node in matches}
+    node_of: dict[str, PyTree] = {}
+    for path, node in _find(tree, where):
+        node_of[dotted(path)] = node
+    return node_of
 
 
 def set(tree: PyTree, where: Where, value: PyTree) -> PyTree:
@@ -77,16 +79,11 @@ def set(tree: PyTree, where: Where, value: PyTree) -> PyTree:
 def _nodes(node: PyTree, path: Path = ()) -> Iterator[tuple[Path, PyTree]]:
     """Yield a (path, value) pair for every leaf and subtree of a tree, parents first."""
     yield path, node
-    opened, children = open_node(node)
-    if opened is None:
+    container, children = open_node(node)
+    if container is None:
         return
-    for entry, child in zip(opened.entries, children, strict=True):
+    for entry, child in zip(container.entries, children, strict=True):
         yield from _nodes(child, (*path, entry))
-
-
-def _dotted(path: Path) -> str:
-    """Return a path as text: "a.0" for ("a", 0)."""
-    return ".".join(str(entry) for entry in path)
 
 
 def _find(tree: PyTree, where: Where) -> list[tuple[Path, PyTree]]:
@@ -97,7 +94,7 @@ def _find(tree: PyTree, where: Where) -> list[tuple[Path, PyTree]]:
 def _fits(path: Path, node: PyTree, where: Where) -> bool:
     """Return True if a node has the path or the type ``where``. Keys count whole: "w" fits "a.w", and not "a.raw"."""
     if isinstance(where, str):
-        return f".{_dotted(path)}".endswith(f".{where}")
+        return f".{dotted(path)}".endswith(f".{where}")
     return isinstance(node, where)
 
 
@@ -106,28 +103,25 @@ def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
     matches = _find(tree, where)
     if len(matches) == 1:
         return matches[0]
+    text = repr(where) if isinstance(where, str) else where.__qualname__
     if matches:
-        paths = format_list([_dotted(path) or "the tree itself" for path, _ in matches], str)
-        raise KeyError(f"{_shown(where)} matches {len(matches)} nodes: {paths}; give a longer path")
-    similar: list[str] = []
+        paths = format_list([dotted(path) or "the tree itself" for path, _ in matches], str)
+        raise KeyError(f"{text} matches {len(matches)} nodes: {paths}; give a longer path")
+    message = f"no node of the tree matches {text}"
     if isinstance(where, str):
-        similar = close_names(where, [_dotted(path) for path, _ in _nodes(tree) if path])
-    advice = f"; did you mean {' or '.join(similar)}?" if similar else ""
-    raise KeyError(f"no node of the tree matches {_shown(where)}{advice}")
-
-
-def _shown(where: Where) -> str:
-    return repr(where) if isinstance(where, str) else where.__qualname__
+        similar = close_names(where, [dotted(path) for path, _ in _nodes(tree) if path])
+        if similar:
+            message += f"; did you mean {' or '.join(similar)}?"
+    raise KeyError(message)
 
 
 def _replaced(node: PyTree, path: Path, value: PyTree) -> PyTree:
     """Return a tree in which ``value`` replaces the node at a path. Containers on the path are built again."""
     if not path:
         return value
-    opened, children = open_node(node)
-    assert opened is not None
-    assert opened.rebuild is not None
-    for index, entry in enumerate(opened.entries):
-        if entry == path[0]:
-            children[index] = _replaced(children[index], path[1:], value)
-    return opened.rebuild(children)
+    container, children = open_node(node)
+    assert container is not None
+    assert container.rebuild is not None
+    index = container.entries.index(path[0])
+    children[index] = _replaced(children[index], path[1:], value)
+    return container.rebuild(children)

@@ -75,7 +75,9 @@ class _Node:
 
     @property
     def num_leaves(self) -> int:
-        return 1 if self.kind is None else sum([child.num_leaves for child in self.children])
+        if self.kind is None:
+            return 1
+        return sum([child.num_leaves for child in self.children])
 
     def unflatten(self, leaves: Iterator[object]) -> PyTree:
         """Build the tree with this structure from the next leaves of an iterator."""
@@ -110,20 +112,25 @@ class _Node:
         """
         if self.kind is None:  # a leaf of the structure, at which any subtree may be
             return [tree]
-        opened, children = open_node(tree)
-        if self.kind in _DICTS and type(tree) in _DICTS:
-            # The kinds of dicts are interchangeable and are matched by key, as in optree.
-            fits = len(tree) == len(self.entries) and all(entry in tree for entry in self.entries)
-            children = [tree[entry] for entry in self.entries] if fits else []
-        else:
-            # Other containers must have the same type and entries; `opened` is None if the tree is a leaf here.
-            fits = opened is not None and opened.kind is self.kind and opened.entries == self.entries
-        if not fits:
+        children = self._children_in(tree)
+        if children is None:
             raise ValueError(f"expected {self.kind.__name__} of {self.entries}, found {type(tree).__name__}")
         subtrees: list[PyTree] = []
         for structure, child in zip(self.children, children, strict=True):
             subtrees += structure.flatten_up_to(child)
         return subtrees
+
+    def _children_in(self, tree: PyTree) -> list[PyTree] | None:
+        """Return the children of a tree with this container and these entries; None if its container is another."""
+        # The types of dicts are interchangeable and are matched by key, as in optree.
+        if self.kind in _DICTS and type(tree) in _DICTS:
+            if len(tree) != len(self.entries) or not all(entry in tree for entry in self.entries):
+                return None
+            return [tree[entry] for entry in self.entries]
+        container, children = open_node(tree)
+        if container is None or container.kind is not self.kind or container.entries != self.entries:
+            return None
+        return children
 
 
 def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
@@ -151,18 +158,24 @@ def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
     """
     kind = type(node)
     keys = list(node)
-    default_factory = node.default_factory if isinstance(node, defaultdict) else None
-    entries = tuple(keys) if kind is OrderedDict else tuple(total_order_sorted(node))
+    entries = keys
+    if kind is not OrderedDict:
+        entries = total_order_sorted(node)
+    default_factory = None
+    if isinstance(node, defaultdict):
+        default_factory = node.default_factory
 
     def rebuild(children: list[PyTree]) -> PyTree:
         """Build the dict from new children, with the keys in the order of the old dict."""
         child_of = dict(zip(entries, children, strict=True))
-        ordered = {key: child_of[key] for key in keys}
+        in_old_order = {key: child_of[key] for key in keys}
         if kind is defaultdict:
-            return defaultdict(default_factory, ordered)
-        return OrderedDict(ordered) if kind is OrderedDict else ordered
+            return defaultdict(default_factory, in_old_order)
+        if kind is OrderedDict:
+            return OrderedDict(in_old_order)
+        return in_old_order
 
-    return _Node(kind, entries, default_factory, rebuild), [node[key] for key in entries]
+    return _Node(kind, tuple(entries), default_factory, rebuild), [node[key] for key in entries]
 
 
 def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
@@ -275,7 +288,12 @@ def names(tree: PyTree) -> list[str]:
     """
     if is_flat(tree):
         return sorted(tree)
-    return [".".join([str(entry) for entry in path]) for path in paths(tree)]
+    return list(builtins.map(dotted, paths(tree)))
+
+
+def dotted(path: tuple[object, ...]) -> str:
+    """Return a path as text: "a.0" for ("a", 0)."""
+    return ".".join([str(entry) for entry in path])
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
@@ -325,8 +343,13 @@ def typed_paths(tree: PyTree) -> list[TypedPath]:
         return _traced_flatten(tree, []).typed_paths(())
     typed: list[TypedPath] = []
     for accessor in optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE):
-        typed.append(tuple([Key(getattr(entry, "field", entry.entry), hasattr(entry, "field")) for entry in accessor]))
+        typed.append(tuple(builtins.map(_key_of, accessor)))
     return typed
+
+
+def _key_of(entry: optree.PyTreeEntry) -> Key:
+    """Return one step of optree's path to a leaf; only a step into a NamedTuple has the attribute "field"."""
+    return Key(getattr(entry, "field", entry.entry), hasattr(entry, "field"))
 
 
 @overload
@@ -352,27 +375,29 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
 
     if torch.compiler.is_compiling():
         tree_leaves, treedef = flatten(tree)
-        columns = [tree_leaves, *[subtrees(treedef, further_tree) for further_tree in rest]]
-        return unflatten(treedef, [unless_none(*row) for row in zip(*columns, strict=True)])
+        lists = [tree_leaves]
+        for further_tree in rest:
+            lists.append(subtrees(treedef, further_tree))
+        return unflatten(treedef, builtins.map(unless_none, *lists))
     return optree.tree_map(unless_none, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def copy_shared(new: PyTree, old: PyTree) -> PyTree:
-    """Return the tree ``new``, with copies of the tensors that are also leaves of the tree ``old``.
+def copy_shared(outputs: PyTree, inputs: PyTree) -> PyTree:
+    """Return the tree ``outputs``, with copies of the tensors that are also leaves of the tree ``inputs``.
 
     >>> x, y = torch.zeros(1), torch.ones(1)
     >>> copied = copy_shared({"a": x, "b": y}, {"a": x})
     >>> copied["a"] is x, copied["b"] is y
     (False, True)
     """
-    old_ids = ids(old)
-    if old_ids.isdisjoint(ids(new)):
-        return new
-    new_leaves, treedef = flatten(new)
-    for index, leaf in enumerate(new_leaves):
-        if isinstance(leaf, Tensor) and id(leaf) in old_ids:
-            new_leaves[index] = leaf.clone()
-    return unflatten(treedef, new_leaves)
+    ids_of_inputs = ids(inputs)
+    if ids_of_inputs.isdisjoint(ids(outputs)):
+        return outputs
+    leaves_of_outputs, treedef = flatten(outputs)
+    for index, leaf in enumerate(leaves_of_outputs):
+        if isinstance(leaf, Tensor) and id(leaf) in ids_of_inputs:
+            leaves_of_outputs[index] = leaf.clone()
+    return unflatten(treedef, leaves_of_outputs)
 
 
 def subtrees(treedef: Structure, tree: PyTree) -> list[PyTree]:
@@ -393,11 +418,12 @@ def device_of(tree: PyTree) -> torch.device:
     >>> device_of({"w": torch.zeros(2, device="meta")})
     device(type='meta')
     """
-    first = next(tensors(tree), None)
-    if first is not None:
-        return first.device
-    default = torch.get_default_device()
-    return torch.device("cpu") if default.type == "meta" else default  # a count on the meta device has no value
+    for tensor in tensors(tree):
+        return tensor.device
+    default_device = torch.get_default_device()
+    if default_device.type == "meta":  # a count on the meta device has no value
+        return torch.device("cpu")
+    return default_device
 
 
 def spec(tree: PyTree) -> PyTree:
@@ -442,7 +468,7 @@ class Present:
         if not self._is_complete:
             self._indices = [index for index, leaf in enumerate(self._leaves) if leaf is not None]
 
-    def _all(self, tree: PyTree) -> list[Any]:
+    def _subtrees(self, tree: PyTree) -> list[Any]:
         """Return the subtree of another tree at each position, including those of None.
 
         Raise ValueError if the other tree has another structure.
@@ -454,13 +480,7 @@ class Present:
                 return [tree[key] for key in self._keys]
         except (KeyError, ValueError):
             pass
-        expected = names(self._tree(self._leaves))
-        found = names(tree)
-        raise ValueError(
-            f"expected a tree like the updates, with {len(expected)} leaves ({format_list(expected)}), found a "
-            f"{type(tree).__name__} with {len(found)} leaves ({format_list(found)}); updates, state and "
-            "params must have one structure"
-        )
+        raise _other_structure(tree, names(self._tree(self._leaves)))
 
     def _tree(self, leaves: Sequence[object]) -> PyTree:
         """Build a tree with the structure of the tree given to `Present`, with one leaf for each position."""
@@ -470,7 +490,7 @@ class Present:
 
     def pick(self, tree: PyTree) -> list[Any]:
         """Return a list of the leaves of ``tree`` at the positions where the tree given to `Present` is not None."""
-        leaves = self._all(tree)
+        leaves = self._subtrees(tree)
         if self._is_complete:
             return leaves
         return [leaves[index] for index in self._indices]
@@ -481,7 +501,7 @@ class Present:
             return self._tree(values)
         merged: list[object] = [None] * len(self._leaves)
         if old is not None:
-            merged = self._all(old)
+            merged = self._subtrees(old)
         for index, value in zip(self._indices, values, strict=True):
             merged[index] = value
         return self._tree(merged)
@@ -490,3 +510,13 @@ class Present:
         """Return a list of the dotted names of the leaves that are not None."""
         all_names = names(self._tree(self._leaves)) if self._keys is None else self._keys
         return [all_names[index] for index in self._indices]
+
+
+def _other_structure(tree: PyTree, expected: list[str]) -> ValueError:
+    """Return the error for a tree that has another structure than the updates, whose leaves are ``expected``."""
+    names_of_tree = names(tree)
+    return ValueError(
+        f"expected a tree like the updates, with {len(expected)} leaves ({format_list(expected)}), found a "
+        f"{type(tree).__name__} with {len(names_of_tree)} leaves ({format_list(names_of_tree)}); updates, state and "
+        "params must have one structure"
+    )

@@ -14,7 +14,7 @@ import muonfx as mfx
 from muonfx import compact, routing, sharding
 from muonfx._other_libraries import NAMES_HERE
 from muonfx.core import schedules
-from muonfx.internal.arguments import kinds_of
+from muonfx.internal.arguments import accepted_types_of
 
 WRONG = {
     "bool": ("no", "", 1, 0, None, torch.tensor(True)),
@@ -97,7 +97,7 @@ def public() -> Iterator[Callable[..., Any]]:
 
 
 def kinds_of_one(function: Callable[..., Any], parameter: inspect.Parameter) -> frozenset[str]:
-    return kinds_of({parameter.name: parameter}, function)[parameter.name]
+    return accepted_types_of({parameter.name: parameter}, function)[parameter.name]
 
 
 def choices_of(kinds: frozenset[str]) -> list[str]:

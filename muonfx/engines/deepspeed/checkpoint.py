@@ -7,7 +7,7 @@ experts. A checkpoint contains the parameters of all ranks, as one process would
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,15 +153,19 @@ class _Values(NamedTuple):
             for name, param in unit_params.items():
                 local_params[new_name_of.get(name, name)] = param
             leaves_of_units.append(unit_leaves)
-        leaves = [_merged(leaf_of_units) for leaf_of_units in zip(*leaves_of_units, strict=True)]
+        leaves = [_merged(*leaves_of_path) for leaves_of_path in zip(*leaves_of_units, strict=True)]
         paths: list[tuple[Any, ...]] = []
         if units:  # a pipeline stage may have no parameters
             for path in tree.paths(units[0].unflatten(leaves)):
                 paths.append(tuple([new_name_of.get(str(entry), entry) for entry in path]))
-        local_state: dict[Any, Any] = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if leaf is not None}
+        local_state: dict[Any, Any] = {}
+        for path, leaf in zip(paths, leaves, strict=True):
+            if leaf is not None:
+                local_state[path] = leaf
+        tx: Transform | None = optimizer.tx
         identities = gather_objects((optimizer.tx.fingerprint, bool(new_name_of)))
-        is_same_transform = set(identities) == {(optimizer.tx.fingerprint, False)}
-        tx = optimizer.tx if is_same_transform else None
+        if set(identities) != {(optimizer.tx.fingerprint, False)}:
+            tx = None
         return cls(_with_leaves_of_others(local_params), _nested(_with_leaves_of_others(local_state)), paths, tx)
 
 
@@ -203,11 +207,12 @@ def _nested(leaf_of_path: Mapping[tuple[Any, ...], Any]) -> PyTree:
     return root
 
 
-def _merged(leaves: Iterable[Tensor | FlatShard | None]) -> Tensor | FlatShard | None:
+def _merged(*leaves: Tensor | FlatShard | None) -> Tensor | FlatShard | None:
     """Return the one value that is not None; of several step counts, return the largest."""
-    values = [leaf for leaf in leaves if leaf is not None]
-    if not values:
-        return None
-    if len(values) == 1:
-        return values[0]
-    return torch.stack([leaf for leaf in values if isinstance(leaf, Tensor)]).amax(0)
+    merged: Tensor | FlatShard | None = None
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and isinstance(merged, Tensor):
+            merged = torch.maximum(merged, leaf)
+        elif leaf is not None:
+            merged = leaf
+    return merged

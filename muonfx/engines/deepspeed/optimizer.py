@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from muonfx.core.transform import require_transform
 from muonfx.core.visit import visit
 from muonfx.engines.deepspeed.parallel import expert_group_name, gather_objects, tensor_group_of, whole_shape_of
 from muonfx.engines.deepspeed.pieces import (
+    Pieces,
     flats_of,
     local_shape_of,
     locate,
@@ -24,7 +26,7 @@ from muonfx.engines.deepspeed.pieces import (
     whole_pieces,
 )
 from muonfx.engines.deepspeed.rates import GroupRates
-from muonfx.engines.deepspeed.unit import Unit
+from muonfx.engines.deepspeed.unit import Unit, raise_on_all_ranks
 from muonfx.optimizer.group_numbers import GroupNumbers
 from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
@@ -98,7 +100,7 @@ class ZeroOptimizer(Optimizer):
         """Return a param group for named parameters with the hyperparameters of the transforms that update them."""
         defaults = hyperparams(self.tx)
         numbers = GroupNumbers(rule.hyperparams)
-        self._numbers[tuple([name for name, _ in pairs])] = numbers
+        self._numbers[tuple(dict(pairs))] = numbers
         entries = numbers.entries({name: defaults[name] for name in numbers.names})
         group = {"label": rule.label, "lr": 0.0, **entries, "params": pairs}
         if expert_group is not None:
@@ -128,18 +130,30 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_same_trained()
-        self._rates.check(self.param_groups)
         is_first = not self._units
-        # The units of all groups before any update, because creating a unit may raise an error.
-        units_per_group = [self._units_of(group["param_names"], group["params"]) for group in self.param_groups]
+        numbers_per_group: list[dict[str, Any]] = []
+        units_per_group: list[list[Unit]] = []
+        try:
+            self._require_same_trained()
+            self._rates.check(self.param_groups)
+            for group in self.param_groups:
+                numbers_per_group.append(self._numbers_of(group).read(group))
+            # The units of all groups before any update, because creating a unit may raise an error.
+            for group in self.param_groups:
+                units_per_group.append(self._units_of(group["param_names"], group["params"]))
+            for units in units_per_group:
+                for unit in units:
+                    unit.check(self.state)
+        except Exception as error:
+            raise_on_all_ranks(error, self._units.values())
+            raise  # without ranks that wait for this one
         # DeepSpeed may take a first step with zero gradients, only to allocate the state. The units now have their
         # state. A real step on zeros would advance the count of AdamW and decay the weights.
         if is_first and self._is_initialization():
             return loss
-        for group, units in zip(self.param_groups, units_per_group, strict=True):
+        for numbers, units in zip(numbers_per_group, units_per_group, strict=True):
             for unit in units:
-                unit.step(self._numbers_of(group).read(group), self.state)
+                unit.step(numbers, self.state)
         return loss
 
     def _is_initialization(self) -> bool:
@@ -157,13 +171,14 @@ class ZeroOptimizer(Optimizer):
     def _require_same_trained(self) -> None:
         """Raise if a parameter was frozen, unfrozen, added or removed since the optimizer was constructed."""
         # DeepSpeed's flat tensors contain the parameters from construction only.
-        name_of_trained = {param: name for name, param in trained_parameters(self.model).items()}
-        name_of_former = {param: name for name, param in self._params.items()}
-        for param, name in name_of_trained.items():
-            if param not in name_of_former:
+        trained = trained_parameters(self.model)
+        at_construction = set(self._params.values())
+        for name, param in trained.items():
+            if param not in at_construction:
                 raise _trained_has_changed(name, "requires grad now, but did not")
-        for param, name in name_of_former.items():
-            if param not in name_of_trained:
+        trained_now = set(trained.values())
+        for name, param in self._params.items():
+            if param not in trained_now:
                 raise _trained_has_changed(name, "required grad")
 
     def all_units(self) -> list[Unit]:
@@ -177,7 +192,9 @@ class ZeroOptimizer(Optimizer):
             names: list[str] = group["param_names"]
             params = [self._params[name] for name in names]
             engine = stage_3_of(params)
-            tensors = group["params"] if engine is None else flats_of(engine, params)
+            tensors: list[Tensor] = group["params"]
+            if engine is not None:
+                tensors = flats_of(engine, params)
             units += self._units_of(names, tensors, without_grads=True)
         return units
 
@@ -185,12 +202,12 @@ class ZeroOptimizer(Optimizer):
     def update_working_copy(self) -> None:
         """Copy the full-precision parameters into the model's parameters, and round them to the dtype of the model."""
         for unit in self.all_units():
-            for name, piece in unit.pieces.views(unit.pieces.flat).items():
-                partition = getattr(self._params[name], "ds_tensor", None)  # this rank's part at stage 3
+            for name, view in unit.pieces.views(unit.pieces.flat).items():
+                partition = getattr(self._params[name], "ds_tensor", None)  # this rank's shard at stage 3
                 if partition is None:
-                    self._params[name].copy_(piece)
+                    self._params[name].copy_(view)
                 else:
-                    partition.data.view(-1)[: piece.numel()].copy_(piece.reshape(-1))
+                    partition.data.view(-1)[: view.numel()].copy_(view.reshape(-1))
 
     def _units_of(self, names: Sequence[str], tensors: list[Tensor], *, without_grads: bool = False) -> list[Unit]:
         """Return the units of one param group, and create those that do not exist.
@@ -202,22 +219,23 @@ class ZeroOptimizer(Optimizer):
         """
         params = {name: self._params[name] for name in names}
         tensor_group = tensor_group_of(self.model.modules())
-        param_shapes = [local_shape_of(param) for param in params.values()]
-        is_stage_0 = [tuple(tensor.shape) for tensor in tensors] == param_shapes
-        if is_stage_0:
-            first_tensors = tensors[:1]
-        else:
-            first_tensors = [flat for flat in tensors if without_grads or flat.grad is not None]
+        if _are_unflattened(tensors, params.values()):
+            tensor_of = dict(zip(names, tensors, strict=True))
+            find_pieces = functools.partial(whole_pieces, tensor_of, params, self._like, tensor_group)
+            return [self._unit_of(tensors[0], find_pieces)]
         units: list[Unit] = []
-        for tensor in first_tensors:
-            if tensor not in self._units:
-                if is_stage_0:
-                    pieces = whole_pieces(dict(zip(names, tensors, strict=True)), params, self._like, tensor_group)
-                else:
-                    pieces = locate(tensor, params, self._like, tensor_group)
-                self._units[tensor] = Unit(self.tx, self._like, pieces, self.state)
-            units.append(self._units[tensor])
+        for flat in tensors:
+            if flat.grad is None and not without_grads:
+                continue
+            find_pieces = functools.partial(locate, flat, params, self._like, tensor_group)
+            units.append(self._unit_of(flat, find_pieces))
         return units
+
+    def _unit_of(self, first_tensor: Tensor, find_pieces: Callable[[], Pieces]) -> Unit:
+        """Return the unit whose first tensor is given; create it from its pieces if it does not exist."""
+        if first_tensor not in self._units:
+            self._units[first_tensor] = Unit(self.tx, self._like, find_pieces(), self.state)
+        return self._units[first_tensor]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, and keep the dtypes in it. DeepSpeed calls this with the state of this rank.
@@ -272,6 +290,12 @@ def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]
                 stacklevel=4,
             )
             return
+
+
+def _are_unflattened(tensors: Sequence[Tensor], params: Iterable[Tensor]) -> bool:
+    """Return True if tensors have the shapes of the parameters, as at stage 0; False for flat tensors."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    return shapes == list(map(local_shape_of, params))
 
 
 def _by_expert_group(pairs: Sequence[tuple[str, Tensor]]) -> dict[str | None, list[tuple[str, Tensor]]]:

@@ -60,13 +60,16 @@ def tensor_shards_of(
         raise _undescribed(name, metadata)
     shape = whole_shape_of(param)
     shards: list[ShardPosition] = []
+    shapes: set[tuple[int, ...]] = set()
+    numel = 0
     for rank in range(size):
         spans: list[list[Span]] = [[(0, length)] for length in shape]
         spans[dim] = _spans_of_rank(widths, rank)
-        shards.append(ShardPosition.grid(spans))
-    if sum(shard.numel for shard in shards) != ShardPosition.whole(shape).numel:
-        raise _undescribed(name, metadata)
-    if tuple(local_shape) not in {shard.shape for shard in shards}:
+        shard = ShardPosition.grid(spans)
+        shards.append(shard)
+        shapes.add(shard.shape)
+        numel += shard.numel
+    if numel != ShardPosition.whole(shape).numel or tuple(local_shape) not in shapes:
         raise _undescribed(name, metadata)
     return tuple(shards)
 

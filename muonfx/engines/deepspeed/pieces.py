@@ -111,11 +111,16 @@ def locate(
     tensor-parallel group, if there is one. All ranks with parts of these parameters call this together.
     """
     engine = stage_3_of(params.values())
-    cut = _cut_buffer(flat, params) if engine is None else _cut_parameters(flat, params, engine)
+    if engine is None:
+        stage = 2
+        cut = _cut_buffer(flat, params)
+    else:
+        stage = 3
+        cut = _cut_parameters(flat, params, engine)
     if tensor_group is not None:
         cut = _cut_shards(cut, params, like, tensor_group)
     dtypes = dict.fromkeys(params, flat.dtype)
-    layout = _layout(cut.cuts, like, dtypes, cut.group, stage=2 if engine is None else 3)
+    layout = _layout(cut.cuts, like, dtypes, cut.group, stage=stage)
     shapes = {name: layout.position(name).shape for name in cut.at}
     pieces = Pieces(tuple(cut.at), [flat], layout, cut.at, shapes, cut.saved_elsewhere)
     misplaced_name = cut.misplaced_name or _differing(pieces, params)
@@ -235,7 +240,7 @@ def _data_group(flat: Tensor, params: Mapping[str, Tensor]) -> Any:
 
 def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> _Cut:
     """Find where each rank holds each parameter at stage 3, where ``flat`` concatenates the shards of this rank."""
-    flat_ids = [id(flat_of_subgroup) for flat_of_subgroup in engine.fp32_partitioned_groups_flat]
+    flat_ids = list(map(id, engine.fp32_partitioned_groups_flat))
     members: list[Any] = engine.fp16_groups[flat_ids.index(id(flat))]
     name_of = {id(param): name for name, param in params.items()}
     group = members[0].ds_process_group
@@ -247,7 +252,8 @@ def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> 
         name = name_of[id(param)]
         shape = local_shape_of(param)
         length = int(param.ds_tensor.ds_numel)  # of every rank's shard: the last ones are padded
-        cut.cuts[name] = Intervals(shape, 0, tuple([length * other_rank for other_rank in range(size + 1)]))
+        borders = [length * index for index in range(size + 1)]
+        cut.cuts[name] = Intervals(shape, 0, tuple(borders))
         begin = min(rank * length, prod(shape))
         cut.at[name] = Located(offset, min(length, prod(shape) - begin), begin)
         offset += length
@@ -266,34 +272,36 @@ def _cut_shards(
     for name, param in params.items():
         shape = tuple(like[name].shape)
         shards = tensor_shards_of(name, param, local_shape_of(param), dist.get_world_size(tensor_group))
-        pieces: list[ShardPosition] = []
-        for other_tensor_rank, located in intervals_of_ranks:
+        positions: list[ShardPosition] = []
+        for shard_index, located in intervals_of_ranks:
             start = located[name].begin
             stop = start + located[name].length
             if shards is None:
-                pieces.append(ShardPosition.interval(shape, start, stop))
+                positions.append(ShardPosition.interval(shape, start, stop))
             else:
-                pieces.append(shards[other_tensor_rank].interval_of_shard(start, stop))
-        cuts[name] = Listed(shape, pieces)
-        if shards is None and _do_overlap(pieces):
+                positions.append(shards[shard_index].interval_of_shard(start, stop))
+        cuts[name] = Listed(shape, positions)
+        if shards is None and _do_overlap(positions):
             overlapping.add(name)
     # If AutoTP has split other parameters unevenly, the flat tensors of tensor-parallel ranks have different lengths,
     # so a parameter that they all hold is cut at different places. An update needs no more than equal values where the
     # shards overlap. A checkpoint needs shards without overlaps: those of one tensor-parallel rank.
-    saved_elsewhere = frozenset(overlapping) if tensor_rank else frozenset[str]()
+    if tensor_rank == 0:
+        overlapping.clear()  # this rank saves them
+    saved_elsewhere = frozenset(overlapping)
     return _Cut(cuts, cut.at, group, cut.misplaced_name, saved_elsewhere)
 
 
-def _do_overlap(pieces: Iterable[ShardPosition]) -> bool:
+def _do_overlap(positions: Iterable[ShardPosition]) -> bool:
     """Return whether different intervals of one tensor overlap."""
-    intervals = sorted({(piece.start or 0, piece.numel) for piece in pieces if piece.numel})
+    intervals = sorted({(position.start or 0, position.numel) for position in positions if position.numel})
     neighbors = pairwise(intervals)
     return any(start + length > next_start for (start, length), (next_start, _) in neighbors)
 
 
 def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
     """Return the flat tensors in which DeepSpeed holds these parameters at stage 3, one for each sub-group."""
-    param_ids = {id(param) for param in params}
+    param_ids = set(map(id, params))
     flats: list[Tensor] = []
     for flat, members in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
         if id(members[0]) in param_ids:
@@ -303,22 +311,22 @@ def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
 
 def _differing(pieces: Pieces, params: Mapping[str, Tensor]) -> str | None:
     """Return the name of the first parameter whose shard was not located correctly; None if all were."""
-    for name, piece in pieces.views(pieces.flat).items():
+    for name, view in pieces.views(pieces.flat).items():
         partition = getattr(params[name], "ds_tensor", None)  # this rank's shard at stage 3
         if partition is not None:
-            shard = partition.detach().reshape(-1)[: piece.numel()]
+            shard = partition.detach().reshape(-1)[: view.numel()]
         else:
             begin = pieces.at[name].begin
-            shard = params[name].detach().reshape(-1)[begin : begin + piece.numel()]
-        if shard.numel() < piece.numel():
+            shard = params[name].detach().reshape(-1)[begin : begin + view.numel()]
+        if shard.numel() < view.numel():
             warnings.warn(
                 f"{name!r}: its values cannot be compared with DeepSpeed's flat tensor, because DeepSpeed stores them "
                 "elsewhere; DeepSpeed's mapping is assumed to be right",
                 stacklevel=2,
             )
             continue
-        flat_piece = piece.reshape(-1).to(shard.dtype)
-        if not torch.equal(flat_piece.nan_to_num(), shard.to(piece.device).nan_to_num()):
+        values = view.reshape(-1).to(shard.dtype)
+        if not torch.equal(values.nan_to_num(), shard.to(view.device).nan_to_num()):
             return name
     return None
 

@@ -85,10 +85,14 @@ def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[s
 
 def _message(requested: Sequence[tuple[str, float]], problem: str, key: str = "warmup_max_lr") -> str:
     """Return the error message for one rate in all groups; ``key`` is the parameter of the scheduler to correct."""
-    rates_by_label = ", ".join(f"{label} {rate:g}" for label, rate in requested)
-    rates = [rate for _, rate in requested]
+    rates: list[float] = []
+    labelled_rates: list[str] = []
+    for label, rate in requested:
+        rates.append(rate)
+        labelled_rates.append(f"{label} {rate:g}")
     return (
-        f"param_groups: found {problem}, expected a rate for each group: the optimizer was made with {rates_by_label}. "
+        f"param_groups: found {problem}, expected a rate for each group: the optimizer was made with "
+        f"{', '.join(labelled_rates)}. "
         'A single number in DeepSpeed\'s "scheduler" replaces the rates of all groups. Write a number for each group: '
         f'"{key}": {rates}. Or use a scheduler that scales the rates: WarmupCosineLR, or, in the Trainer, its own: '
         'remove "scheduler" from the config. To train all groups at one rate, make the optimizer with this rate'

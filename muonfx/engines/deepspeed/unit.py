@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from muonfx.engines.deepspeed.pieces import Pieces
 from muonfx.optimizer.group_numbers import fitted
 from muonfx.optimizer.state_entries import path_of
 from muonfx.optimizer.stepping import add_in_place
+from muonfx.sharding.communication.agree import agree
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.transform import from_global, sharded, to_global
 from muonfx.tree import PyTree
@@ -55,18 +56,21 @@ class Unit:
         """The transform with these hyperparameters."""
         self._entries: list[_StateEntry | None] = []
         """For each leaf of the state, its entry in ``optimizer.state``; None for a leaf that is None."""
+        self._specs: dict[Tensor, PyTree] = {}
+        """A dict from tensor to the expected shapes and dtypes of its dict in ``optimizer.state``."""
         loaded_states = {tensor: states[tensor] for tensor in pieces.flat if states.get(tensor)}
         state = self._transform().init(self._among_all(pieces.views(pieces.flat)))
         self._treedef = tree.flatten(state)[1]
         self._lay_out(state, states)
-        self._specs = {tensor: tree.spec(states[tensor]) for tensor in pieces.flat}
-        """A dict from tensor to the expected shapes and dtypes of its dict in ``optimizer.state``."""
+        for tensor in pieces.flat:
+            self._specs[tensor] = tree.spec(states[tensor])
         states.update(loaded_states)
 
     def _transform(self) -> Transform:
         """Return the transform with the current hyperparameters, sharded unless each rank has whole parameters."""
-        layout = self.pieces.layout
-        return self._current_tx if layout is None else sharded(self._current_tx, layout)
+        if self.pieces.layout is None:
+            return self._current_tx
+        return sharded(self._current_tx, self.pieces.layout)
 
     def _params(self) -> dict[str, Tensor]:
         """Return the parameters, or their shards, by name; they share memory with the tensors of DeepSpeed."""
@@ -114,7 +118,7 @@ class Unit:
         for name, shard in shard_of.items():
             views[name].copy_(shard)
 
-    def _check(self, states: States) -> None:
+    def check(self, states: States) -> None:
         """Raise unless ``optimizer.state``, which may be loaded, fits the transform; cast it to its dtypes."""
         for tensor, specs in self._specs.items():
             entries: dict[str, Any] = states.get(tensor, {})
@@ -132,7 +136,9 @@ class Unit:
     def _other_keys(self, entries: Mapping[str, Any], specs: Mapping[str, Any]) -> ValueError:
         """Return an error for a key that only the loaded ``entries`` have, or only the transform (``specs``)."""
         key = min(specs.keys() ^ entries.keys())
-        problem = "is missing" if key in specs else "belongs to another transform"
+        problem = "belongs to another transform"
+        if key in specs:
+            problem = "is missing"
         return ValueError(
             f"optimizer.state: {key!r} {problem}, in the state {self._owners_text()}; it has {sorted(entries)}, "
             f"expected {sorted(specs)}: load a state of {self._tx!r}, or start without one"
@@ -162,20 +168,23 @@ class Unit:
                 leaves.append(views_by_key[entry.key][entry.name])
         return tree.unflatten(self._treedef, leaves)
 
-    def _write(self, before: PyTree, after: PyTree, states: States) -> None:
-        """Write the state after a step to ``optimizer.state``; reuse the memory of the state before the step."""
-        for entry, old, new in zip(self._entries, tree.leaves(before), tree.leaves(after), strict=True):
-            if entry is None or new is old:
+    def _write(self, stored_state: PyTree, new_state: PyTree, states: States) -> None:
+        """Write a new state to ``optimizer.state``, into the tensors of ``stored_state``, which `_read` returned."""
+        leaves = zip(self._entries, tree.leaves(stored_state), tree.leaves(new_state), strict=True)
+        for entry, stored_leaf, new_leaf in leaves:
+            if entry is None or new_leaf is stored_leaf:
                 continue
-            if entry.name is None:
+            if entry.name is None:  # every tensor has the same leaf
                 for tensor in self.pieces.flat:
-                    states[tensor][entry.key] = new
-            elif new.data_ptr() != old.data_ptr():
-                old.copy_(new)
+                    states[tensor][entry.key] = new_leaf
+            elif new_leaf.data_ptr() != stored_leaf.data_ptr():
+                stored_leaf.copy_(new_leaf)
 
     def step(self, numbers: dict[str, Any], states: States) -> None:
-        """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, by name."""
-        self._check(states)
+        """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, by name.
+
+        Call `check` before.
+        """
         if numbers is not self._numbers:
             fitted_numbers = fitted(hyperparams(self._tx), numbers)
             self._current_tx = prepared(with_hyperparams(self._tx, fitted_numbers))
@@ -183,21 +192,21 @@ class Unit:
         params = self._params()
         grads = self.pieces.views([tensor.grad for tensor in self.pieces.flat])
         state = self._read(states)
-        updates, after = self._transform().update(
+        updates, new_state = self._transform().update(
             self._among_all(grads),
             state,
             self._among_all(params),
             donate=Donation(updates=self.pieces.is_flat, state=True),
         )
         add_in_place(params, {name: updates[name] for name in params})
-        self._write(state, after, states)
+        self._write(state, new_state, states)
 
     def to_global(self, states: States, *, to_load: bool) -> tuple[dict[str, Any], list[Any]]:
         """Return a dict from name to parameter, and a list of the leaves of the optimizer state.
 
         Each is a whole tensor or a shard with its position (`FlatShard`); None for parameters of other flat tensors.
         """
-        self._check(states)
+        self.check(states)
         params = self._params()
         state = self._read(states)
         if self.pieces.layout is not None:
@@ -223,8 +232,9 @@ class Unit:
         views = self._params()
         for name, view in views.items():
             values = params[name]
-            local_values = values.data if isinstance(values, FlatShard) else values
-            view.copy_(local_values.view(view.shape))
+            if isinstance(values, FlatShard):
+                values = values.data
+            view.copy_(values.view(view.shape))
         current_leaves = self.to_global(states, to_load=True)[1]
         new_leaves: list[Any] = []
         for current_leaf, loaded_leaf in zip(current_leaves, leaves, strict=True):
@@ -240,3 +250,17 @@ class Unit:
         if self.pieces.layout is not None:
             new_state = from_global(self._transform(), new_state, self._among_all(views))
         self._write(self._read(states), new_state, states)
+
+
+def raise_on_all_ranks(problem: Exception, units: Iterable[Unit]) -> None:
+    """Raise an error that this rank has before a step on all ranks that wait for it; return if none can wait.
+
+    The other ranks wait in the first of the units that is sharded, where the ranks agree on the step. Without this
+    call they would wait until the timeout of the group.
+    """
+    for unit in units:
+        layout = unit.pieces.layout
+        if unit.pieces.is_flat and unit.pieces.flat[0].grad is None:
+            continue  # no rank steps a flat tensor without a gradient
+        if layout is not None and layout.group is not None and layout.size > 1:
+            agree("a step", layout.group, problem)

@@ -41,8 +41,9 @@ def muon(model: nn.Module, optim_config: Mapping[str, Any], **more: Any) -> Muon
     >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
     [('muon', 8e-05), ('adamw', 4e-05)]
     """
-    options = {key: value for key, value in optim_config.items() if key not in ("name", "lr")}
-    lr = optim_config.get("lr", more.get("learning_rate"))
+    options = dict(optim_config)
+    options.pop("name", None)
+    lr = options.pop("lr", more.get("learning_rate"))
     if lr is None:
         raise ValueError("optim_config: found no lr; set it there: LLaMA-Factory does not pass its learning_rate")
     return Muon(model, lr, **with_parts(options))

@@ -31,26 +31,24 @@ def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list
     >>> import muonfx as mfx
     >>> vmap_over_gradients_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    runs = [_multiplied(steps, factor) for factor in FACTORS]
-    histories = [history(tx, params, run) for run in runs]
-    state = _stacked([tx.init(params) for _ in runs])
+    runs = [tree.map(lambda grad, by=factor: grad * by, steps) for factor in FACTORS]
+    expected = _stacked([history(tx, params, run) for run in runs])
+    state = _stacked([tx.init(params)] * len(runs))
     if not list(tree.tensors((params, state))):
         return  # vmap requires a tensor
     update_batch = torch.func.vmap(lambda grads, state: tx.update(grads, state, params))
-    for step in range(len(steps)):
-        updates, state = update_batch(_stacked([run[step] for run in runs]), state)
-        expected = _stacked([results[step] for results in histories])
-        tolerance = tolerance_of(tx, expected)
-        require_close(f"step {step}, vmapped (updates, state)", (updates, state), expected, "in a loop", tolerance)
-
-
-def _multiplied(steps: list[PyTree], factor: float) -> list[PyTree]:
-    """Return the gradients of all steps, multiplied by a factor."""
-    return [tree.map(lambda grad: grad * factor, grads) for grads in steps]
+    for step, batch_of_grads in enumerate(_stacked(runs)):
+        updates, state = update_batch(batch_of_grads, state)
+        what = f"step {step}, vmapped (updates, state)"
+        tolerance = tolerance_of(tx, expected[step])
+        require_close(what, (updates, state), expected[step], "in a loop", tolerance)
 
 
 def _stacked(trees: list[PyTree]) -> PyTree:
-    """Return a tree with the corresponding tensors of several trees stacked along a new first dim."""
+    """Return a tree with the corresponding tensors of several trees stacked along a new first dim.
+
+    The trees may be lists with a tree for each step.
+    """
 
     def stacked(*leaves: Any) -> Any:
         if isinstance(leaves[0], Tensor):
@@ -98,8 +96,9 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
     example = Example(params, steps)
     together = updates_of(tx, params, steps)
     for number, name in enumerate(tree.names(params)):
-        alone = updates_of(tx, *example.map_trees(functools.partial(only_leaf, number)))
-        expected = [only_leaf(number, updates) for updates in together]
+        select_leaf = functools.partial(only_leaf, number)
+        alone = updates_of(tx, *example.map_trees(select_leaf))
+        expected = list(map(select_leaf, together))
         require_same(f"updates of {name!r}, without the other leaves,", alone, expected, "among them")
 
     if _rounds_at_random(tx) or not accepts_names(tx, _with_others(2, params)):
@@ -117,7 +116,7 @@ def _rounds_at_random(tx: Transform) -> bool:
 
 def _with_others(copies: int, values: PyTree) -> PyTree:
     """Return ``{"copy0": values, "copy1": ...}``, where later trees have leaves of the same shapes and other values."""
-    trees: dict[str, PyTree] = {}
-    for number in range(copies):
+    trees: dict[str, PyTree] = {"copy0": values}  # with its strides, on which the order of a sum may depend
+    for number in range(1, copies):
         trees[f"copy{number}"] = tree.map(lambda leaf, by=number: leaf.roll(by), values)
     return trees

@@ -45,8 +45,11 @@ def _joined(trees: PyTree) -> Tensor:
 def _split_like(vector: Tensor, like: PyTree) -> PyTree:
     """Divide a vector of elements into a tree with the structure and shapes of ``like``; inverts `_joined`."""
     leaves, treedef = tree.flatten(like)
-    parts = vector.split([leaf.numel() for leaf in leaves])
-    return tree.unflatten(treedef, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
+    start = 0
+    for index, leaf in enumerate(leaves):
+        leaves[index] = vector[start : start + leaf.numel()].reshape(leaf.shape)
+        start += leaf.numel()
+    return tree.unflatten(treedef, leaves)
 
 
 Function = Callable[[Tensor], Tensor]
@@ -67,10 +70,10 @@ def _of_parameters(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[
     tx = widened(tx)
 
     def function(vector: Tensor) -> Tensor:
-        given_params = _split_like(vector, params)
+        changed_params = _split_like(vector, params)
         # The gradients depend on the parameters too, as those of a loss do.
-        given_steps = [tree.map(lambda g, p: g + 0.1 * p, grads, given_params) for grads in steps]
-        return _joined(updates_of(tx, given_params, given_steps))
+        changed_steps = tree.map(lambda g, p: g + 0.1 * p, steps, [changed_params] * len(steps))
+        return _joined(updates_of(tx, changed_params, changed_steps))
 
     return function, _joined(params)
 
@@ -180,13 +183,13 @@ def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTr
     _check(gradgradcheck, *_of_gradients(tx, params, steps), atol=1e-4)
 
 
-def _check(check: Callable[..., bool], function: Function, at: Tensor, **options: float) -> None:
-    """Call ``gradcheck`` or ``gradgradcheck`` on a function of a vector; empty inputs and outputs are skipped."""
-    if not at.numel() or not function(at).numel():
+def _check(check: Callable[..., bool], function: Function, point: Tensor, **options: float) -> None:
+    """Call ``gradcheck`` or ``gradgradcheck`` for a function at a point; empty inputs and outputs are skipped."""
+    if not point.numel() or not function(point).numel():
         return
 
     def connected(x: Tensor) -> Tensor:
         """Add zero times the input, so that the result has a derivative by the input, as gradcheck requires."""
         return function(x) + 0.0 * x.square().sum()
 
-    check(connected, at.clone().requires_grad_(), fast_mode=True, **options)
+    check(connected, point.clone().requires_grad_(), fast_mode=True, **options)

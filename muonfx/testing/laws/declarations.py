@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -87,7 +88,9 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
         "the state's dicts": ("state",),
     }
     for dicts, reversed_trees in cases.items():
-        case_params = _reversed(params) if "parameters" in reversed_trees else params
+        case_params = params
+        if "parameters" in reversed_trees:
+            case_params = _reversed(params)
         state = tx.init(case_params)
         for step, grads in enumerate(steps):
             if "gradients" in reversed_trees:
@@ -123,7 +126,7 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
     >>> element_transforms_see_no_shape(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     whole = updates_of(tx, params, steps)
-    expected = [tree.map(torch.flatten, updates) for updates in whole]
+    expected = tree.map(torch.flatten, whole)
     resolved = resolve_within(tx, on_meta(params))  # the choices by shape are made before leaves are flattened
     flat_params, flat_steps = Example(params, steps).map(torch.flatten)
     results = updates_of(resolved, flat_params, flat_steps)
@@ -156,11 +159,12 @@ def _check_leaves_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> N
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
     for number in range(len(tree.leaves(params))):
-        results = updates_of(tx, *Example(params, steps).map_trees(functools.partial(only_leaf, number)))
+        select_leaf = functools.partial(only_leaf, number)
+        results = updates_of(tx, *Example(params, steps).map_trees(select_leaf))
         for step, updates in enumerate(results):
             what = f"step {step}, if the other leaves are None, the update of"
-            expected = only_leaf(number, whole[step][0])
-            require_close(what, only_leaf(number, updates), expected, "among the others", tolerance)
+            expected = select_leaf(whole[step][0])
+            require_close(what, select_leaf(updates), expected, "among the others", tolerance)
 
 
 @law(on=precise, unless=_without("resolve"), share=0.3)
@@ -203,7 +207,7 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
         return leaf.to(narrow).to(leaf.dtype)
 
     usual = updates_of(tx, params, steps)
-    rounded_steps = [tree.map(rounded, grads) for grads in steps]
+    rounded_steps = tree.map(rounded, steps)
     for step, updates in enumerate(updates_of(tx, params, rounded_steps)):
         require_same(f"step {step}, updates of gradients rounded first", updates, usual[step], "of the gradients")
         rounded_updates = tree.map(rounded, updates)
@@ -223,22 +227,14 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     >>> stacks_are_as_their_matrices(tx, *Example.of({"w": (4, 3)}))
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
-    tx_of_stacks, matrix_shapes = stacked(tx, shapes)
-    matrix_shapes = {name: shape for name, shape in matrix_shapes.items() if prod(shapes[name])}
+    tx_of_stacks, declared_shapes = stacked(tx, shapes)
+    matrix_shapes = _of_nonempty_stacks(declared_shapes, shapes)
     if not matrix_shapes:
         return
-    for name, (rows, columns) in matrix_shapes.items():
-        if prod(shapes[name]) % (rows * columns):
-            raise Breach(f"{name!r}", f"of shape {shapes[name]} is not a stack of matrices of ({rows}, {columns})")
-
-    def as_stacks(values: PyTree) -> dict[str, Tensor]:
-        """Return the leaves that are stacks by name, with the shape (number, rows, columns)."""
-        leaves = dict(tree.named_leaves(values))
-        return {name: leaves[name].reshape(-1, *shape) for name, shape in matrix_shapes.items()}
-
+    as_stacks = functools.partial(_as_stacks, matrix_shapes)
     whole = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
-    expected = [as_stacks(updates) for updates in whole]
+    expected = list(map(as_stacks, whole))
     stacks = Example(params, steps).map_trees(as_stacks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
@@ -248,6 +244,30 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     expected_of_first = tree.map(_first_matrix, expected)
     what = "updates of the first matrix of each stack alone"
     require_close(what, results_of_first, expected_of_first, "in the stack", tolerance * 1e2)
+
+
+def _of_nonempty_stacks(
+    declared_shapes: Mapping[str, tuple[int, int]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, int]]:
+    """Return the declared (rows, columns) of each leaf with elements; raise `Breach` if they do not divide its shape.
+
+    The declaration ``{"w": (2, 3)}`` fits a leaf of the shape (4, 3), which is a stack of two matrices.
+    """
+    matrix_shapes: dict[str, tuple[int, int]] = {}
+    for name, (rows, columns) in declared_shapes.items():
+        numel = prod(shapes[name])
+        if numel == 0:
+            continue
+        if numel % (rows * columns):
+            raise Breach(f"{name!r}", f"of shape {shapes[name]} is not a stack of matrices of ({rows}, {columns})")
+        matrix_shapes[name] = (rows, columns)
+    return matrix_shapes
+
+
+def _as_stacks(matrix_shapes: Mapping[str, tuple[int, int]], values: PyTree) -> dict[str, Tensor]:
+    """Return the leaves of a tree that are stacks of matrices by name, with the shape (number, rows, columns)."""
+    leaf_of = dict(tree.named_leaves(values))
+    return {name: leaf_of[name].reshape(-1, *shape) for name, shape in matrix_shapes.items()}
 
 
 def _first_matrix(stack: Tensor) -> Tensor:
@@ -261,7 +281,9 @@ def _stacked(example: Example) -> Example:
         if leaf.ndim < 2:
             leaf = leaf.reshape(1, -1)
         matrices = [leaf, 5.0 * leaf.roll(1, -1) - 0.5, leaf.flip(-1) + 0.25]
-        return torch.cat(matrices, dim=0 if leaf.ndim == 2 else -3)
+        if leaf.ndim == 2:
+            return torch.cat(matrices, dim=0)
+        return torch.cat(matrices, dim=-3)
 
     return example.map(joined)
 
@@ -269,7 +291,9 @@ def _stacked(example: Example) -> Example:
 def _calls_none(tx: Transform) -> str | None:
     if tx.declaration.combinator.own_locality is None:
         return "it declares no own_locality"
-    return None if any(isinstance(part, Transform) for part in tx.parts) else "it calls no transform"
+    if not any(isinstance(part, Transform) for part in tx.parts):
+        return "it calls no transform"
+    return None
 
 
 @law(on=precise, unless=_calls_none, share=0.2)

@@ -25,10 +25,10 @@ def _comparison(tx: Transform, params: PyTree, steps: list[PyTree]) -> Compare:
     if all(leaf.is_contiguous() for leaf in tree.tensors((params, steps))):
         return require_same
 
-    def same(what: str, found: PyTree, expected: PyTree, expected_is: str) -> None:
-        require_close(what, found, expected, expected_is, tolerance_of(tx, found))  # strides may reorder sums
+    def compare(what: str, results: PyTree, expected: PyTree, expected_is: str) -> None:
+        require_close(what, results, expected, expected_is, tolerance_of(tx, results))  # strides may reorder sums
 
-    return same
+    return compare
 
 
 @law(share=0.3)
@@ -75,7 +75,7 @@ def _check_donation(
 
     ``expected`` are the updates and the state of each step without donation.
     """
-    same = _comparison(tx, params, steps)
+    compare = _comparison(tx, params, steps)
     state = copied_tree(tx.init(params))
     updates_of_steps: list[PyTree] = []
     for step, grads in enumerate(steps):
@@ -88,8 +88,8 @@ def _check_donation(
         witness = Witness(**to_keep)
         updates, state = tx.update(grads_copy, state, params, donate=donate)
         witness.require_unchanged(f"{tx.name}: update with {donate}, at step {step},")
-        same(f"step {step}, {donate}: (updates, state)", (updates, state), expected[step], "without donation")
+        compare(f"step {step}, {donate}: (updates, state)", (updates, state), expected[step], "without donation")
         require_apart(f"step {step}, {donate}: updates", updates, "the new state", state)
         updates_of_steps.append(updates)
     expected_updates = [updates for updates, _ in expected]
-    same(f"{donate}: updates, after the last step,", updates_of_steps, expected_updates, "when they were returned")
+    compare(f"{donate}: updates, after the last step,", updates_of_steps, expected_updates, "when they were returned")

@@ -5,6 +5,7 @@ A transform reads no more than it declares: the element, its matrix, its leaf, o
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,9 @@ def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
     """Return an ``unless`` function for `law`: it excludes transforms that read more of the tree than ``locality``."""
 
     def why_not(tx: Transform) -> str | None:
-        return f"its locality is {tx.locality.name}" if tx.locality > locality else None
+        if tx.locality > locality:
+            return f"its locality is {tx.locality.name}"
+        return None
 
     return why_not
 
@@ -99,7 +102,7 @@ def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     whole = history(tx, params, steps)
     _check_halves("leaf", tx, Example(params, steps), whole)
     shuffled = updates_of(tx, *Example(params, steps).map(_shuffled))
-    expected = [tree.map(_shuffled, updates) for updates, _ in whole]
+    expected = tree.map(_shuffled, [updates for updates, _ in whole])
     tolerance = min(tolerance_of(tx, whole), _ROUNDING)
     require_close("updates of leaves with permuted elements", shuffled, expected, "the whole's, permuted", tolerance)
 
@@ -114,9 +117,10 @@ def _check_halves(of: str, tx: Transform, example: Example, whole: list[tuple[Py
     ``whole`` are the updates and states of whole leaves at each step, and ``of`` names what is halved.
     """
     tolerance = _for_halves(tolerance_of(tx, whole))
-    for which, half in (("first", _first_half), ("second", _second_half)):
+    whole_updates = [updates for updates, _ in whole]
+    for which, half in _HALVES.items():
         results = updates_of(tx, *example.map(half))
-        expected = [tree.map(half, updates) for updates, _ in whole]
+        expected = tree.map(half, whole_updates)
         what = f"updates of the {which} half of each {of}"
         require_close(what, results, expected, "the same half of the whole's", tolerance)
 
@@ -139,6 +143,9 @@ def _second_half(leaf: Tensor) -> Tensor:
     return leaf.narrow(0, leaf.shape[0] - rows, rows).contiguous()
 
 
+_HALVES = {"first": _first_half, "second": _second_half}
+
+
 def _shuffled(leaf: Tensor) -> Tensor:
     """Return a leaf with its elements in another order, which is the same for all leaves of its size."""
     order = torch.randperm(leaf.numel(), generator=torch.Generator().manual_seed(leaf.numel()))
@@ -151,9 +158,10 @@ def _batched(example: Example) -> list[Example]:
     def batch_of_two(leaf: Tensor) -> Tensor:
         if leaf.ndim >= 3:
             return leaf
-        matrix = leaf if leaf.ndim == 2 else leaf.reshape(1, -1)
-        other_matrix = (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)
-        return torch.stack([matrix, other_matrix])
+        if leaf.ndim < 2:
+            leaf = leaf.reshape(1, -1)
+        second_matrix = (7.0 * leaf.roll(1, -1) + 0.5).flip(-1)
+        return torch.stack([leaf, second_matrix])
 
     return also_in_its_dtypes(example.dense().map(batch_of_two))
 
@@ -187,19 +195,20 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
     names = tree.names(params)
     for group in separating_groups(len(names)):
         group_names = [names[number] for number in sorted(group)]
-        other_params = map_some(lambda p: 5.0 * p + 1.0, group, params)
-        steps_of_others = [map_some(lambda g: 7.0 * g - 3.0, group, grads) for grads in steps]
-        steps_without = [without_leaves(group, grads) for grads in steps]
+        without_group = functools.partial(without_leaves, group)
+        changed_params = map_some(lambda p: 5.0 * p + 1.0, group, params)
+        changed_steps = [map_some(lambda g: 7.0 * g - 3.0, group, grads) for grads in steps]
+        steps_without = list(map(without_group, steps))
         cases = {
-            f"{group_names} have other values": updates_of(tx, other_params, steps_of_others),
+            f"{group_names} have other values": updates_of(tx, changed_params, changed_steps),
             f"the gradients of {group_names} are None": updates_of(tx, params, steps_without),
-            f"{group_names} are None": updates_of(tx, without_leaves(group, params), steps_without),
+            f"{group_names} are None": updates_of(tx, without_group(params), steps_without),
         }
         for when, results in cases.items():
             for step, updates in enumerate(results):
                 what = f"step {step}, if {when}, the update of"
-                expected = without_leaves(group, whole[step][0])
-                require_close(what, without_leaves(group, updates), expected, "without this change", tolerance)
+                expected = without_group(whole[step][0])
+                require_close(what, without_group(updates), expected, "without this change", tolerance)
 
 
 def _needs_more_than_sums(tx: Transform) -> str | None:
@@ -210,17 +219,17 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
     """
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
-    a_part_takes_sums = False
-    for part in within(tx):  # the transform itself, and the transforms that it calls
-        if part.locality < Locality.TREE:
+    takes_sums = False
+    for inner in within(tx):  # the transform itself, and the transforms that it calls
+        if inner.locality < Locality.TREE:
             continue
-        if "sum_over_leaves" in part.extras.named:
-            a_part_takes_sums = True
-        elif works_on_pieces(part):
-            return f"{part.name} combines its shards by other means than sums over leaves"
-        elif not part.extras.takes_all:  # a part with **extras forwards sum_over_leaves to the transforms that it calls
-            return _receives_gathered_tree(part)
-    if not a_part_takes_sums:
+        if "sum_over_leaves" in inner.extras.named:
+            takes_sums = True
+        elif works_on_pieces(inner):
+            return f"{inner.name} combines its shards by other means than sums over leaves"
+        elif not inner.extras.takes_all:  # one with **extras forwards sum_over_leaves to the transforms that it calls
+            return _receives_gathered_tree(inner)
+    if not takes_sums:
         return _receives_gathered_tree(tx)
     return None
 
@@ -255,14 +264,13 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 def _check_sums_of_halves(tx: Transform, example: Example, whole_updates: list[PyTree], tolerance: float) -> None:
     """Raise `Breach` (a failed law) unless two ranks that hold halves of the leaves compute halves of the updates."""
-    halves = [_first_half, _second_half]
-    scalars = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}  # have no halves
+    # Leaves without dims have no halves: both ranks hold them.
+    scalars = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}
     resolved = resolve_within(tx, on_meta(example.params))
-    results = _on_two_ranks(resolved, [example.map(half) for half in halves], scalars)
-    for rank, half in enumerate(halves):
-        expected = [tree.map(half, updates) for updates in whole_updates]
+    results = _on_two_ranks(resolved, list(map(example.map, _HALVES.values())), scalars)
+    for rank, half in enumerate(_HALVES.values()):
         what = f"on two ranks that hold a half of each leaf, updates of rank {rank}"
-        require_close(what, results[rank], expected, "the same half of one rank's", tolerance)
+        require_close(what, results[rank], tree.map(half, whole_updates), "the same half of one rank's", tolerance)
 
 
 def _check_sums_of_leaves(
@@ -277,14 +285,14 @@ def _check_sums_of_leaves(
 
     The first rank has the gradients of the leaves with the numbers ``on_first_rank``, and the second rank the others.
     """
-    on_second_rank = set(range(len(tree.leaves(example.params)))) - set(on_first_rank)
-    absent = [on_second_rank, set(on_first_rank)]
-    examples: list[Example] = []
-    for numbers in absent:
-        examples.append(Example(example.params, [without_leaves(numbers, grads) for grads in example.steps]))
+    params, steps = example
+    on_second_rank = set(range(len(tree.leaves(params)))).difference(on_first_rank)
+    rank_0 = functools.partial(without_leaves, on_second_rank)
+    rank_1 = functools.partial(without_leaves, on_first_rank)
+    examples = [Example(params, list(map(rank_0, steps))), Example(params, list(map(rank_1, steps)))]
     results = _on_two_ranks(tx, examples, set())
-    for rank, numbers in enumerate(absent):
-        expected = [without_leaves(numbers, updates) for updates in whole_updates]
+    for rank, leaves_of_rank in enumerate((rank_0, rank_1)):
+        expected = list(map(leaves_of_rank, whole_updates))
         what = f"on two ranks that hold {held}, updates of rank {rank}"
         require_close(what, results[rank], expected, "on one rank", tolerance)
 
@@ -342,8 +350,8 @@ class _TwoRanks:
         total = torch.zeros((), dtype=torch.float64)
         for scalar in tree.tensors(scalars):
             total = total + scalar.double()
-        first, second = self._exchange(rank, total)
-        return first + second
+        total_of_0, total_of_1 = self._exchange(rank, total)
+        return total_of_0 + total_of_1
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """Call ``function(rank)`` in both threads at once. Return both results, or raise the first error."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from muonfx.testing.examples import (
     Example,
     copied_tree,
     history,
-    map_numbered,
     map_some,
     separating_groups,
     updates_of,
@@ -90,18 +88,19 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
     independent_part = functools.partial(_independent_part, tx.locality)
     for group in separating_groups(len(names)):
         group_names = [names[number] for number in sorted(group)]
-        expected = [map_some(independent_part, group, updates) for updates in usual]
+        independent_parts = functools.partial(map_some, independent_part, group)
+        expected = list(map(independent_parts, usual))
         for element in (math.nan, math.inf):
-            first_step = map_some(functools.partial(_with_element, element), group, steps[0])
-            results = updates_of(tx, params, [first_step, *steps[1:]])
-            independent = [map_some(independent_part, group, updates) for updates in results]
+            changed_step = map_some(functools.partial(_with_element, element), group, steps[0])
+            results = updates_of(tx, params, [changed_step, *steps[1:]])
             what = f"after {element} in the gradients of {group_names}, updates"
-            require_close(what, independent, expected, "without it", tolerance)
+            require_close(what, list(map(independent_parts, results)), expected, "without it", tolerance)
 
 
 def _skips_nonfinite(tx: Transform) -> str | None:
-    skips = any(part.factory.__name__ == "skip_nonfinite" for part in within(tx))
-    return "skip_nonfinite leaves out nonfinite gradients by design" if skips else None
+    if any(inner.factory.__name__ == "skip_nonfinite" for inner in within(tx)):
+        return "skip_nonfinite leaves out nonfinite gradients by design"
+    return None
 
 
 @law(on=_filled, unless=_skips_nonfinite, share=0.1)
@@ -114,35 +113,43 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> a_nonfinite_gradient_stays_visible(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    names = tree.names(params)
     numbers = [number for number, leaf in enumerate(tree.leaves(params)) if leaf.numel()]
-    groups = [numbers]
-    if tx.locality is Locality.TREE:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
-        groups = [[number] for number in numbers]
     usual = updates_of(tx, params, steps)
-    tolerance = tolerance_of(tx, usual, params)
+    if tx.locality is not Locality.TREE:
+        _check_faults(tx, params, steps, usual, numbers)
+        return
+    for number in numbers:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
+        _check_faults(tx, params, steps, usual, [number])
 
-    def updates_with(element_of: Callable[[Tensor], float], group: list[int]) -> list[PyTree]:
+
+def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], usual: list[PyTree], numbers: list[int]) -> None:
+    """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves is hidden.
+
+    ``numbers`` are those of the leaves, and ``usual`` are the updates without a fault. An update after a fault is
+    compared with the usual one, and with those after a change of the same element to a large number.
+    """
+
+    def updates_with(element_of: Callable[[Tensor], float]) -> list[PyTree]:
         """Return the updates of all steps, if ``element_of(grad)`` replaces an element in the first gradients."""
-        first_step = map_some(lambda grad: _with_element(element_of(grad), grad), group, steps[0])
-        return updates_of(tx, params, [first_step, *steps[1:]])
+        changed_step = map_some(lambda grad: _with_element(element_of(grad), grad), numbers, steps[0])
+        return updates_of(tx, params, [changed_step, *steps[1:]])
 
-    for group in groups:
-        with_opposite = updates_with(_opposite_element, group)
-        with_nan = updates_with(lambda grad: math.nan, group)
-        with_large = updates_with(_large_element, group)
-        with_infinity = updates_with(lambda grad: math.inf, group)
-        for number in group:
-            gradient = f"the gradient of {names[number]!r}"
-            expected = _of_leaf(number, usual)
-            opposite = _of_leaf(number, with_opposite)
-            large = _of_leaf(number, with_large)
-            infinite = _of_leaf(number, with_infinity)
-            if _all_close(opposite, expected, tolerance):
-                continue  # its gradient does not matter
-            _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
-            if not _all_close(infinite, large, tolerance):
-                _require_visible(f"infinity in {gradient}", infinite, [expected, large], tolerance)
+    with_opposite = updates_with(_opposite_element)
+    with_nan = updates_with(lambda grad: math.nan)
+    with_large = updates_with(_large_element)
+    with_infinity = updates_with(lambda grad: math.inf)
+    tolerance = tolerance_of(tx, usual, params)
+    names = tree.names(params)
+    for number in numbers:
+        gradient = f"the gradient of {names[number]!r}"
+        expected = _of_leaf(number, usual)
+        if _all_close(_of_leaf(number, with_opposite), expected, tolerance):
+            continue  # its gradient does not matter
+        _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
+        large = _of_leaf(number, with_large)
+        infinite = _of_leaf(number, with_infinity)
+        if not _all_close(infinite, large, tolerance):
+            _require_visible(f"infinity in {gradient}", infinite, [expected, large], tolerance)
 
 
 def _opposite_element(grad: Tensor) -> float:
@@ -166,11 +173,12 @@ def _all_close(results: list[Tensor], expected: list[Tensor], tolerance: float) 
 
 def _require_visible(cause: str, results: list[Tensor], usual: list[list[Tensor]], tolerance: float) -> None:
     """Raise `Breach` (a failed law) unless one update is nonfinite, and each finite update is a usual one."""
-    if all(update.isfinite().all() for update in results):
+    is_finite = [bool(update.isfinite().all()) for update in results]
+    if all(is_finite):
         raise Breach(None, f"{cause} gives finite updates, first {shown(results[0])}: the fault is hidden")
     for step, update in enumerate(results):
         is_usual = any(is_close(update, steps[step], tolerance) for steps in usual)
-        if update.isfinite().all() and not is_usual:
+        if is_finite[step] and not is_usual:
             raise Breach(f"step {step}", f"after {cause} at step 0, the update is {shown(update)}: the fault is hidden")
 
 
@@ -184,20 +192,20 @@ def zero_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: lis
     >>> zero_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     zeros = tree.map(torch.zeros_like, params)
-    zero_steps = [tree.map(torch.zeros_like, grads) for grads in steps]
+    zero_steps = tree.map(torch.zeros_like, steps)
     cases: dict[str, tuple[PyTree, list[PyTree]]] = {
         "zero gradients": (params, zero_steps),
         "zero gradients and parameters": (zeros, zero_steps),
         "zero parameters": (zeros, steps),
         "zero gradients after a usual one": (params, [steps[0], *zero_steps[1:]]),
-        "zero gradients for every other leaf": (params, [_every_other_zero(grads) for grads in steps]),
+        "zero gradients for every other leaf": (params, list(map(_every_other_zero, steps))),
     }
     for when, (case_params, case_steps) in cases.items():
         _require_finite(when, history(tx, case_params, case_steps))
 
 
 def _every_other_zero(grads: PyTree) -> PyTree:
-    return map_numbered(lambda number, leaf: torch.zeros_like(leaf) if number % 2 else leaf, grads)
+    return map_some(torch.zeros_like, range(1, len(tree.leaves(grads)), 2), grads)
 
 
 def _require_finite(when: str, results: list[tuple[PyTree, PyTree]]) -> None:
@@ -264,9 +272,9 @@ def _is_narrow(tx: Transform) -> str | None:
     for value in values_within(tx):
         if isinstance(value, QuantizedDtype) or (isinstance(value, torch.dtype) and value.itemsize < 4):
             return f"its argument {value} is narrow"
-    for part in within(tx):
-        if part.locality is not Locality.ELEMENT and "auto" in map(str, part.arguments.values()):
-            return f'the dtype "auto" of {part.name} may be narrow'
+    for inner in within(tx):
+        if inner.locality is not Locality.ELEMENT and "auto" in map(str, inner.arguments.values()):
+            return f'the dtype "auto" of {inner.name} may be narrow'
     return None
 
 
@@ -313,25 +321,26 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     >>> import muonfx as mfx
     >>> counts_hold_ten_million_steps(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    states = [tx.init(params), *[state for _, state in history(tx, params, steps)]]
-    names = tree.names(states[0])
-    counters: set[int] = set()
-    for number, values in enumerate(zip(*[tree.leaves(state) for state in states], strict=True)):
+    state = tx.init(params)
+    names = tree.names(state)
+    leaves_of_states = [tree.leaves(state)]
+    for _, state in history(tx, params, steps):
+        leaves_of_states.append(tree.leaves(state))
+    counters: dict[int, str] = {}
+    for number, values in enumerate(zip(*leaves_of_states, strict=True)):
         if _counts(values):
-            counters.add(number)
+            counters[number] = names[number]
     if not counters:
         return
 
-    def late(number: int, leaf: Any) -> Any:
-        if number in counters:
-            return _counter_at(names[number], leaf, A_LONG_RUN)
-        return leaf
-
-    late_state = map_numbered(late, copied_tree(states[-1]))
-    _, state = tx.run(steps[-1], late_state, params)
-    for number, leaf in enumerate(tree.leaves(state)):
-        if number in counters and not bool((leaf == A_LONG_RUN + 1).all()):
-            raise Breach(f"state {names[number]!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(leaf)}")
+    leaves, treedef = tree.flatten(copied_tree(state))
+    for number, name in counters.items():
+        leaves[number] = _counter_at(name, leaves[number], A_LONG_RUN)
+    _, state = tx.run(steps[-1], tree.unflatten(treedef, leaves), params)
+    leaves = tree.leaves(state)
+    for number, name in counters.items():
+        if not bool((leaves[number] == A_LONG_RUN + 1).all()):
+            raise Breach(f"state {name!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(leaves[number])}")
 
 
 def _counts(values: Sequence[object]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.testing.examples import copied, copied_tree, history, updates_of
+from muonfx.testing.examples import copied_tree, history, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, bits_equal, require_same, shown
 from muonfx.tree import PyTree
@@ -20,13 +21,14 @@ class _Snapshot:
 
     def __init__(self, values: PyTree) -> None:
         self.leaves, self.structure = tree.flatten(values)
-        self.copies = [copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        self.versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self.leaves]
+        self.copies = copied_tree(self.leaves)
+        self.versions = [getattr(leaf, "_version", None) for leaf in self.leaves]
+        """The number of writes to each tensor, which torch counts."""
 
     def has_leaves_of(self, values: PyTree) -> bool:
         """Return whether a tree has this structure, and as leaves the same objects."""
         leaves, structure = tree.flatten(values)
-        return structure == self.structure and [*map(id, leaves)] == [*map(id, self.leaves)]
+        return structure == self.structure and all(map(operator.is_, leaves, self.leaves))
 
 
 class Witness:
@@ -34,21 +36,21 @@ class Witness:
 
     def __init__(self, **trees: PyTree) -> None:
         self.trees = trees
-        self.before = {title: _Snapshot(values) for title, values in trees.items()}
+        self.snapshots = {title: _Snapshot(values) for title, values in trees.items()}
 
     def require_unchanged(self, when: str) -> None:
         """Raise `Breach` (a failed law) if a tree has changed. ``when`` starts its message: "update, at step 0,"."""
         for title, values in self.trees.items():
-            before = self.before[title]
-            if not before.has_leaves_of(values):
+            snapshot = self.snapshots[title]
+            if not snapshot.has_leaves_of(values):
                 raise Breach(title, f"{when} has put other leaves into its container")
             for number, (name, leaf) in enumerate(tree.named_leaves(values)):
                 if not isinstance(leaf, Tensor):
                     continue
-                old = before.copies[number]
-                if not bits_equal(leaf, old):
-                    raise Breach(f"{title} {name!r}", f"{when} has changed it from {shown(old)} to {shown(leaf)}")
-                if leaf._version != before.versions[number] and leaf.numel():
+                copy = snapshot.copies[number]
+                if not bits_equal(leaf, copy):
+                    raise Breach(f"{title} {name!r}", f"{when} has changed it from {shown(copy)} to {shown(leaf)}")
+                if leaf._version != snapshot.versions[number] and leaf.numel():
                     raise Breach(f"{title} {name!r}", f"{when} has written its own values to it (its _version rose)")
 
 
@@ -74,19 +76,18 @@ def _nonempty(values: PyTree) -> list[tuple[str, Tensor]]:
     return [(name, leaf) for name, leaf in tree.named_leaves(values) if isinstance(leaf, Tensor) and leaf.numel()]
 
 
-def require_apart(what: str, values: PyTree, other_is: str, other: PyTree, *, unless_same: bool = False) -> None:
+def require_apart(what: str, outputs: PyTree, inputs_are: str, inputs: PyTree, *, unless_same: bool = False) -> None:
     """Raise `Breach` (a failed law) if a tensor shares its storage with a tensor of another tree.
 
-    With ``unless_same``, both may contain the same tensor object.
+    With ``unless_same``, both may contain the same tensor object. ``what`` and ``inputs_are`` name the trees.
     """
-    name_of_storage = {leaf.untyped_storage().data_ptr(): name for name, leaf in _nonempty(other)}
-    other_ids = tree.ids(other)
-    for name, leaf in _nonempty(values):
-        is_same_tensor = id(leaf) in other_ids
-        other_name = name_of_storage.get(leaf.untyped_storage().data_ptr())
-        if other_name is None or (unless_same and is_same_tensor):
+    name_of_storage = {leaf.untyped_storage().data_ptr(): name for name, leaf in _nonempty(inputs)}
+    ids_of_inputs = tree.ids(inputs)
+    for name, leaf in _nonempty(outputs):
+        input_name = name_of_storage.get(leaf.untyped_storage().data_ptr())
+        if input_name is None or (unless_same and id(leaf) in ids_of_inputs):
             continue
-        text = f"shares its storage with {other_is} {other_name!r}; writing to one changes both"
+        text = f"shares its storage with {inputs_are} {input_name!r}; writing to one changes both"
         raise Breach(f"{what} {name!r}", text)
 
 
@@ -103,15 +104,15 @@ def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: l
     require_apart("state from init", state, "params", params)
     for step, grads in enumerate(steps):
         updates, new_state = tx.update(grads, state, params)
-        what = f"step {step}, updates"
-        require_apart(what, updates, "the gradient", grads, unless_same=True)
-        require_apart(what, updates, "the old state", state)
-        require_apart(what, updates, "params", params)
-        require_apart(what, updates, "the new state", new_state)
-        what = f"step {step}, new state"
-        require_apart(what, new_state, "the gradient", grads)
-        require_apart(what, new_state, "the old state", state, unless_same=True)
-        require_apart(what, new_state, "params", params)
+        title = f"step {step}, updates"
+        require_apart(title, updates, "the gradient", grads, unless_same=True)
+        require_apart(title, updates, "the old state", state)
+        require_apart(title, updates, "params", params)
+        require_apart(title, updates, "the new state", new_state)
+        title = f"step {step}, new state"
+        require_apart(title, new_state, "the gradient", grads)
+        require_apart(title, new_state, "the old state", state, unless_same=True)
+        require_apart(title, new_state, "params", params)
         state = new_state
 
 
@@ -159,7 +160,7 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
 
 def _check_interleaved(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) unless two runs that alternate have the results of each run alone."""
-    opposite_steps = [tree.map(lambda g: g * -2, grads) for grads in reversed(steps)]
+    opposite_steps = tree.map(lambda g: g * -2, steps[::-1])
     expected = copied_tree(history(tx, params, steps))
     expected_opposite = copied_tree(history(tx, params, opposite_steps))
     state = tx.init(params)

@@ -56,12 +56,12 @@ def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -
     expected = history(tx, params, steps)
     for how, stored in STORED.items():
         stored_params = _mapped(stored, params)
-        stored_steps = [_mapped(stored, grads) for grads in steps]
+        stored_steps = _mapped(stored, steps)
         _require_history(f"parameters are stored {how}", tx, stored_params, steps, expected)
         _require_history(f"gradients are stored {how}", tx, params, stored_steps, expected)
         _require_history(f"the state is stored {how}", tx, params, steps, expected, of_state=stored)
-    expanded_steps = [tree.map(_first_repeated, grads) for grads in steps]
-    contiguous_steps = [_mapped(torch.Tensor.contiguous, grads) for grads in expanded_steps]
+    expanded_steps = tree.map(_first_repeated, steps)
+    contiguous_steps = _mapped(torch.Tensor.contiguous, expanded_steps)
     expected = history(tx, params, contiguous_steps)
     _require_history("gradients are expanded", tx, params, expanded_steps, expected)
 
@@ -106,7 +106,7 @@ def requires_grad_changes_no_value(tx: Transform, params: PyTree, steps: list[Py
 
     # Derivatives need a wide dtype, so a transform may compute in a wider one than without them. In float64 it may not.
     params, steps = Example(params, steps).smooth()
-    differentiable = [tree.map(lambda leaf: leaf.clone().requires_grad_(), grads) for grads in steps]
+    differentiable = tree.map(lambda leaf: leaf.clone().requires_grad_(), steps)
     results = updates_of(widened(tx), params, differentiable)
     expected = updates_of(widened(tx), params, steps)
     tolerance = max(tolerance_of(widened(tx), expected), TOLERANCES[torch.float32])
@@ -161,6 +161,6 @@ def _require_apart(what: str, state: Any) -> None:
     for name, leaf in tree.named_leaves(state):
         if not isinstance(leaf, Tensor) or not leaf.numel():
             continue
-        other = name_of.setdefault(leaf.untyped_storage().data_ptr(), name)
-        if other != name:
-            raise Breach(f"{what} {name!r}", f"shares its storage with {other!r}; writing to one changes both")
+        storage_name = name_of.setdefault(leaf.untyped_storage().data_ptr(), name)
+        if storage_name != name:
+            raise Breach(f"{what} {name!r}", f"shares its storage with {storage_name!r}; writing to one changes both")

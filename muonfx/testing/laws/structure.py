@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.transform import within
-from muonfx.testing.examples import Example, copied_tree, map_numbered, on_meta, updates_of
+from muonfx.testing.examples import Example, copied_tree, on_meta, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_same, require_spec, shown
 from muonfx.tree import PyTree
@@ -34,7 +34,7 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     """
     names = tree.names(params)
     state = tx.init(params)
-    accumulates = any(part.factory.__name__ == "accumulate" for part in within(tx))
+    accumulates = any(inner.factory.__name__ == "accumulate" for inner in within(tx))
     may_change: set[str] = set()  # with `accumulate`, the parameters that had a gradient before
     for step, grads in enumerate(steps):
         state_before = copied_tree(state)
@@ -78,8 +78,11 @@ def _owner(state_name: str, names: list[str]) -> str | None:
     >>> _owner("trace.layers.0.w", ["w", "layers.0.w"])
     'layers.0.w'
     """
-    candidates = [name for name in names if name and f".{state_name}".endswith(f".{name}")]
-    return max(candidates, key=len, default=None)
+    owner: str | None = None
+    for name in names:
+        if name and f".{state_name}".endswith(f".{name}") and len(name) > len(owner or ""):
+            owner = name
+    return owner
 
 
 def _also_in_every_dtype(example: Example) -> list[Example]:
@@ -128,9 +131,11 @@ def updates_look_like_the_gradients(
 
     def expected_update(grad: Tensor, param: Tensor) -> Tensor:
         """Return a tensor with the expected shape, dtype and device."""
-        if updates_dtype is None:
+        dtype = updates_dtype
+        if dtype is None:
             return grad
-        dtype = updates_dtype(param.dtype) if callable(updates_dtype) else updates_dtype
+        if callable(dtype):
+            dtype = dtype(param.dtype)
         return grad.detach().to(dtype)
 
     for step, updates in enumerate(updates_of(tx, params, steps)):
@@ -145,7 +150,7 @@ def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) ->
     >>> import muonfx as mfx
     >>> empty_trees_are_taken(mfx.momentum(), {}, [])
     """
-    for empty in ({}, (), map_numbered(lambda number, leaf: None, params)):
+    for empty in ({}, (), tree.map(lambda leaf: None, params)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # labels without parameters are expected here
             state = tx.init(empty)

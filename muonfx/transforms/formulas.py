@@ -1,0 +1,36 @@
+"""Terms of many formulas: a running average and its bias, and a quotient that is not defined everywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from muonfx.tree import elementwise as ew
+from muonfx.tree.elementwise import Scalar
+
+
+def running_average(average: Tensor, value: Tensor, decay: Scalar) -> Tensor:
+    """Return ``decay * average + (1 - decay) * value``, as ``average + (1 - decay) * (value - average)``.
+
+    >>> running_average(torch.tensor([1.0]), torch.tensor([3.0]), decay=0.75)
+    tensor([1.5000])
+    """
+    return average + (1.0 - decay) * (value - average)
+
+
+def bias_correction(decay: Scalar, count: Tensor) -> Tensor:
+    """Return ``1 - decay^count``, the sum of the weights in a running average that started at zero."""
+    return 1.0 - ew.power(decay, count)
+
+
+def divide_unless(undefined: Tensor, numerator: Tensor, denominator: Tensor, otherwise: float | Tensor) -> Tensor:
+    """Return ``numerator / denominator``, and ``otherwise`` where ``undefined`` is True, such as for 0 / 0.
+
+    1 takes the place of the denominator there, because a division by zero would make derivatives NaN.
+
+    >>> sums = torch.tensor([0.0, 4.0])
+    >>> divide_unless(sums == 0, torch.tensor([0.0, 2.0]), sums, otherwise=1.0)
+    tensor([1.0000, 0.5000])
+    """
+    safe_denominator = torch.where(undefined, 1.0, denominator)
+    return torch.where(undefined, otherwise, numerator / safe_denominator)
