@@ -41,15 +41,14 @@ def default_labels(
     6. fewer than two dimensions, or a bias by name: ``other``;
     7. a name that suggests an embedding, a token or position table, an output head, a MoE router, a gain, a norm, the
        convolution of raw input, or state-space rates and the maps to them (``x_proj``, ``dt_proj``): ``other``. A layer
-       in a block is no head if another layer of the block reads its outputs, as those of ``q_head``;
+       in a block is no head if another layer of the block reads its outputs, as for ``q_head``;
     8. a shape without a matrix to orthogonalize: ``other``. The parameter has a side of 1 after flattening to (first
        dim, rest), or is a depthwise convolution, or a convolution with at most 3 input or output channels. Or it is a
        matrix whose short side is at most 4 and whose long side is at least 32 times as long;
     9. the structure of the model: ``other``. The parameter is a table, which is a 2-D ``nn.Parameter`` that is not the
        weight of a layer, unless it has the name of a matrix, such as ``c_fc`` or ``w1``. Or it belongs to a layer of
        raw input, which is before the blocks of its part of the model and reads features that no earlier layer returns.
-       Or it belongs to a head, which is after the first block, outside all blocks, and returns features that no other
-       layer reads;
+       Or it belongs to a head, which is outside all blocks and returns features that no other layer reads;
     10. every other parameter: ``muon``. It is a hidden matrix, a stack of matrices, a fused matrix, or a convolution.
 
     With ``roles=True``, the label is the role, the function of the parameter in the model. `muon_with_adamw` accepts a
@@ -160,7 +159,7 @@ def _without_a_head(
     shown = format_list([f"{info.name!r} {info.shape}" for info in possible_heads], str)
     return (
         f"default_labels: found no output head, and labelled the weights of the layers that may be one, {shown}, as "
-        f"hidden matrices, {label!r}. If their outputs are those of the model, label them {head_label!r} by this "
+        f"hidden matrices, {label!r}. If the model returns their outputs, label them {head_label!r} by this "
         f"argument of Muon:\n  {line}\n"
         f"For a hidden layer, write {label!r} instead of {head_label!r}, which keeps the label without a warning"
     )

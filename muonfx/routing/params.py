@@ -75,7 +75,7 @@ def plain_name(name: str) -> str:
     """Return a parameter name without the components that parametrizations and wrappers ("_orig_mod") add."""
     components = [component for component in name.split(".") if component not in WRAPPERS]
     if "parametrizations" in components[:-2]:
-        # It is followed by the name of the parametrized tensor, and then by that of a tensor of the parametrization.
+        # The name of the parametrized tensor follows, and then the name of a tensor of the parametrization.
         index = components.index("parametrizations")
         components = [*components[:index], components[index + 1]]
     return ".".join(components) or name

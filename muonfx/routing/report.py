@@ -206,7 +206,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
 
 
 def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, MatrixView]) -> Route:
-    """Return the route of a parameter, with the view of the transform if this differs from that of the labels.
+    """Return the route of a parameter, with the view of the transform if this differs from the view of the labels.
 
     ``views`` is a dict from label to the view of its transform, which takes precedence.
     """

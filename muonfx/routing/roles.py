@@ -324,7 +324,7 @@ def _norm_component(components: list[str]) -> str | None:
 def _input_component(components: list[str]) -> str | None:
     """Return the name component of a layer of raw input, or of a map to state-space rates; None if there is none.
 
-    The components are those of a parameter name: ``["mixer", "x_proj", "weight"]`` gives "x_proj".
+    The components are of a parameter name: ``["mixer", "x_proj", "weight"]`` gives "x_proj".
     """
     layer_name = _layer_or_leaf(components)
     if layer_name.lower() in _STATE_SPACE:
@@ -368,8 +368,8 @@ def _head_component(components: list[str]) -> str | None:
 def _is_top_head(layer: str) -> bool:
     """Return True for a direct child of a model that is a head by its name, such as "output" or "proj_out_2".
 
-    The number is that of the last of several layers: proj_out_2 in DiT. The first, proj_out_1, may be followed by
-    another, so that 1 is left out. So is the name fc_2, since it is often that of a hidden layer.
+    A number above 1 marks the last of several layers, such as proj_out_2 in DiT. The first, proj_out_1, may be followed
+    by another, so that 1 is left out. The name fc_2 is left out too, since it is often the name of a hidden layer.
     """
     return layer in _TOP_HEADS or re.sub(r"_[2-9]$", "", layer) in _TOP_HEADS - {"fc"}
 
@@ -430,15 +430,18 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
 
     The names ``attn.query.weight`` and ``attn.key.weight`` are such names. A single ``value.weight`` may be a head.
     """
-    names_in_module: dict[str, set[str]] = {}
+    names_by_attention: dict[tuple[str, ...], set[str]] = {}
     for info in infos:
         components = _components(info.name)
         layer_name = _layer_or_leaf(components)
-        if info.ndim > 1 and not _PROJECTIONS.isdisjoint(_words(layer_name)):
-            path = ".".join(components[: components.index(layer_name)])
-            names_in_module.setdefault(path, set()).add(info.name)
+        if info.ndim < 2 or _PROJECTIONS.isdisjoint(_words(layer_name)):
+            continue
+        attention = components
+        while attention[-1] != layer_name:
+            attention = attention[:-1]
+        names_by_attention.setdefault(tuple(attention[:-1]), set()).add(info.name)
     projections: set[str] = set()
-    for names in names_in_module.values():
+    for names in names_by_attention.values():
         if len(names) > 1:
             projections |= names
     return frozenset(projections)

@@ -10,8 +10,8 @@ return, and the lists of blocks are known without running the model:
 - An *input* is a layer before the blocks of its part of the model, if no earlier layer returns what it reads, whole or
   concatenated. The part is the innermost module around it that contains blocks.
 - A *head* is a layer outside all blocks whose outputs no other layer reads, whole or in parts. If it returns a multiple
-  of the width that it reads, it may also be a fused projection. It is a head if it is beside a head: both are in one
-  module, after all blocks, and between them are only such layers.
+  of the width that it reads, it may also be a fused projection. It is a head if it is after all blocks, and the module
+  around it contains another head.
 - A layer is *read in parts* if another layer beside it reads a half or a third of what it returns, and no layer or norm
   reads the whole: the layer returns several vectors, such as the two of a gated linear unit.
 """
@@ -148,8 +148,9 @@ def _is_read_later(layer: Layer, layers: Sequence[Layer], widths_of_norms: set[i
             continue
         if layer.returns in (other.reads, 2 * other.reads, 3 * other.reads):
             return True
-        is_flattened = other.reads not in returned_widths and other.reads % layer.returns == 0
-        if is_flattened and other is not layers[0]:
+        is_of_raw_input = other is layers[0]
+        is_read_whole = other.reads in returned_widths or is_of_raw_input
+        if not is_read_whole and other.reads % layer.returns == 0:  # flattened or concatenated
             return True
     return False
 
@@ -289,8 +290,8 @@ def _inputs(layers: Sequence[Layer]) -> dict[str, Layer]:
 def _first_in_blocks(layers: Sequence[Layer]) -> dict[str, int]:
     """Return the index of the first layer in a block, for the path of each module that contains blocks.
 
-    It is {"": 1, "encoder": 1, "decoder": 9} if the first block of the encoder begins with layer 1, and that of the
-    decoder with layer 9.
+    It is {"": 1, "encoder": 1, "decoder": 9} if the first block of the encoder begins with layer 1, and the first block
+    of the decoder with layer 9.
     """
     first_in_blocks: dict[str, int] = {}
     for index, layer in enumerate(layers):
@@ -379,39 +380,35 @@ def _heads(layers: Sequence[Layer], unread: Mapping[str, Layer]) -> dict[str, La
         layers: the layers of the model in the order of definition, some of them in blocks.
         unread: those outside blocks whose outputs no other layer reads as a whole, by path.
     """
+    last_in_block = max(index for index, layer in enumerate(layers) if layer.block is not None)
     heads: dict[str, Layer] = {}
+    fused_or_heads: list[Layer] = []  # layers after the blocks that are either fused projections or heads
     for index, layer in enumerate(layers):
-        is_unread = layer.path in unread
-        if is_unread and not _returns_parts(layer) and not _is_read_in_parts(layer, layers[index + 1 :]):
+        is_divided = is_modulation(layer.path) or _is_read_in_parts(layer, layers[index + 1 :])
+        if layer.path not in unread or is_divided:
+            continue
+        if not _returns_parts(layer):
             heads[layer.path] = layer
-    after_blocks = 1 + max(index for index, layer in enumerate(layers) if layer.block is not None)
-    for run in _runs_of_unread(layers[after_blocks:], unread):
-        if any(layer.path in heads for layer in run):
-            heads.update({layer.path: layer for layer in run})
+        elif index > last_in_block:
+            fused_or_heads.append(layer)
+    # A policy of 4 x D logits is a head if it is beside the head of values.
+    modules_with_heads = {_module_around(path) for path in heads}
+    for layer in fused_or_heads:
+        if _module_around(layer.path) in modules_with_heads:
+            heads[layer.path] = layer
     return heads
 
 
-def _runs_of_unread(layers: Sequence[Layer], unread: Mapping[str, Layer]) -> Iterator[list[Layer]]:
-    """Yield runs of consecutive layers of one module that are unread, and that do not modulate a norm."""
-    run: list[Layer] = []
-    for layer in layers:
-        holder = layer.path.rpartition(".")[0]
-        if run and run[-1].path.rpartition(".")[0] != holder:
-            yield run
-            run = []
-        if layer.path in unread and not is_modulation(layer.path):
-            run.append(layer)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
+def _module_around(path: str) -> str:
+    """Return the path of the module that contains a layer, such as "blocks.0" for "blocks.0.fc"; "" is the model."""
+    return path.rpartition(".")[0]
 
 
 def _numbers_of_blocks(layers: Sequence[Layer]) -> set[int]:
     """Return the number of blocks in each list of at least two blocks."""
     blocks = {layer.block for layer in layers if layer.block is not None}
-    return {count for count in Counter(block.rpartition(".")[0] for block in blocks).values() if count > 1}
+    blocks_in_list = Counter(_module_around(block) for block in blocks)
+    return {count for count in blocks_in_list.values() if count > 1}
 
 
 def _returns_parts(layer: Layer) -> bool:
@@ -456,7 +453,7 @@ def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, 
 
 def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]:
     """Return the widths that later layers of the same module read; the model itself is not such a module."""
-    holder = layer.path.rpartition(".")[0]
+    holder = _module_around(layer.path)
     if not holder:
         return set()
     return {later.reads for later in later_layers if later.reads and later.path.startswith(f"{holder}.")}

@@ -189,6 +189,7 @@ _FUSED = (
     _Fused("linear", "LuminaRMSNormZero", "four modulations", 4, package="diffusers."),
     _Fused("linear", "(AdaLayerNorm(Zero|Single)|CogVideoXLayerNormZero)", "six modulations", 6, package="diffusers."),
     _Fused("linear", "(AdaLayerNorm(Continuous)?|AdaGroupNorm)", "scale, shift", 2, package="diffusers."),
+    _Fused("proj_out_1", "(DiT)?Transformer2DModel", "shift, scale", 2, package="diffusers."),
     _Fused(
         "wqkv",
         "FusedQKVLinear",
@@ -204,8 +205,8 @@ _SUSPECTS = (
     (re.compile(r"(.*_)?w?kv(_proj|_linear)?|(fused_)?(gate_up|up_gate)(_proj)?|w1_?w?[23]", re.IGNORECASE), 2),
 )
 # A layer from a condition to the scales, shifts and gates of norms: adaLN_modulation.1, adaln_single.linear, img_mod.1;
-# or a layer in a norm: norm_out.linear.
-_MODULATION = re.compile(r"(^|_)(ada_?(ln|norm|layer_?norm)|modulations?|mod)(_|\d|$)", re.IGNORECASE)
+# or a layer in a norm: norm_out.linear; or proj_out_1 in the DiT of diffusers.
+_MODULATION = re.compile(r"(^|_)(ada_?(ln|norm|layer_?norm)|modulations?|mod)(_|\d|$)|^proj_out_1$", re.IGNORECASE)
 _NORM = re.compile(r"(^|_)norm(_|\d|$)", re.IGNORECASE)
 _MODULATION_CLASS = r"^Ada.*Norm|Modulation$|AdaLN"
 # The known numbers of modulations: scale and shift; with a gate; of two norms; of three, as in SD 3.5; of four, as in
@@ -554,7 +555,7 @@ def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Ma
 
 
 def _stack_note(info: ParamInfo, pattern: str) -> str:
-    """Return a note such as "stack of 8 matrices" if the pattern is that of a stack; else ""."""
+    """Return a note such as "stack of 8 matrices" if the pattern splits a stack; else ""."""
     return f"stack of {prod(info.shape[:-2])} matrices" if pattern in (_STACK, _TRANSPOSED_STACK) else ""
 
 
