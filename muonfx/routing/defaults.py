@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from glob import escape
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from torch import nn
 from muonfx.core.checks import warn_caller
 from muonfx.internal.display import format_list
 from muonfx.routing.params import ParamInfo, Params, module_path, read_params
-from muonfx.routing.roles import ROLES, roles_of
+from muonfx.routing.roles import ROLES, Decision, roles_of
 from muonfx.routing.route import Label
 from muonfx.routing.rules import Labels, Rule, apply_rules, make_labels
-from muonfx.routing.structure import UNKNOWN_STRUCTURE, structure_of
+from muonfx.routing.structure import UNKNOWN_STRUCTURE, Structure, structure_of
 from muonfx.routing.views import is_convolution
 
 
@@ -136,12 +136,12 @@ def _without_module_types(hidden: Sequence[ParamInfo]) -> str:
 def _of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
     """Return a part of a warning about hidden parameters of three or more dims, whose reason is unknown; or ""."""
     unexplained = [info for info in hidden if info.ndim > 2 and not is_convolution(info)]
-    shown = [f"{info.name!r} {info.shape}" for info in unexplained if info.name not in labels.views]
-    if not shown:
+    names_and_shapes = [f"{info.name!r} {info.shape}" for info in unexplained if info.name not in labels.views]
+    if not names_and_shapes:
         return ""
     return (
         ": these have more than two dims for an unknown reason, and all dims after the first are flattened: "
-        f"{format_list(shown, str)}. Give Muon's orthogonalize, or "
+        f"{format_list(names_and_shapes, str)}. Give Muon's orthogonalize, or "
         "each transform that takes a view, view=muonfx.MatrixView({'*.name': '... out in -> ... out in'}) for a "
         "stack of matrices (out, in), '... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for "
         "one matrix whose columns are two dims"
@@ -156,11 +156,11 @@ def _without_a_head(
     rule = f"(muonfx.routing.path({globs}), {head_label!r})"
     earlier = [f"({predicate.code_in('muonfx.routing.')}, {chosen!r})" for predicate, chosen in rules]
     line = f"labels=lambda model: muonfx.default_labels(model, [{', '.join([*earlier, rule])}]{options})"
-    shown = format_list([f"{info.name!r} {info.shape}" for info in possible_heads], str)
+    names_and_shapes = format_list([f"{info.name!r} {info.shape}" for info in possible_heads], str)
     return (
-        f"default_labels: found no output head, and labelled the weights of the layers that may be one, {shown}, as "
-        f"hidden matrices, {label!r}. If the model returns their outputs, label them {head_label!r} by this "
-        f"argument of Muon:\n  {line}\n"
+        "default_labels: found no output head, and labelled the weights of the layers that may be one, "
+        f"{names_and_shapes}, as hidden matrices, {label!r}. If the model returns their outputs, label them "
+        f"{head_label!r} by this argument of Muon:\n  {line}\n"
         f"For a hidden layer, write {label!r} instead of {head_label!r}, which keeps the label without a warning"
     )
 
@@ -214,22 +214,18 @@ def _labels(
     decisions = roles_of(infos, structure)
     hidden_label = "hidden" if roles else muon
     hidden: list[ParamInfo] = []
-    has_head = bool(structure.heads)  # also if the role of a head is another, as for one that returns one number
+    has_head = _has_head(infos, structure, decisions, decided, hidden_label)
     for info in infos:
         role, reason = decisions[info.name]
-        has_head = has_head or (role == "embedding" and bool(info.tied))  # tied with the head
         if info.name in decided:
-            # A rule that makes a matrix no hidden matrix may be a rule for the head.
-            label, _ = decided[info.name]
-            has_head = has_head or (info.ndim > 1 and label != hidden_label)
-        elif not info.requires_grad:
+            continue
+        if not info.requires_grad:
             decided[info.name] = (None, "frozen")
         elif role == "hidden":
             decided[info.name] = (hidden_label, reason)
             hidden.append(info)
         else:
             decided[info.name] = (role if roles else other, reason)
-            has_head = has_head or role == "head"
     possible_heads: list[ParamInfo] = []
     if not has_head:
         possible_heads = [info for info in hidden if module_path(info.name) in structure.possible_heads]
@@ -237,3 +233,33 @@ def _labels(
     whole_labels = ROLES[1:] if roles else (other,)
     labels = make_labels(model_or_params, infos, decided, absent, structure, whole_labels)
     return _DefaultLabels(labels, hidden, possible_heads)
+
+
+def _has_head(
+    infos: Sequence[ParamInfo],
+    structure: Structure,
+    decisions: Mapping[str, Decision],
+    labels_by_rule: Mapping[str, tuple[Label, str]],
+    hidden_label: Label,
+) -> bool:
+    """Return True if a layer of a model is its head, by the structure, by its role or by a rule of the user.
+
+    Args:
+        infos: the parameters.
+        structure: the structure of the model.
+        decisions: the role of each parameter by name.
+        labels_by_rule: the (label, reason) of each parameter that a rule of the user matches.
+        hidden_label: the label of hidden matrices.
+    """
+    if structure.heads:  # the role may be another, such as "vector" for a head that returns one number
+        return True
+    for info in infos:
+        role, _ = decisions[info.name]
+        is_tied_head = role == "embedding" and bool(info.tied)
+        if role == "head" or is_tied_head:
+            return True
+        # A rule that makes a matrix no hidden matrix may be a rule for the head.
+        label, _ = labels_by_rule.get(info.name, (hidden_label, ""))
+        if info.ndim > 1 and label != hidden_label:
+            return True
+    return False

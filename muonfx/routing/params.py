@@ -88,8 +88,8 @@ def module_path(name: str) -> str:
     ('fc', '')
     """
     # The tensors of a parametrized weight are in a list below the module that owns the weight.
-    above, _, _ = f".{name}".rpartition(".")
-    owner, _, _ = above.partition(".parametrizations.")
+    holder, _, _ = f".{name}".rpartition(".")
+    owner, _, _ = holder.partition(".parametrizations.")
     return owner.removeprefix(".")
 
 
@@ -151,11 +151,11 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
 
 def written_type(module: nn.Module) -> type:
     """Return the class of a module in its source code, not the subclass that parametrize or FSDP2 generates."""
-    kind: type = parametrize.type_before_parametrizations(module)
-    names = [base.__name__ for base in kind.__bases__]
+    module_class: type = parametrize.type_before_parametrizations(module)
+    names = [base.__name__ for base in module_class.__bases__]
     if "FSDPModule" in names and len(names) == 2:
-        return kind.__bases__[1 - names.index("FSDPModule")]
-    return kind
+        return module_class.__bases__[1 - names.index("FSDPModule")]
+    return module_class
 
 
 def _named_values(params: object) -> Iterable[tuple[str, object]]:

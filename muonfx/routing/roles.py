@@ -383,10 +383,11 @@ def _is_head(words: list[str]) -> bool:
         return True
     # A head word at the end of the name. At its beginning, certain words may follow: head_linear, but not head_norm.
     for index, word in enumerate(words):
-        before = words[:index]
-        is_of_attention = word == "head" and (_ends_in(before, _PROJECTIONS) or not _ATTENTION_WORDS.isdisjoint(before))
-        after = words[index + 1 :]
-        is_followed = bool(after) and (index > 0 or not _AFTER_HEAD.issuperset(after))
+        words_before = words[:index]
+        is_after_attention = _ends_in(words_before, _PROJECTIONS) or not _ATTENTION_WORDS.isdisjoint(words_before)
+        is_of_attention = word == "head" and is_after_attention
+        words_after = words[index + 1 :]
+        is_followed = bool(words_after) and (index > 0 or not _AFTER_HEAD.issuperset(words_after))
         if word in _HEAD_WORDS and not is_of_attention and not is_followed:
             return True
     return False

@@ -200,10 +200,10 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
     return make_labels(model_or_params, infos, decided, absent, structure)
 
 
-def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], kind: str) -> dict[str, tuple[Label, str]]:
+def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], rule_kind: str) -> dict[str, tuple[Label, str]]:
     """Return a dict from parameter name to (label, reason), for the parameters that one of the rules matches.
 
-    A reason is a text such as "user rule 1: ndim(2)"; ``kind`` is its beginning, here "user rule".
+    A reason is a text such as "user rule 1: ndim(2)"; ``rule_kind`` is its beginning, here "user rule".
     """
     for number, rule in enumerate(rules, 1):
         _check_rule(rule, number)
@@ -211,10 +211,10 @@ def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], kind: str) ->
     for number, (predicate, label) in enumerate(rules, 1):
         matching = [info.name for info in infos if predicate(info)]
         for name in matching:
-            decided.setdefault(name, (label, f"{kind} {number}: {predicate!r}"))
+            decided.setdefault(name, (label, f"{rule_kind} {number}: {predicate!r}"))
         if infos and not matching:
             warn_caller(
-                f"{kind} {number}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters "
+                f"{rule_kind} {number}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters "
                 f"({infos[0].name!r}, ...); correct or remove it"
             )
     return decided

@@ -110,11 +110,11 @@ def structure_of(model: nn.Module) -> Structure:
     )
 
 
-def _may_return_from_block(last: Layer, read_widths: set[int]) -> bool:
+def _may_return_from_block(last_layer: Layer, read_widths: set[int]) -> bool:
     """Return True if the last layer of a model is in a block, and returns whole what no layer or norm reads."""
-    if last.block is None or last.reads is None:
+    if last_layer.block is None or last_layer.reads is None:
         return False
-    return last.returns not in read_widths and not _returns_parts(last)
+    return last_layer.returns not in read_widths and not _returns_parts(last_layer)
 
 
 def _possible_heads_without_blocks(layers: Sequence[Layer], widths_of_norms: set[int]) -> frozenset[str]:
@@ -142,15 +142,15 @@ def _is_read_later(layer: Layer, layers: Sequence[Layer], widths_of_norms: set[i
     """
     if layer.returns in widths_of_norms:
         return True
-    returned_widths = {other.returns for other in layers}
-    for other in layers:
-        if other is layer or other.reads is None:
+    returned_widths = {reader.returns for reader in layers}
+    for reader in layers:
+        if reader is layer or reader.reads is None:
             continue
-        if layer.returns in (other.reads, 2 * other.reads, 3 * other.reads):
+        if layer.returns in (reader.reads, 2 * reader.reads, 3 * reader.reads):
             return True
-        is_of_raw_input = other is layers[0]
-        is_read_whole = other.reads in returned_widths or is_of_raw_input
-        if not is_read_whole and other.reads % layer.returns == 0:  # flattened or concatenated
+        is_of_raw_input = reader is layers[0]
+        is_read_whole = reader.reads in returned_widths or is_of_raw_input
+        if not is_read_whole and reader.reads % layer.returns == 0:  # flattened or concatenated
             return True
     return False
 
@@ -261,9 +261,9 @@ def _is_sequential_head(module: nn.Module, read_widths: set[int]) -> bool:
 def _with_ancestors(path: str) -> Iterator[str]:
     """Yield the paths of the modules around a module, the outermost first: "", "a", "a.b" and "a.b.c" for "a.b.c"."""
     yield ""
-    parts = path.split(".") if path else []
-    for count in range(1, len(parts) + 1):
-        yield ".".join(parts[:count])
+    components = path.split(".") if path else []
+    for count in range(1, len(components) + 1):
+        yield ".".join(components[:count])
 
 
 def _inputs(layers: Sequence[Layer]) -> dict[str, Layer]:
@@ -431,7 +431,7 @@ def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, 
     An MLP with a gate has the layers ``fc1``, which returns 2 x 64 features, and ``fc2``, which reads 64. The layer
     that reads a part is the next layer, or a later layer of the same module.
     """
-    parts: dict[str, int] = {}
+    part_counts: dict[str, int] = {}
     for index, layer in enumerate(layers[:-1]):
         if layer.reads is None or layer.returns <= layer.reads:
             continue
@@ -447,8 +447,8 @@ def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, 
             widths.discard(layer.reads)
         for count in _COUNTS_OF_PARTS:
             if layer.returns % count == 0 and layer.returns // count in widths:
-                parts[layer.path] = count
-    return parts
+                part_counts[layer.path] = count
+    return part_counts
 
 
 def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]:

@@ -76,7 +76,7 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
 
 def _views_within(tx: Transform) -> list[MatrixView]:
     """Return the views of a transform and of all transforms in it."""
-    views = [view_of(part) for part in within(tx)]
+    views = [view_of(transform) for transform in within(tx)]
     return [view for view in views if view is not None]
 
 

@@ -659,7 +659,7 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
 def _shortest_glob(name: str, excluded: Sequence[str]) -> str:
     """Return the most general glob that matches a parameter name and none of the names in ``excluded``."""
     for glob in _globs(name):
-        if not any(matches(other, glob) for other in excluded):
+        if not any(matches(excluded_name, glob) for excluded_name in excluded):
             return glob
     return escape(name)
 
