@@ -61,7 +61,7 @@ _HEADS = frozenset(
     {
         *("score", "cls_score", "output_layer", "vocab_projector", "vocab_proj", "qa_outputs", "seq_relationship"),
         *("ctc_proj", "decoder_pred", "predict_state", "predict_action", "predict_return"),
-        *("action_out_proj", "feat_out", "prob_out", "final_linear"),
+        *("action_out_proj", "feat_out", "prob_out", "final_linear", "lm_heads"),
     }
 )
 # Heads only as a direct child of the model, as in torchtitan, ResNet and Whisper: the names are too common elsewhere.

@@ -155,7 +155,7 @@ _FUSED = (
     _Fused("input_linear", "(Granite|JetMoe).*(MLP|MoE)", "gate, up", 2),
     _Fused("Wi", "ModernBert.*MLP", "value, gate", 2),
     _Fused("fc1", "Moonshine.*DecoderMLP", "value, gate", 2),
-    _Fused("fc1", "MoshiGatingMLP", "gate, value", 2),
+    _Fused("fc1", "(Moshi|KyutaiSpeechToText)GatingMLP", "gate, value", 2),
     _Fused("linear_1", "Cohere2VisionMultiModalProjector", "value, gate", 2),
     _Fused("linear_start", "Gemma.*LightConv1d", "value, gate", 2),
     _Fused("ext_pw_conv_1d", "Phi4MultimodalAudioGluPointWiseConv", "value, gate", 2),

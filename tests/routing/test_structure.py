@@ -131,6 +131,7 @@ ROUTES = [
     ),
     ("head", "ColModernVBERT", last("embedding_proj_layer", lin(99, D)), "embedding_proj_layer.weight", "adamw"),
     ("head", "MiniMax Music", last("audio_heads.0", lin(99, D)), "audio_heads.0.weight", "adamw"),
+    ("head", "MusicGen", last("lm_heads.0", lin(2 * D, D)), "lm_heads.0.weight", "adamw"),
     ("head", "numbered", last("classifier_2", lin(10, D)), "classifier_2.weight", "adamw"),
     ("head", "a critic with a distribution of values", last("value", lin(51, D)), "value.weight", "adamw"),
     (
@@ -582,6 +583,7 @@ TWO = "(part=2 out) in -> part out in"
             TWO,
         ),
         (of_package("transformers.models.moonshine", "MoonshineDecoderMLP", fc1=lin(4 * D, D)), "fc1", TWO),
+        (of_package("transformers.models.kyutai", "KyutaiSpeechToTextGatingMLP", fc1=lin(4 * D, D)), "fc1", TWO),
         (
             of_package("transformers.models.lfm3", "Lfm3ShortConv", in_proj=lin(3 * D, D)),
             "in_proj",
@@ -610,6 +612,7 @@ TWO = "(part=2 out) in -> part out in"
         "SwiGLU",
         "DiT",
         "Moonshine",
+        "Kyutai",
         "Lfm3",
         "Qwen3-Next",
     ],
