@@ -12,8 +12,8 @@ return, and the lists of blocks are known without running the model:
 - A *head* is a layer outside all blocks whose outputs no other layer reads, whole or in parts. If it returns a multiple
   of the width that it reads, it may also be a fused projection. It is a head if it is after all blocks, and the module
   around it contains another head.
-- A layer is *read in parts* if another layer beside it reads a half or a third of what it returns, and no layer or norm
-  reads the whole: the layer returns several vectors, such as the two of a gated linear unit.
+- A layer is *read in parts* if a later layer reads a half or a third of its outputs, and no layer or norm reads the
+  whole: the layer returns several vectors, such as the two of a gated linear unit.
 """
 
 from __future__ import annotations
@@ -391,7 +391,7 @@ def _heads(layers: Sequence[Layer], unread: Mapping[str, Layer]) -> dict[str, La
             heads[layer.path] = layer
         elif index > last_in_block:
             fused_or_heads.append(layer)
-    # A policy of 4 x D logits is a head if it is beside the head of values.
+    # A policy with 4 x D logits is a head if its module contains another head, such as the values of a critic.
     modules_with_heads = {_module_around(path) for path in heads}
     for layer in fused_or_heads:
         if _module_around(layer.path) in modules_with_heads:
@@ -442,7 +442,7 @@ def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, 
         widths = _widths_read_beside(layer, layers[index + 1 :])
         if following.block == layer.block and following.reads is not None:
             widths.add(following.reads)
-        # A layer that reads the same features may be beside this one, as a key is beside a query, and not after it.
+        # A layer that reads as many features may run on the same input as this layer, as a key does with a query.
         if not following.is_grouped:
             widths.discard(layer.reads)
         for count in _COUNTS_OF_PARTS:
