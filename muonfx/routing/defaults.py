@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from glob import escape
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from torch import nn
 from muonfx.core.checks import warn_caller
 from muonfx.internal.display import format_list
 from muonfx.routing.params import ParamInfo, Params, module_path, read_params
-from muonfx.routing.roles import ROLES, roles_of
+from muonfx.routing.roles import ROLES, Decision, roles_of
 from muonfx.routing.route import Label
 from muonfx.routing.rules import Labels, Rule, apply_rules, make_labels
-from muonfx.routing.structure import UNKNOWN_STRUCTURE, structure_of
+from muonfx.routing.structure import UNKNOWN_STRUCTURE, Structure, structure_of
 from muonfx.routing.views import is_convolution
 
 
@@ -41,15 +41,14 @@ def default_labels(
     6. fewer than two dimensions, or a bias by name: ``other``;
     7. a name that suggests an embedding, a token or position table, an output head, a MoE router, a gain, a norm, the
        convolution of raw input, or state-space rates and the maps to them (``x_proj``, ``dt_proj``): ``other``. A layer
-       in a block is no head if another layer of the block reads its outputs, as those of ``q_head``;
+       in a block is no head if another layer of the block reads its outputs, as for ``q_head``;
     8. a shape without a matrix to orthogonalize: ``other``. The parameter has a side of 1 after flattening to (first
        dim, rest), or is a depthwise convolution, or a convolution with at most 3 input or output channels. Or it is a
        matrix whose short side is at most 4 and whose long side is at least 32 times as long;
     9. the structure of the model: ``other``. The parameter is a table, which is a 2-D ``nn.Parameter`` that is not the
        weight of a layer, unless it has the name of a matrix, such as ``c_fc`` or ``w1``. Or it belongs to a layer of
        raw input, which is before the blocks of its part of the model and reads features that no earlier layer returns.
-       Or it belongs to a head, which is after the first block, outside all blocks, and returns features that no other
-       layer reads;
+       Or it belongs to a head, which is outside all blocks and returns features that no other layer reads;
     10. every other parameter: ``muon``. It is a hidden matrix, a stack of matrices, a fused matrix, or a convolution.
 
     With ``roles=True``, the label is the role, the function of the parameter in the model. `muon_with_adamw` accepts a
@@ -91,7 +90,7 @@ def default_labels(
     Warns:
         UserWarning: one of ``rules`` matches no parameter; named tensors without a model were labelled as hidden
             matrices; it is unknown why a hidden parameter has three or more dims, which would be flattened; or the
-            model has no blocks, and its last layer, which may be a head, was labelled as a hidden matrix.
+            model has no recognized head, and layers that may be heads were labelled as hidden matrices.
 
     Follows Keller Jordan's Muon (hidden layers; not the embedding, the head, the first convolution, gains and biases)
     and Moonlight, arXiv 2502.16982. To train routers with Muon, add the rule ``(path("*.gate.weight"), "muon")``.
@@ -106,7 +105,7 @@ def default_labels(
     >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
     True
     """
-    labels, hidden, last_layer = _labels("default_labels", model_or_params, rules, muon, other, roles)
+    labels, hidden, possible_heads = _labels("default_labels", model_or_params, rules, muon, other, roles)
     if torch.compiler.is_compiling():
         return labels
     problems = ""
@@ -115,12 +114,13 @@ def default_labels(
     problems += _of_many_dims(hidden, labels)
     if problems:
         warn_caller(f"default_labels{problems}")
-    if last_layer is not None:
+    if possible_heads:
         options = ", roles=True" if roles else ""
         if not roles and (muon, other) != ("muon", "adamw"):
             options = f", muon={muon!r}, other={other!r}"
         head_label = "head" if roles else other
-        warn_caller(_without_a_head(last_layer, rules, options, labels[last_layer.name], head_label))
+        hidden_label = "hidden" if roles else muon
+        warn_caller(_without_a_head(possible_heads, rules, options, hidden_label, head_label))
     return labels
 
 
@@ -136,28 +136,32 @@ def _without_module_types(hidden: Sequence[ParamInfo]) -> str:
 def _of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
     """Return a part of a warning about hidden parameters of three or more dims, whose reason is unknown; or ""."""
     unexplained = [info for info in hidden if info.ndim > 2 and not is_convolution(info)]
-    shown = [f"{info.name!r} {info.shape}" for info in unexplained if info.name not in labels.views]
-    if not shown:
+    names_and_shapes = [f"{info.name!r} {info.shape}" for info in unexplained if info.name not in labels.views]
+    if not names_and_shapes:
         return ""
     return (
         ": these have more than two dims for an unknown reason, and all dims after the first are flattened: "
-        f"{format_list(shown, str)}. Give Muon's orthogonalize, or "
+        f"{format_list(names_and_shapes, str)}. Give Muon's orthogonalize, or "
         "each transform that takes a view, view=muonfx.MatrixView({'*.name': '... out in -> ... out in'}) for a "
         "stack of matrices (out, in), '... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for "
         "one matrix whose columns are two dims"
     )
 
 
-def _without_a_head(info: ParamInfo, rules: Sequence[Rule], options: str, label: Label, head_label: Label) -> str:
-    """Return a warning that the last layer of a model was labelled as hidden, with the argument that changes it."""
-    rule = f"(muonfx.routing.path({escape(info.name)!r}), {head_label!r})"
+def _without_a_head(
+    possible_heads: Sequence[ParamInfo], rules: Sequence[Rule], options: str, label: Label, head_label: Label
+) -> str:
+    """Return a warning that layers that may be heads were labelled as hidden, with the argument that changes it."""
+    globs = ", ".join(repr(escape(info.name)) for info in possible_heads)
+    rule = f"(muonfx.routing.path({globs}), {head_label!r})"
     earlier = [f"({predicate.code_in('muonfx.routing.')}, {chosen!r})" for predicate, chosen in rules]
     line = f"labels=lambda model: muonfx.default_labels(model, [{', '.join([*earlier, rule])}]{options})"
+    names_and_shapes = format_list([f"{info.name!r} {info.shape}" for info in possible_heads], str)
     return (
-        f"default_labels: found no output head, and labelled the weight of the last layer, {info.name!r} "
-        f"{info.shape}, as a hidden matrix, {label!r}. If its outputs are those of the model, label it {head_label!r} "
-        f"by this argument of Muon:\n  {line}\n"
-        f"If it is a hidden layer, write {label!r} instead of {head_label!r}, which keeps the label without a warning"
+        "default_labels: found no output head, and labelled the weights of the layers that may be one, "
+        f"{names_and_shapes}, as hidden matrices, {label!r}. If the model returns their outputs, label them "
+        f"{head_label!r} by this argument of Muon:\n  {line}\n"
+        f"For a hidden layer, write {label!r} instead of {head_label!r}, which keeps the label without a warning"
     )
 
 
@@ -188,8 +192,8 @@ class _DefaultLabels(NamedTuple):
     labels: Labels
     hidden: list[ParamInfo]
     """The parameters that are hidden matrices by the default rules."""
-    last_layer: ParamInfo | None
-    """The weight of the last layer, if it is among ``hidden`` and may be the head, because nothing else is a head."""
+    possible_heads: list[ParamInfo]
+    """The weights among ``hidden`` that may be of a head, if nothing else is a head."""
 
 
 def _labels(
@@ -210,26 +214,52 @@ def _labels(
     decisions = roles_of(infos, structure)
     hidden_label = "hidden" if roles else muon
     hidden: list[ParamInfo] = []
-    has_head = False
+    has_head = _has_head(infos, structure, decisions, decided, hidden_label)
     for info in infos:
         role, reason = decisions[info.name]
         if info.name in decided:
-            # A rule that makes a matrix no hidden matrix may be a rule for the head.
-            label, _ = decided[info.name]
-            has_head = has_head or (info.ndim > 1 and label != hidden_label)
-        elif not info.requires_grad:
+            continue
+        if not info.requires_grad:
             decided[info.name] = (None, "frozen")
         elif role == "hidden":
             decided[info.name] = (hidden_label, reason)
             hidden.append(info)
         else:
             decided[info.name] = (role if roles else other, reason)
-            has_head = has_head or role == "head"
-    last_layer = None
-    for info in hidden:
-        if not has_head and module_path(info.name) == structure.possible_head:
-            last_layer = info
+    possible_heads: list[ParamInfo] = []
+    if not has_head:
+        possible_heads = [info for info in hidden if module_path(info.name) in structure.possible_heads]
     # All roles but "hidden" keep their parameters whole.
     whole_labels = ROLES[1:] if roles else (other,)
-    labels = make_labels(model_or_params, infos, decided, absent, whole_labels)
-    return _DefaultLabels(labels, hidden, last_layer)
+    labels = make_labels(model_or_params, infos, decided, absent, structure, whole_labels)
+    return _DefaultLabels(labels, hidden, possible_heads)
+
+
+def _has_head(
+    infos: Sequence[ParamInfo],
+    structure: Structure,
+    decisions: Mapping[str, Decision],
+    labels_by_rule: Mapping[str, tuple[Label, str]],
+    hidden_label: Label,
+) -> bool:
+    """Return True if a layer of a model is its head, by the structure, by its role or by a rule of the user.
+
+    Args:
+        infos: the parameters.
+        structure: the structure of the model.
+        decisions: the role of each parameter by name.
+        labels_by_rule: the (label, reason) of each parameter that a rule of the user matches.
+        hidden_label: the label of hidden matrices.
+    """
+    if structure.heads:  # the role may be another, such as "vector" for a head that returns one number
+        return True
+    for info in infos:
+        role, _ = decisions[info.name]
+        is_tied_head = role == "embedding" and bool(info.tied)
+        if role == "head" or is_tied_head:
+            return True
+        # A rule that makes a matrix no hidden matrix may be a rule for the head.
+        label, _ = labels_by_rule.get(info.name, (hidden_label, ""))
+        if info.ndim > 1 and label != hidden_label:
+            return True
+    return False

@@ -75,7 +75,7 @@ def plain_name(name: str) -> str:
     """Return a parameter name without the components that parametrizations and wrappers ("_orig_mod") add."""
     components = [component for component in name.split(".") if component not in WRAPPERS]
     if "parametrizations" in components[:-2]:
-        # It is followed by the name of the parametrized tensor, and then by that of a tensor of the parametrization.
+        # The name of the parametrized tensor follows, and then the name of a tensor of the parametrization.
         index = components.index("parametrizations")
         components = [*components[:index], components[index + 1]]
     return ".".join(components) or name
@@ -88,8 +88,8 @@ def module_path(name: str) -> str:
     ('fc', '')
     """
     # The tensors of a parametrized weight are in a list below the module that owns the weight.
-    above, _, _ = f".{name}".rpartition(".")
-    owner, _, _ = above.partition(".parametrizations.")
+    holder, _, _ = f".{name}".rpartition(".")
+    owner, _, _ = holder.partition(".parametrizations.")
     return owner.removeprefix(".")
 
 
@@ -151,11 +151,11 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
 
 def written_type(module: nn.Module) -> type:
     """Return the class of a module in its source code, not the subclass that parametrize or FSDP2 generates."""
-    kind: type = parametrize.type_before_parametrizations(module)
-    names = [base.__name__ for base in kind.__bases__]
+    module_class: type = parametrize.type_before_parametrizations(module)
+    names = [base.__name__ for base in module_class.__bases__]
     if "FSDPModule" in names and len(names) == 2:
-        return kind.__bases__[1 - names.index("FSDPModule")]
-    return kind
+        return module_class.__bases__[1 - names.index("FSDPModule")]
+    return module_class
 
 
 def _named_values(params: object) -> Iterable[tuple[str, object]]:

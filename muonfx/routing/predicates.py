@@ -44,7 +44,7 @@ class Predicate(Condition):
 
     def code_in(self, scope: str) -> str:
         """Return Python code that builds this predicate, such as ``routing.ndim(2)`` for the scope "routing."."""
-        operands = [part.code_in(scope) for part in self.parts]
+        operands = [operand.code_in(scope) for operand in self.parts]
         if self.name == "~":
             return f"~{operands[0]}"
         if operands:
@@ -78,7 +78,7 @@ class Predicate(Condition):
         """
         if self.name == "path":
             return (self.arguments,)
-        globs_of_parts = [part.globs() for part in self.parts]
+        globs_of_parts = [operand.globs() for operand in self.parts]
         groups = tuple(chain.from_iterable(globs_of_parts))
         if self.name == "|" and all(globs_of_parts):
             return (tuple(chain.from_iterable(groups)),)
@@ -86,7 +86,7 @@ class Predicate(Condition):
 
     def needs_modules(self) -> bool:
         """Return True if the predicate depends on module types (`module_type`), which named tensors do not have."""
-        return self.name == "module_type" or any(part.needs_modules() for part in self.parts)
+        return self.name == "module_type" or any(operand.needs_modules() for operand in self.parts)
 
     def __repr__(self) -> str:
         return self.code_in("")
@@ -169,9 +169,9 @@ def module_type(*types: type | str) -> Predicate:
     """
     if not types:
         raise ValueError("module_type() needs at least one type, such as module_type(nn.Embedding)")
-    for kind in types:
-        if not isinstance(kind, type | str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"module_type: found {kind!r}, expected a class, or a string for its name")
+    for type_or_glob in types:
+        if not isinstance(type_or_glob, type | str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"module_type: found {type_or_glob!r}, expected a class, or a string for its name")
     return Predicate("module_type", types)
 
 
@@ -195,10 +195,10 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
     return Predicate("where", (fn, name if name is not None else getattr(fn, "__name__", type(fn).__name__)))
 
 
-def _is_a(module: type, wanted: type | str) -> bool:
-    if isinstance(wanted, str):
-        return any(matches(base.__name__, wanted) for base in module.__mro__)
-    return issubclass(module, wanted)
+def _is_a(module: type, type_or_glob: type | str) -> bool:
+    if isinstance(type_or_glob, str):
+        return any(matches(base.__name__, type_or_glob) for base in module.__mro__)
+    return issubclass(module, type_or_glob)
 
 
 def _code_of_bounds(low: int | None, high: int | None) -> str:

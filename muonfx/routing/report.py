@@ -171,12 +171,12 @@ def _of_labels(labels: object, params: Params) -> Routing:
     return Routing(infos, labels)
 
 
-def _is_labels(what: object) -> bool:
+def _is_labels(argument: object) -> bool:
     """Return True for labels, or a function that returns labels: they have no shapes."""
-    if isinstance(what, Mapping):
-        values = cast("Mapping[object, object]", what).values()
-        return isinstance(what, Labels) or any(isinstance(value, str) for value in values)
-    return callable(what) and not isinstance(what, nn.Module)  # such as labels=default_labels
+    if isinstance(argument, Mapping):
+        values = cast("Mapping[object, object]", argument).values()
+        return isinstance(argument, Labels) or any(isinstance(value, str) for value in values)
+    return callable(argument) and not isinstance(argument, nn.Module)  # such as labels=default_labels
 
 
 _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
@@ -192,7 +192,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
         )
     tx = getattr(optimizer, "tx", None)
     transforms = list(within(tx)) if isinstance(tx, Transform) else []
-    known_labels = [part.arguments.get("labels") for part in transforms]
+    known_labels = [transform.arguments.get("labels") for transform in transforms]
     views = _views_by_label(transforms)
     routes: dict[str, Route] = {}
     pairs: list[tuple[str, torch.Tensor]] = []
@@ -206,7 +206,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
 
 
 def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, MatrixView]) -> Route:
-    """Return the route of a parameter, with the view of the transform if this differs from that of the labels.
+    """Return the route of a parameter, with the view of the transform if this differs from the view of the labels.
 
     ``views`` is a dict from label to the view of its transform, which takes precedence.
     """
@@ -220,10 +220,10 @@ def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, Matri
 def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView]:
     """Return the view of the transform for each label of the partitions in ``transforms``."""
     views: dict[Label, MatrixView] = {}
-    for part in transforms:
-        if part.factory is not partition:
+    for transform in transforms:
+        if transform.factory is not partition:
             continue
-        for label, inner in part.arguments["transforms"].items():
+        for label, inner in transform.arguments["transforms"].items():
             views_within = [view for view in map(view_of, within(inner)) if view is not None]
             views[label] = views_within[0] if views_within else MatrixView()
     return views

@@ -61,7 +61,7 @@ _HEADS = frozenset(
     {
         *("score", "cls_score", "output_layer", "vocab_projector", "vocab_proj", "qa_outputs", "seq_relationship"),
         *("ctc_proj", "decoder_pred", "predict_state", "predict_action", "predict_return"),
-        *("action_out_proj", "feat_out", "prob_out", "final_linear"),
+        *("action_out_proj", "feat_out", "prob_out", "final_linear", "lm_heads"),
     }
 )
 # Heads only as a direct child of the model, as in torchtitan, ResNet and Whisper: the names are too common elsewhere.
@@ -107,18 +107,26 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure = UNKNOWN_STRUCTUR
     ``structure`` is the structure of the model, if it is known, and not names and shapes only.
     """
     gated_mlps = _gated_mlps(infos)
+    projections = _projections_of_attention(infos)
     decisions = _known_by_neighbours(infos)
     for info in infos:
         if info.name not in decisions:
-            decisions[info.name] = _role(info, gated_mlps, structure)
+            decisions[info.name] = _role(info, gated_mlps, projections, structure)
     return decisions
 
 
-def _role(info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure: Structure) -> Decision:
+def _role(
+    info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], projections: frozenset[str], structure: Structure
+) -> Decision:
     """Return the role of a parameter by the first of these that decides: type, dims, name, shape, structure.
 
-    A parameter that none of them recognizes is a hidden matrix. ``gated_mlps`` are (path, ndim) of modules in which a
-    ``gate`` is not a router, as `_gated_mlps` returns them.
+    A parameter that none of them recognizes is a hidden matrix.
+
+    Args:
+        info: the parameter.
+        gated_mlps: (path, ndim) of modules in which a ``gate`` is not a router, as `_gated_mlps` returns them.
+        projections: the names of projections of attention, as `_projections_of_attention` returns them.
+        structure: the structure of the model.
     """
     decision = _by_type(info) or _by_adapter(info)
     if decision:
@@ -126,7 +134,11 @@ def _role(info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure: St
     if info.ndim < 2:
         return Decision("vector", f"{info.ndim}-D")
     decision = _by_name(info, gated_mlps, structure) or _by_shape(info)
-    decision = decision or _by_structure(info, structure) or _first_convolution(info)
+    decision = decision or _table(info, structure)
+    # Queries and keys meet in a product, so that no layer reads them.
+    if decision is None and info.name not in projections:
+        decision = _first_or_last_layer(info, structure)
+    decision = decision or _first_convolution(info)
     return decision or Decision("hidden", f"hidden matrix ({info.ndim}-D)")
 
 
@@ -156,15 +168,22 @@ def _by_adapter(info: ParamInfo) -> Decision | None:
     return None
 
 
-def _by_structure(info: ParamInfo, structure: Structure) -> Decision | None:
-    """Return the decision for a table, an input or a head by the structure of the model; None for another parameter."""
-    layer_name = _layer_or_leaf(_components(info.name))
+def _table(info: ParamInfo, structure: Structure) -> Decision | None:
+    """Return the decision for a 2-D parameter that is not the weight of a layer, a table; None for another parameter.
+
+    A parameter with the name of a matrix, such as ``c_fc``, is no table.
+    """
     is_of_no_layer = not structure.held_by_no_layer.isdisjoint({info.name, *info.tied})
-    if info.ndim == 2 and is_of_no_layer and not _is_named_as_a_matrix(layer_name):
-        owner = "" if info.module is None else f" of {info.module.__name__}"
-        return Decision("embedding", f"table (a 2-D parameter{owner}, not the weight of a layer)")
-    if not _PROJECTIONS.isdisjoint(_words(layer_name)):
-        return None  # queries and keys meet in a product, so that no layer reads them
+    if info.ndim != 2 or not is_of_no_layer:
+        return None
+    if _is_named_as_a_matrix(_layer_or_leaf(_components(info.name))):
+        return None
+    owner = "" if info.module is None else f" of {info.module.__name__}"
+    return Decision("embedding", f"table (a 2-D parameter{owner}, not the weight of a layer)")
+
+
+def _first_or_last_layer(info: ParamInfo, structure: Structure) -> Decision | None:
+    """Return the decision for a layer of raw input or a head by the structure of the model; None for another layer."""
     for name in (info.name, *info.tied):
         path = module_path(name)
         if layer := structure.inputs.get(path):
@@ -305,7 +324,7 @@ def _norm_component(components: list[str]) -> str | None:
 def _input_component(components: list[str]) -> str | None:
     """Return the name component of a layer of raw input, or of a map to state-space rates; None if there is none.
 
-    The components are those of a parameter name: ``["mixer", "x_proj", "weight"]`` gives "x_proj".
+    The components are of a parameter name: ``["mixer", "x_proj", "weight"]`` gives "x_proj".
     """
     layer_name = _layer_or_leaf(components)
     if layer_name.lower() in _STATE_SPACE:
@@ -349,8 +368,8 @@ def _head_component(components: list[str]) -> str | None:
 def _is_top_head(layer: str) -> bool:
     """Return True for a direct child of a model that is a head by its name, such as "output" or "proj_out_2".
 
-    The number is that of the last of several layers: proj_out_2 in DiT. The first, proj_out_1, may be followed by
-    another, so that 1 is left out. So is the name fc_2, since it is often that of a hidden layer.
+    A number above 1 marks the last of several layers, such as proj_out_2 in DiT. The first, proj_out_1, may be followed
+    by another, so that 1 is left out. The name fc_2 is left out too, since it is often the name of a hidden layer.
     """
     return layer in _TOP_HEADS or re.sub(r"_[2-9]$", "", layer) in _TOP_HEADS - {"fc"}
 
@@ -364,10 +383,11 @@ def _is_head(words: list[str]) -> bool:
         return True
     # A head word at the end of the name. At its beginning, certain words may follow: head_linear, but not head_norm.
     for index, word in enumerate(words):
-        before = words[:index]
-        is_of_attention = word == "head" and (_ends_in(before, _PROJECTIONS) or not _ATTENTION_WORDS.isdisjoint(before))
-        after = words[index + 1 :]
-        is_followed = bool(after) and (index > 0 or not _AFTER_HEAD.issuperset(after))
+        words_before = words[:index]
+        is_after_attention = _ends_in(words_before, _PROJECTIONS) or not _ATTENTION_WORDS.isdisjoint(words_before)
+        is_of_attention = word == "head" and is_after_attention
+        words_after = words[index + 1 :]
+        is_followed = bool(words_after) and (index > 0 or not _AFTER_HEAD.issuperset(words_after))
         if word in _HEAD_WORDS and not is_of_attention and not is_followed:
             return True
     return False
@@ -404,6 +424,28 @@ def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
                 if not {"up", "down"}.isdisjoint(_words(component)):
                     mlps.add((".".join(components[:index]), info.ndim))
     return frozenset(mlps)
+
+
+def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
+    """Return the names of weights of queries, keys and values, of which a module has at least two.
+
+    The names ``attn.query.weight`` and ``attn.key.weight`` are such names. A single ``value.weight`` may be a head.
+    """
+    names_by_attention: dict[tuple[str, ...], set[str]] = {}
+    for info in infos:
+        components = _components(info.name)
+        layer_name = _layer_or_leaf(components)
+        if info.ndim < 2 or _PROJECTIONS.isdisjoint(_words(layer_name)):
+            continue
+        attention = components
+        while attention[-1] != layer_name:
+            attention = attention[:-1]
+        names_by_attention.setdefault(tuple(attention[:-1]), set()).add(info.name)
+    projections: set[str] = set()
+    for names in names_by_attention.values():
+        if len(names) > 1:
+            projections |= names
+    return frozenset(projections)
 
 
 def _by_shape(info: ParamInfo) -> Decision | None:

@@ -7,6 +7,7 @@ from types import EllipsisType, MappingProxyType
 from typing import TypeAlias, cast
 
 import torch
+from torch import nn
 
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
@@ -15,6 +16,7 @@ from muonfx.internal.display import format_list
 from muonfx.routing.params import ParamInfo, Params, read_params
 from muonfx.routing.predicates import Predicate
 from muonfx.routing.route import NO_REASON, Label, Route
+from muonfx.routing.structure import UNKNOWN_STRUCTURE, Structure, structure_of
 from muonfx.routing.unsplit import check_shapes, warn_of_views
 from muonfx.routing.views import find_matrices, patterns
 from muonfx.transforms.matrices import MatrixView
@@ -117,7 +119,8 @@ class Labels(RoutedLabels):
         >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
         Labels({'b': 'y'})
         """
-        return self.for_names({name: name for name in names})
+        routes = {name: self._routes[name] for name in names}
+        return Labels(routes)
 
     def for_names(self, key_of: Mapping[str, str]) -> Labels:
         """Return `Labels` for the names in ``key_of``, a dict from the new name of a parameter to its name in these."""
@@ -193,13 +196,14 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
             f"{len(unmatched)} of {len(infos)} parameters match no rule: {format_list(unmatched)}; "
             "add a rule for them, or give a default (None leaves them out)"
         )
-    return make_labels(model_or_params, infos, decided, absent)
+    structure = structure_of(model_or_params) if isinstance(model_or_params, nn.Module) else UNKNOWN_STRUCTURE
+    return make_labels(model_or_params, infos, decided, absent, structure)
 
 
-def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], kind: str) -> dict[str, tuple[Label, str]]:
+def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], rule_kind: str) -> dict[str, tuple[Label, str]]:
     """Return a dict from parameter name to (label, reason), for the parameters that one of the rules matches.
 
-    A reason is a text such as "user rule 1: ndim(2)"; ``kind`` is its beginning, here "user rule".
+    A reason is a text such as "user rule 1: ndim(2)"; ``rule_kind`` is its beginning, here "user rule".
     """
     for number, rule in enumerate(rules, 1):
         _check_rule(rule, number)
@@ -207,10 +211,10 @@ def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], kind: str) ->
     for number, (predicate, label) in enumerate(rules, 1):
         matching = [info.name for info in infos if predicate(info)]
         for name in matching:
-            decided.setdefault(name, (label, f"{kind} {number}: {predicate!r}"))
+            decided.setdefault(name, (label, f"{rule_kind} {number}: {predicate!r}"))
         if infos and not matching:
             warn_caller(
-                f"{kind} {number}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters "
+                f"{rule_kind} {number}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters "
                 f"({infos[0].name!r}, ...); correct or remove it"
             )
     return decided
@@ -232,6 +236,7 @@ def make_labels(
     infos: Sequence[ParamInfo],
     decided: Mapping[str, tuple[Label, str]],
     absent: Sequence[str],
+    structure: Structure,
     whole: Collection[Label] = (),
 ) -> Labels:
     """Return `Labels` in the order of the parameters, from the label and the reason that were decided for each name.
@@ -243,7 +248,7 @@ def make_labels(
     if torch.compiler.is_compiling():  # a traced graph needs only the labels
         return Labels({name: route.label for name, route in routes.items()} | dict.fromkeys(absent, None))
     divisible = [info for info in infos if routes[info.name].label not in (None, *whole)]
-    for name, (view, note, suspected) in find_matrices(model_or_params, divisible).items():
+    for name, (view, note, suspected) in find_matrices(model_or_params, divisible, structure.read_in_parts).items():
         reason = routes[name].reason
         if note:
             reason = f"{reason}; {note}"

@@ -76,7 +76,7 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
 
 def _views_within(tx: Transform) -> list[MatrixView]:
     """Return the views of a transform and of all transforms in it."""
-    views = [view_of(part) for part in within(tx)]
+    views = [view_of(transform) for transform in within(tx)]
     return [view for view in views if view is not None]
 
 
@@ -97,8 +97,9 @@ def _warn_of_suspected(suspected: Mapping[str, str], view: MatrixView, routes: M
     names = [name for name, route in routes.items() if route.label in labels]
     undivided_patterns = {name: undivided(pattern) for name, pattern in suspected.items()}
     warn_caller(
-        f"partition: by their names, these parameters hold several matrices each, and each is treated as one matrix: "
-        f"{format_list(list(suspected))}. If their parts have equal numbers of rows, and are stored one after another, "
+        "partition: these parameters may hold several matrices each, by their names or by the widths of the layers "
+        f"beside them, and each is treated as one matrix: {format_list(list(suspected))}. If their parts have equal "
+        "numbers of rows, and are stored one after another, "
         f"split them by this argument of Muon:\n  {_argument(view, suspected, names)}\n"
         "A transform of your own takes the same view=. "
         "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "

@@ -116,6 +116,12 @@ _FUSED = (
     _Fused("query_key_value", "GPTNeoXAttention", _QKV, _BY_HEAD % "config.num_attention_heads"),
     _Fused("query_key_value", "GPTNeoXJapaneseAttention", _QKV, _BY_HEAD % "num_attention_heads"),
     _Fused("query_key_value", "(Bloom|Persimmon|Falcon).*Attention", _QKV, _BY_HEAD % "num_heads"),
+    _Fused(
+        "q_proj",
+        "Qwen(3Next|3_5|3_5Moe|4ExpText)Attention",
+        "query, gate",
+        "(heads={config.num_attention_heads} (query={head_dim} + gate={head_dim})) -> (heads query), (heads gate)",
+    ),
     _Fused("in_proj_qkv", ".*GatedDeltaNet", _QKV, ("key_dim", "key_dim", "value_dim")),
     _Fused(
         "in_proj_qkvz",
@@ -142,12 +148,19 @@ _FUSED = (
         "gate, state, B, C, dt",
         (*("intermediate_size",) * 2, *("n_groups*ssm_state_size",) * 2, "num_heads"),
     ),
-    _Fused("in_proj", "Lfm2.*ShortConv", "B, C, state", 3),
+    _Fused("in_proj", "Lfm[23].*ShortConv", "B, C, state", 3),
     _Fused("in_proj", "DisentangledSelfAttention", _QKV, _BY_HEAD % "num_attention_heads"),
     _Fused("gate_up_proj", "GptOssExperts", "gate, up", "(dim part=2) -> part dim"),
     _Fused("gate_up_proj", _ANY, "gate, up", 2),
     _Fused("input_linear", "(Granite|JetMoe).*(MLP|MoE)", "gate, up", 2),
     _Fused("Wi", "ModernBert.*MLP", "value, gate", 2),
+    _Fused("fc1", "Moonshine.*DecoderMLP", "value, gate", 2),
+    _Fused("fc1", "(Moshi|KyutaiSpeechToText)GatingMLP", "gate, value", 2),
+    _Fused("linear_1", "Cohere2VisionMultiModalProjector", "value, gate", 2),
+    _Fused("linear_start", "Gemma.*LightConv1d", "value, gate", 2),
+    _Fused("ext_pw_conv_1d", "Phi4MultimodalAudioGluPointWiseConv", "value, gate", 2),
+    _Fused("proj", "ClvpGatedLinearUnit", "value, gate", 2),
+    _Fused("pointwise_conv1", ".*ConvolutionModule", "value, gate", 2),
     # timm: query, key and value one after another, or head by head.
     _Fused("qkv", _ANY, _QKV, _BY_HEAD % "num_heads", (("head_first", True),), package="timm."),
     _Fused(
@@ -168,12 +181,15 @@ _FUSED = (
         3,
         package="timm.",
     ),
+    _Fused("fc1", "GluMlp", "value, gate", 2, package="timm."),
+    _Fused("proj", "GEGLU|SwiGLU", "value, gate", 2, package="diffusers."),
     # diffusers: scales, shifts and gates of norms, in equal parts.
     _Fused("linear", "SD35AdaLayerNormZeroX", "nine modulations", 9, package="diffusers."),
     _Fused("linear", "AdaLayerNormZeroSingle", "three modulations", 3, package="diffusers."),
     _Fused("linear", "LuminaRMSNormZero", "four modulations", 4, package="diffusers."),
     _Fused("linear", "(AdaLayerNorm(Zero|Single)|CogVideoXLayerNormZero)", "six modulations", 6, package="diffusers."),
     _Fused("linear", "(AdaLayerNorm(Continuous)?|AdaGroupNorm)", "scale, shift", 2, package="diffusers."),
+    _Fused("proj_out_1", "(DiT)?Transformer2DModel", "shift, scale", 2, package="diffusers."),
     _Fused(
         "wqkv",
         "FusedQKVLinear",
@@ -189,8 +205,8 @@ _SUSPECTS = (
     (re.compile(r"(.*_)?w?kv(_proj|_linear)?|(fused_)?(gate_up|up_gate)(_proj)?|w1_?w?[23]", re.IGNORECASE), 2),
 )
 # A layer from a condition to the scales, shifts and gates of norms: adaLN_modulation.1, adaln_single.linear, img_mod.1;
-# or a layer in a norm: norm_out.linear.
-_MODULATION = re.compile(r"(^|_)(ada_?(ln|norm|layer_?norm)|modulations?|mod)(_|\d|$)", re.IGNORECASE)
+# or a layer in a norm: norm_out.linear; or proj_out_1 in the DiT of diffusers.
+_MODULATION = re.compile(r"(^|_)(ada_?(ln|norm|layer_?norm)|modulations?|mod)(_|\d|$)|^proj_out_1$", re.IGNORECASE)
 _NORM = re.compile(r"(^|_)norm(_|\d|$)", re.IGNORECASE)
 _MODULATION_CLASS = r"^Ada.*Norm|Modulation$|AdaLN"
 # The known numbers of modulations: scale and shift; with a gate; of two norms; of three, as in SD 3.5; of four, as in
@@ -231,8 +247,12 @@ _STORED = (
 )
 
 
-def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[str, Matrices]:
+def find_matrices(
+    model_or_params: Params, infos: Iterable[ParamInfo], read_in_parts: Mapping[str, int]
+) -> dict[str, Matrices]:
     """Find parameters that are not one matrix stored as (out, in); return a dict from name to view, note and pattern.
+
+    ``read_in_parts`` has the number of vectors that a layer returns, by the path of each layer that is read in parts.
 
     Named tensors have no module types; only stacks of experts are found among them. A convolution is one matrix (out,
     in x kernel) and is listed only if it is transposed or has groups.
@@ -246,16 +266,23 @@ def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[s
     for info in infos:
         if info.ndim < 2:
             continue
-        of_info = _matrices_of(info, modules, shapes)
+        parts = read_in_parts.get(module_path(info.name))
+        of_info = _matrices_of(info, modules, shapes, parts)
         if of_info != Matrices(MatrixView()):
             matrices[info.name] = of_info
     return matrices
 
 
-def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> Matrices:
+def _matrices_of(
+    info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]], read_parts: int | None
+) -> Matrices:
     """Return how a parameter divides into matrices: by the type of its module, else by the name of its layer.
 
-    ``modules`` are the modules of the model by path, and ``shapes`` the shapes of all parameters by name.
+    Args:
+        info: the parameter.
+        modules: the modules of the model by path.
+        shapes: the shapes of all parameters by name.
+        read_parts: the number of parts in which other layers read the outputs of its layer; None if they do not.
     """
     owner = modules.get(module_path(info.name))
     leaf = plain_name(info.name).rpartition(".")[2]
@@ -266,7 +293,7 @@ def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapp
     if storage.parts:
         return Matrices(MatrixView(divided(storage.pattern, storage.parts)), storage.note)
     layers = _layers_around(info, owner, modules)
-    return _of_known_layer(info, storage, layers) or _of_unknown_layer(info, storage, layers)
+    return _of_known_layer(info, storage, layers) or _of_unknown_layer(info, storage, layers, read_parts)
 
 
 def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]) -> Matrices | None:
@@ -289,10 +316,10 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
     return None
 
 
-def _of_unknown_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]) -> Matrices:
-    """Return one matrix; if the names of the layers suggest several, with the pattern that would split it."""
+def _of_unknown_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer], read_parts: int | None) -> Matrices:
+    """Return one matrix; if names or widths of layers suggest several, with the pattern that would split it."""
     view = MatrixView(_undivided(storage.pattern))
-    count = _parts_of_projection(layers) or _parts_of_modulation(info.shape, layers)
+    count = _parts_of_projection(layers) or _parts_of_modulation(info.shape, layers) or read_parts
     if count is None:
         return Matrices(view, storage.note)
     suspected = divided(_stored_rows(info, storage), count)
@@ -384,7 +411,7 @@ def _parts_of_modulation(shape: tuple[int, ...], layers: Sequence[_Layer]) -> in
 
 def is_modulation(path: str) -> bool:
     """Return True for the path of a layer that returns scales, shifts and gates, such as ``adaLN_modulation.1``."""
-    *holders, layer = path.split(".")
+    *holders, layer = [component for component in path.split(".") if component not in WRAPPERS] or [path]
     if _MODULATION.search(layer):
         return True
     return any(_MODULATION.search(holder) or _NORM.search(holder) for holder in holders)
@@ -528,7 +555,7 @@ def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Ma
 
 
 def _stack_note(info: ParamInfo, pattern: str) -> str:
-    """Return a note such as "stack of 8 matrices" if the pattern is that of a stack; else ""."""
+    """Return a note such as "stack of 8 matrices" if the pattern splits a stack; else ""."""
     return f"stack of {prod(info.shape[:-2])} matrices" if pattern in (_STACK, _TRANSPOSED_STACK) else ""
 
 
@@ -632,7 +659,7 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
 def _shortest_glob(name: str, excluded: Sequence[str]) -> str:
     """Return the most general glob that matches a parameter name and none of the names in ``excluded``."""
     for glob in _globs(name):
-        if not any(matches(other, glob) for other in excluded):
+        if not any(matches(excluded_name, glob) for excluded_name in excluded):
             return glob
     return escape(name)
 

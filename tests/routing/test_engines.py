@@ -108,6 +108,23 @@ def test_keys_and_values_of_latent_attention_are_two_matrices(script):
         assert found == {"(heads=4 (key=8 + value=8)) in -> (heads key) in, (heads value) in"}, title
 
 
+@pytest.mark.parametrize(
+    ("name", "leaf", "pattern"),
+    [
+        ("MoonshineModel", "decoder.layers.0.mlp.fc1", "(part=2 out) in -> part out in"),
+        ("Wav2Vec2ConformerModel", "0.conv_module.pointwise_conv1", "(part=2 out) ... -> part out (...)"),
+    ],
+)
+def test_values_and_gates_are_two_matrices(survey, name, leaf, pattern):
+    assert set(patterns(survey.build(name), leaf).values()) == {pattern}
+
+
+def test_values_and_gates_of_timm_are_two_matrices():
+    layers = pytest.importorskip("timm.layers")
+    model = nn.ModuleList([layers.GluMlp(16, 64) for _ in range(2)])
+    assert set(patterns(model, "fc1").values()) == {"(part=2 out) in -> part out in"}
+
+
 FALCON = [
     {"multi_query": multi_query, "new_decoder_architecture": new, "num_kv_heads": 2}
     for multi_query, new in ((True, False), (False, False), (True, True))

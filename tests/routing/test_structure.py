@@ -5,6 +5,8 @@ modules in the same order, with small sizes.
 """
 
 import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,7 +131,16 @@ ROUTES = [
     ),
     ("head", "ColModernVBERT", last("embedding_proj_layer", lin(99, D)), "embedding_proj_layer.weight", "adamw"),
     ("head", "MiniMax Music", last("audio_heads.0", lin(99, D)), "audio_heads.0.weight", "adamw"),
+    ("head", "MusicGen", last("lm_heads.0", lin(2 * D, D)), "lm_heads.0.weight", "adamw"),
     ("head", "numbered", last("classifier_2", lin(10, D)), "classifier_2.weight", "adamw"),
+    ("head", "a critic with a distribution of values", last("value", lin(51, D)), "value.weight", "adamw"),
+    (
+        "head",
+        "a model that defines its head first",
+        {"before": {"tokens": nn.Embedding(99, D), "readout": lin(99, D)}},
+        "readout.weight",
+        "adamw",
+    ),
     ("input", "Allegro", first("pos_embed.proj", nn.Conv2d(4, D, 2)), "pos_embed.proj.weight", "adamw"),
     ("input", "ERNIE-Image", first("x_embedder.proj", nn.Conv2d(128, D, 1)), "x_embedder.proj.weight", "adamw"),
     ("input", "Flux 3", first("x_embedders.image", lin(D, 99)), "x_embedders.image.weight", "adamw"),
@@ -160,6 +171,7 @@ ROUTES = [
         "aligner.a.weight",
         "muon",
     ),
+    ("hidden", "DiT", {"after": {"proj_out_1": lin(2 * D, D), "proj_out_2": lin(99, D)}}, "proj_out_1.weight", "muon"),
     ("hidden", "nanoGPT's records", table(qkvo_w=(4 * D, D)), "blocks.0.owner.qkvo_w", "muon"),
     ("hidden", "nanoGPT's records", table(c_fc=(4 * D, D)), "blocks.0.owner.c_fc", "muon"),
     ("hidden", "Inkling", table(proj=(16, 4 * D)), "blocks.0.owner.proj", "muon"),
@@ -256,6 +268,17 @@ def test_each_of_several_heads_is_a_head(heads, name):
     assert labels["blocks.1.up.weight"] == "hidden"
 
 
+@pytest.mark.parametrize("count", [2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("order", [("policy", "value"), ("value", "policy")])
+@pytest.mark.filterwarnings("error")
+def test_a_head_of_a_multiple_of_its_inputs_beside_another_head_is_a_head(count, order):
+    layers = {"policy": lin(count * D, D), "value": lin(1, D)}
+    labels = default_labels(with_body(after={name: layers[name] for name in order}), roles=True)
+    assert labels["policy.weight"] == "head"
+    tasks = nn.ModuleDict({"a": lin(3, D), "b": lin(count * D, D)})
+    assert default_labels(with_body(after={"tasks": tasks}), roles=True)["tasks.b.weight"] == "head"
+
+
 def test_a_sequential_of_sequentials_has_a_head():
     model = nn.Sequential(
         nn.Sequential(lin(D, 32), nn.ReLU()), nn.Sequential(lin(D, D), nn.ReLU()), nn.Sequential(lin(10, D))
@@ -280,6 +303,15 @@ def test_a_wrapper_around_a_model_changes_no_role():
     model = with_body({"stem": lin(D, 75)}, {"owner": Holder(odd=(9, D))}, {"last": lin(99, D)})
     wrapped = default_labels(build({"module": model}), roles=True)
     assert {name.removeprefix("module."): role for name, role in wrapped.items()} == default_labels(model, roles=True)
+
+
+def test_a_compiled_model_has_the_roles_of_the_model():
+    model = with_body({"stem": lin(D, 75)}, after={"norm_out": nn.LayerNorm(D), "last": lin(99, D)})
+    compiled = default_labels(torch.compile(model), roles=True)
+    assert compiled["_orig_mod.last.weight"] == "head"
+    assert {name.removeprefix("_orig_mod."): role for name, role in compiled.items()} == default_labels(
+        model, roles=True
+    )
 
 
 class QueryProjector(nn.Linear):
@@ -328,6 +360,15 @@ class Net(nn.Module):
         self.fc1, self.fc2 = nn.Linear(64, 32), nn.Linear(32, 10)
 
 
+def actor_critic() -> nn.Module:
+    return build({"fc1": lin(64, 8), "fc2": lin(64, 64), "policy": lin(4, 64), "value": lin(1, 64)})
+
+
+def with_readout(count: int) -> Callable[[], nn.Module]:
+    """A language model whose vocabulary is a multiple of its width, such as one of 256 bytes."""
+    return lambda: with_body(before={"tokens": nn.Embedding(count * D, D)}, after={"readout": lin(count * D, D)})
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -335,8 +376,11 @@ class Net(nn.Module):
         (Net, "fc2.weight"),
         (lambda: nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8)), "1.weight"),
         (lambda: nn.Sequential(Dense(8, 32), Dense(10, 8)), "1.linear.weight"),
+        (actor_critic, "policy.weight"),
+        (lambda: build({"torso": lin(64, 8), "policy": two_layers(6), "value": two_layers(1)}), "policy.2.weight"),
+        *((with_readout(count), "readout.weight") for count in (2, 3, 4, 6, 8, 12)),
+        (lambda: with_body(before={"tokens": nn.Embedding(99, D), "readout": lin(8 * D, D)}), "readout.weight"),
     ],
-    ids=["Sequential", "Net", "an autoencoder", "a last block"],
 )
 def test_a_model_without_a_recognized_head_is_warned_of_with_the_line_that_labels_it(make, name):
     model = make()
@@ -382,8 +426,19 @@ def tied() -> nn.Module:
         lambda: build({"fc1": lin(32, D), "wte": nn.Embedding(10, D)}),
         lambda: nn.Linear(8, 8),
         tied,
+        lambda: with_body({"tokens": nn.Embedding(99, D)}, after={"value": lin(1, D)}),
+        lambda: with_body({"tokens": nn.Embedding(99, D)}),
     ],
-    ids=["an encoder", "a pooler", "a head by name", "an embedding last", "a layer", "a tied head"],
+    ids=[
+        "an encoder",
+        "a pooler",
+        "a head by name",
+        "an embedding last",
+        "a layer",
+        "a tied head",
+        "a reward model",
+        "a base model",
+    ],
 )
 def test_a_model_whose_last_layer_is_no_question_is_not_warned_of(make):
     default_labels(make())
@@ -419,6 +474,30 @@ FUSED = {
     "Qwen-Image": (lambda: wrapped(img_mod=nn.Sequential(nn.SiLU(), lin(6 * D, D))), "0.img_mod.1.weight", 6),
     "Flux": (lambda: wrapped(modulation=build({"lin": lin(3 * D, D)})), "0.modulation.lin.weight", 3),
     "a narrow condition": (lambda: wrapped(adaln=build({"linear": lin(6 * D, 5)})), "0.adaln.linear.weight", 6),
+    "GEGLU": (lambda: wrapped(wi=lin(8 * D, D), wo=lin(D, 4 * D)), "0.wi.weight", 2),
+    "SwiGLU, nested": (
+        lambda: wrapped(net=nn.Sequential(build({"proj": lin(8 * D, D)}), nn.Dropout(), lin(D, 4 * D))),
+        "0.net.0.proj.weight",
+        2,
+    ),
+    "Conformer": (
+        lambda: wrapped(pw1=nn.Conv1d(D, 2 * D, 1), dw=nn.Conv1d(D, D, 7, groups=D), pw2=nn.Conv1d(D, D, 1)),
+        "0.pw1.weight",
+        2,
+    ),
+    "Mamba": (
+        lambda: wrapped(
+            mixer=build({"in_proj": lin(4 * D, D), "conv": nn.Conv1d(2 * D, 2 * D, 4, groups=2 * D)}),
+            out=lin(D, 2 * D),
+        ),
+        "0.mixer.in_proj.weight",
+        2,
+    ),
+    "queries with a gate": (
+        lambda: wrapped(attn=build({"q_proj": lin(96, D), "k_proj": lin(8, D), "o_proj": lin(D, 48)})),
+        "0.attn.q_proj.weight",
+        2,
+    ),
     "gate and up": (lambda: wrapped(gate_up_proj=build({"linear": lin(4 * D, D)})), "0.gate_up_proj.linear.weight", 2),
 }
 
@@ -460,6 +539,9 @@ def of_package(module: str, name: str, **attributes: object) -> nn.Module:
     return layer
 
 
+TWO = "(part=2 out) in -> part out in"
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("layer", "name", "pattern"),
@@ -492,10 +574,50 @@ def of_package(module: str, name: str, **attributes: object) -> nn.Module:
             "linear",
             "(part=6 out) in -> part out in",
         ),
+        (of_package("timm.layers.mlp", "GluMlp", fc1=lin(4 * D, D)), "fc1", TWO),
+        (of_package("diffusers.models.activations", "GEGLU", proj=lin(8 * D, D)), "proj", TWO),
+        (of_package("diffusers.models.activations", "SwiGLU", proj=lin(8 * D, D)), "proj", TWO),
+        (
+            of_package("diffusers.models.transformers.dit", "DiTTransformer2DModel", proj_out_1=lin(2 * D, D)),
+            "proj_out_1",
+            TWO,
+        ),
+        (of_package("transformers.models.moonshine", "MoonshineDecoderMLP", fc1=lin(4 * D, D)), "fc1", TWO),
+        (of_package("transformers.models.kyutai", "KyutaiSpeechToTextGatingMLP", fc1=lin(4 * D, D)), "fc1", TWO),
+        (
+            of_package("transformers.models.lfm3", "Lfm3ShortConv", in_proj=lin(3 * D, D)),
+            "in_proj",
+            "(part=3 out) in -> part out in",
+        ),
+        (
+            of_package(
+                "transformers.models.qwen3_next",
+                "Qwen3NextAttention",
+                q_proj=lin(64, D),
+                config=SimpleNamespace(num_attention_heads=4),
+                head_dim=8,
+            ),
+            "q_proj",
+            "(heads=4 (query=8 + gate=8)) in -> (heads query) in, (heads gate) in",
+        ),
     ],
-    ids=["timm", "timm, convolution", "timm, by head", "LeViT", "diffusers"],
+    ids=[
+        "timm",
+        "timm, convolution",
+        "timm, by head",
+        "LeViT",
+        "diffusers",
+        "GluMlp",
+        "GEGLU",
+        "SwiGLU",
+        "DiT",
+        "Moonshine",
+        "Kyutai",
+        "Lfm3",
+        "Qwen3-Next",
+    ],
 )
-def test_fused_layers_of_timm_and_diffusers_are_split_as_their_code_does(layer, name, pattern):
+def test_fused_layers_of_known_packages_are_split_as_their_code_does(layer, name, pattern):
     model = nn.ModuleList([build({"attn": layer, "proj": lin(D, D)})])
     assert default_labels(model).views[f"0.attn.{name}.weight"].pattern == pattern
     mfx.Muon(model)
