@@ -140,6 +140,8 @@ class GroupNumbers:
         # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
         if torch.compiler.is_compiling() or not self._entries:
             return False
+        if any(isinstance(value, list) for value in self._entries.values()):  # a list may be changed in place
+            return False
         return all(map(is_, map(group.get, self._entries), self._entries.values()))
 
     def _synchronize(self, group: Group, hyperparam: Hyperparam, numbers: Mapping[str, Number]) -> None:

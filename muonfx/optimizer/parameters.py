@@ -124,7 +124,9 @@ class TrackedParameters:
     ) -> None:
         self._models: list[KnownModel] = []
         if model_of_names is not None:
-            self._models.append(KnownModel(weakref.ref(model_of_names), has_others=True))
+            known_params = {*trained.values(), *frozen.values(), *left_out.values()}
+            has_others = not known_params.issuperset(model_of_names.parameters())
+            self._models.append(KnownModel(weakref.ref(model_of_names), has_others))
         self.add_models(models)
         self._frozen = self._slots_or_tensors(frozen)
         self._left_out = self._slots_or_tensors(left_out)
@@ -250,11 +252,9 @@ class TrackedParameters:
 
     def _require_new_gradients(self, current: Mapping[str, Tensor]) -> None:
         """Raise if parameters were replaced after the backward pass, so that only the former tensors have gradients."""
-        if any(param.grad is not None for param in current.values()):
-            return
         for name, param in current.items():
             former_param = self.tracked[name].param
-            if former_param is not param and former_param.grad is not None:
+            if former_param is not param and former_param.grad is not None and param.grad is None:
                 raise errors.replaced_after_backward(name)
 
     def is_swap(self, replaced: Mapping[str, Tensor]) -> bool:
@@ -422,6 +422,8 @@ class GradientCheck:
         self._is_alone = is_alone
         self._outside: dict[str, Tensor] = {}
         """The models' parameters that are not in the optimizer, by name, as the last search has found them."""
+        self._lists: list[weakref.ref[nn.Module]] = []
+        """The lists of modules in the models: `ModuleList.insert` does not register the module that it inserts."""
         self._searched: object = None
         """The values on which the last search depended; if a step has the same, `_outside` is still right."""
         self._reported: dict[str, Tensor] = {}
@@ -447,9 +449,19 @@ class GradientCheck:
     def _search_outside(self, named: Mapping[str, Tensor], absent: tuple[str, ...]) -> None:
         """Find the models' parameters that are not in the optimizer. ``absent`` are names without a gradient."""
         depends_on = (absent, self._parameters.version, _registrations.count)
-        if depends_on != self._searched:  # a search walks through the models, which takes time
-            self._searched = depends_on
-            self._outside = self._parameters.outside(named)
+        if (depends_on, self._list_lengths()) == self._searched:  # a search walks through the models, which takes time
+            return
+        self._outside = self._parameters.outside(named)
+        self._lists = []
+        for model in self._parameters.models:
+            for module in model.modules():
+                if isinstance(module, nn.ModuleList | nn.Sequential):
+                    self._lists.append(weakref.ref(module))
+        self._searched = (depends_on, self._list_lengths())
+
+    def _list_lengths(self) -> list[int]:
+        """Return the number of modules in each list of modules."""
+        return [len(module._modules) for ref in self._lists if (module := ref()) is not None]
 
     def _warn_of_others(self, elsewhere: dict[str, Tensor]) -> None:
         """Warn once of each of the parameters that have a gradient and are not in the optimizer."""

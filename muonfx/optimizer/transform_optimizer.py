@@ -30,6 +30,7 @@ from muonfx.optimizer import errors
 from muonfx.optimizer.by_groups import common_numbers
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import CallersTensors, Group, read_numbers
+from muonfx.optimizer.initial_state import InitialState
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_lost_decay
 from muonfx.optimizer.named_parameters import (
@@ -96,7 +97,8 @@ class TransformOptimizer(Optimizer):
     State: it is created at construction. ``optimizer.state[parameter]`` shows the tensors of one parameter, under keys
     such as "momentum.trace", and the scalars that all parameters share. Each step overwrites the tensors of the state,
     but not the gradients. A tensor that is assigned there, of the same shape, dtype and device, is copied into the
-    state. If all entries of a parameter are removed, its state starts again. Other changes are errors.
+    state. If all entries of a parameter are removed, its state starts again. Other changes are errors. In one process,
+    if weights are loaded after construction and before the first step, the state is initialized again from them.
 
     Replaced parameters: state is stored by parameter name. After construction, the model may be sharded, loaded with
     ``assign=True``, moved to another device or materialized from meta, and an engine may put other tensors into
@@ -146,8 +148,9 @@ class TransformOptimizer(Optimizer):
         ['adamw.scale_by_adam.count', 'muon.momentum.trace']
     """
 
-    # _live has the state ("state"), and the `StateEntries` that show it in `optimizer.state` ("entries"). It is a dict,
-    # because torch.compile replays writes to a dict but not assignments to an optimizer's attributes.
+    # _live has the state ("state"), the `StateEntries` that show it in `optimizer.state` ("entries"), and before the
+    # first step its `InitialState` ("initial"), else None. It is a dict, because torch.compile replays writes to a dict
+    # but not assignments to an optimizer's attributes.
     _live: dict[str, Any]
     _settings: tuple[Layout | None, Settings]  # the layout of the parameters, and options of the communication
     _stepping: Stepping  # creates the state and runs the steps, in one process or over ranks
@@ -206,6 +209,7 @@ class TransformOptimizer(Optimizer):
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
         self._adopt_state()
+        self._update_initial_state()
         self._tracked_groups.follow(self._groups, self._stepping.rules)  # a copy finds the tensors by "param_names"
         attributes = {
             "donate_grads": self.donate_grads,
@@ -228,6 +232,8 @@ class TransformOptimizer(Optimizer):
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
         self._tracked_groups.follow(self._groups, self._stepping.rules)
+        if self._live["initial"] is not None:  # the copied parameters are other tensors
+            self._live["initial"].note(named)
         self._stepping.refresh(named, self._tracked_groups.groups)  # now, because the first step may be traced
         own_groups(self)
 
@@ -271,6 +277,9 @@ class TransformOptimizer(Optimizer):
             self._parameters.add_models(models_of([param_group]))
             self._parameters.track(trained)
             self._parameters.leave_out(frozen)
+        groups_of_added = [group for group in self._tracked_groups.groups if group.names and group.names[0] in trained]
+        if not self._parameters.on_meta:
+            warn_of_lost_decay(self.tx, self._stepping.visits, groups_of_added, trained)
 
     def _add_groups(self, group: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> None:
         """Add a group with all hyperparameters of its transforms. If not ``as_one``, split it by its transforms."""
@@ -367,17 +376,18 @@ class TransformOptimizer(Optimizer):
     def transform(self) -> Transform:
         """The transform that updates the parameters: `tx` in one process, ``sharded(tx, layout)`` over ranks.
 
-        It has the current hyperparameters where all groups agree, so a checkpoint that is saved with it records them.
+        It has the current hyperparameters, so a checkpoint that is saved with it records them. Where groups have
+        different values, it has the value of the first group.
         """
         groups = self._tracked_groups.groups
-        common, conflicts = common_numbers(self._stepping.members(groups, read_numbers(groups)))
-        agreed = {name: number for name, number in common.items() if name not in conflicts}
-        return self._stepping.transform_with(with_hyperparams(self.tx, agreed))
+        common, _ = common_numbers(self._stepping.members(groups, read_numbers(groups)))
+        return self._stepping.transform_with(with_hyperparams(self.tx, common))
 
     @property
     def transform_state(self) -> PyTree:
         """The current state, in the form that `transform` accepts. The next step overwrites the tensors."""
         self._adopt_state()
+        self._update_initial_state()
         return self._stepping.shown(self._live["state"])
 
     def snapshot(self) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
@@ -409,8 +419,34 @@ class TransformOptimizer(Optimizer):
         """
         self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named()
-        self._live["state"] = self._stepping.init(named, self._tracked_groups.groups, former)
+        initial: InitialState | None = self._live.get("initial")
+        state = self._stepping.init(named, self._tracked_groups.groups, former)
+        if former is None:
+            initial = InitialState(named, state, set(tree.paths(state)))
+        elif initial is not None:  # leaves of added parameters are initial, too
+            added = set(tree.paths(state)) - set(tree.paths(former.state))
+            initial = InitialState(named, state, added | initial.unwritten(former.state))
+        self._live["state"] = state
+        self._live["initial"] = initial
         self._show_all(named)
+
+    def _update_initial_state(self) -> None:
+        """Before the first step, initialize the state again if parameters were changed after it was made.
+
+        Weights may be loaded after construction, and some transforms copy or measure the parameters in ``init``.
+        Tensors that the caller has loaded or written are kept. Over ranks, where this would communicate, nothing is
+        done.
+        """
+        initial: InitialState | None = self._live["initial"]
+        if initial is None or self._stepping.is_over_ranks or torch.compiler.is_compiling():
+            return
+        named = self._named()
+        if initial.is_of(named) or any(param.is_meta for param in named.values()):
+            return
+        with torch.no_grad():
+            params = {name: param.detach() for name, param in named.items()}
+            initial.replace(self._live["state"], self._stepping.initial(params))
+        initial.note(named)
 
     def _show_all(self, named: Mapping[str, Tensor]) -> None:
         """Fill ``optimizer.state`` with the current state tensors of the named parameters."""
@@ -478,8 +514,12 @@ class TransformOptimizer(Optimizer):
                 step.
         """
         self._adopt_state()
-        if self._tracked_groups.are_current(self._groups):
-            return  # the usual case
+        if not self._tracked_groups.are_current(self._groups):  # rarely
+            self._follow_replacements(at_step, may_list_twice, may_communicate)
+        self._update_initial_state()
+
+    def _follow_replacements(self, at_step: bool, may_list_twice: bool, may_communicate: bool) -> None:
+        """Use the tensors that have replaced parameters. The arguments are those of `_use_replacements`."""
         added = self._parameters.added_in(self._groups)
         if added:
             if self._stepping.is_over_ranks and not may_communicate:
@@ -543,6 +583,7 @@ class TransformOptimizer(Optimizer):
         were added. Its value is the state before the block.
         """
         former = FormerState(self._stepping, self._live["state"])
+        initial: InitialState | None = self._live["initial"]
         parameters = self._parameters.saved()
         tracked_groups = self._tracked_groups.groups
         former_groups = [dict(group) for group in self._groups]
@@ -550,6 +591,7 @@ class TransformOptimizer(Optimizer):
             yield former
         except BaseException:
             self._stepping = former.stepping
+            self._live["initial"] = initial
             self._parameters.restore(parameters)
             self._tracked_groups.groups = tracked_groups
             del self._groups[len(former_groups) :]
@@ -596,6 +638,7 @@ class TransformOptimizer(Optimizer):
         call = Arguments(gradients, self._live["state"], params, Donation(self.donate_grads, True), extras)
         state = self._stepping.step(call, problem)
         self._live["state"] = state
+        self._live["initial"] = None
         self._live["entries"].update(self.state, state, self._stepping.show)
         return loss
 

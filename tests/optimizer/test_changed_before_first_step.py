@@ -1,0 +1,144 @@
+"""Weights that are loaded between the construction of an optimizer and its first step: as if loaded before."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import muonfx as mfx
+
+RATE = 1e-3
+CHAINS: dict[str, Callable[[], mfx.Transform]] = {
+    "schedule_free": lambda: mfx.contrib.schedule_free(
+        mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(RATE)), RATE
+    ),
+    "prodigy": lambda: mfx.chain(mfx.contrib.scale_by_prodigy(), mfx.scale(-1.0)),
+    "keep_weight_norms": lambda: mfx.chain(mfx.scale_by_learning_rate(RATE), mfx.contrib.keep_weight_norms()),
+    "ema_params": lambda: mfx.chain(mfx.scale_by_learning_rate(RATE), mfx.ema_params(0.9)),
+    "master_params": lambda: mfx.master_params(mfx.scale_by_learning_rate(RATE)),
+    "muon": lambda: mfx.muon(RATE),
+}
+
+
+def weights(seed: int) -> torch.Tensor:
+    return torch.randn(6, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def optimizer_of(name: str) -> tuple[nn.Linear, mfx.TransformOptimizer]:
+    model = nn.Linear(6, 6, bias=False)
+    nn.init.zeros_(model.weight)
+    return model, mfx.TransformOptimizer(model, CHAINS[name]())
+
+
+def trained(model: nn.Linear, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model.weight - 3.0).square().sum().backward()
+        optimizer.step()
+    return model.weight.detach()
+
+
+def expected(name: str) -> torch.Tensor:
+    model = nn.Linear(6, 6, bias=False)
+    model.load_state_dict({"weight": weights(1)})
+    return trained(model, mfx.TransformOptimizer(model, CHAINS[name]()))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", CHAINS)
+def test_loaded_weights_are_those_that_the_state_is_made_from(name: str, assign: bool):
+    model, optimizer = optimizer_of(name)
+    model.load_state_dict({"weight": weights(1)}, assign=assign)
+    assert torch.equal(trained(model, optimizer), expected(name))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_weights_written_in_a_moved_model_are_followed(name: str):
+    model, optimizer = optimizer_of(name)
+    model.double().float()
+    with torch.no_grad():
+        model.weight.copy_(weights(1))
+    assert torch.equal(trained(model, optimizer), expected(name))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_copied_optimizer_follows_the_weights_of_the_copied_model(name: str):
+    model, optimizer = copy.deepcopy(optimizer_of(name))
+    model.load_state_dict({"weight": weights(1)})
+    assert torch.equal(trained(model, optimizer), expected(name))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_loaded_state_is_kept(name: str):
+    """A run is resumed: the optimizer's state is loaded first, and the weights after it."""
+    source, source_optimizer = optimizer_of(name)
+    source.load_state_dict({"weight": weights(1)})
+    trained(source, source_optimizer)
+    model, optimizer = optimizer_of(name)
+    optimizer.load_state_dict(source_optimizer.state_dict())
+    model.load_state_dict(source.state_dict())
+    assert torch.equal(trained(model, optimizer), trained(source, source_optimizer))
+
+
+def test_a_state_that_the_caller_has_written_is_kept():
+    model, optimizer = optimizer_of("muon")
+    trace = optimizer.state[model.weight]["momentum.trace"]
+    trace.fill_(2.0)
+    model.load_state_dict({"weight": weights(1)})
+    assert torch.equal(optimizer.state[model.weight]["momentum.trace"], torch.full((6, 6), 2.0))
+
+
+def test_state_that_is_saved_before_the_first_step_is_of_the_loaded_weights():
+    model, optimizer = optimizer_of("schedule_free")
+    model.load_state_dict({"weight": weights(1)})
+    assert torch.equal(optimizer.state_dict()["state"][0]["z"], weights(1))
+
+
+def test_weights_changed_after_the_first_step_do_not_start_the_state_again():
+    model, optimizer = optimizer_of("prodigy")
+    trained(model, optimizer)
+    optimizer.zero_grad()
+    start = optimizer.state[model.weight]["scale_by_prodigy.start"].clone()
+    model.load_state_dict({"weight": weights(1)})
+    trained(model, optimizer)
+    assert torch.equal(optimizer.state[model.weight]["scale_by_prodigy.start"], start)
+
+
+def test_a_parameter_replaced_after_backward_is_an_error_beside_others():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = mfx.TransformOptimizer(model, mfx.adamw(0.1))
+    model(torch.ones(4)).sum().backward()
+    model[1].weight = nn.Parameter(model[1].weight.detach().clone())
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=r"'1\.weight'.*between backward"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_list_of_betas_is_read_after_a_change_in_place():
+    model = nn.Linear(3, 3)
+    optimizer = mfx.TransformOptimizer(model, mfx.adamw(0.1))
+    group = optimizer.param_groups[0]
+    group["betas"] = [0.9, 0.999]
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    group["betas"][0] = 0.5
+    optimizer.step()
+    assert group["momentum"] == 0.5
+    assert optimizer.snapshot()[0] != mfx.adamw(0.1)
+
+
+def test_added_bf16_parameters_warn_of_lost_decay():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    model[0].requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = mfx.TransformOptimizer(
+            [{"params": model, "weight_decay": 0.0}], mfx.adamw(1e-3, weight_decay=0.1)
+        )
+    model[0].requires_grad_()
+    with pytest.warns(UserWarning, match=r"weight decay has no effect on 1 of .* '0\.weight'"):
+        optimizer.add_param_group({"params": [("0.weight", model[0].weight)], "weight_decay": 0.1})
