@@ -1,6 +1,7 @@
 """Weights that are loaded between the construction of an optimizer and its first step: as if loaded before."""
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 
@@ -136,9 +137,24 @@ def test_added_bf16_parameters_warn_of_lost_decay():
     model[0].requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer = mfx.TransformOptimizer(
-            [{"params": model, "weight_decay": 0.0}], mfx.adamw(1e-3, weight_decay=0.1)
-        )
+        optimizer = mfx.TransformOptimizer([{"params": model, "weight_decay": 0.0}], mfx.adamw(1e-3, weight_decay=0.1))
     model[0].requires_grad_()
     with pytest.warns(UserWarning, match=r"weight decay has no effect on 1 of .* '0\.weight'"):
         optimizer.add_param_group({"params": [("0.weight", model[0].weight)], "weight_decay": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "name"),
+    [
+        ("lr", -1.0, "lr"),
+        ("weight_decay", -0.1, "weight_decay"),
+        ("momentum", 1.5, "momentum"),
+        ("adamw_lr", -1.0, "adamw_lr"),
+        ("adamw_weight_decay", float("nan"), "adamw_weight_decay"),
+        ("betas", (1.0, 0.9), "betas[0]"),
+        ("betas", (0.9, 1.0), "betas[1]"),
+    ],
+)
+def test_an_error_of_the_constructor_names_the_argument(argument: str, value: object, name: str):
+    with pytest.raises(ValueError, match=f"^{re.escape(name)} must be "):
+        mfx.Muon(nn.Linear(4, 4), **{argument: value})  # pyright: ignore[reportArgumentType]
