@@ -44,6 +44,18 @@ class InitialState:
         """Record that the state was made from these parameters."""
         self._params = {name: (param, version_of(param)) for name, param in params.items()}
 
+    def forget_written(self, state: PyTree) -> None:
+        """Forget the leaves into which somebody has written, before the state is copied: copies have other versions."""
+        paths = self.unwritten(state)
+        self._versions = {path: version for path, version in self._versions.items() if path in paths}
+
+    def note_copied(self, params: Mapping[str, Tensor], state: PyTree) -> None:
+        """Record the tensors of a copied optimizer, which have other versions than those of the original."""
+        self.note(params)
+        for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
+            if path in self._versions:
+                self._versions[path] = version_of(leaf)
+
     def is_of(self, params: Mapping[str, Tensor]) -> bool:
         """Return True if no parameter was replaced or written to since the state was made from them."""
         for name, param in params.items():

@@ -210,6 +210,9 @@ class TransformOptimizer(Optimizer):
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
         self._adopt_state()
         self._update_initial_state()
+        initial: InitialState | None = self._live["initial"]
+        if initial is not None:
+            initial.forget_written(self._live["state"])
         self._tracked_groups.follow(self._groups, self._stepping.rules)  # a copy finds the tensors by "param_names"
         attributes = {
             "donate_grads": self.donate_grads,
@@ -232,8 +235,10 @@ class TransformOptimizer(Optimizer):
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
         self._tracked_groups.follow(self._groups, self._stepping.rules)
-        if self._live["initial"] is not None:  # the copied parameters are other tensors
-            self._live["initial"].note(named)
+        initial: InitialState | None = self._live.get("initial")  # absent in files of earlier versions
+        self._live["initial"] = initial
+        if initial is not None:
+            initial.note_copied(named, self._live["state"])
         self._stepping.refresh(named, self._tracked_groups.groups)  # now, because the first step may be traced
         own_groups(self)
 
