@@ -16,7 +16,7 @@ ENGINES := $(VENV)/.installed-engines
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all test-deep test-versions lint format types docs docs-serve notebooks bench bench-gpu engines clean clean-all
+.PHONY: help setup train test test-slow test-all test-deep test-versions lint format types docs docs-serve notebooks dist bench bench-gpu engines clean clean-all
 
 help: ## print this help
 	@echo 'usage: make <target> [ARGS="..."] [PYTHON=python3.12] [WORKERS=2]'
@@ -62,6 +62,10 @@ docs-serve: docs ## serve the built documentation on localhost, port 8000
 
 notebooks: $(DEV) ## execute the notebooks (ARGS=--write saves the new outputs)
 	@$(PY) scripts/run_notebooks.py --workers $(WORKERS) $(ARGS)
+
+dist: $(DEV) ## build the wheel and the sdist into dist/
+	@rm -rf dist
+	@$(PY) -m hatchling build
 
 bench: $(BENCH) ## run the benchmarks and compare with other packages
 	@$(PY) -m benchmarks $(ARGS)

@@ -1,7 +1,8 @@
 """Run the benchmarks and write results, tables and plots.
 
 Run ``python -m benchmarks [adapter polar step parts checkpoint sharding sharding_timeline engines bind planner
-overhead operations]``. To compare with another checkout, run ``python -m benchmarks versions --before FOLDER``.
+overhead operations optimizer_laws]``. To compare with another checkout, run
+``python -m benchmarks versions --before FOLDER``.
 
 ``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing. It predicts the cost of our
 plan and of other libraries' schemes on a mesh of ranks.
@@ -25,6 +26,7 @@ from benchmarks import (
     engines,
     leaves,
     operations,
+    optimizer_laws,
     overhead,
     parts,
     planner,
@@ -54,6 +56,7 @@ BENCHMARKS = {
     "planner": "planner_speed",
     "overhead": "leaves_speed overhead_speed",
     "operations": "operations_count",
+    "optimizer_laws": "optimizer_laws",
     "versions": "versions_speed",
 }
 """The benchmarks, and the names of the results that each one writes. Each result can also be measured alone."""
@@ -131,6 +134,7 @@ def measures_for(options: argparse.Namespace) -> dict[str, Callable[[], list[dic
         "bind_speed": lambda: bind.speed(min(rounds, 3)),
         "leaves_speed": lambda: leaves.speed(rounds),
         "operations_count": operations.counts,
+        "optimizer_laws": optimizer_laws.rows,
         "overhead_speed": lambda: overhead.speed(min(rounds, 30), seconds=seconds),
         "versions_speed": lambda: versions.speed(options.before, rounds, cases=options.cases, seconds=seconds),
     }
@@ -142,6 +146,7 @@ def write_report() -> None:
     report.rewrite()
     report.rewrite(report.PARTS_PAGE, report.PARTS_SECTIONS)
     report.rewrite(report.GPU_PAGE, report.OPERATIONS_SECTIONS)
+    report.rewrite(optimizer_laws.PAGE, optimizer_laws.SECTIONS)
     report.rewrite(report.TRAINING_PAGE, report.TRAINING_SECTIONS)
     report.rewrite(rates_table.PAGE, rates_table.SECTIONS)
     report.rewrite(standings.PAGE, standings.SECTIONS)

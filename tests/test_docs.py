@@ -35,6 +35,7 @@ from tests.processes import Failed, Here, World
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "docs" / "_extensions")]
 import api_pages  # noqa: E402
+import notebook_pages  # noqa: E402
 import public_api  # noqa: E402
 import run_notebooks  # noqa: E402
 
@@ -142,6 +143,32 @@ def test_a_notebook_is_committed_with_its_outputs(path: Path):
         f"{path.name}: not run from top to bottom: make notebooks ARGS=--write"
     )
     assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+
+
+GUIDED = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", GUIDED, ids=lambda path: path.stem)
+def test_a_notebook_opens_in_colab_and_installs_there_only(path: Path, monkeypatch: pytest.MonkeyPatch):
+    title, install = nbformat.read(path, as_version=4).cells[:2]
+    assert f"(https://colab.research.google.com/github/muonfx/muonfx/blob/main/notebooks/{path.name})" in title.source
+    commands: list[list[str]] = []
+    folders: list[str] = []
+    monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))
+    monkeypatch.setattr("os.chdir", folders.append)
+    exec(install.source, {})
+    assert commands == folders == []
+    monkeypatch.setitem(sys.modules, "google.colab", sys)
+    exec(install.source, {})
+    assert [command[0] for command in commands] == ["git", sys.executable]
+    assert folders == ["muonfx/notebooks"]
+
+
+def test_the_page_of_examples_lists_every_notebook_with_its_question():
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    assert notebook_pages.table() in page
+    for path in (ROOT / "notebooks" / "experiments").glob("*.ipynb"):
+        assert f"(../notebooks/experiments/{path.name})" in page
 
 
 IS_IT_HERE = [
@@ -309,6 +336,20 @@ def restructured(text: str) -> str:
 )
 def test_formulas_and_words_behind_code_are_translated_and_examples_are_not(markdown: str, expected: str):
     assert restructured(markdown) == expected
+
+
+API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", API_PAGES, ids=lambda page: page.stem)
+def test_an_api_page_leads_readers_on_github_to_the_docstrings(page: Path):
+    text = page.read_text(encoding="utf-8")
+    for block in api_pages.BLOCK.finditer(text):
+        note = api_pages.github_note(block)
+        assert text[: block.start()].endswith(note), f"expected above the block: {note}"
+        for file in re.findall(r"\]\((.*?)\)", note):
+            assert (page.parent / file).exists()
+    assert "> On GitHub:" not in api_pages.GITHUB_NOTE.sub("", text)
 
 
 def test_a_block_gives_every_name_a_row_and_an_entry():

@@ -8,6 +8,9 @@ In docs/api/*.md, a block::
 is replaced by all public names that these modules define; ``{api} muonfx.recipes | adamw lion`` for two of them.
 ``{api-overview}`` becomes the list of all pages with their names. A public name without an entry is a warning, and
 so an error of the build.
+
+GitHub shows such a block as it is. Above it, a line that begins with ``> On GitHub:`` links to the source; the site
+leaves this line out.
 """
 
 import re
@@ -21,8 +24,11 @@ from sphinx.util import logging
 
 log = logging.getLogger(__name__)
 
+ROOT = Path(__file__).resolve().parents[2]
+
 BLOCK = re.compile(r"^```\{api\} *(?P<modules>[\w. ]+?)(?: *\| *(?P<names>[\w ]+))?\n```$", re.MULTILINE)
 OVERVIEW = re.compile(r"^```\{api-overview\}\n```$", re.MULTILINE)
+GITHUB_NOTE = re.compile(r"^> On GitHub: .*\n\n", re.MULTILINE)
 WITH_BASE = {"muonfx.sharding.Layout"}
 """Classes that show the members of their base class, which has no entry of its own."""
 PAGES = re.compile(r"```\{toctree\}\n(?P<body>.*?)```", re.DOTALL)
@@ -75,6 +81,17 @@ def expand(block: re.Match[str]) -> str:
     return "\n".join(lines)
 
 
+def github_note(block: re.Match[str]) -> str:
+    """The line above a block for readers on GitHub, with a link to the file of each module."""
+    links: list[str] = []
+    for module in block["modules"].split():
+        path = Path(*module.split("."))
+        is_package = (ROOT / path).is_dir()
+        file = path / "__init__.py" if is_package else path.with_suffix(".py")
+        links.append(f"[{module}](../../{file.as_posix()})")
+    return f"> On GitHub: these entries are docstrings of {', '.join(links)}; `make docs` builds the page.\n\n"
+
+
 def overview(folder: Path) -> str:
     """The Markdown of the list of all pages, in the order of the index's own tables of contents."""
     lines: list[str] = []
@@ -91,7 +108,7 @@ def overview(folder: Path) -> str:
 def _on_source(app: Sphinx, docname: str, content: list[str]) -> None:
     if not docname.startswith("api/"):
         return
-    text = BLOCK.sub(expand, content[0])
+    text = BLOCK.sub(expand, GITHUB_NOTE.sub("", content[0]))
     content[0] = OVERVIEW.sub(lambda _: overview(Path(app.srcdir) / "api"), text)
 
 

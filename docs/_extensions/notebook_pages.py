@@ -1,7 +1,8 @@
 """Notebooks, which lie beside docs/ in the repository, become pages with a link to download them.
 
-They are copied to docs/notebooks (which git ignores) before Sphinx looks for its sources. In a notebook, a link to
-`../docs/page.md` reads well in the repository, and becomes one to the page of the site.
+They are copied to docs/notebooks (which git ignores) before Sphinx looks for its sources. Links are written as the
+repository needs them: `../docs/page.md` in a notebook, and `../notebooks/name.ipynb` in a page. They become links
+between pages of the site.
 """
 
 import json
@@ -14,7 +15,6 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
-TABLE = "```{notebooks}\n```"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -47,14 +47,20 @@ def question(path: Path) -> tuple[str, str]:
     return found["title"].strip(), " ".join((found["question"] or "").split())
 
 
+def table() -> str:
+    """The list of all notebooks, as a table in Markdown for a page of docs/."""
+    rows = ["| notebook | question |", "| --- | --- |"]
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        title, asked = question(path)
+        rows.append(f"| [{title}](../notebooks/{path.name}) | {asked} |")
+    return "\n".join(rows)
+
+
 def _on_source(app: Sphinx, docname: str, content: list[str]) -> None:
-    """Put the list of notebooks in the place of a `{notebooks}` block."""
-    if TABLE in content[0]:
-        rows = ["| notebook | question |", "| --- | --- |"]
-        for path in sorted((Path(app.srcdir) / "notebooks").glob("*.ipynb")):
-            title, asked = question(path)
-            rows.append(f"| [{title}](notebooks/{path.name}) | {asked} |")
-        content[0] = content[0].replace(TABLE, "\n".join(rows))
+    """Let links to notebooks lead to their copies below docs/."""
+    depth = docname.count("/")
+    if not docname.startswith("notebooks/"):
+        content[0] = content[0].replace(f"]({'../' * (depth + 1)}notebooks/", f"]({'../' * depth}notebooks/")
 
 
 class DownloadLink(SphinxTransform):

@@ -28,12 +28,25 @@ def groups_with_names(state_dict: Mapping[str, Any], groups: Sequence[TrackedGro
     saved_groups = _named_by_path(list(state_dict["param_groups"]), groups)
     if not all("param_names" in saved for saved in saved_groups):
         return _named_by_order(saved_groups, groups, rename)
+    _require_a_name_for_each(saved_groups)
     new_name_of = _new_name_of(saved_groups, groups, rename)
     renamed_groups: list[Group] = []
     for saved in saved_groups:
         names = [new_name_of[name] for name in saved["param_names"]]
         renamed_groups.append({**saved, "param_names": names})
     return renamed_groups
+
+
+def _require_a_name_for_each(saved_groups: Sequence[Group]) -> None:
+    """Raise unless each saved group has as many "param_names" as "params"."""
+    for number, saved in enumerate(saved_groups):
+        params = len(saved["params"])
+        names = len(saved["param_names"])
+        if params != names:
+            raise ValueError(
+                f"nothing was loaded: group {number} of the state dict has {params} 'params' and {names} "
+                "'param_names', expected a name for each parameter: load the state dict as state_dict() returned it"
+            )
 
 
 def _named_by_path(saved_groups: list[Group], groups: Sequence[TrackedGroup]) -> list[Group]:

@@ -632,9 +632,11 @@ class TransformOptimizer(Optimizer):
             TypeError: a gradient is sparse or complex, or no transform accepts an extra argument. No parameter or state
                 has been changed when an error is raised.
         """
-        loss = None if closure is None else _evaluate(closure)
+        loss: Any = None
         problem: Exception | None = None
         try:
+            if closure is not None:
+                loss = _evaluate(closure)
             params, gradients = self._read_step()
         except Exception as error:  # raised by the stepping, on all ranks together
             problem = error

@@ -34,6 +34,7 @@ from muonfx.tree import PyTree
 # ----------------------------------------------------------------------------------------------------------- of a step
 
 _NUMBERS = "numbers in their chains"
+_DTYPES = "dtypes of parameters (convert the model on all ranks, or on none)"
 
 
 class _Fixed(NamedTuple):
@@ -64,6 +65,7 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
             f"number {progress.serial} of the group"
         ),
         "arguments: some give params, some do not": call.params is not None,
+        _DTYPES: _digest_of_dtypes(binding, call.params),
         "states (load on all ranks, or on none)": (
             "loaded since the last step" if progress.has_loaded else "not loaded since the last step"
         ),
@@ -87,6 +89,21 @@ def _find_fixed(binding: Binding, tx: Transform, call: Arguments) -> _Fixed:
         len(described),
         {names[index]: index for index in shared},
     )
+
+
+def _digest_of_dtypes(binding: Binding, params: PyTree) -> str:
+    """Return a digest of the dtypes of this rank's parameters, computed once for each combination of dtypes."""
+    dtypes = tuple([None if leaf is None else leaf.dtype for leaf in tree.leaves(params)])
+    return binding.once(("dtypes", dtypes), lambda: digest(dtypes))
+
+
+def facts_of_dtypes(params: PyTree) -> Facts:
+    """Return the dtype of each of this rank's parameters by name, for the error if their digests differ."""
+    dtype_of: dict[str, str] = {}
+    for name, leaf in zip(tree.names(params), tree.leaves(params), strict=True):
+        if leaf is not None:
+            dtype_of[name] = str(leaf.dtype)
+    return {_DTYPES: dtype_of}
 
 
 def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:

@@ -15,6 +15,7 @@ from muonfx.testing import laws
 from muonfx.testing.check import LawReport, check_transform, laws_for, suitable_params
 from muonfx.testing.examples import DTYPES, Example, Pair, params_and_grads, standard_examples, trees
 from muonfx.testing.law import LAWS, Law, law
+from muonfx.testing.optimizers import OPTIMIZER_LAWS, OptimizerLaw, OptimizerReport, check_optimizer
 from muonfx.testing.transforms import MATRIX_ONLY, arguments, chains, schedules, transforms
 from muonfx.testing.violation import LawViolation
 
@@ -22,6 +23,8 @@ from muonfx.testing.violation import LawViolation
 __all__ = [
     # checking a transform
     "check_transform", "laws_for", "suitable_params", "LawReport", "LawViolation",
+    # checking any torch optimizer
+    "check_optimizer", "OptimizerReport", "OptimizerLaw", "OPTIMIZER_LAWS",
     # laws
     "laws", "LAWS", "Law", "law",
     # examples

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rates_table, report
+from benchmarks import optimizer_laws, rates_table, report
 from benchmarks.track import standings
 
 PAGES = {
@@ -15,6 +15,7 @@ PAGES = {
     report.TRAINING_PAGE: report.TRAINING_SECTIONS,
     standings.PAGE: standings.SECTIONS,
     rates_table.PAGE: rates_table.SECTIONS,
+    optimizer_laws.PAGE: optimizer_laws.SECTIONS,
 }
 
 

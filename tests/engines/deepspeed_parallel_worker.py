@@ -270,6 +270,25 @@ def unequal_values(here: Rank) -> dict[str, Any]:
     return {}
 
 
+def wrong_rate(stage: int, here: Rank) -> dict[str, Any]:
+    """Give rank 1 a rate that is no number, and return the error of this rank."""
+    run = pipeline(stage, here, stages=1)
+    run.step()
+    optimizer = getattr(run.engine.optimizer, "optimizer", run.engine.optimizer)
+    group = optimizer.param_groups[0]
+    rate = group["lr"]
+    before = local_values(run)
+    if here.rank == 1:
+        group["lr"] = "fast"
+    text = ""
+    try:
+        run.step()
+    except (ValueError, RuntimeError) as error:
+        text = f"{type(error).__name__}: {error}"
+    group["lr"] = rate
+    return {"error_text": text, "unchanged": same(before, local_values(run))}
+
+
 def scheduled(type_name: str, params: dict[str, Any], steps: int = 4) -> dict[str, Any]:
     """Take steps with a scheduler of DeepSpeed; return the rates of the last step, or the error."""
     import deepspeed
@@ -319,6 +338,7 @@ OTHERS: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "on other ranks": on_other_ranks,
     "unequal values": unequal_values,
     "unequal stages": unequal_stages,
+    "wrong rate": lambda here: wrong_rate(1, here),
     "schedulers": lambda here: scheduled_cases(),
 }
 # In this order: a pipeline leaves groups in DeepSpeed's global state, with which experts cannot be made.
@@ -329,6 +349,7 @@ NAMES = (
     *PIPELINE_CASES,
     "on other ranks",
     "unequal values",
+    "wrong rate",
     "unequal stages",
 )
 CASES: dict[str, Any] = {name: {} for name in NAMES}

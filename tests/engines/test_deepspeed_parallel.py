@@ -80,6 +80,15 @@ class TestReal:
         assert "rank 1" in case["error_text"]
         assert not case["written"]
 
+    def test_a_wrong_rate_on_one_rank_is_an_error_on_all_and_changes_nothing(
+        self, results: list[dict[str, Any]]
+    ) -> None:
+        first, second = [rank["wrong rate"] for rank in results]
+        assert "rank 1: ValueError: 'lr' in a group must be a number, found 'fast'" in first["error_text"]
+        assert second["error_text"].startswith("ValueError: 'lr' in a group must be a number")
+        assert first["unchanged"]
+        assert second["unchanged"]
+
     def test_stages_with_other_kinds_of_parameters_are_reported(self, results: list[dict[str, Any]]) -> None:
         (text,) = result_of(results, "unequal stages")["warnings"]
         assert "['muon', 'adamw'] on rank 0 and ['adamw'] on rank 1" in text

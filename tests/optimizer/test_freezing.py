@@ -547,6 +547,19 @@ def test_a_state_dict_has_no_shared_tensors_and_no_slashes_in_its_keys() -> None
     assert len(set(pointers)) == len(pointers)
 
 
+@pytest.mark.parametrize("key", ["params", "param_names"])
+def test_a_state_dict_whose_group_lacks_a_parameter_or_its_name_is_refused(key: str) -> None:
+    model = net()
+    optimizer = mfx.Muon(model)
+    train(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    count = len(saved["param_groups"][0][key])
+    saved["param_groups"][0][key].pop()
+    with pytest.raises(ValueError, match="nothing was loaded: group 0 of the state dict") as caught:
+        optimizer.load_state_dict(saved)
+    assert f"has {count - 1} " in str(caught.value) or f"and {count - 1} " in str(caught.value)
+
+
 # --------------------------------------------------------------------------------------------- keys of the user's own
 
 

@@ -383,6 +383,55 @@ def test_a_wrong_or_another_rate_on_one_rank_is_raised_on_all_and_changes_nothin
     assert not torch.equal(whole(params["up.weight"]), before["up.weight"])
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "replicated"])
+@on_ranks(2)
+@quiet()
+def test_a_closure_that_raises_on_one_rank_is_an_error_on_all_and_changes_nothing(here: Here, kind: str):
+    """The other ranks do not wait for the timeout of the group, and a good step works afterwards."""
+    if kind == "fsdp":
+        net, optimizer = optimized("fsdp", here, groups="one")
+    else:
+        net = made()
+        layout = sharding.replicated(dict(net.named_parameters()), here.group)
+        optimizer = mfx.TransformOptimizer(net, chains(net)["outer"], layout=layout)
+    train(net, optimizer, range(1))
+    params = named(net)
+    set_gradients(params, named(made()), 0)
+    before = {name: whole(param).clone() for name, param in params.items()}
+
+    def closure() -> Tensor:
+        if here.rank == 1:
+            raise KeyError("a batch")
+        return torch.zeros(())
+
+    expected = (KeyError, "a batch") if here.rank == 1 else (ShardingError, "rank 1: KeyError: 'a batch'")
+    with pytest.raises(expected[0], match=expected[1]):
+        optimizer.step(closure)
+    assert all(torch.equal(whole(param), before[name]) for name, param in params.items())
+    optimizer.step()
+    assert not torch.equal(whole(params["up.weight"]), before["up.weight"])
+
+
+@on_ranks(3)
+@quiet()
+def test_a_parameter_of_another_dtype_on_one_rank_is_an_error_on_all_and_changes_nothing(here: Here):
+    net = made()
+    layout = sharding.replicated(dict(net.named_parameters()), here.group)
+    optimizer = mfx.TransformOptimizer(net, chains(net)["outer"], layout=layout)
+    train(net, optimizer, range(1))
+    params = named(net)
+    before = {name: param.detach().clone() for name, param in params.items()}
+    if here.rank == 2:
+        net.up.weight.data = net.up.weight.data.bfloat16()
+    with pytest.raises(ShardingError) as caught:
+        optimizer.step()
+    assert "'up.weight' is torch.float32 on rank 0 and torch.bfloat16 on rank 2" in str(caught.value)
+    if here.rank == 2:
+        net.up.weight.data = before["up.weight"].clone()
+    assert all(torch.equal(param, before[name]) for name, param in params.items())
+    optimizer.step()
+
+
 @on_ranks(2)
 @quiet()
 def test_a_state_dict_that_does_not_fit_on_one_rank_is_loaded_on_none(here: Here):

@@ -279,6 +279,24 @@ def test_a_factory_that_was_not_called_is_reported():
 
 # ------------------------------------------------------------------------------------------------------- the page
 
+
+@mfx.transform(locality=mfx.Locality.LEAF)
+def divide_by_norm():
+    """A right transform, whose last bit depends on the strides of a leaf, as the order of a sum does."""
+
+    def update(updates, state, params=None):
+        return mfx.tree.map(lambda leaf: leaf / leaf.norm(), updates), state
+
+    return lambda params: mfx.core.EmptyState(), update
+
+
+def test_a_leaf_keeps_its_strides_in_company():
+    for seed in range(9):
+        generator = torch.Generator().manual_seed(seed)
+        transposed = {"w": torch.randn(4, 4, generator=generator).T}
+        kit.laws.a_leaf_has_the_same_bits_in_any_company(divide_by_norm(), transposed, [transposed])
+
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "check-your-own.md"
 FAMILIES = {
     "structure": "the state and the updates keep their form",

@@ -24,7 +24,7 @@ from muonfx.engines.deepspeed.pieces import (
     whole_pieces,
 )
 from muonfx.engines.deepspeed.rates import GroupRates
-from muonfx.engines.deepspeed.unit import Unit
+from muonfx.engines.deepspeed.unit import Unit, raise_on_all_ranks
 from muonfx.optimizer.group_numbers import GroupNumbers
 from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
@@ -128,18 +128,30 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_same_trained()
-        self._rates.check(self.param_groups)
         is_first = not self._units
-        # The units of all groups before any update, because creating a unit may raise an error.
-        units_per_group = [self._units_of(group["param_names"], group["params"]) for group in self.param_groups]
+        numbers_per_group: list[dict[str, Any]] = []
+        units_per_group: list[list[Unit]] = []
+        try:
+            self._require_same_trained()
+            self._rates.check(self.param_groups)
+            for group in self.param_groups:
+                numbers_per_group.append(self._numbers_of(group).read(group))
+            # The units of all groups before any update, because creating a unit may raise an error.
+            for group in self.param_groups:
+                units_per_group.append(self._units_of(group["param_names"], group["params"]))
+            for units in units_per_group:
+                for unit in units:
+                    unit.check(self.state)
+        except Exception as error:
+            raise_on_all_ranks(error, self._units.values())
+            raise  # without ranks that wait for this one
         # DeepSpeed may take a first step with zero gradients, only to allocate the state. The units now have their
         # state. A real step on zeros would advance the count of AdamW and decay the weights.
         if is_first and self._is_initialization():
             return loss
-        for group, units in zip(self.param_groups, units_per_group, strict=True):
+        for numbers, units in zip(numbers_per_group, units_per_group, strict=True):
             for unit in units:
-                unit.step(self._numbers_of(group).read(group), self.state)
+                unit.step(numbers, self.state)
         return loss
 
     def _is_initialization(self) -> bool:

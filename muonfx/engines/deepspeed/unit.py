@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from muonfx.engines.deepspeed.pieces import Pieces
 from muonfx.optimizer.group_numbers import fitted
 from muonfx.optimizer.state_entries import path_of
 from muonfx.optimizer.stepping import add_in_place
+from muonfx.sharding.communication.agree import agree
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.transform import from_global, sharded, to_global
 from muonfx.tree import PyTree
@@ -114,7 +115,7 @@ class Unit:
         for name, shard in shard_of.items():
             views[name].copy_(shard)
 
-    def _check(self, states: States) -> None:
+    def check(self, states: States) -> None:
         """Raise unless ``optimizer.state``, which may be loaded, fits the transform; cast it to its dtypes."""
         for tensor, specs in self._specs.items():
             entries: dict[str, Any] = states.get(tensor, {})
@@ -174,8 +175,10 @@ class Unit:
                 old.copy_(new)
 
     def step(self, numbers: dict[str, Any], states: States) -> None:
-        """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, by name."""
-        self._check(states)
+        """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, by name.
+
+        Call `check` before.
+        """
         if numbers is not self._numbers:
             fitted_numbers = fitted(hyperparams(self._tx), numbers)
             self._current_tx = prepared(with_hyperparams(self._tx, fitted_numbers))
@@ -197,7 +200,7 @@ class Unit:
 
         Each is a whole tensor or a shard with its position (`FlatShard`); None for parameters of other flat tensors.
         """
-        self._check(states)
+        self.check(states)
         params = self._params()
         state = self._read(states)
         if self.pieces.layout is not None:
@@ -240,3 +243,17 @@ class Unit:
         if self.pieces.layout is not None:
             new_state = from_global(self._transform(), new_state, self._among_all(views))
         self._write(self._read(states), new_state, states)
+
+
+def raise_on_all_ranks(problem: Exception, units: Iterable[Unit]) -> None:
+    """Raise an error that this rank has before a step on all ranks that wait for it; return if none can wait.
+
+    The other ranks wait in the first of the units that is sharded, where the ranks agree on the step. Without this
+    call they would wait until the timeout of the group.
+    """
+    for unit in units:
+        layout = unit.pieces.layout
+        if unit.pieces.is_flat and unit.pieces.flat[0].grad is None:
+            continue  # no rank steps a flat tensor without a gradient
+        if layout is not None and layout.group is not None and layout.size > 1:
+            agree("a step", layout.group, problem)

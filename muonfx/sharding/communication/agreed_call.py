@@ -20,7 +20,7 @@ from muonfx.sharding.communication.replicas import verify_params, verify_state, 
 from muonfx.sharding.communication.waiting import CONSTRUCTING, wait_for_all
 from muonfx.sharding.digests import digest
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.facts import facts_of_binding, facts_of_step, facts_of_transforms
+from muonfx.sharding.facts import facts_of_binding, facts_of_dtypes, facts_of_step, facts_of_transforms
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import PLAIN, local_of, local_tree
 from muonfx.sharding.shards.local_leaves import LocalLeaves, local_leaves
@@ -70,7 +70,7 @@ def agreed_call(
         problem,
         unplaced=gradients.unplaced,
         same=facts,
-        explain=lambda: {**facts_of_transforms(binding, tx, local.like), **facts},
+        explain=lambda: {**facts_of_transforms(binding, tx, local.like), **facts, **facts_of_dtypes(local.params)},
         request=progress.needs_verification(local.state),
     )
     if agreement.is_requested:

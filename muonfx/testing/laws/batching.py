@@ -117,7 +117,7 @@ def _rounds_at_random(tx: Transform) -> bool:
 
 def _with_others(copies: int, values: PyTree) -> PyTree:
     """Return ``{"copy0": values, "copy1": ...}``, where later trees have leaves of the same shapes and other values."""
-    trees: dict[str, PyTree] = {}
-    for number in range(copies):
+    trees: dict[str, PyTree] = {"copy0": values}  # with its strides, on which the order of a sum may depend
+    for number in range(1, copies):
         trees[f"copy{number}"] = tree.map(lambda leaf, by=number: leaf.roll(by), values)
     return trees

@@ -1,0 +1,120 @@
+"""The check of one optimizer against all laws, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from muonfx.internal.display import Report, Shown, Table
+from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, OptimizerLaw, outcome_of
+from muonfx.testing.optimizers.ranks import outcome_on_ranks
+from muonfx.testing.optimizers.runs import seeded
+from muonfx.testing.progress import reporting
+
+
+@dataclass(frozen=True, repr=False)
+class OptimizerReport(Shown):
+    """The result of `check_optimizer`. It prints as a table with a row for each law.
+
+    Attributes:
+        optimizer: the name of the optimizer's class.
+        failures: a dict from the name of each law that does not hold to what was found.
+        held: the names of the laws that hold.
+        left_out: a dict from the name of each law that was not checked to the reason.
+
+    >>> print(OptimizerReport("Mine", {"autocast_changes_nothing": "under autocast: up.weight differs"}, (), {}))
+    Mine: 0 of 1 laws hold
+    law
+    autocast_changes_nothing  does not hold  under autocast: up.weight differs
+    """
+
+    optimizer: str
+    failures: dict[str, str]
+    held: tuple[str, ...]
+    left_out: dict[str, str]
+
+    def raise_failures(self) -> None:
+        """Raise an AssertionError with the table of failures if a law does not hold, for use in tests."""
+        if self.failures:
+            lines = [f"  {name} does not hold: {failure}" for name, failure in self.failures.items()]
+            raise AssertionError("\n".join([f"{self.optimizer}: {self._summary()}", *lines]))
+
+    def report(self) -> Report:
+        """Return the table that is printed for this value."""
+        rows: list[tuple[str, str, str]] = []
+        for name, law in OPTIMIZER_LAWS.items():
+            if name in self.failures:
+                rows.append((name, "does not hold", self.failures[name]))
+            elif name in self.left_out:
+                rows.append((name, "left out", self.left_out[name]))
+            elif name in self.held:
+                rows.append((name, "holds", law.sentence))
+        return Report((Table(("law", "", ""), rows, title=f"{self.optimizer}: {self._summary()}"),))
+
+    def _summary(self) -> str:
+        checked = len(self.held) + len(self.failures)
+        return f"{len(self.held)} of {checked} laws hold"
+
+
+def check_optimizer(
+    build: Build,
+    *,
+    laws: Iterable[str] | None = None,
+    skip: Iterable[str] = (),
+    progress: bool | Callable[[str], None] = True,
+) -> OptimizerReport:
+    """Check a `torch.optim.Optimizer` of anyone against the laws that training loops rely on.
+
+    Tiny models with fp32 parameters on the CPU are updated with given gradients. Laws of ranks start two processes with
+    ``torch.distributed`` (gloo), which import ``build``: it must be a function of a module that they can import.
+
+    Args:
+        build: a function that receives a model and returns a new optimizer for all or some of its parameters. Each
+            call must return the same optimizer. Its learning rate should be of a usual size, such as 0.01.
+        laws: the names of the laws to check. None: all of `OPTIMIZER_LAWS`.
+        skip: the names of laws not to check.
+        progress: True: the law that is checked is shown on stderr. A function: it is called with a line for each law.
+
+    Returns:
+        An `OptimizerReport`. A law that does not hold is an entry of its ``failures``, not an error; in a test, call
+        ``raise_failures()``.
+
+    Raises:
+        ValueError: a name in ``laws`` or ``skip`` is not the name of a law.
+
+    >>> import torch
+    >>> def build(model):
+    ...     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    >>> names = ["torch_save_resumes_the_run", "frozen_parameters_stay"]
+    >>> print(check_optimizer(build, laws=names, progress=False))
+    SGD: 2 of 2 laws hold
+    law
+    torch_save_resumes_the_run  holds  A run resumed from `torch.save` of the state dict ends in the bits of ...
+    frozen_parameters_stay      holds  A parameter that is frozen after some steps stays, and trains again once ...
+    """
+    checked, left_out = _selected(laws, skip)
+    optimizer = type(build(seeded())).__name__
+    held: list[str] = []
+    failures: dict[str, str] = {}
+    with reporting(progress) as report:
+        for number, law in enumerate(checked, start=1):
+            report(f"{optimizer}: law {number} of {len(checked)}, {law.name}")
+            outcome = outcome_on_ranks(law, build) if law.needs_ranks else outcome_of(law, build)
+            if outcome.failure is not None:
+                failures[law.name] = outcome.failure
+            elif outcome.reason_left_out is not None:
+                left_out[law.name] = outcome.reason_left_out
+            else:
+                held.append(law.name)
+    return OptimizerReport(optimizer, failures, tuple(held), left_out)
+
+
+def _selected(laws: Iterable[str] | None, skip: Iterable[str]) -> tuple[list[OptimizerLaw], dict[str, str]]:
+    """Return the laws to check in the order of `OPTIMIZER_LAWS`, and the reasons of the laws that are left out."""
+    wanted = set(OPTIMIZER_LAWS if laws is None else laws)
+    skipped = set(skip)
+    unknown = sorted((wanted | skipped) - OPTIMIZER_LAWS.keys())
+    if unknown:
+        raise ValueError(f"found {', '.join(unknown)}, expected names of laws: {', '.join(OPTIMIZER_LAWS)}")
+    checked = [law for name, law in OPTIMIZER_LAWS.items() if name in wanted - skipped]
+    return checked, {name: "skipped" for name in OPTIMIZER_LAWS if name in skipped}

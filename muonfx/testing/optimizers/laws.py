@@ -1,0 +1,318 @@
+"""The laws for optimizers that one process checks. The first line of each docstring is the law."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+
+from muonfx.testing.optimizers.law import Broken, Build, NotApplicable, optimizer_law
+from muonfx.testing.optimizers.runs import (
+    ReversedModel,
+    Run,
+    UnusualShapes,
+    require_close,
+    require_equal,
+    require_finite,
+    require_moved,
+    require_unmoved,
+    seeded,
+    state_tensors,
+)
+
+STEPS = 3
+"""The number of steps before and after an interruption: enough for moments and counts to matter."""
+
+
+@optimizer_law
+def steps_are_repeatable(build: Build) -> None:
+    """Two runs from the same weights with the same gradients end in the same bits."""
+    first = Run(build).steps(STEPS)
+    second = Run(build).steps(STEPS)
+    require_equal(second.values(), first.values(), "a second run")
+
+
+# ----------------------------------------------------------------------------------------------------- stop and resume
+
+
+@optimizer_law
+def torch_save_resumes_the_run(build: Build) -> None:
+    """A run resumed from `torch.save` of the state dict ends in the bits of the run that was not stopped."""
+    stopped = Run(build).steps(STEPS)
+    file = io.BytesIO()
+    torch.save(stopped.optimizer.state_dict(), file)
+    file.seek(0)
+    resumed = _resumed(build, stopped)
+    resumed.optimizer.load_state_dict(torch.load(file, weights_only=True))
+    _require_same_end(resumed, stopped)
+
+
+@optimizer_law
+def dcp_resumes_the_run(build: Build) -> None:
+    """A run resumed from `torch.distributed.checkpoint` ends in the bits of the run that was not stopped."""
+    stopped = Run(build).steps(STEPS)
+    resumed = _resumed(build, stopped)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = {"optimizer": get_optimizer_state_dict(stopped.model, stopped.optimizer)}
+        dcp.save(saved, checkpoint_id=folder, no_dist=True)
+        loaded = {"optimizer": get_optimizer_state_dict(resumed.model, resumed.optimizer)}
+        dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    set_optimizer_state_dict(resumed.model, resumed.optimizer, loaded["optimizer"])
+    _require_same_end(resumed, stopped)
+
+
+@optimizer_law
+def names_resume_the_run_in_another_order(build: Build) -> None:
+    """A state dict by names resumes a run whose model registers its layers in another order."""
+    stopped = Run(build).steps(STEPS)
+    saved = copy.deepcopy(get_optimizer_state_dict(stopped.model, stopped.optimizer))
+    resumed = _resumed(build, stopped, seeded(ReversedModel))
+    set_optimizer_state_dict(resumed.model, resumed.optimizer, saved)
+    _require_same_end(resumed, stopped, tolerance=1e-5)
+
+
+def _resumed(build: Build, stopped: Run, model: nn.Module | None = None) -> Run:
+    """Return a new run with the weights and the step of a stopped one, and with a new optimizer."""
+    model = seeded() if model is None else model
+    model.load_state_dict(stopped.model.state_dict())
+    resumed = Run(build, model)
+    resumed.next_step = stopped.next_step
+    return resumed
+
+
+def _require_same_end(resumed: Run, continued: Run, tolerance: float | None = None) -> None:
+    """Take the remaining steps of both runs, and compare their ends: bitwise, or up to a tolerance."""
+    start = continued.values()
+    continued.steps(STEPS)
+    resumed.steps(STEPS)
+    if tolerance is None:
+        require_equal(resumed.values(), continued.values(), "the resumed run")
+    else:
+        require_close(resumed.values(), continued.values(), start, tolerance, "the resumed run")
+
+
+@optimizer_law
+def states_keep_their_dtypes(build: Build) -> None:
+    """Each tensor of the state keeps its dtype and shape from the first step on, and through `load_state_dict`."""
+    run = Run(build).steps(1)
+    first = _specs(run.optimizer)
+    _require_same_specs(_specs(run.steps(STEPS).optimizer), first, "after more steps")
+    loaded = Run(build)
+    loaded.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    _require_same_specs(_specs(loaded.optimizer), first, "after load_state_dict")
+
+
+def _specs(optimizer: Optimizer) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in state_tensors(optimizer).items()}
+
+
+def _require_same_specs(specs: dict[str, Any], first: dict[str, Any], when: str) -> None:
+    if specs.keys() != first.keys():
+        difference = sorted(specs.keys() ^ first.keys())
+        raise Broken(f"{when}, the state has other entries than after the first step: {', '.join(difference[:4])}")
+    for name, spec in specs.items():
+        if spec != first[name]:
+            raise Broken(f"{when}, {name} has dtype and shape {spec}, expected {first[name]}, as after the first step")
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+@optimizer_law
+def parameters_without_gradients_stay(build: Build) -> None:
+    """A parameter whose gradient is None does not change, and the step raises no error."""
+    run = Run(build).steps(1)
+    before = run.values()
+    run.step(lambda name, grad: None if name in ("up.weight", "norm.bias") else grad)
+    require_unmoved(before, run.values(), ["up.weight", "norm.bias"], "with the gradient None")
+    others = run.optimized.keys() - {"up.weight", "norm.bias"}
+    require_moved(before, run.values(), others, "beside parameters with the gradient None")
+
+
+@optimizer_law
+def zero_gradients_give_finite_values(build: Build) -> None:
+    """Gradients of zeros, from the first step on and after others, leave all parameters finite."""
+    fresh = Run(build)
+    fresh.step(lambda name, grad: torch.zeros_like(grad))
+    require_finite(fresh.values(), "after a first step with zeros")
+    fresh.step(lambda name, grad: torch.zeros_like(grad))
+    fresh.step()
+    require_finite(fresh.values(), "after a step that follows steps with zeros")
+
+
+@optimizer_law
+def nan_stays_in_its_parameter(build: Build) -> None:
+    """A NaN in one gradient stays visible in its own parameter, and changes no other parameter."""
+    name_of_nan = _a_hidden_matrix(Run(build))
+
+    def with_nan(name: str, grad: Tensor) -> Tensor:
+        if name == name_of_nan:
+            grad[0, 0] = torch.nan
+        return grad
+
+    run = Run(build).steps(1)
+    clean = Run(build).steps(2)
+    run.step(with_nan)
+    values = run.values()
+    if bool(values[name_of_nan].isfinite().all()):
+        raise Broken(f"{name_of_nan} is finite after a step whose gradient has a NaN, expected that the NaN is visible")
+    others = {name: value for name, value in clean.values().items() if name != name_of_nan}
+    require_equal(values, others, f"with a NaN in the gradient of {name_of_nan}")
+
+
+@optimizer_law
+def gradients_of_any_norm_give_finite_values(build: Build) -> None:
+    """Gradients whose elements have sizes from 1e-30 to 1e30 leave all parameters finite."""
+    for exponent in (-30, -20, -10, 10, 19, 30):
+        size = 10.0**exponent
+        run = Run(build)
+        for _ in range(2):
+            run.step(lambda name, grad, size=size: grad * size)
+        require_finite(run.values(), f"with gradients of size 1e{exponent}")
+
+
+def _a_hidden_matrix(run: Run) -> str:
+    """Return the name of a hidden matrix that the optimizer has."""
+    for name in ("up.weight", "down.weight"):
+        if name in run.optimized:
+            return name
+    raise NotApplicable("the optimizer has no hidden matrix of the model")
+
+
+# ------------------------------------------------------------------------------------------------- shapes and dtypes
+
+
+@optimizer_law
+def unusual_shapes_are_taken(build: Build) -> None:
+    """Parameters with the shapes [1, N], [N, 1], [0, N] and with four dims are updated, or refused at construction."""
+    try:
+        run = Run(build, seeded(UnusualShapes))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise NotApplicable(f"refused at construction: {error}") from error
+    before = run.values()
+    run.steps(STEPS)
+    require_finite(run.values(), "with unusual shapes")
+    with_elements = [name for name, param in run.optimized.items() if param.numel()]
+    require_moved(before, run.values(), with_elements, "with unusual shapes")
+
+
+@optimizer_law
+def bf16_parameters_are_trained(build: Build) -> None:
+    """Parameters in bfloat16 keep their dtype, change, and stay finite."""
+    run = Run(build, seeded().to(torch.bfloat16))
+    before = run.values()
+    run.steps(STEPS)
+    for name, value in run.values().items():
+        if value.dtype != torch.bfloat16:
+            raise Broken(f"{name} has dtype {value.dtype}, expected torch.bfloat16")
+    require_finite(run.values(), "in bfloat16")
+    require_moved(before, run.values(), run.optimized, "in bfloat16")
+
+
+# ------------------------------------------------------------------------------------------------------ training loops
+
+
+@optimizer_law
+def frozen_parameters_stay(build: Build) -> None:
+    """A parameter that is frozen after some steps stays, and trains again once it is unfrozen."""
+    run = Run(build).steps(2)
+    name = _a_hidden_matrix(run)
+    param = run.params[name]
+    before = run.values()
+    param.requires_grad_(False)
+    run.steps(2)
+    require_unmoved(before, run.values(), [name], "while it is frozen")
+    param.requires_grad_(True)
+    run.steps(1)
+    require_moved(before, run.values(), [name], "after it is unfrozen")
+
+
+@optimizer_law
+def rates_are_read_at_each_step(build: Build) -> None:
+    """A rate that is written into the groups counts from the next step on: with the rate zero nothing moves."""
+    run = Run(build).steps(2)
+    rates = [group["lr"] for group in run.optimizer.param_groups]
+    before = run.values()
+    run.set_rate(0.0)
+    run.steps(1)
+    require_unmoved(before, run.values(), run.params, "with the rate 0.0")
+    for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    run.steps(1)
+    require_moved(before, run.values(), run.optimized, "with the former rate again")
+
+
+@optimizer_law
+def rates_may_be_tensors(build: Build) -> None:
+    """A rate that is a tensor gives the update of the same rate as a float, and is read at each step."""
+    by_float, by_tensor = Run(build).steps(1), Run(build).steps(1)
+    start = by_float.values()
+    for rate in (0.25, 0.125):
+        by_float.set_rate(rate)
+        by_tensor.set_rate(lambda rate=rate: torch.tensor(rate))
+        by_float.step()
+        by_tensor.step()
+    require_close(by_tensor.values(), by_float.values(), start, 1e-5, "with a tensor as the rate")
+
+
+@optimizer_law
+def zero_grad_clears_every_gradient(build: Build) -> None:
+    """`zero_grad` clears the gradients of all parameters of the optimizer."""
+    run = Run(build)
+    run.set_gradients()
+    run.optimizer.zero_grad()
+    for name, param in run.optimized.items():
+        if param.grad is not None and bool(param.grad.any()):
+            raise Broken(f"{name} has a gradient after zero_grad()")
+
+
+@optimizer_law
+def closures_are_called_with_gradients_enabled(build: Build) -> None:
+    """`step(closure)` calls the closure with gradients enabled, and returns its loss."""
+    run = Run(build)
+    modes: list[bool] = []
+
+    def closure() -> float:
+        modes.append(torch.is_grad_enabled())
+        run.set_gradients()
+        return 1.5
+
+    loss = run.optimizer.step(closure)
+    if not modes:
+        raise Broken("the closure was not called")
+    if not all(modes):
+        raise Broken("the closure was called with gradients disabled")
+    if loss != 1.5:
+        raise Broken(f"step(closure) returned {loss!r}, expected the loss of the closure, 1.5")
+
+
+@optimizer_law
+def autocast_changes_nothing(build: Build) -> None:
+    """A step under `torch.autocast` has the bits of a step outside of it."""
+    outside = Run(build).steps(STEPS)
+    inside = Run(build)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside.steps(STEPS)
+    require_equal(inside.values(), outside.values(), "under autocast")
+
+
+@optimizer_law
+def compiled_steps_equal_eager_ones(build: Build) -> None:
+    """A step that `torch.compile` has traced gives the update of the eager step."""
+    eager = Run(build)
+    start = eager.values()
+    compiled = Run(build)
+    compiled_step = torch.compile(lambda: compiled.optimizer.step(), backend="aot_eager")
+    for _ in range(STEPS):
+        eager.step()
+        compiled.set_gradients()
+        compiled_step()
+        compiled.next_step += 1
+    require_close(compiled.values(), eager.values(), start, 1e-3, "compiled")

@@ -1,0 +1,189 @@
+"""The laws for optimizers that need several ranks, and the processes that check them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import tempfile
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, OptimizerLaw, Outcome, law_of_ranks, outcome_of
+from muonfx.testing.optimizers.runs import Run, require_close, require_equal, seeded
+
+RANKS = 2
+SECONDS = 90
+"""The time after which ranks that have not finished are ended, and the law is reported as broken."""
+STEPS = 3
+TOLERANCE = 1e-3
+"""The largest difference of a sharded update from the whole one, relative to its norm: sums have another order."""
+
+
+# ------------------------------------------------------------------------------------------------------------ the laws
+
+
+@law_of_ranks
+def ddp_gives_the_update_of_one_process(build: Build) -> None:
+    """A model in `DistributedDataParallel` is updated as in one process."""
+    model = seeded()
+    wrapped = DistributedDataParallel(model)
+    _require_the_update_of_one_process(build, wrapped.module)
+
+
+@law_of_ranks
+def fsdp2_gives_the_update_of_one_process(build: Build) -> None:
+    """A model that `fully_shard` has sharded is updated as in one process."""
+    model = seeded()
+    fully_shard(model, mesh=_mesh())
+    _require_the_update_of_one_process(build, model)
+
+
+@law_of_ranks
+def tensor_parallel_gives_the_update_of_one_process(build: Build) -> None:
+    """A model under tensor parallelism (`parallelize_module`) is updated as in one process."""
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(),
+    }
+    model = parallelize_module(seeded(), _mesh(), plan)
+    _require_the_update_of_one_process(build, model)
+
+
+@law_of_ranks
+def dcp_resumes_a_sharded_run(build: Build) -> None:
+    """A run under FSDP2 that `torch.distributed.checkpoint` resumes ends in the bits of the uninterrupted run."""
+    stopped = _sharded_run(build)
+    stopped.steps(STEPS)
+    resumed = _sharded_run(build)
+    resumed.model.load_state_dict(stopped.model.state_dict())
+    resumed.next_step = stopped.next_step
+    folder = _shared_folder()
+    saved = {"optimizer": get_optimizer_state_dict(stopped.model, stopped.optimizer)}
+    dcp.save(saved, checkpoint_id=folder)
+    loaded = {"optimizer": get_optimizer_state_dict(resumed.model, resumed.optimizer)}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_optimizer_state_dict(resumed.model, resumed.optimizer, loaded["optimizer"])
+    resumed.steps(STEPS)
+    stopped.steps(STEPS)
+    require_equal(resumed.values(), stopped.values(), "the resumed run")
+
+
+def _require_the_update_of_one_process(build: Build, model: nn.Module) -> None:
+    """Run an optimizer on a parallel model and on a whole one with the same gradients, and compare the updates."""
+    whole = Run(build)
+    start = whole.values()
+    parallel = Run(build, model)
+    whole.steps(STEPS)
+    parallel.steps(STEPS)
+    require_close(parallel.values(), whole.values(), start, TOLERANCE, f"on {RANKS} ranks")
+
+
+def _sharded_run(build: Build) -> Run:
+    model = seeded()
+    fully_shard(model, mesh=_mesh())
+    return Run(build, model)
+
+
+def _shared_folder() -> str:
+    """Return the path of a new folder, the same one on all ranks."""
+    folder: list[str] = [tempfile.mkdtemp(prefix="muonfx-")]
+    dist.broadcast_object_list(folder, src=0)
+    return folder[0]
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (RANKS,))
+
+
+# ------------------------------------------------------------------------------------------------------- the processes
+
+
+def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
+    """Check a law in new processes, and return the outcome of the first rank on which it does not hold."""
+    try:
+        pickle.dumps(build)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        reason = (
+            f"other processes cannot import the function that builds the optimizer: define it in a module ({error})"
+        )
+        return Outcome(reason_left_out=reason)
+    with tempfile.TemporaryDirectory() as folder:
+        # A new interpreter: one that is forked would inherit the threads of torch in an unknown state.
+        context = get_context("spawn")
+        processes: list[BaseProcess] = []
+        for rank in range(RANKS):
+            process = context.Process(target=_run_rank, args=(rank, law.name, build, folder), daemon=True)
+            process.start()
+            processes.append(process)
+        finished = _wait_for(processes)
+        return _first_failure(Path(folder), finished)
+
+
+def _wait_for(processes: list[BaseProcess]) -> bool:
+    """Wait for all processes, end those that take longer than `SECONDS`, and return whether all have finished."""
+    deadline = time.monotonic() + SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    finished = not any(process.is_alive() for process in processes)
+    for process in processes:
+        process.kill()
+        process.join()
+    return finished
+
+
+def _first_failure(folder: Path, finished: bool) -> Outcome:
+    """Read the outcome that each rank has written, and return the first one that is not a success."""
+    for rank in range(RANKS):
+        file = folder / f"rank_{rank}.json"
+        if file.exists():
+            outcome = Outcome(**json.loads(file.read_text(encoding="utf-8")))
+        elif finished:
+            outcome = Outcome(failure=f"rank {rank} ended without a result")
+        else:
+            outcome = Outcome(failure=f"rank {rank} has not finished within {SECONDS} s")
+        if outcome != Outcome():
+            return outcome
+    return Outcome()
+
+
+def _run_rank(rank: int, law_name: str, build: Build, folder: str) -> None:
+    """Join the process group, check a law, and write the outcome to a file. The process ends here."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=SECONDS / 3),  # a rank whose peer has raised an error does not wait for long
+    )
+    outcome = outcome_of(OPTIMIZER_LAWS[law_name], build)
+    file = Path(folder) / f"rank_{rank}.json"
+    file.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    if outcome == Outcome():
+        dist.destroy_process_group()
+    # Some versions of torch abort when an interpreter ends that has used fully_shard with gloo.
+    os._exit(0)

@@ -1,0 +1,215 @@
+"""Short runs of an optimizer on a tiny model with given gradients, and their comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from muonfx.testing.optimizers.law import Broken, Build
+from muonfx.testing.violation import bits_equal
+
+Values = dict[str, Tensor]
+"""Copies of the parameters of a model by name."""
+
+
+class TinyModel(nn.Module):
+    """A model with an embedding, two hidden layers, a norm and a head: 2-D and 1-D parameters of several shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.up = nn.Linear(8, 24)
+        self.down = nn.Linear(24, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits with shape [..., 16] for tokens below 16."""
+        embedded = self.embedding(tokens)
+        hidden = embedded + self.down(torch.relu(self.up(embedded)))
+        return self.head(self.norm(hidden))
+
+
+class ReversedModel(TinyModel):
+    """A `TinyModel` whose layers are registered in the opposite order, so that its parameters have another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = dict(reversed(list(self._modules.items())))
+
+
+class UnusualShapes(nn.Module):
+    """Layers whose weights have the shapes [1, 6], [6, 1], [0, 4] and [3, 2, 3, 3]. They are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Linear(6, 1, bias=False)
+        self.column = nn.Linear(1, 6, bias=False)
+        self.empty = nn.Linear(4, 1, bias=False)
+        self.empty.weight = nn.Parameter(torch.zeros(0, 4))
+        self.kernel = nn.Conv2d(2, 3, 3, bias=False)
+        self.usual = nn.Linear(6, 4, bias=False)
+
+
+def seeded(model_class: Callable[[], nn.Module] = TinyModel) -> nn.Module:
+    """Return a new model with the same values at each call, whatever the order of its layers is."""
+    model = model_class()
+    for name, param in model.named_parameters():
+        generator = torch.Generator().manual_seed(_seed_of(name, 0))
+        with torch.no_grad():
+            param.copy_(torch.randn(param.shape, generator=generator) / 4)
+    return model
+
+
+def _seed_of(name: str, step: int) -> int:
+    """Return a seed that depends on the name of a parameter and on the step, the same in every process."""
+    return sum(ord(letter) * (index + 1) for index, letter in enumerate(name)) + 100_003 * step
+
+
+def gradient(name: str, param: Tensor, step: int) -> Tensor:
+    """Return the whole gradient of a parameter at a step: normal numbers that depend on its name and the step alone."""
+    generator = torch.Generator().manual_seed(_seed_of(name, step + 1))
+    return torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def _as_sharded(grad: Tensor, param: Tensor) -> Tensor:
+    """Return a gradient with the shards of its parameter, if that is a DTensor."""
+    if isinstance(param, DTensor):
+        return distribute_tensor(grad, param.device_mesh, param.placements)
+    return grad
+
+
+class Run:
+    """A model, its optimizer, and the number of the next step. The parameters may be DTensors.
+
+    Args:
+        build: returns the optimizer of a model.
+        model: the model. None: a new `TinyModel`, with the same values in every run.
+    """
+
+    def __init__(self, build: Build, model: nn.Module | None = None) -> None:
+        self.model = seeded() if model is None else model
+        self.optimizer: Optimizer = build(self.model)
+        self.next_step = 0
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model by name, whether the optimizer has them or not."""
+        return dict(self.model.named_parameters())
+
+    @property
+    def optimized(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model that the optimizer has in its groups, by name."""
+        identities = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        return {name: param for name, param in self.params.items() if id(param) in identities}
+
+    def set_gradients(self, change: Callable[[str, Tensor], Tensor | None] | None = None) -> None:
+        """Set every parameter's gradient for the next step.
+
+        Args:
+            change: a function from the name and the gradient of a parameter to the gradient to use; None in its place
+                is no gradient.
+        """
+        for name, param in self.params.items():
+            grad: Tensor | None = gradient(name, param, self.next_step)
+            if change is not None:
+                grad = change(name, grad)
+            if grad is None or not param.requires_grad:
+                param.grad = None
+            else:
+                param.grad = _as_sharded(grad, param)
+
+    def step(self, change: Callable[[str, Tensor], Tensor | None] | None = None) -> None:
+        """Set the gradients, and take one step."""
+        self.set_gradients(change)
+        self.optimizer.step()
+        self.next_step += 1
+
+    def steps(self, count: int) -> Run:
+        """Take several steps, and return this run."""
+        for _ in range(count):
+            self.step()
+        return self
+
+    def values(self) -> Values:
+        """Return copies of all parameters, whole also if they are sharded."""
+        values: Values = {}
+        for name, param in self.params.items():
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            values[name] = whole.detach().clone()
+        return values
+
+    def set_rate(self, rate: float | Callable[[], Tensor]) -> None:
+        """Write a learning rate into every group; a function returns the rate of each group, a new tensor."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate() if callable(rate) else rate
+
+
+def state_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the tensors of an optimizer's state by a text such as ``"parameter 3, exp_avg"``."""
+    tensors: dict[str, Tensor] = {}
+    saved_state = cast("Mapping[object, Mapping[str, object]]", optimizer.state_dict()["state"])
+    for param, entries in saved_state.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"parameter {param}, {key}"] = value
+    return tensors
+
+
+def require_equal(values: Values, expected: Values, what: str) -> None:
+    """Raise `Broken` unless all parameters have the same bits. ``what`` names the comparison."""
+    for name, expected_value in expected.items():
+        if not bits_equal(values[name], expected_value):
+            distance = _distance(values[name], expected_value)
+            raise Broken(f"{what}: {name} differs by {distance:.1e} of its norm, expected equal bits")
+
+
+def require_close(values: Values, expected: Values, start: Values, tolerance: float, what: str) -> None:
+    """Raise `Broken` unless all updates, the distances from ``start``, agree up to a tolerance.
+
+    The difference is measured in units of the norm of the expected update.
+    """
+    for name, expected_value in expected.items():
+        expected_update = (expected_value - start[name]).double()
+        update = (values[name] - start[name]).double()
+        size = float(expected_update.norm())
+        difference = float((update - expected_update).norm())
+        # The smallest difference that counts: one rounding of the parameter itself in each step.
+        rounding = 4 * torch.finfo(expected_value.dtype).eps * float(expected_value.double().norm())
+        if not math.isfinite(difference) or difference > tolerance * size + rounding:
+            share = difference / size if size else math.inf
+            text = f"the update of {name} differs by {share:.1e} of its norm, expected at most {tolerance:.0e}"
+            raise Broken(f"{what}: {text}")
+
+
+def require_finite(values: Values, what: str) -> None:
+    """Raise `Broken` if a parameter has an element that is not finite."""
+    for name, value in values.items():
+        if not bool(value.isfinite().all()):
+            raise Broken(f"{what}: {name} is not finite")
+
+
+def require_moved(before: Values, after: Values, names: Iterable[str], what: str) -> None:
+    """Raise `Broken` unless each of the named parameters has changed."""
+    for name in names:
+        if torch.equal(before[name], after[name]):
+            raise Broken(f"{what}: {name} did not change")
+
+
+def require_unmoved(before: Values, after: Values, names: Iterable[str], what: str) -> None:
+    """Raise `Broken` if one of the named parameters has changed."""
+    for name in names:
+        if not torch.equal(before[name], after[name]):
+            raise Broken(f"{what}: {name} changed")
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the norm of the difference of two tensors, relative to the second one."""
+    size = float(b.double().norm())
+    return float((a.double() - b.double()).norm()) / size if size else math.inf
