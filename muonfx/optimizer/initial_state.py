@@ -6,77 +6,92 @@ loaded after the optimizer was created, such state would belong to the weights t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.sharding.digests import checksums
 from muonfx.sharding.shards.dtensors import local_of
 from muonfx.tree import PyTree
 
+Path = tuple[object, ...]
 
-def version_of(tensor: Tensor) -> int:
-    """Return the number of writes into a tensor, or into the local tensor of a DTensor."""
-    local = local_of(tensor)
-    return -1 if local.is_inference() else local._version  # inference tensors have no version
+
+class _Leaf(NamedTuple):
+    """A tensor of the state as ``init`` has returned it."""
+
+    version: int
+    """The number of writes into it. A caller may load the values that it has, such as zeros: it is written then."""
+    checksum: int
+    """The checksum of its values. A write through ``leaf.data`` does not change the version."""
 
 
 class InitialState:
     """The tensors of the state that still have their initial values, and the parameters from which these were made.
 
     Args:
-        params: the parameters by name.
+        params: the parameters by name, from whose values the state was made; empty if these are unknown.
         state: the state after ``init``.
         paths: the paths of the leaves of ``state`` that have initial values.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], state: PyTree, paths: set[tuple[object, ...]]) -> None:
-        self._versions: dict[tuple[object, ...], int] = {}
-        """The version of each leaf with an initial value, by path. A caller may write into a leaf."""
-        for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
-            if path in paths and isinstance(leaf, Tensor):
-                self._versions[path] = version_of(leaf)
-        self._params: dict[str, tuple[Tensor, int]] = {}
-        """Each parameter with its version when the state was made."""
-        self.note(params)
-
-    def note(self, params: Mapping[str, Tensor]) -> None:
-        """Record that the state was made from these parameters."""
-        self._params = {name: (param, version_of(param)) for name, param in params.items()}
-
-    def forget_written(self, state: PyTree) -> None:
-        """Forget the leaves into which somebody has written, before the state is copied: copies have other versions."""
-        paths = self.unwritten(state)
-        self._versions = {path: version for path, version in self._versions.items() if path in paths}
-
-    def note_copied(self, params: Mapping[str, Tensor], state: PyTree) -> None:
-        """Record the tensors of a copied optimizer, which have other versions than those of the original."""
-        self.note(params)
-        for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
-            if path in self._versions:
-                self._versions[path] = version_of(leaf)
+    def __init__(self, params: Mapping[str, Tensor], state: PyTree, paths: set[Path]) -> None:
+        leaves = _tensors(state)
+        self._leaves = _recorded({path: leaf for path, leaf in leaves.items() if path in paths})
+        self._params = _checksums(params)
 
     def is_of(self, params: Mapping[str, Tensor]) -> bool:
-        """Return True if no parameter was replaced or written to since the state was made from them."""
-        for name, param in params.items():
-            former_param, version = self._params[name]
-            if param is not former_param or version_of(param) != version:
-                return False
-        return True
+        """Return True if the parameters have the values from which the state was made. Syncs with the device."""
+        return _checksums(params) == self._params
 
-    def unwritten(self, state: PyTree) -> set[tuple[object, ...]]:
+    def unwritten(self, state: PyTree) -> set[Path]:
         """Return the paths of the leaves that still have initial values: nobody has written into them."""
-        paths: set[tuple[object, ...]] = set()
-        for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
-            if path in self._versions and version_of(leaf) == self._versions[path]:
-                paths.add(path)
-        return paths
+        leaves = _tensors(state)
+        recorded = _recorded({path: leaves[path] for path in self._leaves})
+        return {path for path, leaf in recorded.items() if leaf == self._leaves[path]}
 
-    def replace(self, state: PyTree, initial: PyTree) -> None:
-        """Copy the values of ``initial``, the initial state for the present parameters, into the unwritten leaves."""
+    def replace(self, params: Mapping[str, Tensor], state: PyTree, initial: PyTree) -> None:
+        """Copy ``initial``, the initial state for these parameters, into the leaves of ``state`` that are unwritten."""
         paths = self.unwritten(state)
-        leaves = tree.leaves(state)
-        for path, leaf, value in zip(tree.paths(state), leaves, tree.leaves(initial), strict=True):
+        leaves = _tensors(state)
+        for path, value in _tensors(initial).items():
             if path in paths:
-                leaf.copy_(value)
-                self._versions[path] = version_of(leaf)
+                leaves[path].copy_(value)
+        self._leaves = _recorded({path: leaves[path] for path in paths})
+        self._params = _checksums(params)
+
+    def forget_written(self, state: PyTree) -> None:
+        """Forget the written leaves, before the state is copied or pickled: copies have other versions."""
+        paths = self.unwritten(state)
+        self._leaves = {path: leaf for path, leaf in self._leaves.items() if path in paths}
+
+    def follow_copy(self, state: PyTree) -> None:
+        """Record the versions of the leaves in ``state``, a copy of the state."""
+        leaves = _tensors(state)
+        self._leaves = _recorded({path: leaves[path] for path in self._leaves})
+
+
+def _tensors(state: PyTree) -> dict[Path, Tensor]:
+    """Return the tensors of a state by path. Over ranks, a leaf that only another rank has is None, and left out."""
+    tensors: dict[Path, Tensor] = {}
+    for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
+        if isinstance(leaf, Tensor):
+            tensors[path] = leaf
+    return tensors
+
+
+def _recorded(leaves: Mapping[Path, Tensor]) -> dict[Path, _Leaf]:
+    """Return the version and the checksum of each leaf."""
+    checksum_of = _checksums(leaves)
+    recorded: dict[Path, _Leaf] = {}
+    for path, leaf in leaves.items():
+        version = -1 if leaf.is_inference() else leaf._version  # inference tensors have no version
+        recorded[path] = _Leaf(version, checksum_of[path])
+    return recorded
+
+
+def _checksums(tensors: Mapping[Hashable, Tensor]) -> dict[Hashable, int]:
+    """Return the checksum of the values of each tensor on this rank, and 0 on the meta device."""
+    return checksums({key: local_of(tensor) for key, tensor in tensors.items()})

@@ -153,8 +153,14 @@ class Stepping:
         for load in apart_from(leaves, loads):
             leaves[load.leaf_index].copy_(load.value)
 
+    def is_on_any_rank(self, is_here: bool, problem: Exception | None) -> bool:
+        """Return True if a fact is true on any rank. A ``problem``, an error of this rank, is raised on all ranks."""
+        if problem is not None:
+            raise problem
+        return is_here
+
     def initial(self, params: Mapping[str, Tensor]) -> PyTree:
-        """Return the initial state for named parameters, in one process."""
+        """Return the initial state for named parameters. Over ranks, all of them call this together."""
         return self._placed.functions.init(params)
 
     def refresh(self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup]) -> None:

@@ -97,8 +97,8 @@ class TransformOptimizer(Optimizer):
     State: it is created at construction. ``optimizer.state[parameter]`` shows the tensors of one parameter, under keys
     such as "momentum.trace", and the scalars that all parameters share. Each step overwrites the tensors of the state,
     but not the gradients. A tensor that is assigned there, of the same shape, dtype and device, is copied into the
-    state. If all entries of a parameter are removed, its state starts again. Other changes are errors. In one process,
-    if weights are loaded after construction and before the first step, the state is initialized again from them.
+    state. If all entries of a parameter are removed, its state starts again. Other changes are errors. If
+    weights are loaded between construction and the first step, the first step initializes the state again from them.
 
     Replaced parameters: state is stored by parameter name. After construction, the model may be sharded, loaded with
     ``assign=True``, moved to another device or materialized from meta, and an engine may put other tensors into
@@ -238,7 +238,7 @@ class TransformOptimizer(Optimizer):
         initial: InitialState | None = self._live.get("initial")  # absent in files of earlier versions
         self._live["initial"] = initial
         if initial is not None:
-            initial.note_copied(named, self._live["state"])
+            initial.follow_copy(self._live["state"])
         self._stepping.refresh(named, self._tracked_groups.groups)  # now, because the first step may be traced
         own_groups(self)
 
@@ -412,6 +412,7 @@ class TransformOptimizer(Optimizer):
             {'weight': tensor([[-0.1000, -0.1000]])}
         """
         self._use_replacements()
+        self._update_initial_state(may_communicate=True)
         named = self._named()
         params = {name: param.detach() for name, param in named.items()}
         grads = _gradients_of(named)
@@ -424,34 +425,49 @@ class TransformOptimizer(Optimizer):
         """
         self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named()
-        initial: InitialState | None = self._live.get("initial")
         state = self._stepping.init(named, self._tracked_groups.groups, former)
-        if former is None:
-            initial = InitialState(named, state, set(tree.paths(state)))
-        elif initial is not None:  # leaves of added parameters are initial, too
-            added = set(tree.paths(state)) - set(tree.paths(former.state))
-            initial = InitialState(named, state, added | initial.unwritten(former.state))
+        self._live["initial"] = self._initial_state(named, state, former)
         self._live["state"] = state
-        self._live["initial"] = initial
         self._show_all(named)
 
-    def _update_initial_state(self) -> None:
+    def _initial_state(
+        self, named: Mapping[str, Tensor], state: PyTree, former: FormerState | None
+    ) -> InitialState | None:
+        """Return the record of the leaves of a new state that have initial values; None if no step could change them.
+
+        ``former`` is the state whose values were copied to ``state``; None if all leaves have initial values.
+        """
+        paths = set(tree.paths(state))
+        if former is None:
+            return InitialState(named, state, paths)
+        added = paths.difference(tree.paths(former.state))  # of added parameters
+        initial: InitialState | None = self._live["initial"]
+        if initial is not None:
+            # The parameters may have been changed before they were moved, so initialize at the first step in any case.
+            return InitialState({}, state, added | initial.unwritten(former.state))
+        return InitialState(named, state, added) if added else None
+
+    def _update_initial_state(self, *, may_communicate: bool = False, problem: Exception | None = None) -> None:
         """Before the first step, initialize the state again if parameters were changed after it was made.
 
         Weights may be loaded after construction, and some transforms copy or measure the parameters in ``init``.
-        Tensors that the caller has loaded or written are kept. Over ranks, where this would communicate, nothing is
-        done.
+        Tensors that the caller has loaded or written are kept.
+
+        Args:
+            may_communicate: True if all ranks call this together. False does nothing over ranks.
+            problem: an error of this rank, which is raised on all ranks.
         """
         initial: InitialState | None = self._live["initial"]
-        if initial is None or self._stepping.is_over_ranks or torch.compiler.is_compiling():
+        waits_for_ranks = self._stepping.is_over_ranks and not may_communicate
+        if initial is None or waits_for_ranks or torch.compiler.is_compiling():
             return
-        named = self._named()
-        if initial.is_of(named) or any(param.is_meta for param in named.values()):
+        params = {name: param.detach() for name, param in self._named().items()}
+        has_values = problem is None and not self._parameters.on_meta
+        has_changed = has_values and not initial.is_of(params)
+        if not self._stepping.is_on_any_rank(has_changed, problem):
             return
         with torch.no_grad():
-            params = {name: param.detach() for name, param in named.items()}
-            initial.replace(self._live["state"], self._stepping.initial(params))
-        initial.note(named)
+            initial.replace(params, self._live["state"], self._stepping.initial(params))
 
     def _show_all(self, named: Mapping[str, Tensor]) -> None:
         """Fill ``optimizer.state`` with the current state tensors of the named parameters."""
@@ -521,7 +537,8 @@ class TransformOptimizer(Optimizer):
         self._adopt_state()
         if not self._tracked_groups.are_current(self._groups):  # rarely
             self._follow_replacements(at_step, may_list_twice, may_communicate)
-        self._update_initial_state()
+        if not at_step:  # a step calls it later, together with the other ranks
+            self._update_initial_state()
 
     def _follow_replacements(self, at_step: bool, may_list_twice: bool, may_communicate: bool) -> None:
         """Use the tensors that have replaced parameters. The arguments are those of `_use_replacements`."""
@@ -642,6 +659,7 @@ class TransformOptimizer(Optimizer):
             problem = error
             params = self._tracked_groups.named
             gradients = _gradients_of(params)
+        self._update_initial_state(may_communicate=True, problem=problem)
         call = Arguments(gradients, self._live["state"], params, Donation(self.donate_grads, True), extras)
         state = self._stepping.step(call, problem)
         self._live["state"] = state

@@ -35,11 +35,13 @@ def optimizer_of(name: str) -> tuple[nn.Linear, mfx.TransformOptimizer]:
 
 
 def trained(model: nn.Linear, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Return the weights after three steps, and the sums of the tensors in the state."""
     for _ in range(3):
         optimizer.zero_grad()
         (model.weight - 3.0).square().sum().backward()
         optimizer.step()
-    return model.weight.detach()
+    sums = [value.double().sum() for _, value in sorted(optimizer.state[model.weight].items())]
+    return torch.stack([*model.weight.detach().flatten().double(), *sums])
 
 
 def expected(name: str) -> torch.Tensor:
@@ -84,12 +86,62 @@ def test_a_loaded_state_is_kept(name: str):
     assert torch.equal(trained(model, optimizer), trained(source, source_optimizer))
 
 
-def test_a_state_that_the_caller_has_written_is_kept():
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_state_that_the_caller_has_written_is_kept(through_data: bool):
     model, optimizer = optimizer_of("muon")
     trace = optimizer.state[model.weight]["momentum.trace"]
-    trace.fill_(2.0)
+    (trace.data if through_data else trace).fill_(2.0)
     model.load_state_dict({"weight": weights(1)})
+    optimizer.state_dict()
     assert torch.equal(optimizer.state[model.weight]["momentum.trace"], torch.full((6, 6), 2.0))
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_loaded_tensor_that_equals_the_initial_one_is_kept(is_copied: bool):
+    """A LoRA matrix starts at zero, where the distance of Prodigy starts also in the resumed run."""
+    source, source_optimizer = optimizer_of("prodigy")
+    trained(source, source_optimizer)
+    model, optimizer = optimizer_of("prodigy")
+    optimizer.load_state_dict(source_optimizer.state_dict())
+    if is_copied:
+        model, optimizer = copy.deepcopy((model, optimizer))
+    model.load_state_dict(source.state_dict())
+    trained(model, optimizer)
+    assert torch.equal(optimizer.state[model.weight]["scale_by_prodigy.start"], torch.zeros(6, 6))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_weights_written_through_data_are_followed(name: str):
+    model, optimizer = optimizer_of(name)
+    model.weight.data.copy_(weights(1))
+    assert torch.equal(trained(model, optimizer), expected(name))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_weights_loaded_before_a_move_are_followed(name: str):
+    model, optimizer = optimizer_of(name)
+    model.load_state_dict({"weight": weights(1)})
+    model.weight = nn.Parameter(model.weight.detach().double())
+    optimizer.zero_grad()
+    model.weight = nn.Parameter(model.weight.detach().float())
+    assert torch.equal(trained(model, optimizer), expected(name))
+
+
+def test_weights_of_an_added_group_are_followed_until_its_first_step():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].requires_grad_(False)
+    optimizer = mfx.TransformOptimizer(model, CHAINS["prodigy"]())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    starts = [optimizer.state[model[0].weight]["scale_by_prodigy.start"].clone(), weights(1)[:4, :4]]
+    model[1].requires_grad_()
+    optimizer.add_param_group({"params": [("1.weight", model[1].weight)]})
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+        model[1].weight.copy_(starts[1])
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(optimizer.state[layer.weight]["scale_by_prodigy.start"], start) for layer, start in zip(model, starts, strict=True))
 
 
 def test_state_that_is_saved_before_the_first_step_is_of_the_loaded_weights():

@@ -22,7 +22,7 @@ from muonfx.sharding.communication.agree import agree, agree_on_leaves, warn_tog
 from muonfx.sharding.communication.collectives import BUCKET, in_buckets
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.communication.messages import all_objects, collective, copied, exchange
-from muonfx.sharding.digests import LARGE, checksum, words
+from muonfx.sharding.digests import LARGE, checksums, words
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import local_of
@@ -180,15 +180,8 @@ def _first_difference(leaves: Sequence[_Leaf], checksums_of_rank: Sequence[Mappi
 
 def _checksums(leaves: Sequence[_Leaf]) -> dict[str, int]:
     """Return a dict from name to the checksum of each leaf, and 0 for None. It syncs once for each device."""
-    checksum_of = {leaf.name: 0 for leaf in leaves}
-    sums_on: dict[torch.device, dict[str, Tensor]] = {}
-    for name, value, _ in leaves:
-        if value is not None and not value.is_meta:
-            sums_on.setdefault(value.device, {})[name] = checksum(value)
-    for sum_of in sums_on.values():
-        numbers = torch.stack(list(sum_of.values())).tolist()
-        checksum_of.update(zip(sum_of, numbers, strict=True))
-    return checksum_of
+    present = {leaf.name: leaf.value for leaf in leaves if leaf.value is not None}
+    return {**{leaf.name: 0 for leaf in leaves}, **checksums(present)}
 
 
 # ----------------------------------------------------------------------------------------------------------- broadcast
