@@ -7,7 +7,7 @@ loaded after the optimizer was created, such state would belong to the weights t
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +15,8 @@ from muonfx import tree
 from muonfx.sharding.digests import checksums
 from muonfx.sharding.shards.dtensors import local_of
 from muonfx.tree import PyTree
+
+K = TypeVar("K", bound=Hashable)
 
 Path = tuple[object, ...]
 
@@ -47,7 +49,7 @@ class InitialState:
         return _checksums(params) == self._params
 
     def unwritten(self, state: PyTree) -> set[Path]:
-        """Return the paths of the leaves that still have initial values: nobody has written into them."""
+        """Return the paths of the leaves that still have initial values and that no write has changed."""
         leaves = _tensors(state)
         recorded = _recorded({path: leaves[path] for path in self._leaves})
         return {path for path, leaf in recorded.items() if leaf == self._leaves[path]}
@@ -92,6 +94,6 @@ def _recorded(leaves: Mapping[Path, Tensor]) -> dict[Path, _Leaf]:
     return recorded
 
 
-def _checksums(tensors: Mapping[Hashable, Tensor]) -> dict[Hashable, int]:
+def _checksums(tensors: Mapping[K, Tensor]) -> dict[K, int]:
     """Return the checksum of the values of each tensor on this rank, and 0 on the meta device."""
     return checksums({key: local_of(tensor) for key, tensor in tensors.items()})

@@ -458,10 +458,11 @@ class TransformOptimizer(Optimizer):
             problem: an error of this rank, which is raised on all ranks.
         """
         initial: InitialState | None = self._live["initial"]
-        waits_for_ranks = self._stepping.is_over_ranks and not may_communicate
-        if initial is None or waits_for_ranks or torch.compiler.is_compiling():
+        if initial is None or torch.compiler.is_compiling():
             return
         params = {name: param.detach() for name, param in self._named().items()}
+        if not may_communicate and self._is_over_ranks(params):
+            return
         has_values = problem is None and not self._parameters.on_meta
         has_changed = has_values and not initial.is_of(params)
         if not self._stepping.is_on_any_rank(has_changed, problem):
@@ -493,11 +494,24 @@ class TransformOptimizer(Optimizer):
             current.update(zip(group.get("param_names", ()), group["params"], strict=False))
         params = {name: (param, current.get(name, param)) for name, param in tracked.items()}
         edits = read_edits(entries, self.state, params, self._stepping)
-        loads = edits.loads + self._loads_of_emptied(edits.emptied, tracked)
+        restarts = self._loads_of_emptied(edits.emptied, tracked)
         with torch.no_grad():
-            self._stepping.assign(loads, self._live["state"])
+            self._stepping.assign(edits.loads + restarts, self._live["state"])
+        if restarts:
+            self._record_restarts(restarts, tracked)
         self._show_all(tracked)
         warn_of_shared(edits, len(tracked))
+
+    def _record_restarts(self, restarts: list[Load], tracked: dict[str, Tensor]) -> None:
+        """Record leaves that have initial values again. They follow weights that are loaded before the next step."""
+        state = self._live["state"]
+        paths = tree.paths(state)
+        restarted = {paths[load.leaf_index] for load in restarts}
+        initial: InitialState | None = self._live["initial"]
+        if initial is None:
+            self._live["initial"] = InitialState(tracked, state, restarted)
+        else:  # its other leaves are perhaps of other weights, so the next step initializes all
+            self._live["initial"] = InitialState({}, state, restarted | initial.unwritten(state))
 
     def _loads_of_emptied(self, emptied: list[str], tracked: dict[str, Tensor]) -> list[Load]:
         """Return the initial values of the state of parameters whose entries were removed.
@@ -558,11 +572,14 @@ class TransformOptimizer(Optimizer):
             self._show_all(named)
             self._parameters.track(named)
             return
-        is_over_ranks = self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
-        if is_over_ranks and not may_communicate:
+        if self._is_over_ranks(named) and not may_communicate:
             self._put(named)  # the next step moves the state
             return
         self._move_state(named)
+
+    def _is_over_ranks(self, named: Mapping[str, Tensor]) -> bool:
+        """Return True if state over ranks is used, or will be, because parameters have become DTensors."""
+        return self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
 
     def _move_state(self, named: Mapping[str, Tensor]) -> None:
         """Create a state for other tensors of the same parameters, and copy the values of the former state into it.

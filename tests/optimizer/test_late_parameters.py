@@ -55,6 +55,10 @@ def _add(model: Tied) -> None:
     model.body.append(nn.Linear(4, 4))
 
 
+def _insert(model: Tied) -> None:
+    model.body.insert(1, nn.Linear(4, 4))
+
+
 def _adapt(model: Tied) -> None:
     model.body[0] = Adapter(model.body[0])
 
@@ -70,6 +74,7 @@ def _bias(model: Tied) -> None:
 CHANGES: dict[str, tuple[Callable[[Tied], None], str]] = {
     "untied": (_untie, "'head.weight'"),
     "added": (_add, "'body.2."),
+    "inserted": (_insert, "'body.1."),
     "adapter": (_adapt, "'body.0.low.weight'"),
     "replaced": (_replace, "'body.1."),
     "bias": (_bias, "'head.bias'"),
@@ -89,6 +94,30 @@ def test_a_new_parameter_with_a_gradient_is_warned_of_once(how: str, set_to_none
     assert name in message
     assert "add_param_group" in message
     assert messages_of(model, optimizer, set_to_none=set_to_none) == []
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_a_head_is_warned_of_if_it_is_untied_in_a_model_of_names(is_partial: bool):
+    model = Tied(is_tied=True)
+    params = [model.embed.weight] if is_partial else model.parameters()
+    optimizer = mfx.Muon(params, model=model)
+    assert messages_of(model, optimizer) == []
+    _untie(model)
+    (message,) = messages_of(model, optimizer)
+    assert "'head.weight'" in message
+
+
+def test_a_module_inserted_into_a_list_is_warned_of():
+    model = Tied(is_tied=False)
+    layers = nn.ModuleList([nn.Linear(4, 4)])
+    model.body = nn.Sequential(*layers)
+    model.layers = layers
+    optimizer = mfx.Muon(model)
+    assert messages_of(model, optimizer) == []
+    layers.insert(0, nn.Linear(4, 4))
+    model.body.forward = lambda x: layers[1](layers[0](x))
+    (message,) = messages_of(model, optimizer)
+    assert "'layers.0." in message
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
