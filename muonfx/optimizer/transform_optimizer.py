@@ -457,8 +457,10 @@ class TransformOptimizer(Optimizer):
             may_communicate: True if all ranks call this together. False does nothing over ranks.
             problem: an error of this rank, which is raised on all ranks.
         """
+        if torch.compiler.is_compiling():  # first: to read the record would compile the second step again
+            return
         initial: InitialState | None = self._live["initial"]
-        if initial is None or torch.compiler.is_compiling():
+        if initial is None:
             return
         params = {name: param.detach() for name, param in self._named().items()}
         if not may_communicate and self._is_over_ranks(params):

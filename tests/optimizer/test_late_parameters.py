@@ -1,5 +1,6 @@
 """Parameters that come into a model after its optimizer: each that gets a gradient and is not trained is warned of."""
 
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -110,7 +111,7 @@ def test_a_module_inserted_into_a_list_is_warned_of(kind: type[nn.Module]):
     optimizer = mfx.Muon(model)
     if kind is nn.ModuleList:
         model.layers = nn.ModuleList(model.body)
-        model.body.forward = lambda x: nn.Sequential(*model.layers)(x)
+        model.body.forward = lambda x: functools.reduce(lambda y, layer: layer(y), model.layers, x)
     layers = model.layers if kind is nn.ModuleList else model.body
     assert messages_of(model, optimizer) == []
     layers.insert(0, late)
