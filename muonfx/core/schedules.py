@@ -284,7 +284,9 @@ def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor
     def value(count: Tensor) -> Tensor:
         result = schedules[0](count)
         for boundary, following in zip(boundaries, schedules[1:], strict=True):
-            result = torch.where(count < boundary, result, following(count - boundary))
+            # Before its boundary, the schedule could overflow, and inf * 0 in its derivative would be NaN: use step 0.
+            following_count = (count - boundary).clamp(min=0)
+            result = torch.where(count < boundary, result, following(following_count))
         return result
 
     return value

@@ -189,7 +189,9 @@ def _require_tensors(visited: Visit, names: Sequence[str], groups: Sequence[Grou
     """
     for name in names:
         for group in groups:
-            if not isinstance(group.numbers.get(name), Tensor | None):
+            if name not in group.numbers:  # no transform of this group reads the number
+                continue
+            if not isinstance(group.numbers[name], Tensor):
                 raise _different_values(visited, name)
 
 

@@ -140,6 +140,8 @@ class GroupNumbers:
         # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
         if torch.compiler.is_compiling() or not self._entries:
             return False
+        if any(isinstance(value, list) for value in self._entries.values()):  # a list may be changed in place
+            return False
         return all(map(is_, map(group.get, self._entries), self._entries.values()))
 
     def _synchronize(self, group: Group, hyperparam: Hyperparam, numbers: Mapping[str, Number]) -> None:
@@ -220,22 +222,27 @@ def fitted(defaults: Mapping[str, Number], numbers: Mapping[str, Number]) -> dic
     Both are by dotted name, such as ``{"momentum.decay": 0.9}``. A tensor stays a tensor that shares memory with the
     one in the group, because a scheduler may write into it. Raise ValueError if its shape does not fit.
     """
-    return {name: _fit(name, number, defaults[name]) for name, number in numbers.items()}
+    fitted_numbers: dict[str, Number] = {}
+    for name, number in numbers.items():
+        default = defaults[name]
+        if isinstance(number, Tensor):
+            fitted_numbers[name] = _fitted_tensor(name, number, default)
+        elif isinstance(number, int | float):
+            fitted_numbers[name] = number
+        else:  # another number type, such as numpy.float32
+            fitted_numbers[name] = float(number)
+    return fitted_numbers
 
 
-def _fit(name: str, value: Number, default: Number) -> Number:
-    """Return one number of a param group in the form that the transform accepts, which ``default`` has."""
-    if isinstance(value, int | float):
-        return value
-    if not isinstance(value, Tensor):  # another number type, such as numpy.float32
-        return float(value)
-    if not isinstance(default, Tensor) or default.ndim == 0:  # the group may have a tensor of shape (1,)
-        return scalar(name, value)
+def _fitted_tensor(name: str, tensor: Tensor, default: Number) -> Tensor:
+    """Return a tensor of a param group, as a view with the shape that the transform's number ``default`` has."""
+    shape = default.shape if isinstance(default, Tensor) else ()
+    if not shape:  # the group may have a tensor of shape (1,)
+        return scalar(name, tensor)
     # The transform has a tensor with dims for this number, such as one rate for each model of an ensemble.
-    if value.shape != default.shape:
-        shapes = f"{tuple(default.shape)}, found {tuple(value.shape)}"
-        raise ValueError(f"{name} must be a number or a tensor of shape {shapes}")
-    return value
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must be a number or a tensor of shape {tuple(shape)}, found {tuple(tensor.shape)}")
+    return tensor
 
 
 def equal(a: object, b: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from muonfx.core import Transform
-from muonfx.core.checks import is_frozen, is_usable, warn_caller
+from muonfx.core.checks import at_least, in_unit_interval, is_frozen, is_usable, warn_caller
 from muonfx.internal.arguments import bind, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.optimizer.constructing import constructed_together
@@ -196,6 +196,7 @@ def _transform(
 ) -> Transform:
     """Return the transform of `Muon` for its arguments. ``params`` are the model, or its parameters by name."""
     adamw_numbers = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
+    _check_ranges({"lr": lr, "weight_decay": weight_decay, **adamw_numbers}, {"momentum": momentum})
     # A dict has a number for each role, such as {"embedding": 1e-3, "head": 3e-4}: then labels are roles.
     by_role = any(isinstance(number, Mapping) for number in adamw_numbers.values())
     adam = _adam(betas)
@@ -214,12 +215,28 @@ def _transform(
     )
 
 
+def _check_ranges(not_negative: Mapping[str, object], decays: Mapping[str, object]) -> None:
+    """Raise ValueError, with the name of the argument, if a number is negative, or a decay is not in [0, 1).
+
+    The transforms check their numbers too, but under their own names: ``lr`` is "learning_rate" there.
+    """
+    for name, value in not_negative.items():
+        if isinstance(value, Mapping):  # a number for each role
+            _check_ranges({f"{name}[{role!r}]": number for role, number in value.items()}, {})
+        elif isinstance(value, int | float):
+            at_least(name, value, 0.0)
+    for name, value in decays.items():
+        if isinstance(value, int | float):
+            in_unit_interval(name, value)
+
+
 def _adam(betas: Any) -> Transform:
     """Return the transform of AdamW's moments for its two decays."""
     if not isinstance(betas, tuple | list):
         raise TypeError(_wrong_betas(betas))
     if len(betas) != 2:
         raise ValueError(_wrong_betas(betas))
+    _check_ranges({}, {"betas[0]": betas[0], "betas[1]": betas[1]})
     return scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1]))
 
 

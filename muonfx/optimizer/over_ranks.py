@@ -280,6 +280,25 @@ class SteppingOverRanks(Stepping):
             if leaf is not None:
                 leaf.copy_(value.view(leaf.shape))
 
+    def is_on_any_rank(self, is_here: bool, problem: Exception | None) -> bool:
+        """Return True if a fact is true on any rank. If one rank has a ``problem``, all ranks raise."""
+        if not self._is_distributed:
+            return super().is_on_any_rank(is_here, problem)
+        assert self.layout.group is not None
+        return agree("the first step", self.layout.group, problem, request=is_here).is_requested
+
+    def initial(self, params: Mapping[str, Tensor]) -> PyTree:
+        """Return the initial state of this rank's shards. All ranks call this together."""
+        local = {name: local_of(param) for name, param in params.items()}
+        state: PyTree = None
+        problem: Exception | None = None
+        try:
+            state = self.binding.init(self._current, local)
+        except Exception as error:  # perhaps on this rank only: raised on all ranks together
+            problem = error
+        self.is_on_any_rank(False, problem)
+        return state
+
     def snapshot(
         self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[TrackedGroup]
     ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:

@@ -96,8 +96,8 @@ class KnownModel(NamedTuple):
     """A model that contains parameters of an optimizer."""
 
     ref: weakref.ref[nn.Module]
-    has_others: bool
-    """True if the optimizer may have only some of its parameters, because the caller gave it by ``model=``."""
+    names: frozenset[str] | None
+    """The names, also of tied parameters, under which it had the optimizer's parameters. None if these were all."""
 
 
 class TrackedParameters:
@@ -124,7 +124,11 @@ class TrackedParameters:
     ) -> None:
         self._models: list[KnownModel] = []
         if model_of_names is not None:
-            self._models.append(KnownModel(weakref.ref(model_of_names), has_others=True))
+            known_params = {*trained.values(), *frozen.values(), *left_out.values()}
+            all_params = list(model_of_names.named_parameters(remove_duplicate=False))
+            names = frozenset([name for name, param in all_params if param in known_params])
+            has_others = len(names) < len(all_params)
+            self._models.append(KnownModel(weakref.ref(model_of_names), names if has_others else None))
         self.add_models(models)
         self._frozen = self._slots_or_tensors(frozen)
         self._left_out = self._slots_or_tensors(left_out)
@@ -159,7 +163,7 @@ class TrackedParameters:
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Record models of which the optimizer has all parameters."""
         for model in models:
-            self._models.append(KnownModel(weakref.ref(model), has_others=False))
+            self._models.append(KnownModel(weakref.ref(model), None))
 
     def track(self, named: Mapping[str, Tensor]) -> None:
         """Record the named tensors for which the optimizer now has state, and their positions in the models."""
@@ -249,13 +253,23 @@ class TrackedParameters:
         return replaced
 
     def _require_new_gradients(self, current: Mapping[str, Tensor]) -> None:
-        """Raise if parameters were replaced after the backward pass, so that only the former tensors have gradients."""
-        if any(param.grad is not None for param in current.values()):
-            return
+        """Raise if parameters were replaced after the backward pass, so that only the former tensors have gradients.
+
+        If other parameters have gradients, only warn: the former tensors may have theirs from the last step.
+        """
+        without_gradient: list[str] = []
         for name, param in current.items():
             former_param = self.tracked[name].param
-            if former_param is not param and former_param.grad is not None:
-                raise errors.replaced_after_backward(name)
+            if former_param is not param and former_param.grad is not None and param.grad is None:
+                without_gradient.append(name)
+        if not without_gradient:
+            return
+        if all(param.grad is None for param in current.values()):
+            raise errors.replaced_after_backward(without_gradient[0])
+        warn_caller(
+            f"{without_gradient[0]!r} has no gradient and is not updated, but the tensor that it has replaced has one: "
+            "replace parameters before backward(), not between it and step()"
+        )
 
     def is_swap(self, replaced: Mapping[str, Tensor]) -> bool:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
@@ -364,15 +378,15 @@ class TrackedParameters:
         """Return the models' parameters, by name, that are not in the optimizer. ``named`` are those that are."""
         known_ids = {id(param) for param in named.values()}
         outside: dict[str, Tensor] = {}
-        for ref, has_others in self._models:
+        for ref, names in self._models:
             model = ref()
             if model is None:
                 continue
             for name, param in model.named_parameters():
                 if id(param) in known_ids or name in self._left_out:
                     continue
-                # A model that has others as well counts only where it has a new tensor under a name that we have.
-                if name in named or not has_others:
+                # If the model has others, too, a new tensor must be under the name of one of the optimizer's.
+                if names is None or name in names or name in named:
                     outside[name] = param
         return outside
 
@@ -422,6 +436,8 @@ class GradientCheck:
         self._is_alone = is_alone
         self._outside: dict[str, Tensor] = {}
         """The models' parameters that are not in the optimizer, by name, as the last search has found them."""
+        self._lists: list[weakref.ref[nn.Module]] = []
+        """The lists of modules in the models: `ModuleList.insert` does not register the module that it inserts."""
         self._searched: object = None
         """The values on which the last search depended; if a step has the same, `_outside` is still right."""
         self._reported: dict[str, Tensor] = {}
@@ -447,9 +463,19 @@ class GradientCheck:
     def _search_outside(self, named: Mapping[str, Tensor], absent: tuple[str, ...]) -> None:
         """Find the models' parameters that are not in the optimizer. ``absent`` are names without a gradient."""
         depends_on = (absent, self._parameters.version, _registrations.count)
-        if depends_on != self._searched:  # a search walks through the models, which takes time
-            self._searched = depends_on
-            self._outside = self._parameters.outside(named)
+        if (depends_on, self._list_lengths()) == self._searched:  # a search walks through the models, which takes time
+            return
+        self._outside = self._parameters.outside(named)
+        self._lists = []
+        for model in self._parameters.models:
+            for module in model.modules():
+                if isinstance(module, nn.ModuleList | nn.Sequential):
+                    self._lists.append(weakref.ref(module))
+        self._searched = (depends_on, self._list_lengths())
+
+    def _list_lengths(self) -> list[int]:
+        """Return the number of modules in each list of modules."""
+        return [len(module._modules) for ref in self._lists if (module := ref()) is not None]
 
     def _warn_of_others(self, elsewhere: dict[str, Tensor]) -> None:
         """Warn once of each of the parameters that have a gradient and are not in the optimizer."""

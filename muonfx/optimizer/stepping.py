@@ -156,8 +156,14 @@ class Stepping:
     def note_loaded(self, state: PyTree) -> None:
         """Update what this object derives from the state, after all ranks have copied values into their state."""
 
+    def is_on_any_rank(self, is_here: bool, problem: Exception | None) -> bool:
+        """Return True if a fact is true on any rank. A ``problem``, an error of this rank, is raised on all ranks."""
+        if problem is not None:
+            raise problem
+        return is_here
+
     def initial(self, params: Mapping[str, Tensor]) -> PyTree:
-        """Return the initial state for named parameters, in one process."""
+        """Return the initial state for named parameters. Over ranks, all of them call this together."""
         return self._placed.functions.init(params)
 
     def refresh(self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup]) -> None:

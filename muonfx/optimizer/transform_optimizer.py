@@ -30,6 +30,7 @@ from muonfx.optimizer import errors
 from muonfx.optimizer.by_groups import common_numbers
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import CallersTensors, Group, read_numbers
+from muonfx.optimizer.initial_state import InitialState
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_lost_decay
 from muonfx.optimizer.named_parameters import (
@@ -96,7 +97,8 @@ class TransformOptimizer(Optimizer):
     State: it is created at construction. ``optimizer.state[parameter]`` shows the tensors of one parameter, under keys
     such as "momentum.trace", and the scalars that all parameters share. Each step overwrites the tensors of the state,
     but not the gradients. A tensor that is assigned there, of the same shape, dtype and device, is copied into the
-    state. If all entries of a parameter are removed, its state starts again. Other changes are errors.
+    state. If all entries of a parameter are removed, its state starts again. Other changes are errors. If
+    weights are loaded between construction and the first step, the first step initializes the state again from them.
 
     Replaced parameters: state is stored by parameter name. After construction, the model may be sharded, loaded with
     ``assign=True``, moved to another device or materialized from meta, and an engine may put other tensors into
@@ -146,8 +148,9 @@ class TransformOptimizer(Optimizer):
         ['adamw.scale_by_adam.count', 'muon.momentum.trace']
     """
 
-    # _live has the state ("state"), and the `StateEntries` that show it in `optimizer.state` ("entries"). It is a dict,
-    # because torch.compile replays writes to a dict but not assignments to an optimizer's attributes.
+    # _live has the state ("state"), the `StateEntries` that show it in `optimizer.state` ("entries"), and before the
+    # first step its `InitialState` ("initial"), else None. It is a dict, because torch.compile replays writes to a dict
+    # but not assignments to an optimizer's attributes.
     _live: dict[str, Any]
     _settings: tuple[Layout | None, Settings]  # the layout of the parameters, and options of the communication
     _stepping: Stepping  # creates the state and runs the steps, in one process or over ranks
@@ -206,6 +209,10 @@ class TransformOptimizer(Optimizer):
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
         self._adopt_state()
+        self._update_initial_state()
+        initial: InitialState | None = self._live["initial"]
+        if initial is not None:
+            initial.forget_written(self._live["state"])
         self._tracked_groups.follow(self._groups, self._stepping.rules)  # a copy finds the tensors by "param_names"
         attributes = {
             "donate_grads": self.donate_grads,
@@ -228,6 +235,10 @@ class TransformOptimizer(Optimizer):
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
         self._tracked_groups.follow(self._groups, self._stepping.rules)
+        initial: InitialState | None = self._live.get("initial")  # absent in files of earlier versions
+        self._live["initial"] = initial
+        if initial is not None:
+            initial.follow_copy(self._live["state"])
         self._stepping.refresh(named, self._tracked_groups.groups)  # now, because the first step may be traced
         own_groups(self)
 
@@ -271,6 +282,9 @@ class TransformOptimizer(Optimizer):
             self._parameters.add_models(models_of([param_group]))
             self._parameters.track(trained)
             self._parameters.leave_out(frozen)
+        groups_of_added = [group for group in self._tracked_groups.groups if group.names and group.names[0] in trained]
+        if not self._parameters.on_meta:
+            warn_of_lost_decay(self.tx, self._stepping.visits, groups_of_added, trained)
 
     def _add_groups(self, group: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> None:
         """Add a group with all hyperparameters of its transforms. If not ``as_one``, split it by its transforms."""
@@ -367,17 +381,18 @@ class TransformOptimizer(Optimizer):
     def transform(self) -> Transform:
         """The transform that updates the parameters: `tx` in one process, ``sharded(tx, layout)`` over ranks.
 
-        It has the current hyperparameters where all groups agree, so a checkpoint that is saved with it records them.
+        It has the current hyperparameters, so a checkpoint that is saved with it records them. Where groups have
+        different values, it has the value of the first group.
         """
         groups = self._tracked_groups.groups
-        common, conflicts = common_numbers(self._stepping.members(groups, read_numbers(groups)))
-        agreed = {name: number for name, number in common.items() if name not in conflicts}
-        return self._stepping.transform_with(with_hyperparams(self.tx, agreed))
+        common, _ = common_numbers(self._stepping.members(groups, read_numbers(groups)))
+        return self._stepping.transform_with(with_hyperparams(self.tx, common))
 
     @property
     def transform_state(self) -> PyTree:
         """The current state, in the form that `transform` accepts. The next step overwrites the tensors."""
         self._adopt_state()
+        self._update_initial_state()
         return self._stepping.shown(self._live["state"])
 
     def snapshot(self) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
@@ -397,6 +412,7 @@ class TransformOptimizer(Optimizer):
             {'weight': tensor([[-0.1000, -0.1000]])}
         """
         self._use_replacements()
+        self._update_initial_state(may_communicate=True)
         named = self._named()
         params = {name: param.detach() for name, param in named.items()}
         grads = _gradients_of(named)
@@ -409,8 +425,52 @@ class TransformOptimizer(Optimizer):
         """
         self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named()
-        self._live["state"] = self._stepping.init(named, self._tracked_groups.groups, former)
+        state = self._stepping.init(named, self._tracked_groups.groups, former)
+        self._live["initial"] = self._initial_state(named, state, former)
+        self._live["state"] = state
         self._show_all(named)
+
+    def _initial_state(
+        self, named: Mapping[str, Tensor], state: PyTree, former: FormerState | None
+    ) -> InitialState | None:
+        """Return the record of the leaves of a new state that have initial values; None if no step could change them.
+
+        ``former`` is the state whose values were copied to ``state``; None if all leaves have initial values.
+        """
+        paths = set(tree.paths(state))
+        if former is None:
+            return InitialState(named, state, paths)
+        added = paths.difference(tree.paths(former.state))  # of added parameters
+        initial: InitialState | None = self._live["initial"]
+        if initial is not None:
+            # The parameters may have been changed before they were moved, so initialize at the first step in any case.
+            return InitialState({}, state, added | initial.unwritten(former.state))
+        return InitialState(named, state, added) if added else None
+
+    def _update_initial_state(self, *, may_communicate: bool = False, problem: Exception | None = None) -> None:
+        """Before the first step, initialize the state again if parameters were changed after it was made.
+
+        Weights may be loaded after construction, and some transforms copy or measure the parameters in ``init``.
+        Tensors that the caller has loaded or written are kept.
+
+        Args:
+            may_communicate: True if all ranks call this together. False does nothing over ranks.
+            problem: an error of this rank, which is raised on all ranks.
+        """
+        if torch.compiler.is_compiling():  # first: to read the record would compile the second step again
+            return
+        initial: InitialState | None = self._live["initial"]
+        if initial is None:
+            return
+        params = {name: param.detach() for name, param in self._named().items()}
+        if not may_communicate and self._is_over_ranks(params):
+            return
+        has_values = problem is None and not self._parameters.on_meta
+        has_changed = has_values and not initial.is_of(params)
+        if not self._stepping.is_on_any_rank(has_changed, problem):
+            return
+        with torch.no_grad():
+            initial.replace(params, self._live["state"], self._stepping.initial(params))
 
     def _show_all(self, named: Mapping[str, Tensor]) -> None:
         """Fill ``optimizer.state`` with the current state tensors of the named parameters."""
@@ -436,11 +496,24 @@ class TransformOptimizer(Optimizer):
             current.update(zip(group.get("param_names", ()), group["params"], strict=False))
         params = {name: (param, current.get(name, param)) for name, param in tracked.items()}
         edits = read_edits(entries, self.state, params, self._stepping)
-        loads = edits.loads + self._loads_of_emptied(edits.emptied, tracked)
+        restarts = self._loads_of_emptied(edits.emptied, tracked)
         with torch.no_grad():
-            self._stepping.assign(loads, self._live["state"])
+            self._stepping.assign(edits.loads + restarts, self._live["state"])
+        if restarts:
+            self._record_restarts(restarts, tracked)
         self._show_all(tracked)
         warn_of_shared(edits, len(tracked))
+
+    def _record_restarts(self, restarts: list[Load], tracked: dict[str, Tensor]) -> None:
+        """Record leaves that have initial values again. They follow weights that are loaded before the next step."""
+        state = self._live["state"]
+        paths = tree.paths(state)
+        restarted = {paths[load.leaf_index] for load in restarts}
+        initial: InitialState | None = self._live["initial"]
+        if initial is None:
+            self._live["initial"] = InitialState(tracked, state, restarted)
+        else:  # its other leaves are perhaps of other weights, so the next step initializes all
+            self._live["initial"] = InitialState({}, state, restarted | initial.unwritten(state))
 
     def _loads_of_emptied(self, emptied: list[str], tracked: dict[str, Tensor]) -> list[Load]:
         """Return the initial values of the state of parameters whose entries were removed.
@@ -478,8 +551,13 @@ class TransformOptimizer(Optimizer):
                 step.
         """
         self._adopt_state()
-        if self._tracked_groups.are_current(self._groups):
-            return  # the usual case
+        if not self._tracked_groups.are_current(self._groups):  # rarely
+            self._follow_replacements(at_step, may_list_twice, may_communicate)
+        if not at_step:  # a step calls it later, together with the other ranks
+            self._update_initial_state()
+
+    def _follow_replacements(self, at_step: bool, may_list_twice: bool, may_communicate: bool) -> None:
+        """Use the tensors that have replaced parameters. The arguments are those of `_use_replacements`."""
         added = self._parameters.added_in(self._groups)
         if added:
             if self._stepping.is_over_ranks and not may_communicate:
@@ -496,11 +574,14 @@ class TransformOptimizer(Optimizer):
             self._show_all(named)
             self._parameters.track(named)
             return
-        is_over_ranks = self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
-        if is_over_ranks and not may_communicate:
+        if self._is_over_ranks(named) and not may_communicate:
             self._put(named)  # the next step moves the state
             return
         self._move_state(named)
+
+    def _is_over_ranks(self, named: Mapping[str, Tensor]) -> bool:
+        """Return True if state over ranks is used, or will be, because parameters have become DTensors."""
+        return self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
 
     def _move_state(self, named: Mapping[str, Tensor]) -> None:
         """Create a state for other tensors of the same parameters, and copy the values of the former state into it.
@@ -543,6 +624,7 @@ class TransformOptimizer(Optimizer):
         were added. Its value is the state before the block.
         """
         former = FormerState(self._stepping, self._live["state"])
+        initial: InitialState | None = self._live["initial"]
         parameters = self._parameters.saved()
         tracked_groups = self._tracked_groups.groups
         former_groups = [dict(group) for group in self._groups]
@@ -550,6 +632,7 @@ class TransformOptimizer(Optimizer):
             yield former
         except BaseException:
             self._stepping = former.stepping
+            self._live["initial"] = initial
             self._parameters.restore(parameters)
             self._tracked_groups.groups = tracked_groups
             del self._groups[len(former_groups) :]
@@ -595,9 +678,11 @@ class TransformOptimizer(Optimizer):
             problem = error
             params = self._tracked_groups.named
             gradients = _gradients_of(params)
+        self._update_initial_state(may_communicate=True, problem=problem)
         call = Arguments(gradients, self._live["state"], params, Donation(self.donate_grads, True), extras)
         state = self._stepping.step(call, problem)
         self._live["state"] = state
+        self._live["initial"] = None
         self._live["entries"].update(self.state, state, self._stepping.show)
         return loss
 

@@ -47,13 +47,26 @@ def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
 
 
 def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -> UpdateRule:
-    """Return the update rule of a parameter. ``visits`` has the transforms that update it."""
-    labels = [visited.label for visited in visits if visited.label is not None]
-    is_left_out = any(_leaves_out(visited, name) for visited in visits)
-    has_matrices = any(needs_matrices(visited.tx) for visited in visits)
+    """Return the update rule of a parameter.
+
+    Args:
+        name: the name of the parameter.
+        indices: the indices, among all visits, of the transforms that update it.
+        visits: the visits of these transforms.
+    """
+    labels: list[str] = []
+    is_left_out = False
+    has_matrices = False
+    for visited in visits:
+        if visited.label is not None:
+            labels.append(visited.label)
+        is_left_out = is_left_out or _leaves_out(visited, name)
+        has_matrices = has_matrices or needs_matrices(visited.tx)
     hyperparams = tuple(hyperparams_of(visits))
-    order = (_rank_of_group({hyperparam.key for hyperparam in hyperparams}), not has_matrices, indices)
-    return UpdateRule(indices, "/".join(labels) or None, is_left_out, hyperparams, order)
+    keys = {hyperparam.key for hyperparam in hyperparams}
+    order = (_rank_of_group(keys), not has_matrices, indices)
+    label = "/".join(labels) or None
+    return UpdateRule(indices, label, is_left_out, hyperparams, order)
 
 
 def _leaves_out(visited: Visit, name: str) -> bool:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+K = TypeVar("K", bound=Hashable)
 
 
 def digest(value: object) -> str:
@@ -50,3 +54,16 @@ def checksum(tensor: Tensor) -> Tensor:
         values = data.view(torch.int32).to(torch.int64)
         total += values.mul_(weights[: values.numel()]).sum() * weights[number]
     return total
+
+
+def checksums(tensors: Mapping[K, Tensor]) -> dict[K, int]:
+    """Return the checksum of each tensor, and 0 for one on the meta device. It syncs once for each device."""
+    checksum_of = dict.fromkeys(tensors, 0)
+    sums_on: dict[torch.device, dict[K, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if not tensor.is_meta:
+            sums_on.setdefault(tensor.device, {})[key] = checksum(tensor)
+    for sum_of in sums_on.values():
+        numbers = torch.stack(list(sum_of.values())).tolist()
+        checksum_of.update(zip(sum_of, numbers, strict=True))
+    return checksum_of

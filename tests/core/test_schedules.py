@@ -93,3 +93,19 @@ def test_a_rate_that_would_overflow_after_the_run_is_accepted():
     rate = mfx.exponential_decay(1e-6, 10, 1.5)
     assert rate(1_000_000) == float("inf")
     assert mfx.scale_by_learning_rate(rate).arguments["learning_rate"] == rate
+
+
+@pytest.mark.parametrize("count", [0, 99_999, 100_000, 100_100])
+def test_derivatives_by_numbers_of_a_later_schedule_are_finite(count: int):
+    """Before its boundary, the decay would overflow to inf."""
+
+    def rate(start: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        parts = [mfx.constant_schedule(0.1), mfx.exponential_decay(start, 100, factor)]
+        return mfx.join_schedules(parts, [100_000])(torch.tensor(float(count)))
+
+    numbers = torch.tensor([0.1, 0.1], dtype=torch.float64)
+    by_start, by_factor = torch.func.grad(rate, argnums=(0, 1))(*numbers)
+    assert bool(by_start.isfinite())
+    assert bool(by_factor.isfinite())
+    if count < 100_000:
+        assert float(by_start) == 0.0

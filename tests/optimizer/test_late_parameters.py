@@ -1,5 +1,6 @@
 """Parameters that come into a model after its optimizer: each that gets a gradient and is not trained is warned of."""
 
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -89,6 +90,33 @@ def test_a_new_parameter_with_a_gradient_is_warned_of_once(how: str, set_to_none
     assert name in message
     assert "add_param_group" in message
     assert messages_of(model, optimizer, set_to_none=set_to_none) == []
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_a_head_is_warned_of_if_it_is_untied_in_a_model_of_names(is_partial: bool):
+    model = Tied(is_tied=True)
+    params = [model.embed.weight] if is_partial else model.parameters()
+    optimizer = mfx.Muon(params, model=model)
+    assert messages_of(model, optimizer) == []
+    _untie(model)
+    (message,) = messages_of(model, optimizer)
+    assert "'head.weight'" in message
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
+def test_a_module_inserted_into_a_list_is_warned_of(kind: type[nn.Module]):
+    """`insert` calls no hook of registrations, and neither does a layer that existed before."""
+    model = Tied(is_tied=False)
+    late = nn.Linear(4, 4)
+    optimizer = mfx.Muon(model)
+    if kind is nn.ModuleList:
+        model.layers = nn.ModuleList(model.body)
+        model.body.forward = lambda x: functools.reduce(lambda y, layer: layer(y), model.layers, x)
+    layers = model.layers if kind is nn.ModuleList else model.body
+    assert messages_of(model, optimizer) == []
+    layers.insert(0, late)
+    (message,) = messages_of(model, optimizer)
+    assert ".0." in message
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -5,6 +5,7 @@ import io
 import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,3 +189,20 @@ def test_counts_and_moments_come_from_the_file(how: str):
     assert messages_of(how, old, new) == []
     for a, b in zip(*(mfx.tree.leaves(one.transform_state) for one in (old, new)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_checkpoint_of_groups_with_different_rates_warns_of_a_rate_that_has_changed(tmp_path: Path):
+    """`transform` has one rate, that of the first group."""
+
+    def optimizer_of(rates: tuple[float, float]) -> mfx.TransformOptimizer:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        groups = [{"params": list(model[i].named_parameters(str(i))), "lr": rates[i]} for i in range(2)]
+        return mfx.TransformOptimizer(groups, mfx.adamw(1e-3))
+
+    saved = optimizer_of((0.1, 0.2))
+    path = mfx.checkpoint.save(tmp_path, saved.transform_state, tx=saved.transform)
+    same = optimizer_of((0.1, 0.2))
+    mfx.checkpoint.load(path, like=same.transform_state, tx=same.transform)
+    other = optimizer_of((0.3, 0.2))
+    with pytest.warns(UserWarning, match=r"learning_rate is 0\.1 in the checkpoint, 0\.3 in the code"):
+        mfx.checkpoint.load(path, like=other.transform_state, tx=other.transform)

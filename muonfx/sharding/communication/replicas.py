@@ -23,7 +23,7 @@ from muonfx.sharding.communication.agree import NO_VALUE, agree, agree_on_leaves
 from muonfx.sharding.communication.collectives import BUCKET, in_buckets
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.communication.messages import all_objects, collective, copied, exchange, lists_by_rank
-from muonfx.sharding.digests import checksum
+from muonfx.sharding.digests import LARGE, checksums, words
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import local_leaves, local_of, transform_problem
@@ -184,15 +184,8 @@ def _ranks_that_differ(leaf: _Leaf, checksums_of_rank: Sequence[Mapping[str, int
 
 def _checksums(leaves: Sequence[_Leaf]) -> dict[str, int]:
     """Return a dict from name to the checksum of each leaf, and 0 for None. It syncs once for each device."""
-    checksum_of = dict.fromkeys([leaf.name for leaf in leaves], 0)
-    checksums_on: dict[torch.device, dict[str, Tensor]] = {}
-    for name, value, _ in leaves:
-        if value is not None and not value.is_meta:
-            checksums_on.setdefault(value.device, {})[name] = checksum(value)
-    for checksums in checksums_on.values():
-        numbers = torch.stack([*checksums.values()]).tolist()
-        checksum_of.update(zip(checksums, numbers, strict=True))
-    return checksum_of
+    present = {leaf.name: leaf.value for leaf in leaves if leaf.value is not None}
+    return {**{leaf.name: 0 for leaf in leaves}, **checksums(present)}
 
 
 # ----------------------------------------------------------------------------------------------------------- broadcast

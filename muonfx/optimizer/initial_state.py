@@ -1,0 +1,99 @@
+"""The state of an optimizer before the first step: it follows parameters that are changed after construction.
+
+Some transforms copy or measure the parameters in ``init``, such as the iterate of `schedule_free`. If weights are
+loaded after the optimizer was created, such state would belong to the weights that they have replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.sharding.digests import checksums
+from muonfx.sharding.shards.dtensors import local_of
+from muonfx.tree import PyTree
+
+K = TypeVar("K", bound=Hashable)
+
+Path = tuple[object, ...]
+
+
+class _Leaf(NamedTuple):
+    """A tensor of the state as ``init`` has returned it."""
+
+    version: int
+    """The number of writes into it. A caller may load the values that it has, such as zeros: it is written then."""
+    checksum: int
+    """The checksum of its values. A write through ``leaf.data`` does not change the version."""
+
+
+class InitialState:
+    """The tensors of the state that still have their initial values, and the parameters from which these were made.
+
+    Args:
+        params: the parameters by name, from whose values the state was made; empty if these are unknown.
+        state: the state after ``init``.
+        paths: the paths of the leaves of ``state`` that have initial values.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], state: PyTree, paths: set[Path]) -> None:
+        leaves = _tensors(state)
+        self._leaves = _recorded({path: leaf for path, leaf in leaves.items() if path in paths})
+        self._params = _checksums(params)
+
+    def is_of(self, params: Mapping[str, Tensor]) -> bool:
+        """Return True if the parameters have the values from which the state was made. Syncs with the device."""
+        return _checksums(params) == self._params
+
+    def unwritten(self, state: PyTree) -> set[Path]:
+        """Return the paths of the leaves that still have initial values and that no write has changed."""
+        leaves = _tensors(state)
+        recorded = _recorded({path: leaves[path] for path in self._leaves})
+        return {path for path, leaf in recorded.items() if leaf == self._leaves[path]}
+
+    def replace(self, params: Mapping[str, Tensor], state: PyTree, initial: PyTree) -> None:
+        """Copy ``initial``, the initial state for these parameters, into the leaves of ``state`` that are unwritten."""
+        paths = self.unwritten(state)
+        leaves = _tensors(state)
+        for path, value in _tensors(initial).items():
+            if path in paths:
+                leaves[path].copy_(value)
+        self._leaves = _recorded({path: leaves[path] for path in paths})
+        self._params = _checksums(params)
+
+    def forget_written(self, state: PyTree) -> None:
+        """Forget the written leaves, before the state is copied or pickled: copies have other versions."""
+        paths = self.unwritten(state)
+        self._leaves = {path: leaf for path, leaf in self._leaves.items() if path in paths}
+
+    def follow_copy(self, state: PyTree) -> None:
+        """Record the versions of the leaves in ``state``, a copy of the state."""
+        leaves = _tensors(state)
+        self._leaves = _recorded({path: leaves[path] for path in self._leaves})
+
+
+def _tensors(state: PyTree) -> dict[Path, Tensor]:
+    """Return the tensors of a state by path. Over ranks, a leaf that only another rank has is None, and left out."""
+    tensors: dict[Path, Tensor] = {}
+    for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
+        if isinstance(leaf, Tensor):
+            tensors[path] = leaf
+    return tensors
+
+
+def _recorded(leaves: Mapping[Path, Tensor]) -> dict[Path, _Leaf]:
+    """Return the version and the checksum of each leaf."""
+    checksum_of = _checksums(leaves)
+    recorded: dict[Path, _Leaf] = {}
+    for path, leaf in leaves.items():
+        version = -1 if leaf.is_inference() else leaf._version  # inference tensors have no version
+        recorded[path] = _Leaf(version, checksum_of[path])
+    return recorded
+
+
+def _checksums(tensors: Mapping[K, Tensor]) -> dict[K, int]:
+    """Return the checksum of the values of each tensor on this rank, and 0 on the meta device."""
+    return checksums({key: local_of(tensor) for key, tensor in tensors.items()})
