@@ -23,7 +23,7 @@ from muonfx.sharding.communication.agree import NO_VALUE, agree, agree_on_leaves
 from muonfx.sharding.communication.collectives import BUCKET, in_buckets
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.communication.messages import all_objects, collective, copied, exchange, lists_by_rank
-from muonfx.sharding.digests import LARGE, checksums, words
+from muonfx.sharding.digests import checksums
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import local_leaves, local_of, transform_problem
