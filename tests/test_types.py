@@ -138,7 +138,8 @@ def test_a_literal_has_the_names_of_its_registry(literal: Any, registry: Any):
 def test_names_without_a_registry_are_all_taken():
     params = {"w": torch.zeros(4, 4)}
     layout = mfx.sharding.zero(params, 1)
-    for method in get_args(mfx.polar.MethodLike):
+    names_of_methods, _ = get_args(mfx.polar.MethodLike)  # or the steps of each stage
+    for method in get_args(names_of_methods):
         assert mfx.orthogonalize(method=method).arguments["method"] == method
     for partition in get_args(Partition):
         assert mfx.sharding.zero(params, 1, partition=partition).size == 1

@@ -466,7 +466,7 @@ class Target:
         )
         self._require_same_scheduler(index, where)
         self._warn_of_products(index, where)
-        if self.objects is None or GROUPS not in self.objects & index.objects.keys():  # else the groups' are loaded
+        if self.objects is None or GROUPS not in index.objects:  # else they are loaded, or left out on purpose
             self._warn_of_numbers(index, where)
         leaves: dict[str, Any] = {}
         destinations: dict[str, Any] = {}

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 K = TypeVar("K", bound=Hashable)
 
@@ -57,11 +58,14 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Mapping[K, Tensor]) -> dict[K, int]:
-    """Return the checksum of each tensor, and 0 for one on the meta device. It syncs once for each device."""
+    """Return the checksum of each tensor, and 0 for one without values: on the meta device, or fake.
+
+    It syncs once for each device.
+    """
     checksum_of = dict.fromkeys(tensors, 0)
     sums_on: dict[torch.device, dict[K, Tensor]] = {}
     for key, tensor in tensors.items():
-        if not tensor.is_meta:
+        if not tensor.is_meta and not isinstance(tensor, FakeTensor):
             sums_on.setdefault(tensor.device, {})[key] = checksum(tensor)
     for sum_of in sums_on.values():
         numbers = torch.stack(list(sum_of.values())).tolist()

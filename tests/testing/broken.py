@@ -371,7 +371,7 @@ def reads_memory_that_it_never_wrote(updates, state, params):
 
 @of_trees()
 def reads_the_clock(updates, state, params):
-    factor = 1.0 + (time.time() // 1000) % 7
+    factor = 1.0 + (time.time() // 1000) % 6  # the law moves clocks by 1,000 or 1,001 of these units
     return tree.map(lambda u: u * factor, updates)
 
 
