@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, OptimizerLaw, Outcome, law_of_ranks, outcome_of
-from muonfx.testing.optimizers.runs import Run, require_close, require_equal, seeded
+from muonfx.testing.optimizers.runs import Run, Values, require_close, require_equal, seeded
 
 RANKS = 2
 SECONDS = 180
@@ -99,7 +99,17 @@ def _require_the_update_of_one_process(build: Build, model: nn.Module) -> None:
     parallel = Run(build, model)
     whole.steps(STEPS)
     parallel.steps(STEPS)
-    require_close(parallel.values(), whole.values(), start, TOLERANCE, f"on {RANKS} ranks")
+    values = parallel.values()
+    _require_equal_on_ranks(values)
+    require_close(values, whole.values(), start, TOLERANCE, f"on {RANKS} ranks")
+
+
+def _require_equal_on_ranks(values: Values) -> None:
+    """Raise `Broken` unless this rank's whole parameters have the bits of the parameters of rank 0."""
+    for name, value in values.items():
+        value_of_rank_0 = value.clone()
+        dist.broadcast(value_of_rank_0, src=0)
+        require_equal({name: value}, {name: value_of_rank_0}, f"on rank {dist.get_rank()}, compared with rank 0")
 
 
 def _sharded_run(build: Build) -> Run:
