@@ -557,7 +557,7 @@ class TransformOptimizer(Optimizer):
             self._update_initial_state()
 
     def _follow_replacements(self, at_step: bool, may_list_twice: bool, may_communicate: bool) -> None:
-        """Use the tensors that have replaced parameters. The arguments are those of `_use_replacements`."""
+        """Use the tensors that have replaced parameters. The arguments are described in `_use_replacements`."""
         added = self._parameters.added_in(self._groups)
         if added:
             if self._stepping.is_over_ranks and not may_communicate:

@@ -444,7 +444,7 @@ def _buffer(
     Args:
         matrices: tensors ``(count, rows, columns)`` with the same rows and columns.
         destinations: memory for the results, one tensor for each of the matrices; None if results are new tensors.
-        compute: the dtype of the batch: that of the iteration, or `Plan.rounded_to`.
+        compute: the dtype of the batch: the dtype of the iteration, or `Plan.rounded_to`.
         workspace: provides the memory of a copy.
 
     Returns:

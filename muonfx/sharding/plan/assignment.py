@@ -130,7 +130,7 @@ class RunPlan:
                 present = [local for local in transfers if local.shard.name not in absent]
                 if present:
                     buckets.append(Bucket(present, self.size))
-            self._local_buckets.clear()  # only those of the last step are stored: most steps have the same gradients
+            self._local_buckets.clear()  # only buckets of the last step are stored: most steps have the same gradients
             self._local_buckets[absent] = buckets or [Bucket([], self.size)]
         return self._local_buckets[absent]
 

@@ -125,7 +125,7 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
 def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], usual: list[PyTree], numbers: list[int]) -> None:
     """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves is hidden.
 
-    ``numbers`` are those of the leaves, and ``usual`` are the updates without a fault. An update after a fault is
+    ``numbers`` are the numbers of the leaves, and ``usual`` are the updates without a fault. An update after a fault is
     compared with the usual one, and with those after a change of the same element to a large number.
     """
 
