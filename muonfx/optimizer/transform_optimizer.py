@@ -235,8 +235,7 @@ class TransformOptimizer(Optimizer):
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
         self._tracked_groups.follow(self._groups, self._stepping.rules)
-        initial: InitialState | None = self._live.get("initial")  # absent in files of earlier versions
-        self._live["initial"] = initial
+        initial: InitialState | None = self._live["initial"]
         if initial is not None:
             initial.follow_copy(self._live["state"])
         self._stepping.refresh(named, self._tracked_groups.groups)  # now, because the first step may be traced

@@ -248,7 +248,7 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree)
 def _owned_to_dtensor(layout: Layout, placed: LeafPlacement, name: str, local: Tensor | None) -> Tensor | None:
     """Turn the leaf of a state that owners hold for their matrices into a DTensor.
 
-    Its mesh is the mesh of the parameter called `name`, or the one rank that computes all matrices. Ranges of a stack that
+    It has the mesh of the parameter called `name`, or the one rank that computes all matrices. Ranges of a stack that
     no placements express stay local tensors on their owners and None elsewhere.
     """
     from torch.distributed.tensor import Replicate

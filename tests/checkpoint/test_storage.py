@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -185,7 +186,6 @@ def test_what_no_file_can_hold_is_refused_by_name(tmp_path: Path, state: dict[st
 
 
 def test_plain_safetensors_reads_the_tensors(tmp_path: Path):
-    load_file = pytest.importorskip("safetensors.torch").load_file
     save({"model": {"fc.weight": torch.ones(2, 3), "e": torch.zeros(0, 2)}, "s": torch.tensor(2)}, tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     loaded: dict[str, Tensor] = load_file(file)
