@@ -30,8 +30,9 @@ def half(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let plans for a CUDA device be made without one."""
+    """Let plans for a CUDA device be made without one, also by a build of torch for CUDA."""
     monkeypatch.setattr(policy, "cuda_capability", lambda index: (9, 0))
+    monkeypatch.setattr(quack, "is_capable", lambda device: False)
 
 
 def lengths(plan: mfx.polar.Plan) -> list[int]:
