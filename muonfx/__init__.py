@@ -11,7 +11,7 @@ parameters. `apply_updates` adds the result to the parameters. `TransformOptimiz
 private.
 
 ``import muonfx`` loads the functional core. The optimizer classes, ``placement``, ``sharding``, ``checkpoint``,
-``contrib``, ``plot`` and ``testing`` are imported when they are first used.
+``contrib``, ``plot``, ``studies`` and ``testing`` are imported when they are first used.
 """
 
 import importlib
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from muonfx import placement as placement
     from muonfx import plot as plot
     from muonfx import sharding as sharding
+    from muonfx import studies as studies
     from muonfx import testing as testing
     from muonfx.checkpoint import spec as spec
     from muonfx.inspect import Diagnosis as Diagnosis
@@ -67,13 +68,15 @@ if TYPE_CHECKING:
     from muonfx.inspect import summary as summary
     from muonfx.optimizer import Muon as Muon
     from muonfx.optimizer import TransformOptimizer as TransformOptimizer
+    from muonfx.studies import study as study
 
 __version__ = "0.2.0"
 
 # fmt: off
 __all__ = [
     # modules
-    "attention", "checkpoint", "contrib", "placement", "polar", "schedules", "routing", "sharding", "tree",
+    "attention", "checkpoint", "contrib", "placement", "polar", "schedules", "routing", "sharding", "studies",
+    "tree",
     # core
     "Donation", "Locality", "Transform", "add_updates", "apply_updates", "chain", "identity", "masked", "partition",
     "set_to_zero", "spec", "stateless", "transform",
@@ -92,6 +95,8 @@ __all__ = [
     "Labels", "default_labels", "describe", "labels",
     # summaries and measurements
     "Diagnosis", "Summary", "diagnose", "summary",
+    # comparisons of optimizers
+    "study",
     # types of arguments and results, for annotations
     "InitAndUpdate", "Metric", "PyTree", "Scalar", "ScalarOrSchedule", "ScheduleFunction", "ShapeRule",
     "StateAndStep",
@@ -105,14 +110,17 @@ __all__ = [
 ]
 # fmt: on
 
+_MODULES = ("checkpoint", "contrib", "placement", "plot", "sharding", "studies", "testing")
+
 _LAZY = {
-    **{name: f"muonfx.{name}" for name in ("checkpoint", "contrib", "placement", "plot", "sharding", "testing")},
+    **{name: f"muonfx.{name}" for name in _MODULES},
     "Diagnosis": "muonfx.inspect",
     "Muon": "muonfx.optimizer",
     "Summary": "muonfx.inspect",
     "TransformOptimizer": "muonfx.optimizer",
     "diagnose": "muonfx.inspect",
     "spec": "muonfx.checkpoint",
+    "study": "muonfx.studies",
     "summary": "muonfx.inspect",
 }
 """Names that are imported when they are first used, and the module of each."""

@@ -1,4 +1,4 @@
-"""Plots of optimizers: losses over seeds, polynomials, spectra, sizes of updates, sharding plans, memory of states.
+"""Plots of optimizers: losses, schedules, polynomials, spectra, sizes of updates, sharding plans, memory of states.
 
 Every function draws on one matplotlib ``Axes`` and returns it. Without ``ax``, it creates one in the `style` of the
 package, which is legible on light and dark pages. Needs matplotlib:
@@ -17,14 +17,19 @@ except ImportError as error:
 from muonfx.plot.axes import COLORS, style
 from muonfx.plot.bars import plot_plan, plot_state_memory, plot_update_rms
 from muonfx.plot.curves import plot_band, plot_polynomial, plot_spectrum
+from muonfx.plot.studies import plot_losses, plot_rates, plot_schedule, plot_steps_to
 
 __all__ = [
     "COLORS",
     "plot_band",
+    "plot_losses",
     "plot_plan",
     "plot_polynomial",
+    "plot_rates",
+    "plot_schedule",
     "plot_spectrum",
     "plot_state_memory",
+    "plot_steps_to",
     "plot_update_rms",
     "style",
 ]

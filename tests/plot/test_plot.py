@@ -191,3 +191,89 @@ def test_the_pictures_of_the_guide_are_those_that_its_script_draws(tmp_path: Pat
         kept = script.parents[1] / "docs" / "assets" / path.name
         assert words(path) == words(kept), f"{kept.name} is not what the library draws now: python {script}"
         assert f"assets/{path.name}" in page
+
+
+# ------------------------------------------------------------------------------------------------ studies and schedules
+
+
+def rows_of(table: dict[str, dict[float, list[list[float]]]]) -> list[dict]:
+    """Rows as of `muonfx.study`: losses by optimizer, rate and seed, reported at the steps 10, 20, ..."""
+    return [
+        {"optimizer": name, "rate": rate, "seed": seed, "step": 10 * (index + 1), "loss": loss}
+        for name, by_rate in table.items()
+        for rate, by_seed in by_rate.items()
+        for seed, losses in enumerate(by_seed)
+        for index, loss in enumerate(losses)
+    ]
+
+
+STUDY = rows_of(
+    {
+        "muon": {0.1: [[3.0, 1.0], [3.0, 2.0]], 0.01: [[4.0, 3.0], [4.0, 3.5]], 1.0: [[5.0, float("nan")], [5.0, 0.1]]},
+        "adamw": {0.1: [[3.5, 2.5], [2.0, 1.8]]},
+    }
+)
+
+
+def band_of(ax, index: int) -> tuple[float, float]:
+    """The lowest and the highest value of a band."""
+    ys = ax.collections[index].get_paths()[0].vertices[:, 1]
+    return ys.min(), ys.max()
+
+
+def test_losses_are_drawn_at_the_best_rate_of_each_optimizer():
+    ax = mfx.plot.plot_losses(STUDY)
+    assert [line.get_label() for line in ax.lines] == ["muon, rate 0.1", "adamw, rate 0.1"]
+    assert [line.get_ydata().tolist() for line in ax.lines] == [[3.0, 1.5], [2.75, 2.15]]
+    assert ax.lines[0].get_xdata().tolist() == [10, 20]
+    assert band_of(ax, 0) == (1.0, 3.0)
+    assert len({line.get_marker() for line in ax.lines} | {line.get_color() for line in ax.lines}) == 4
+
+
+def test_losses_over_rates_leave_out_rates_that_diverged():
+    ax = mfx.plot.plot_rates(STUDY)
+    assert ax.lines[0].get_xdata().tolist() == [0.01, 0.1]  # sorted
+    assert ax.lines[0].get_ydata().tolist() == [3.25, 1.5]
+    assert ax.get_ylabel() == "loss after 20 steps"
+    assert ax.get_ylim()[1] < 5
+
+
+def test_a_rate_that_is_much_too_large_does_not_hide_the_others():
+    ax = mfx.plot.plot_rates([*STUDY, *rows_of({"muon": {10.0: [[5.0, 1e9]]}})])
+    assert ax.get_ylim()[1] == 4.0  # the median of the losses at step 10
+
+
+def test_rows_of_studies_with_other_steps_are_refused_and_in_any_order_drawn():
+    with pytest.raises(ValueError, match=r"rows: seed 7 of muon at rate 0\.1 has 1 reports, expected one at each of 2"):
+        mfx.plot.plot_losses([*STUDY, {**STUDY[0], "seed": 7}])
+    expected = [line.get_ydata().tolist() for line in mfx.plot.plot_losses(STUDY).lines]
+    by_name = sorted(STUDY, key=lambda row: (row["optimizer"] != "muon", -row["step"]))
+    assert [line.get_ydata().tolist() for line in mfx.plot.plot_losses(by_name).lines] == expected
+
+
+def test_steps_to_a_loss_are_drawn_where_each_seed_reaches_it():
+    ax = mfx.plot.plot_steps_to(STUDY, 2.0)
+    assert [line.get_label() for line in ax.lines] == ["muon"]  # one seed of adamw does not reach it
+    assert (ax.lines[0].get_xdata().tolist(), ax.lines[0].get_ydata().tolist()) == ([0.1], [20.0])
+    with pytest.raises(ValueError, match=r"target: .*0\.05.*lowest loss is 0\.1"):
+        mfx.plot.plot_steps_to(STUDY, 0.05)
+
+
+@pytest.mark.parametrize("draw", [mfx.plot.plot_losses, mfx.plot.plot_rates])
+def test_the_validation_loss_is_drawn_if_there_is_one(draw: Callable):
+    rows = [row | {"validation_loss": 7.0} for row in STUDY]
+    assert set(draw(rows).lines[0].get_ydata()) == {7.0}
+    assert draw(rows, loss="loss").lines[-1].get_ydata().tolist() == draw(STUDY).lines[-1].get_ydata().tolist()
+    with pytest.raises(ValueError, match="loss: found 'los', expected a key"):
+        draw(STUDY, loss="los")
+    with pytest.raises(ValueError, match="rows: found none"):
+        draw([])
+
+
+def test_a_schedule_is_drawn_step_by_step():
+    schedule = mfx.warmup_cosine_decay_schedule(0.1, 3, total_steps=10)
+    ax = mfx.plot.plot_schedule(schedule, 10, label="warmup")
+    assert ax.lines[0].get_ydata().tolist() == [float(schedule(torch.tensor(step))) for step in range(10)]
+    assert ax.get_legend() is not None
+    with pytest.raises(ValueError, match="steps: found 0"):
+        mfx.plot.plot_schedule(schedule, 0)

@@ -1,0 +1,245 @@
+"""Plots of the rows of `muonfx.study`, and of schedules."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from muonfx.plot.axes import COLORS, axes_for
+
+Rows = Sequence[Mapping[str, Any]]
+
+MARKERS = ("o", "s", "^", "D", "v", "P")
+"""A marker for each optimizer, so that a plot can be read without its colours."""
+
+
+class Runs(NamedTuple):
+    """The losses of one optimizer at one rate."""
+
+    steps: list[int]
+    losses: Tensor
+    """Shape (seeds, steps), float64."""
+
+
+def plot_losses(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) -> Axes:
+    """Draw the loss of each optimizer over steps, at its best rate.
+
+    The line is the mean over seeds, in a band from the lowest to the highest. The best rate has the lowest mean loss at
+    the last step.
+
+    Args:
+        rows: the rows that `muonfx.study` returns.
+        loss: the key of the loss. None: ``validation_loss`` if the rows have it, otherwise ``loss``.
+        ax: the axes to draw on; None: a new figure.
+
+    Raises:
+        ValueError: there are no rows, or they have no such key.
+
+    >>> import muonfx as mfx
+    >>> rows = [{"optimizer": "muon", "rate": 0.1, "seed": 0, "step": step, "loss": 1 / step} for step in (1, 2, 4)]
+    >>> ax = mfx.plot.plot_losses(rows)
+    >>> ax.lines[0].get_label(), ax.lines[0].get_ydata().tolist()
+    ('muon, rate 0.1', [1.0, 0.5, 0.25])
+    """
+    key = _key_of_loss(rows, loss)
+    with axes_for(ax) as axes:
+        for name, by_rate, color, marker in _each_optimizer(rows, key):
+            best_rate = min(by_rate, key=lambda rate: _final_loss(by_rate[rate]))
+            steps, losses = by_rate[best_rate]
+            losses_at = dict(zip(steps, losses.unbind(dim=1), strict=True))
+            _draw_band(axes, losses_at, label=f"{name}, rate {best_rate:.3g}", color=color, marker=marker)
+        axes.set(xlabel="step", ylabel=key.replace("_", " "))
+        axes.legend()
+    return axes
+
+
+def plot_rates(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) -> Axes:
+    """Draw the loss at the last step over the rate, for each optimizer: a mean and a band over seeds.
+
+    A rate at which a run diverged to NaN or inf has no point. Losses above the median of the first reports are cut off,
+    so that a rate that is much too large does not hide the differences between the others.
+
+    Args:
+        rows: the rows that `muonfx.study` returns.
+        loss: the key of the loss, as in `plot_losses`.
+        ax: the axes to draw on; None: a new figure.
+
+    Raises:
+        ValueError: there are no rows, or they have no such key.
+
+    >>> import muonfx as mfx
+    >>> rows = [{"optimizer": "muon", "rate": rate, "seed": 0, "step": 9, "loss": 1 + rate} for rate in (0.1, 1.0)]
+    >>> ax = mfx.plot.plot_rates(rows)
+    >>> ax.get_xscale(), ax.lines[0].get_ydata().tolist()
+    ('log', [1.1, 2.0])
+    """
+    key = _key_of_loss(rows, loss)
+    last_step = max(row["step"] for row in rows)
+    with axes_for(ax) as axes:
+        for name, by_rate, color, marker in _each_optimizer(rows, key):
+            final_losses = {rate: runs.losses[:, -1] for rate, runs in sorted(by_rate.items())}
+            finite = {rate: losses for rate, losses in final_losses.items() if losses.isfinite().all()}
+            if finite:
+                _draw_band(axes, finite, label=name, color=color, marker=marker)
+        axes.set(xscale="log", xlabel="learning rate", ylabel=f"{key.replace('_', ' ')} after {last_step} steps")
+        axes.set_ylim(top=min(axes.get_ylim()[1], _typical_first_loss(rows, key)))
+        axes.legend()
+    return axes
+
+
+def plot_steps_to(rows: Rows, target: float, *, loss: str | None = None, ax: Axes | None = None) -> Axes:
+    """Draw how many steps each optimizer takes to a loss, over the rate: a mean and a band over seeds.
+
+    The step is the first one that has a row with a loss of ``target`` or less. A rate at which a run does not reach it
+    has no point.
+
+    Args:
+        rows: the rows that `muonfx.study` returns.
+        target: the loss to reach.
+        loss: the key of the loss, as in `plot_losses`.
+        ax: the axes to draw on; None: a new figure.
+
+    Raises:
+        ValueError: there are no rows, they have no such key, or no optimizer reaches the loss from all seeds at any
+            rate.
+
+    >>> import muonfx as mfx
+    >>> rows = [{"optimizer": "muon", "rate": 0.1, "seed": 0, "step": step, "loss": 1 / step} for step in (1, 2, 4)]
+    >>> mfx.plot.plot_steps_to(rows, 0.5).lines[0].get_ydata().tolist()
+    [2.0]
+    """
+    key = _key_of_loss(rows, loss)
+    _require_reached(rows, key, target)
+    with axes_for(ax) as axes:
+        for name, by_rate, color, marker in _each_optimizer(rows, key):
+            steps_to = {rate: _steps_to(runs, target) for rate, runs in sorted(by_rate.items())}
+            reached = {rate: steps for rate, steps in steps_to.items() if steps is not None}
+            if reached:
+                _draw_band(axes, reached, label=name, color=color, marker=marker)
+        axes.set(xscale="log", xlabel="learning rate", ylabel=f"steps to a {key.replace('_', ' ')} of {target:g}")
+        axes.legend()
+    return axes
+
+
+def plot_schedule(
+    schedule: Callable[[Tensor], Any], steps: int, *, label: str | None = None, ax: Axes | None = None
+) -> Axes:
+    """Draw a schedule over its first steps.
+
+    Args:
+        schedule: a schedule such as `muonfx.cosine_decay_schedule`, or any function of the step count, a 0-d tensor.
+        steps: the number of steps, at least 1.
+        label: the name of the schedule in a legend.
+        ax: the axes to draw on; None: a new figure.
+
+    Raises:
+        ValueError: ``steps`` is less than 1.
+
+    >>> import muonfx as mfx
+    >>> ax = mfx.plot.plot_schedule(mfx.linear_schedule(1.0, 0.0, 4), 5)
+    >>> ax.lines[0].get_ydata().tolist()
+    [1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    if steps < 1:
+        raise ValueError(f"steps: found {steps}, expected at least 1")
+    values = [float(schedule(torch.tensor(step))) for step in range(steps)]
+    with axes_for(ax) as axes:
+        axes.plot(range(steps), values, label=label)
+        axes.set(xlabel="step", ylabel="learning rate")
+        if label is not None:
+            axes.legend()
+    return axes
+
+
+def _key_of_loss(rows: Rows, loss: str | None) -> str:
+    """Return the key of the loss to draw."""
+    if not rows:
+        raise ValueError("rows: found none, expected the rows that muonfx.study returns")
+    if loss is None:
+        return "validation_loss" if "validation_loss" in rows[0] else "loss"
+    if loss not in rows[0]:
+        raise ValueError(f"loss: found {loss!r}, expected a key of the rows: {sorted(rows[0])}")
+    return loss
+
+
+def _each_optimizer(rows: Rows, key: str) -> Iterator[tuple[str, dict[float, Runs], str, str]]:
+    """Yield for each optimizer its name, its runs by rate, a colour and a marker."""
+    looks = zip(itertools.cycle(COLORS.values()), itertools.cycle(MARKERS), strict=False)
+    for name in dict.fromkeys(row["optimizer"] for row in rows):
+        of_name = [row for row in rows if row["optimizer"] == name]
+        by_rate = {
+            rate: _runs([row for row in of_name if row["rate"] == rate], key)
+            for rate in dict.fromkeys(row["rate"] for row in of_name)
+        }
+        color, marker = next(looks)
+        yield name, by_rate, color, marker
+
+
+def _runs(rows: Rows, key: str) -> Runs:
+    """Return the losses of the rows of one optimizer and one rate."""
+    by_seed: dict[int, dict[int, float]] = {}
+    for row in rows:
+        by_seed.setdefault(row["seed"], {})[row["step"]] = row[key]
+    steps = sorted({row["step"] for row in rows})
+    for seed, losses in by_seed.items():
+        if len(losses) < len(steps):
+            raise ValueError(
+                f"rows: seed {seed} of {rows[0]['optimizer']} at rate {rows[0]['rate']} has {len(losses)} reports, "
+                f"expected one at each of {len(steps)} steps, as the other seeds have; draw the rows of one study"
+            )
+    table = [[losses[step] for step in steps] for losses in by_seed.values()]
+    return Runs(steps, torch.tensor(table, dtype=torch.float64))
+
+
+def _require_reached(rows: Rows, key: str, target: float) -> None:
+    """Raise an error if no optimizer reaches the target from all seeds at any rate."""
+    for _, by_rate, _, _ in _each_optimizer(rows, key):
+        if any(_steps_to(runs, target) is not None for runs in by_rate.values()):
+            return
+    lowest = min(row[key] for row in rows)
+    raise ValueError(
+        f"target: no optimizer reaches a loss of {target:g} from all seeds at any rate; the lowest loss is {lowest:.4g}"
+    )
+
+
+def _typical_first_loss(rows: Rows, key: str) -> float:
+    """Return the median over runs of the loss of the first report, or inf if that is also the last report."""
+    first_step = min(row["step"] for row in rows)
+    if first_step == max(row["step"] for row in rows):
+        return math.inf
+    return statistics.median(row[key] for row in rows if row["step"] == first_step)
+
+
+def _final_loss(runs: Runs) -> float:
+    """Return the mean loss over seeds at the last step; inf if a run diverged."""
+    mean = float(runs.losses[:, -1].mean())
+    return mean if math.isfinite(mean) else math.inf
+
+
+def _steps_to(runs: Runs, target: float) -> Tensor | None:
+    """Return the step at which each seed reaches the target, or None if a seed does not reach it."""
+    is_reached = runs.losses <= target
+    if not is_reached.any(dim=1).all():
+        return None
+    first = is_reached.int().argmax(dim=1)
+    return torch.tensor(runs.steps, dtype=torch.float64)[first]
+
+
+def _draw_band(axes: Axes, losses_at: Mapping[Any, Tensor], *, label: str, color: str, marker: str) -> None:
+    """Draw a line with markers through the means over seeds, and a band from the lowest to the highest seed.
+
+    ``losses_at`` maps a position, such as a step or a rate, to the losses of the seeds there, shape (seeds,).
+    """
+    x = list(losses_at)
+    means = [losses.mean().item() for losses in losses_at.values()]
+    lowest = [losses.min().item() for losses in losses_at.values()]
+    highest = [losses.max().item() for losses in losses_at.values()]
+    axes.plot(x, means, label=label, color=color, marker=marker)
+    axes.fill_between(x, lowest, highest, color=color, alpha=0.2, linewidth=0)

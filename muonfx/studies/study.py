@@ -1,0 +1,255 @@
+"""Train a task with several optimizers, rates and seeds, and return rows of losses."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import torch
+from torch import Tensor
+
+from muonfx import checkpoint
+from muonfx.core.transform import Transform
+from muonfx.studies.sweep import Progress, Sweep
+from muonfx.studies.task import Task
+from muonfx.testing.progress import Report, reporting
+
+REPORTS = 20
+"""Number of reports of a run if `study` gets no ``report_every``."""
+
+SAME_LOSS = 1e-5
+"""Relative difference up to which two first losses are of the same task: rounding on another machine is smaller."""
+
+Rows = list[dict[str, Any]]
+
+
+class Run(NamedTuple):
+    """One training run of a study."""
+
+    rate: float
+    seed: int
+
+
+def study(
+    task: Task,
+    optimizers: Mapping[str, Callable[[float], Transform]],
+    *,
+    rates: Sequence[float] | Mapping[str, Sequence[float]],
+    seeds: Sequence[int],
+    steps: int,
+    report_every: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    vmap: bool = True,
+    progress: bool | Report = True,
+) -> Rows:
+    """Train a task with each optimizer, at each rate, from each seed, and return the losses as rows.
+
+    Args:
+        task: parameters, batches and loss.
+        optimizers: dict from a name to a function of a rate that returns a transform.
+        rates: the rates to try with every optimizer, or a dict from the name of an optimizer to its rates.
+        seeds: the seeds, which select initial parameters and batches. All optimizers and rates share them.
+        steps: the number of steps of each run.
+        report_every: the number of steps between two rows of a run. None: a run has 20 rows, or one each step if it is
+            shorter. The last step always has a row.
+        folder: a folder to which the runs are saved at each report, so that the same call continues an interrupted
+            study, and returns at once if it is complete. None: nothing is saved.
+        vmap: True: all rates and seeds of an optimizer train as one batch. Their transforms may then differ in numbers
+            only, and memory grows with the number of runs. False: one run after another.
+        progress: True: a line on stderr; False: none; or a function that is called with each line.
+
+    Returns:
+        A list of dicts with the keys ``optimizer``, ``rate``, ``seed``, ``step``, ``loss`` (the mean of the training
+        losses since the last row), and ``validation_loss`` if the task has a validation batch. A run that diverged has
+        losses of NaN or inf. ``pandas.DataFrame(rows)`` makes a table of them.
+
+    Raises:
+        ValueError: there is nothing to train, ``rates`` names other optimizers, the transforms of an optimizer cannot
+            be stacked, or ``folder`` has runs of another study.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> task = mfx.studies.Task(
+        ...     init=lambda seed: {"w": torch.zeros(2)},
+        ...     batch=lambda seed, step: torch.tensor([1.0, 2.0]),
+        ...     loss=lambda params, target: (params["w"] - target).square().sum(),
+        ... )
+        >>> sgd = lambda rate: mfx.scale_by_learning_rate(rate)
+        >>> for row in mfx.study(task, {"sgd": sgd}, rates=[0.1, 0.5], seeds=[0], steps=2, progress=False):
+        ...     print(row["rate"], row["step"], round(row["loss"], 2))
+        0.1 1 5.0
+        0.1 2 3.2
+        0.5 1 5.0
+        0.5 2 0.0
+    """
+    rates_by_name = _rates_by_name(rates, optimizers)
+    _require_work(optimizers, seeds, steps, report_every)
+    interval = report_every or math.ceil(steps / REPORTS)
+    ends = [*range(interval, steps, interval), steps]
+    rows: Rows = []
+    with reporting(progress) as report:
+        for name, make_transform in optimizers.items():
+            runs = [Run(rate, seed) for rate in rates_by_name[name] for seed in seeds]
+            for together in _trained_together(runs, vmap=vmap):
+                sweep = _sweep(task, name, make_transform, together)
+                saves = None
+                if folder is not None:
+                    saves = _Saves(Path(folder) / _file_name(name, together), name, together, ends)
+                losses = _losses_at(sweep, ends, saves, report, name)
+                rows += _rows(name, together, ends, losses, has_validation=task.validation is not None)
+    return rows
+
+
+def _trained_together(runs: list[Run], *, vmap: bool) -> list[list[Run]]:
+    """Return the runs in groups that train as one batch: all of them, or each alone."""
+    if vmap:
+        return [runs]
+    return [[run] for run in runs]
+
+
+def _sweep(task: Task, name: str, make_transform: Callable[[float], Transform], runs: list[Run]) -> Sweep:
+    """Return the runs of one optimizer as one sweep."""
+    transforms = [make_transform(run.rate) for run in runs]
+    try:
+        return Sweep(task, transforms, [run.seed for run in runs])
+    except ValueError as error:
+        message = f"optimizers[{name!r}]: its transforms of {len(runs)} runs cannot train as one batch; pass vmap=False"
+        raise ValueError(message) from error
+
+
+def _losses_at(sweep: Sweep, ends: list[int], saves: _Saves | None, report: Report, name: str) -> Tensor:
+    """Train a sweep, and return its losses: shape (rows of a run, runs, 2), of training and validation."""
+    progress = sweep.start()
+    losses = torch.full((len(ends), len(sweep.seeds), 2), torch.nan, dtype=torch.float64)
+    done = 0
+    if saves is not None:
+        saves.describe(sweep, progress)
+        done, progress, losses = saves.load(progress, losses)
+    for index, end in enumerate(ends):
+        if end <= done:
+            continue
+        progress, training_losses = sweep.train(progress, range(done, end))
+        losses[index, :, 0] = training_losses
+        losses[index, :, 1] = sweep.validation_losses(progress)
+        done = end
+        if saves is not None:
+            saves.save(done, progress, losses)
+        report(f"{name}: step {done} of {ends[-1]}, {len(sweep.seeds)} runs, lowest loss {training_losses.min():.4g}")
+    return losses
+
+
+def _rows(name: str, runs: list[Run], ends: list[int], losses: Tensor, *, has_validation: bool) -> Rows:
+    """Return a row for each run and each report, run by run."""
+    rows: Rows = []
+    for run, of_run in zip(runs, losses.unbind(1), strict=True):
+        for step, (training_loss, validation_loss) in zip(ends, of_run.tolist(), strict=True):
+            row = {"optimizer": name, "rate": run.rate, "seed": run.seed, "step": step, "loss": training_loss}
+            if has_validation:
+                row["validation_loss"] = validation_loss
+            rows.append(row)
+    return rows
+
+
+class _Saves:
+    """The checkpoint of a sweep, which is replaced at each report.
+
+    Args:
+        path: the folder of the checkpoint.
+        name: the name of the optimizer.
+        runs: the runs of the sweep.
+        ends: the steps after which a run makes a report.
+    """
+
+    def __init__(self, path: Path, name: str, runs: list[Run], ends: list[int]) -> None:
+        self.path = path
+        self.description: dict[str, Any] = {
+            "optimizer": name,
+            "rates": [run.rate for run in runs],
+            "seeds": [run.seed for run in runs],
+            "reports": ends,
+        }
+
+    def describe(self, sweep: Sweep, start: Progress) -> None:
+        """Add what differs between tasks and transforms: a hash, and the losses before the first step."""
+        self.description["transform"] = hashlib.sha256(repr(sweep.tx).encode()).hexdigest()
+        self.description["first losses"] = sweep.first_losses(start).tolist()
+
+    def save(self, step: int, progress: Progress, losses: Tensor) -> None:
+        """Replace the checkpoint by the progress after ``step`` steps."""
+        state = {"optimizer": progress.state, "losses": losses}
+        checkpoint.save(self.path, state, params=progress.params, step=step, extra={"study": self.description})
+
+    def load(self, start: Progress, losses: Tensor) -> tuple[int, Progress, Tensor]:
+        """Return steps, progress and losses of the checkpoint, or 0 and the arguments if there is none.
+
+        Raises:
+            ValueError: the checkpoint is of another study.
+        """
+        try:
+            index = checkpoint.inspect(self.path)
+        except checkpoint.NotFoundError:
+            return 0, start, losses
+        self._require_same_study(index.extra.get("study", {}))
+        state = checkpoint.load(self.path, like={"optimizer": start.state, "losses": losses})
+        params = checkpoint.load_params(self.path, like=start.params)
+        assert index.step is not None
+        return index.step, Progress(params, state["optimizer"]), state["losses"]
+
+    def _require_same_study(self, saved: Mapping[str, Any]) -> None:
+        """Raise an error if the checkpoint was saved by a call with another task or other arguments."""
+        for key, expected in self.description.items():
+            found = saved.get(key)
+            is_same = found == expected
+            if key == "first losses" and found is not None and len(found) == len(expected):
+                is_same = torch.allclose(
+                    torch.tensor(found), torch.tensor(expected), rtol=SAME_LOSS, atol=0, equal_nan=True
+                )
+            if not is_same:
+                raise ValueError(
+                    f"folder: {self.path} has runs of another study: {key} was {found!r}, and is now {expected!r}; "
+                    "pass another folder, or remove this one"
+                )
+
+
+def _file_name(name: str, runs: list[Run]) -> str:
+    """Return the name of the folder of a sweep: ``runs of muon``, or ``muon, rate 0.1, seed 0`` for a run alone.
+
+    >>> _file_name("../muon", [Run(0.1, 0), Run(0.1, 1)])
+    'runs of ..%2Fmuon'
+    """
+    text = f"runs of {name}"
+    if len(runs) == 1:
+        text = f"{name}, rate {runs[0].rate!r}, seed {runs[0].seed}"
+    return quote(text, safe=" ,")
+
+
+def _rates_by_name(
+    rates: Sequence[float] | Mapping[str, Sequence[float]], optimizers: Mapping[str, object]
+) -> dict[str, list[float]]:
+    """Return the rates of each optimizer."""
+    if not isinstance(rates, Mapping):
+        rates = dict.fromkeys(optimizers, rates)
+    if set(rates) != set(optimizers):
+        raise ValueError(f"rates: found rates for {sorted(rates)}, expected rates for {sorted(optimizers)}")
+    rates_by_name = {name: [float(rate) for rate in rates[name]] for name in optimizers}
+    for name, of_name in rates_by_name.items():
+        if not of_name or len(set(of_name)) < len(of_name):
+            raise ValueError(f"rates: found {of_name} for {name!r}, expected at least one rate, each once")
+    return rates_by_name
+
+
+def _require_work(optimizers: Mapping[str, object], seeds: Sequence[int], steps: int, report_every: int | None) -> None:
+    """Raise an error if there is nothing to train."""
+    if not optimizers:
+        raise ValueError("optimizers: found none, expected a dict from name to a function of a rate")
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds: found {list(seeds)}, expected at least one seed, each once")
+    if steps < 1:
+        raise ValueError(f"steps: found {steps}, expected at least 1")
+    if report_every is not None and report_every < 1:
+        raise ValueError(f"report_every: found {report_every}, expected at least 1, or None")

@@ -1,0 +1,109 @@
+"""Runs of one optimizer that train together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from muonfx import tree
+from muonfx.core.apply import apply_updates
+from muonfx.core.hyperparams import stack
+from muonfx.core.transform import Transform
+from muonfx.studies.task import Batch, Params, Task
+from muonfx.tree import PyTree
+
+T = TypeVar("T")
+
+
+class Progress(NamedTuple):
+    """Parameters and states of the runs of a sweep. With several runs, the first dim of each leaf is runs."""
+
+    params: Params
+    state: PyTree
+
+
+class Sweep:
+    """Runs of a task that differ in numbers of the transform and in the seed, and train together.
+
+    Several runs are mapped by ``torch.func.vmap``; one run alone is not mapped.
+
+    Args:
+        task: what is trained.
+        transforms: the transform of each run.
+        seeds: the seed of each run.
+    """
+
+    def __init__(self, task: Task, transforms: Sequence[Transform], seeds: Sequence[int]) -> None:
+        self.task = task
+        self.seeds = tuple(seeds)
+        self.is_mapped = len(seeds) > 1
+        self.tx = stack(transforms) if self.is_mapped else transforms[0]
+
+    def start(self) -> Progress:
+        """Return the initial parameters and states."""
+        params = self._for_each_run(self.task.init)
+        init: Callable[[Transform, Params], PyTree] = self._over_runs(lambda tx, params: tx.init(params))
+        return Progress(params, init(self.tx, params))
+
+    def first_losses(self, start: Progress) -> Tensor:
+        """Return the loss of each run on its first batch, before the first step."""
+        return self._losses(start.params, self._batch(0))
+
+    def train(self, progress: Progress, steps: range) -> tuple[Progress, Tensor]:
+        """Take the steps, and return the new progress and the mean loss of each run over these steps."""
+        train_step = self._over_runs(self._train_step)
+        params, state = progress
+        total = torch.zeros(len(self.seeds), dtype=torch.float64)
+        for step in steps:
+            with self._attention_that_can_be_mapped():
+                params, state, loss = train_step(self.tx, params, state, self._batch(step))
+            total += loss.reshape(-1).to(total)
+        return Progress(params, state), total / len(steps)
+
+    def validation_losses(self, progress: Progress) -> Tensor:
+        """Return the loss of each run on the validation batch; NaN if the task has none."""
+        batch = self.task.validation
+        if batch is None:
+            return torch.full((len(self.seeds),), torch.nan, dtype=torch.float64)
+        if self.is_mapped:
+            batch = tree.map(lambda leaf: leaf.expand(len(self.seeds), *leaf.shape), batch)
+        return self._losses(progress.params, batch)
+
+    def _train_step(self, tx: Transform, params: Params, state: PyTree, batch: Batch) -> tuple[PyTree, PyTree, Tensor]:
+        """Take one step of one run; return parameters, state and the loss before the step."""
+        grads, loss = grad_and_value(self.task.loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return apply_updates(params, updates), state, loss
+
+    def _losses(self, params: Params, batch: Batch) -> Tensor:
+        """Return the loss of each run, shape (runs,), float64."""
+        with torch.no_grad(), self._attention_that_can_be_mapped():
+            return self._over_runs(self.task.loss)(params, batch).reshape(-1).to("cpu", torch.float64)
+
+    def _batch(self, step: int) -> Batch:
+        """Return the batches of a step: of all runs, stacked."""
+        return self._for_each_run(lambda seed: self.task.batch(seed, step))
+
+    def _for_each_run(self, make: Callable[[int], T]) -> T:
+        """Return what ``make`` returns for the seed of each run: trees stacked along a new first dim, or one tree."""
+        by_seed = {seed: make(seed) for seed in dict.fromkeys(self.seeds)}
+        trees = [by_seed[seed] for seed in self.seeds]
+        if not self.is_mapped:
+            return trees[0]
+        return tree.map(lambda *leaves: torch.stack(leaves), *trees)
+
+    def _over_runs(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of one run as a function of all runs."""
+        if not self.is_mapped:
+            return function
+        return vmap(function, randomness="different")
+
+    def _attention_that_can_be_mapped(self) -> AbstractContextManager[Any]:
+        """Select the implementation of attention that ``vmap`` and ``grad`` support together."""
+        return sdpa_kernel(SDPBackend.MATH) if self.is_mapped else nullcontext()

@@ -1,0 +1,261 @@
+"""`muonfx.study`: each run is the run that a loop of one's own makes, together or alone, interrupted or not."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import muonfx as mfx
+from muonfx.studies import Task
+
+STEPS = 7
+
+
+def init(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"w": torch.randn(4, 3, generator=generator), "b": torch.randn(4, generator=generator)}
+
+
+def batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    return torch.randn(8, 3, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = batch
+    return (inputs @ params["w"].T + params["b"] - targets).square().mean()
+
+
+TASK = Task(init, batch, loss, validation=batch(99, 0))
+
+
+def muon(rate: float) -> mfx.Transform:
+    labels = {"w": "muon", "b": "adamw"}
+    return mfx.muon_with_adamw(rate, rate, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+
+
+OPTIMIZERS = {"muon": muon, "adamw": mfx.adamw}
+
+
+def by_hand(tx: mfx.Transform, seed: int, steps: int) -> tuple[list[float], list[float]]:
+    """The training loss of each step, and the validation loss after it, of a loop as one writes it."""
+    params = init(seed)
+    state = tx.init(params)
+    training, validation = [], []
+    for step in range(steps):
+        grads, value = torch.func.grad_and_value(loss)(params, batch(seed, step))
+        updates, state = tx.update(grads, state, params)
+        params = mfx.apply_updates(params, updates)
+        training.append(value.item())
+        validation.append(loss(params, TASK.validation).item())
+    return training, validation
+
+
+def run_of(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+# ---------------------------------------------------------------------------------------------------------- the runs
+
+
+@pytest.mark.parametrize("vmap", [True, False])
+def test_each_run_is_the_run_of_a_loop(vmap: bool) -> None:
+    rows = mfx.study(
+        TASK, OPTIMIZERS, rates=[0.01, 0.1], seeds=[3, 5], steps=STEPS, report_every=1, vmap=vmap, progress=False
+    )
+    for name, make in OPTIMIZERS.items():
+        for rate in (0.01, 0.1):
+            for seed in (3, 5):
+                run = run_of(rows, optimizer=name, rate=rate, seed=seed)
+                training, validation = by_hand(make(rate), seed, STEPS)
+                assert [row["step"] for row in run] == list(range(1, STEPS + 1))
+                assert [row["loss"] for row in run] == pytest.approx(training, rel=1e-4)
+                assert [row["validation_loss"] for row in run] == pytest.approx(validation, rel=1e-4)
+
+
+@settings(max_examples=20)
+@given(
+    steps=st.integers(1, 12),
+    report_every=st.none() | st.integers(1, 15),
+    seeds=st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True),
+    rates=st.lists(st.sampled_from([0.01, 0.1, 1.0]), min_size=1, max_size=2, unique=True),
+)
+def test_rows_are_in_order_and_the_mean_of_their_losses_is_the_mean_of_all(
+    steps: int, report_every: int | None, seeds: list[int], rates: list[float]
+) -> None:
+    rows = mfx.study(
+        TASK, {"adamw": mfx.adamw}, rates=rates, seeds=seeds, steps=steps, report_every=report_every, progress=False
+    )
+    keys = [(row["rate"], row["seed"], row["step"]) for row in rows]
+    assert sorted(keys, key=lambda key: (rates.index(key[0]), seeds.index(key[1]), key[2])) == keys
+    assert len(set(keys)) == len(keys)
+    for rate in rates:
+        for seed in seeds:
+            run = run_of(rows, rate=rate, seed=seed)
+            assert run[-1]["step"] == steps
+            starts = [0, *(row["step"] for row in run[:-1])]
+            total = sum(row["loss"] * (row["step"] - start) for row, start in zip(run, starts, strict=True))
+            assert total == pytest.approx(sum(by_hand(mfx.adamw(rate), seed, steps)[0]), rel=1e-4)
+
+
+def test_each_optimizer_may_have_rates_of_its_own() -> None:
+    rates = {"muon": [0.1], "adamw": [0.01, 0.001]}
+    rows = mfx.study(TASK, OPTIMIZERS, rates=rates, seeds=[0], steps=1, progress=False)
+    assert [(row["optimizer"], row["rate"]) for row in rows] == [("muon", 0.1), ("adamw", 0.01), ("adamw", 0.001)]
+
+
+def test_a_run_that_diverges_leaves_the_others_alone() -> None:
+    rows = mfx.study(
+        TASK, {"sgd": mfx.scale_by_learning_rate}, rates=[0.1, 1e30], seeds=[0], steps=STEPS, progress=False
+    )
+    training, _ = by_hand(mfx.scale_by_learning_rate(0.1), 0, STEPS)
+    assert run_of(rows, rate=0.1)[-1]["loss"] == pytest.approx(training[-1], rel=1e-5)
+    assert not math.isfinite(run_of(rows, rate=1e30)[-1]["loss"])
+
+
+@pytest.mark.parametrize("vmap", [True, False])
+def test_a_module_with_attention_and_dropout_trains(vmap: bool) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(4, 12)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            query, key, value = self.project(inputs).chunk(3, -1)
+            attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return nn.functional.dropout(attended, 0.1)
+
+    task = Task.of_module(
+        Attends,
+        lambda seed, step: torch.ones(2, 5, 4),
+        lambda model, inputs: (model(inputs) - 1).square().mean(),
+    )
+    before = torch.get_rng_state()
+    task.init(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    rows = mfx.study(task, {"adamw": mfx.adamw}, rates=[0.01], seeds=[0, 1], steps=5, vmap=vmap, progress=False)
+    assert "validation_loss" not in rows[0]
+    for seed in (0, 1):
+        run = run_of(rows, seed=seed)
+        assert run[-1]["loss"] < run[0]["loss"]
+
+
+# ---------------------------------------------------------------------------------------------------------- progress
+
+
+def test_progress_is_a_line_for_each_report() -> None:
+    lines: list[str] = []
+    mfx.study(TASK, OPTIMIZERS, rates=[0.1], seeds=[0, 1], steps=4, report_every=2, progress=lines.append)
+    assert [line.partition(",")[0] for line in lines] == [
+        "muon: step 2 of 4",
+        "muon: step 4 of 4",
+        "adamw: step 2 of 4",
+        "adamw: step 4 of 4",
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- a folder
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted_at(step: int) -> Task:
+    def batch_until(seed: int, at: int) -> tuple[Tensor, Tensor]:
+        if at >= step:
+            raise Interrupted
+        return batch(seed, at)
+
+    return TASK._replace(batch=batch_until)
+
+
+@pytest.mark.parametrize("vmap", [True, False])
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_an_interrupted_study_goes_on_with_the_same_bits(step: int, vmap: bool, tmp_path: Path) -> None:
+    arguments = {"rates": [0.01, 0.1], "seeds": [0, 1], "steps": STEPS, "report_every": 2, "vmap": vmap}
+    expected = mfx.study(TASK, OPTIMIZERS, **arguments, progress=False)
+    with pytest.raises(Interrupted):
+        mfx.study(interrupted_at(step), OPTIMIZERS, **arguments, folder=tmp_path, progress=False)
+    assert mfx.study(TASK, OPTIMIZERS, **arguments, folder=tmp_path, progress=False) == expected
+    lines: list[str] = []  # what is complete is not trained again
+    assert mfx.study(interrupted_at(1), OPTIMIZERS, **arguments, folder=tmp_path, progress=lines.append) == expected
+    assert not lines
+
+
+def other_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
+    return batch(seed + 7, step)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"task": TASK._replace(batch=other_batch)}, "first losses"),
+        ({"task": TASK._replace(init=lambda seed: init(seed + 1))}, "first losses"),
+        ({"optimizers": {"muon": lambda rate: mfx.chain(mfx.clip_by_global_norm(1.0), muon(rate))}}, "transform"),
+        ({"optimizers": {"muon": lambda rate: mfx.adamw(rate, b2=0.9)}}, "transform"),
+        ({"rates": [0.1, 0.3]}, "rates"),
+        ({"seeds": [0, 2]}, "seeds"),
+        ({"steps": STEPS + 1}, "reports"),
+        ({"report_every": 3}, "reports"),
+    ],
+)
+def test_a_folder_of_another_study_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    arguments = {
+        "task": TASK,
+        "optimizers": {"muon": muon},
+        "rates": [0.1, 0.2],
+        "seeds": [0, 1],
+        "steps": STEPS,
+        "folder": tmp_path,
+        "progress": False,
+    }
+    rows = mfx.study(**arguments)
+    with pytest.raises(ValueError, match=f"folder: .*another study: {named} was"):
+        mfx.study(**arguments | changes)
+    assert mfx.study(**arguments) == rows
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "ä 1", "CON", "a%2Fb"])
+def test_any_name_is_a_folder_within_the_folder(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    mfx.study(TASK, {name: mfx.adamw}, rates=[0.1, 0.2], seeds=[0], steps=1, folder=folder, progress=False)
+    assert [path.parent for path in folder.iterdir()] == [folder]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+# ------------------------------------------------------------------------------------------------------ wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizers": {}}, "optimizers: found none"),
+        ({"seeds": []}, "seeds: found"),
+        ({"seeds": [1, 1]}, "seeds: found"),
+        ({"rates": []}, "rates: found"),
+        ({"rates": [0.1, 0.1]}, "rates: found"),
+        ({"rates": {"muon": [0.1]}}, "rates: found rates for .*expected rates for"),
+        ({"steps": 0}, "steps: found 0"),
+        ({"report_every": 0}, "report_every: found 0"),
+        (
+            {"optimizers": {"either": lambda rate: mfx.scale(rate) if rate < 0.05 else mfx.adamw(rate)}},
+            "optimizers.'either'.*vmap=False",
+        ),
+    ],
+)
+def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
+    arguments = {"task": TASK, "optimizers": OPTIMIZERS, "rates": [0.01, 0.1], "seeds": [0, 1], "steps": 2}
+    with pytest.raises(ValueError, match=message):
+        mfx.study(**arguments | changes, progress=False)
+
+
+def test_transforms_of_any_structure_train_one_after_another() -> None:
+    either = {"either": lambda rate: mfx.scale(-rate) if rate < 0.05 else mfx.adamw(rate)}
+    rows = mfx.study(TASK, either, rates=[0.01, 0.1], seeds=[0], steps=3, vmap=False, progress=False)
+    assert run_of(rows, rate=0.01)[-1]["loss"] == pytest.approx(by_hand(mfx.scale(-0.01), 0, 3)[0][-1], rel=1e-5)
