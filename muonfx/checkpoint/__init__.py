@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from muonfx.checkpoint import convert
+from muonfx.checkpoint.changed import Continuation, load_changed
 from muonfx.checkpoint.errors import (
     CheckpointError,
     CorruptError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "save", "load", "load_params", "read", "save_async", "Saving",
+    "load_changed", "Continuation",
     "Writer", "Reader",  # for torch.distributed.checkpoint
     "inspect", "verify", "Index", "spec", "StateSpec", "FlatShard",
     "step_path", "checkpoints", "latest", "prune", "clean",  # a folder of checkpoints

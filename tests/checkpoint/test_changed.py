@@ -1,0 +1,341 @@
+"""A run that has changed since its checkpoint: state is carried over where it fits, and each leaf is accounted for."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import muonfx as mfx
+from tests.checkpoint.common import bits, folder, grads_like, trained
+from tests.processes import Here, World
+
+ck = mfx.checkpoint
+
+KINDS = {
+    "muon": mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(dtype=torch.float32), mfx.scale(-0.1)),
+    "adamw": mfx.chain(mfx.scale_by_adam(), mfx.scale(-0.1)),
+    "lion": mfx.chain(mfx.scale_by_lion(), mfx.scale(-0.1)),
+}
+NAMES = ("wte", "up", "down", "b")
+
+
+def params_of(rows: int = 6, names: tuple[str, ...] = NAMES, seed: int = 0) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"wte": (rows, 4), "up": (8, 4), "down": (4, 8), "b": (8, 1)}
+    return {name: torch.randn(shapes[name], generator=draw) for name in names}
+
+
+def partition(labels: dict[str, str]) -> mfx.Transform:
+    return mfx.partition({label: KINDS[label.partition("-")[0]] for label in sorted(set(labels.values()))}, labels)
+
+
+def leaves_of(state: Any) -> dict[str, Tensor]:
+    """The leaves of a state by their names in a checkpoint."""
+    with folder() as root:
+        return ck.read(ck.save(root / "state", state))
+
+
+def check_account(found: ck.Continuation, like: Any, path: Path) -> None:
+    """Each leaf of the new state and each of the checkpoint is in the account once, and the values are what it says."""
+    saved = {name: leaf for name, leaf in ck.read(path).items() if not name.startswith("params/")}
+    initial = leaves_of(like)
+    values = leaves_of(found.state)
+    names = [*found.kept, *found.moved, *found.grown, *found.new]
+    assert sorted(names) == sorted(initial)
+    sources = {**{name: name for name in found.kept}, **found.moved, **found.grown}
+    assert set(found.dropped) == saved.keys() - sources.values()
+    for name, value in values.items():
+        if name in found.grown:
+            rows = len(saved[sources[name]])
+            assert torch.equal(value[:rows], saved[sources[name]])
+            assert torch.equal(value[rows:], initial[name][rows:])
+        elif name in sources:
+            assert bits(value) == bits(saved[sources[name]])
+        else:
+            assert bits(value) == bits(initial[name])
+    text = str(found)
+    for name in [*found.moved, *found.grown, *found.new, *found.dropped]:
+        assert name in text
+
+
+# -------------------------------------------------------------------------------------------------------------- labels
+
+
+LABELS = st.fixed_dictionaries({name: st.sampled_from(["muon", "adamw", "lion", "adamw-2"]) for name in NAMES})
+
+
+@settings(max_examples=60)
+@given(before=LABELS, after=LABELS)
+def test_each_parameter_keeps_its_state_if_its_new_label_has_the_same_variables(
+    before: dict[str, str], after: dict[str, str]
+) -> None:
+    params = params_of()
+    _, state = trained(partition(before), params)
+    like = partition(after).init(params)
+    with folder() as root:
+        path = ck.save(root / "run", state, params=params)
+        found = ck.load_changed(path, like)
+        check_account(found, like, path)
+    for name in NAMES:
+        same_kind = before[name].partition("-")[0] == after[name].partition("-")[0]
+        is_new = any(leaf.endswith(f"/{name}") for leaf in found.new)
+        assert is_new != same_kind
+    partition(after).update(grads_like(params, 5), found.state, params)
+
+
+@settings(max_examples=20)
+@given(labels=LABELS)
+def test_of_an_unchanged_run_all_is_kept(labels: dict[str, str]) -> None:
+    params = params_of()
+    tx = partition(labels)
+    _, state = trained(tx, params)
+    with folder() as root:
+        path = ck.save(root / "run", state, tx=tx)
+        found = ck.load_changed(path, tx.init(params))
+    assert leaves_of(found.state).keys() == set(found.kept)
+    assert [found.moved, found.grown, found.new, found.dropped] == [{}, {}, (), ()]
+    assert str(found) == f"{len(found.kept)} leaves kept"
+    for name, leaf in leaves_of(state).items():
+        assert bits(leaves_of(found.state)[name]) == bits(leaf)
+
+
+def saved_after(tx: mfx.Transform, params: dict[str, Tensor], root: Path, steps: int = 2) -> Path:
+    return ck.save(root / "run", trained(tx, params, steps)[1], tx=tx)
+
+
+def test_a_divided_label_has_its_count_twice(tmp_path: Path) -> None:
+    params = params_of()
+    path = saved_after(partition(dict.fromkeys(NAMES, "adamw")), params, tmp_path, steps=3)
+    after = partition({"wte": "adamw-2", "up": "adamw", "down": "adamw", "b": "adamw-3"})
+    found = ck.load_changed(path, after.init(params))
+    counts = {name: leaf for name, leaf in leaves_of(found.state).items() if name.endswith("count")}
+    assert len(counts) == 3
+    assert {int(count) for count in counts.values()} == {3}
+    found.state["adamw"]["scale_by_adam"].count.add_(1)  # each has its own
+    assert int(found.state["adamw-2"]["scale_by_adam"].count) == 3
+
+
+def test_the_count_of_a_label_whose_parameters_are_all_new_starts_again(tmp_path: Path) -> None:
+    """The old count would make the first updates of AdamW too large: its averages start at zero."""
+    params = params_of()
+    path = saved_after(partition(dict.fromkeys(NAMES, "muon") | {"b": "adamw"}), params, tmp_path, steps=3)
+    after = partition(dict.fromkeys(NAMES, "adamw") | {"b": "muon"})
+    assert int(ck.load_changed(path, after.init(params)).state["adamw"]["scale_by_adam"].count) == 0
+
+
+def test_labels_with_other_counts_do_not_become_one(tmp_path: Path) -> None:
+    params = params_of()
+    before = partition({"wte": "adamw", "up": "adamw-2", "down": "muon", "b": "adamw"})
+    _, state = trained(before, params)
+    after = partition({"wte": "adamw", "up": "adamw", "down": "muon", "b": "adamw"})
+    path = ck.save(tmp_path / "equal", state)
+    assert ck.load_changed(path, after.init(params)).dropped == ("adamw-2/scale_by_adam/count",)
+    state["adamw-2"]["scale_by_adam"].count.add_(1)
+    path = ck.save(tmp_path / "other", state)
+    with pytest.raises(ck.MismatchError, match=r"'adamw/scale_by_adam/count' .*a label of their own"):
+        ck.load_changed(path, after.init(params))
+
+
+# ----------------------------------------------------------------------------------------- parameters, sizes and chains
+
+
+def test_a_larger_vocabulary_keeps_its_first_rows(tmp_path: Path) -> None:
+    labels = {"wte": "adamw", "up": "muon", "down": "muon", "b": "adamw"}
+    tx = mfx.chain(partition(labels), mfx.ema_params(0.9))
+    path = saved_after(tx, params_of(rows=6), tmp_path)
+    like = tx.init(params_of(rows=9, seed=1))
+    found = ck.load_changed(path, like)
+    check_account(found, like, path)
+    assert sorted(found.grown) == [
+        "ema_params/average/wte",
+        "partition/adamw/scale_by_adam/mu/wte",
+        "partition/adamw/scale_by_adam/nu/wte",
+    ]
+    assert not found.new
+    smaller = ck.load_changed(path, tx.init(params_of(rows=5)))
+    assert sorted(smaller.new) == sorted(found.grown)  # rows cannot be dropped in silence
+
+
+@pytest.mark.parametrize("rows", [600, 640, 1200])
+def test_state_in_eight_bits_grows_too(rows: int, tmp_path: Path) -> None:
+    tx = mfx.momentum(0.9, dtype=mfx.int8())
+    params = {"wte": torch.randn(600, 50, generator=torch.Generator().manual_seed(0))}
+    _, state = trained(tx, params)
+    path = ck.save(tmp_path / "run", state)
+    larger = {"wte": torch.zeros(rows, 50)}
+    found = ck.load_changed(path, tx.init(larger))
+    zeros = {"wte": torch.zeros(600, 50)}
+    expected, _ = tx.update(zeros, state, params)
+    updates, _ = tx.update({"wte": torch.zeros(rows, 50)}, found.state, larger)
+    torch.testing.assert_close(updates["wte"][:600], expected["wte"], rtol=0, atol=0)
+    assert not updates["wte"][600:].any()
+
+
+def test_a_state_that_only_partly_fits_is_not_mixed(tmp_path: Path) -> None:
+    """SOAP's left factor has as many rows as the parameter; its right one does not change."""
+    tx = mfx.contrib.scale_by_soap()
+    path = saved_after(tx, {"wte": torch.randn(6, 4)}, tmp_path)
+    found = ck.load_changed(path, tx.init({"wte": torch.zeros(9, 4)}))
+    assert not found.grown
+    assert not any(name.endswith("/wte") for name in found.kept)
+
+
+def test_parameters_come_and_go(tmp_path: Path) -> None:
+    labels = dict.fromkeys(NAMES, "adamw")
+    path = saved_after(partition(labels), params_of(names=("wte", "up", "down")), tmp_path)
+    like = partition(labels).init(params_of(names=("up", "down", "b")))
+    found = ck.load_changed(path, like)
+    check_account(found, like, path)
+    assert {name.rpartition("/")[2] for name in found.dropped} == {"wte"}
+    assert {name.rpartition("/")[2] for name in found.new} == {"b"}
+
+
+RECIPE = partition({"wte": "adamw", "up": "muon", "down": "muon", "b": "adamw"})
+
+CHAINS: dict[str, tuple[mfx.Transform, mfx.Transform, set[str]]] = {
+    "clipped": (RECIPE, mfx.chain(mfx.clip_by_global_norm(1.0), RECIPE), set()),
+    "no longer clipped": (mfx.chain(mfx.clip_by_global_norm(1.0), RECIPE), RECIPE, set()),
+    "accumulated": (RECIPE, mfx.accumulate(RECIPE, every=2), {"count", "seen", "sums"}),
+    "averaged": (RECIPE, mfx.chain(RECIPE, mfx.ema_params(0.9)), {"ema_params"}),
+    "skipping": (RECIPE, mfx.skip_nonfinite(RECIPE), {"*"}),
+    "with a schedule": (
+        mfx.chain(RECIPE, mfx.scale_by_learning_rate(mfx.linear_schedule(1.0, 0.0, 9))),
+        mfx.chain(mfx.clip_by_global_norm(1.0), RECIPE, mfx.scale_by_learning_rate(mfx.linear_schedule(1.0, 0.5, 9))),
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_another_chain_has_the_state_of_each_of_its_transforms(name: str, tmp_path: Path) -> None:
+    before, after, new = CHAINS[name]
+    params = params_of()
+    path = saved_after(before, params, tmp_path)
+    like = after.init(params)
+    found = ck.load_changed(path, like)
+    check_account(found, like, path)
+    assert not found.dropped
+    assert {leaf.partition("/")[0] for leaf in found.new} <= new or new == {"*"}
+    for leaf in ("mu/wte", "nu/b", "trace/up", "scale_by_adam/count"):
+        assert not any(other.endswith(leaf) for other in found.new)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_dtype_may_widen_only(dtype: torch.dtype, tmp_path: Path) -> None:
+    params = params_of()
+    path = saved_after(mfx.momentum(0.9), params, tmp_path)
+    like = mfx.chain(mfx.momentum(0.9, dtype=dtype), mfx.scale(0.1)).init(params)
+    if dtype == torch.bfloat16:
+        with pytest.raises(ck.MismatchError, match="narrowing"):
+            ck.load_changed(path, like)
+    else:
+        assert ck.load_changed(path, like).state["momentum"].trace["up"].dtype == dtype
+
+
+# ---------------------------------------------------------------------------------------------------------- optimizers
+
+
+def model_of(here: Here | None = None, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 7))
+    if here is not None:
+        fully_shard(model[1], mesh=here.mesh)
+        fully_shard(model, mesh=here.mesh)
+    return model
+
+
+def optimizer_of(model: nn.Module, labels: dict[str, str]) -> mfx.TransformOptimizer:
+    rules = {name: labels.get(name, "adamw") for name, _ in model.named_parameters()}
+    return mfx.TransformOptimizer(model, mfx.muon_with_adamw(0.02, 0.003, labels=rules))
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        model(torch.randint(7, (8,), generator=draw)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+BEFORE = {"1.weight": "muon", "3.weight": "muon", "4.weight": "muon"}
+AFTER = {"1.weight": "muon", "3.weight": "muon"}
+
+
+def save_run(here: Here | None, path: Path) -> dict[str, Any]:
+    model = model_of(here)
+    optimizer = optimizer_of(model, BEFORE)
+    train(model, optimizer, range(3))
+    ck.save(path, optimizer, params=dict(model.named_parameters()), step=3)
+    return {}
+
+
+def continue_run(here: Here | None, path: Path) -> dict[str, Any]:
+    """Continue with a frozen layer and another label for the last weight."""
+    model = model_of(here, seed=1)
+    model[1].requires_grad_(False)
+    optimizer = optimizer_of(model, AFTER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = ck.load_changed(path, optimizer)
+        saved = ck.load_params(path, like=dict(model.named_parameters()), tx=optimizer.transform)
+    model.load_state_dict(saved, strict=False)
+    train(model, optimizer, range(3, 5))
+    weights = {name: getattr(param, "full_tensor", lambda p=param: p)() for name, param in model.named_parameters()}
+    return {"account": str(found), "weights": {name: weight.detach().clone() for name, weight in weights.items()}}
+
+
+def test_a_run_with_a_frozen_layer_and_another_label_goes_on(tmp_path: Path) -> None:
+    save_run(None, tmp_path)
+    found = continue_run(None, tmp_path)
+    account = found["account"]
+    assert "adamw/scale_by_adam/mu/4.weight  new, as init made it" in account
+    assert "muon/momentum/trace/4.weight" in account
+    assert "param_groups: those of this optimizer stay" in account
+    reference = model_of()
+    optimizer = optimizer_of(reference, BEFORE)
+    train(reference, optimizer, range(3))
+    assert torch.equal(found["weights"]["1.weight"], reference[1].weight)  # frozen
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("savers", [1, 2])
+def test_the_account_and_the_run_on_ranks_are_those_of_one_process(world: World, tmp_path: Path, savers: int):
+    world.check(savers, save_run, path=tmp_path)
+    expected = continue_run(None, tmp_path)
+    for loaders in (1, 2):
+        for found in world.check(loaders, continue_run, path=tmp_path):
+            assert found["account"] == expected["account"]
+            for name, weight in expected["weights"].items():
+                torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+def grow_on_ranks(here: Here, path: Path) -> None:
+    model = model_of(here)
+    model[0] = nn.Embedding(9, 6)
+    fully_shard(model[0], mesh=here.mesh)
+    with pytest.raises(ck.MismatchError, match=r"0\.weight.*shards cannot grow.*in one process"):
+        ck.load_changed(path, optimizer_of(model, BEFORE))
+
+
+@pytest.mark.dist
+def test_shards_that_would_grow_are_refused_on_all_ranks(world: World, tmp_path: Path) -> None:
+    world.check(2, save_run, path=tmp_path)
+    world.check(2, grow_on_ranks, path=tmp_path)
+
+
+def test_equal_groups_are_loaded_too(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model, AFTER)
+    optimizer.param_groups[0]["weight_decay"] = 0.7
+    path = ck.save(tmp_path / "run", optimizer)
+    other = optimizer_of(model, AFTER)
+    with pytest.warns(UserWarning, match="weight_decay"):
+        found = ck.load_changed(path, other)
+    assert found.groups == "param_groups: loaded"
+    assert other.param_groups[0]["weight_decay"] == 0.7
