@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from muonfx.optimizer import TransformOptimizer as TransformOptimizer
     from muonfx.studies import study as study
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # fmt: off
 __all__ = [
