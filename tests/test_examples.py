@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import muonfx as mfx
+from tests.processes import Here, World
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
@@ -264,6 +265,34 @@ def test_the_loop_to_copy_is_short_and_learns(module, capsys) -> None:
     loss = module("minimal").main(steps=40, batch=8, context=32, width=32, depth=1)
     assert loss < 3.4  # it begins at log 256 = 5.5
     assert f"validation {loss:.3f}" in capsys.readouterr().out
+
+
+def fsdp2_tp_on_ranks(here: Here, folder: Path, steps: int) -> list[float]:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module("fsdp2_tp").train(folder, steps)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def train_on(processes: int, **arguments: object) -> list[list[float]]:
+    """The losses of each process of a run that has a default group of its own."""
+    world = World(processes)
+    try:
+        return world.check(processes, fsdp2_tp_on_ranks, **arguments)
+    finally:
+        world.close()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_fsdp2_and_tensor_parallel_example_resumes_on_fewer_processes(tmp_path: Path) -> None:
+    first = train_on(4, folder=tmp_path / "resumed", steps=12)
+    second = train_on(2, folder=tmp_path / "resumed", steps=16)
+    uninterrupted = train_on(1, folder=tmp_path / "alone", steps=16)
+    assert [len(losses) for losses in (*first, *second)] == [12] * 4 + [4] * 2
+    assert first[0] + second[0] == pytest.approx(uninterrupted[0], rel=1e-3)
+    assert second[0][-1] < first[0][0] / 10
 
 
 @pytest.mark.slow
