@@ -387,9 +387,9 @@ COMPILED: dict[str, Any] = {
     [
         *[(name, "hand") for name in COMPILED],
         ("one group", "a scheduler"),  # a scheduler and `dynamic` meet each kind of state once: a case takes 20 to 40 s
-        ("in an accumulate", "a scheduler"),
         ("two groups", "hand, dynamic"),
-        ("beside a schedule", "hand, dynamic"),
+        pytest.param("in an accumulate", "a scheduler", marks=pytest.mark.deep),
+        pytest.param("beside a schedule", "hand, dynamic", marks=pytest.mark.deep),
     ],
 )
 def test_a_compiled_step_follows_a_rate_that_changes_at_every_step(name: str, changed_by: str):

@@ -90,7 +90,9 @@ def muon(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [muon, RIGHT["momentum"]], ids=["Muon", "momentum"])
+@pytest.mark.parametrize(
+    "build", [muon, pytest.param(RIGHT["momentum"], marks=pytest.mark.deep)], ids=["Muon", "momentum"]
+)
 def test_right_optimizers_obey_the_laws_of_ranks(build):
     report = check_optimizer(build, laws=OF_RANKS, progress=False)
     report.raise_failures()
