@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -70,10 +69,15 @@ class Continuation(Shown):
 
     def report(self) -> Report:
         """Return the printed form: the number of leaves that were kept, and a row for each other leaf."""
-        rows = [(name, f"moved from {source}") for name, source in self.moved.items()]
-        rows += [(name, f"grown from {source}, the rest as init made it") for name, source in self.grown.items()]
-        rows += [(name, "new, as init made it") for name in self.new]
-        rows += [(name, "dropped") for name in self.dropped]
+        rows: list[tuple[str, str]] = []
+        for name, source in self.moved.items():
+            rows.append((name, f"moved from {source}"))
+        for name, source in self.grown.items():
+            rows.append((name, f"grown from {source}, the rest as init made it"))
+        for name in self.new:
+            rows.append((name, "new, as init made it"))
+        for name in self.dropped:
+            rows.append((name, "dropped"))
         parts: list[str | Table] = [f"{len(self.kept)} leaves kept"]
         if rows:
             parts.append(Table(("leaf", "state"), rows))
@@ -165,30 +169,43 @@ def _load_state(path: str | os.PathLike[str], like: PyTree, group: ProcessGroup 
     """Return the continuation of a state whose leaves are whole tensors or shards that `load` accepts."""
     named = named_tensors(like)
     expected = {name: leaf for name, leaf in named if leaf is not None}
+    shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
     stored = _stored_shapes(inspect(path).leaves)
-    sources = _sources({name: tuple(leaf.shape) for name, leaf in expected.items()}, stored)
+    sources = _sources(shapes, stored)
     loaded = _load_sources(path, sources, expected, stored, group)
     _require_equal_counts(path, sources, loaded)
     source_of = {name: candidates[0] for name, candidates in sources.items()}
 
     leaves: list[Any] = []
     for name, leaf in named:
-        if leaf is None:
-            leaves.append(None)
-        elif name not in source_of:
-            leaves.append(leaf if is_sharded(leaf) else leaf.clone())
-        else:
+        if name in source_of:
             leaves.append(_value(leaf, loaded[source_of[name]]))
-    grown = {name: source for name, source in source_of.items() if stored[source] != tuple(expected[name].shape)}
-    same_size = {name: source for name, source in source_of.items() if name not in grown}
-    return Continuation(
-        state=tree.unflatten(tree.flatten(like)[1], leaves),
-        kept=tuple(name for name, source in same_size.items() if name == source),
-        moved={name: source for name, source in same_size.items() if name != source},
-        grown=grown,
-        new=tuple(name for name in expected if name not in source_of),
-        dropped=tuple(sorted(stored.keys() - source_of.values())),
-    )
+        elif isinstance(leaf, Tensor):
+            leaves.append(leaf.clone())
+        else:
+            leaves.append(leaf)
+    state = tree.unflatten(tree.flatten(like)[1], leaves)
+    return _account(state, shapes, stored, source_of)
+
+
+def _account(state: PyTree, shapes: Shapes, stored: Shapes, source_of: Mapping[str, str]) -> Continuation:
+    """Return a state with the account of its leaves; ``source_of`` maps a leaf to its name in the checkpoint."""
+    kept: list[str] = []
+    new: list[str] = []
+    moved: dict[str, str] = {}
+    grown: dict[str, str] = {}
+    for name, shape in shapes.items():
+        source = source_of.get(name)
+        if source is None:
+            new.append(name)
+        elif stored[source] != shape:
+            grown[name] = source
+        elif source != name:
+            moved[name] = source
+        else:
+            kept.append(name)
+    dropped = sorted(stored.keys() - source_of.values())
+    return Continuation(state, tuple(kept), moved, grown, tuple(new), tuple(dropped))
 
 
 def _stored_shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -279,10 +296,11 @@ def _closest(prefix: str, by_prefix: Mapping[str, Any]) -> Any:
     1
     """
     lengths = {key: _equal_levels(prefix, key) for key in by_prefix}
-    longest = [key for key, length in lengths.items() if length == max(lengths.values())]
-    if len(longest) != 1:
+    longest = max(lengths.values(), default=0)
+    closest = [key for key, length in lengths.items() if length == longest]
+    if len(closest) != 1:
         return None
-    return by_prefix[longest[0]]
+    return by_prefix[closest[0]]
 
 
 def _equal_levels(first: str, second: str) -> int:
@@ -291,8 +309,12 @@ def _equal_levels(first: str, second: str) -> int:
     >>> _equal_levels("partition/adamw/adam", "adamw/adam")
     2
     """
-    pairs = zip(reversed(first.split("/")), reversed(second.split("/")), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    equal = 0
+    for one, other in zip(reversed(first.split("/")), reversed(second.split("/")), strict=False):
+        if one != other:
+            break
+        equal += 1
+    return equal
 
 
 def _sources_of_scalar(
@@ -316,12 +338,18 @@ def _sources_of_scalar(
         return []  # all its parameters are new, and so are their steps
     if stored.get(name) == ():
         return [name]
-    others: dict[str, str] = {}
-    for other, shape in stored.items():
-        other_transform, _, other_variable = other.rpartition("/")
-        if not shape and other_variable == variable and _equal_levels(transform, other_transform):
-            others[other_transform] = other
-    closest = _closest(transform, others)
+    return _closest_scalar(transform, variable, stored)
+
+
+def _closest_scalar(transform: str, variable: str, stored: Shapes) -> list[str]:
+    """Return the name of the 0-d leaf of a variable whose transform has the closest name, if there is one."""
+    names: dict[str, str] = {}  # by the name of the transform
+    for name, shape in stored.items():
+        other_transform, _, other_variable = name.rpartition("/")
+        is_similar = other_variable == variable and _equal_levels(transform, other_transform) > 0
+        if shape == () and is_similar:
+            names[other_transform] = name
+    closest = _closest(transform, names)
     return [] if closest is None else [closest]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,16 @@ class Runs(NamedTuple):
     steps: list[int]
     losses: Tensor
     """Shape (seeds, steps), float64."""
+
+
+class Contender(NamedTuple):
+    """One optimizer of a study, and how it is drawn."""
+
+    name: str
+    runs_at: dict[float, Runs]
+    """The runs by rate, in the order of the rates."""
+    color: str
+    marker: str
 
 
 def plot_losses(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) -> Axes:
@@ -50,11 +60,12 @@ def plot_losses(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) 
     """
     key = _key_of_loss(rows, loss)
     with axes_for(ax) as axes:
-        for name, by_rate, color, marker in _each_optimizer(rows, key):
-            best_rate = min(by_rate, key=lambda rate: _final_loss(by_rate[rate]))
-            steps, losses = by_rate[best_rate]
+        for contender in _contenders(rows, key):
+            final_losses = {rate: _final_loss(runs) for rate, runs in contender.runs_at.items()}
+            best_rate = min(final_losses, key=lambda rate: final_losses[rate])
+            steps, losses = contender.runs_at[best_rate]
             losses_at = dict(zip(steps, losses.unbind(dim=1), strict=True))
-            _draw_band(axes, losses_at, label=f"{name}, rate {best_rate:.3g}", color=color, marker=marker)
+            _draw_band(axes, losses_at, contender, f"{contender.name}, rate {best_rate:.3g}")
         axes.set(xlabel="step", ylabel=key.replace("_", " "))
         axes.legend()
     return axes
@@ -83,11 +94,13 @@ def plot_rates(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) -
     key = _key_of_loss(rows, loss)
     last_step = max(row["step"] for row in rows)
     with axes_for(ax) as axes:
-        for name, by_rate, color, marker in _each_optimizer(rows, key):
-            final_losses = {rate: runs.losses[:, -1] for rate, runs in sorted(by_rate.items())}
-            finite = {rate: losses for rate, losses in final_losses.items() if losses.isfinite().all()}
-            if finite:
-                _draw_band(axes, finite, label=name, color=color, marker=marker)
+        for contender in _contenders(rows, key):
+            losses_at: dict[float, Tensor] = {}
+            for rate, runs in contender.runs_at.items():
+                final_losses = runs.losses[:, -1]
+                if final_losses.isfinite().all():
+                    losses_at[rate] = final_losses
+            _draw_band(axes, losses_at, contender, contender.name)
         axes.set(xscale="log", xlabel="learning rate", ylabel=f"{key.replace('_', ' ')} after {last_step} steps")
         axes.set_ylim(top=min(axes.get_ylim()[1], _typical_first_loss(rows, key)))
         axes.legend()
@@ -116,13 +129,17 @@ def plot_steps_to(rows: Rows, target: float, *, loss: str | None = None, ax: Axe
     [2.0]
     """
     key = _key_of_loss(rows, loss)
-    _require_reached(rows, key, target)
+    contenders = _contenders(rows, key)
+    steps_to = [_steps_to(contender, target) for contender in contenders]
+    if not any(steps_to):
+        lowest = min(row[key] for row in rows)
+        raise ValueError(
+            f"target: no optimizer reaches a loss of {target:g} from all seeds at any rate; the lowest loss is "
+            f"{lowest:.4g}"
+        )
     with axes_for(ax) as axes:
-        for name, by_rate, color, marker in _each_optimizer(rows, key):
-            steps_to = {rate: _steps_to(runs, target) for rate, runs in sorted(by_rate.items())}
-            reached = {rate: steps for rate, steps in steps_to.items() if steps is not None}
-            if reached:
-                _draw_band(axes, reached, label=name, color=color, marker=marker)
+        for contender, steps_at in zip(contenders, steps_to, strict=True):
+            _draw_band(axes, steps_at, contender, contender.name)
         axes.set(xscale="log", xlabel="learning rate", ylabel=f"steps to a {key.replace('_', ' ')} of {target:g}")
         axes.legend()
     return axes
@@ -169,17 +186,18 @@ def _key_of_loss(rows: Rows, loss: str | None) -> str:
     return loss
 
 
-def _each_optimizer(rows: Rows, key: str) -> Iterator[tuple[str, dict[float, Runs], str, str]]:
-    """Yield for each optimizer its name, its runs by rate, a colour and a marker."""
-    looks = zip(itertools.cycle(COLORS.values()), itertools.cycle(MARKERS), strict=False)
-    for name in dict.fromkeys(row["optimizer"] for row in rows):
-        of_name = [row for row in rows if row["optimizer"] == name]
-        by_rate = {
-            rate: _runs([row for row in of_name if row["rate"] == rate], key)
-            for rate in dict.fromkeys(row["rate"] for row in of_name)
-        }
-        color, marker = next(looks)
-        yield name, by_rate, color, marker
+def _contenders(rows: Rows, key: str) -> list[Contender]:
+    """Return the optimizers of a study, in the order of their first rows."""
+    rows_of: dict[str, dict[float, list[Mapping[str, Any]]]] = {}  # by optimizer, then by rate
+    for row in rows:
+        rows_of.setdefault(row["optimizer"], {}).setdefault(row["rate"], []).append(row)
+    colors = itertools.cycle(COLORS.values())
+    markers = itertools.cycle(MARKERS)
+    contenders: list[Contender] = []
+    for name, rows_at in rows_of.items():
+        runs_at = {rate: _runs(rows_at[rate], key) for rate in sorted(rows_at)}
+        contenders.append(Contender(name, runs_at, next(colors), next(markers)))
+    return contenders
 
 
 def _runs(rows: Rows, key: str) -> Runs:
@@ -194,19 +212,8 @@ def _runs(rows: Rows, key: str) -> Runs:
                 f"rows: seed {seed} of {rows[0]['optimizer']} at rate {rows[0]['rate']} has {len(losses)} reports, "
                 f"expected one at each of {len(steps)} steps, as the other seeds have; draw the rows of one study"
             )
-    table = [[losses[step] for step in steps] for losses in by_seed.values()]
-    return Runs(steps, torch.tensor(table, dtype=torch.float64))
-
-
-def _require_reached(rows: Rows, key: str, target: float) -> None:
-    """Raise an error if no optimizer reaches the target from all seeds at any rate."""
-    for _, by_rate, _, _ in _each_optimizer(rows, key):
-        if any(_steps_to(runs, target) is not None for runs in by_rate.values()):
-            return
-    lowest = min(row[key] for row in rows)
-    raise ValueError(
-        f"target: no optimizer reaches a loss of {target:g} from all seeds at any rate; the lowest loss is {lowest:.4g}"
-    )
+    seeds = [torch.tensor([losses[step] for step in steps], dtype=torch.float64) for losses in by_seed.values()]
+    return Runs(steps, torch.stack(seeds))
 
 
 def _typical_first_loss(rows: Rows, key: str) -> float:
@@ -223,23 +230,28 @@ def _final_loss(runs: Runs) -> float:
     return mean if math.isfinite(mean) else math.inf
 
 
-def _steps_to(runs: Runs, target: float) -> Tensor | None:
-    """Return the step at which each seed reaches the target, or None if a seed does not reach it."""
-    is_reached = runs.losses <= target
-    if not is_reached.any(dim=1).all():
-        return None
-    first = is_reached.int().argmax(dim=1)
-    return torch.tensor(runs.steps, dtype=torch.float64)[first]
+def _steps_to(contender: Contender, target: float) -> dict[float, Tensor]:
+    """Return the step at which each seed reaches the target, for each rate at which all seeds reach it."""
+    steps_at: dict[float, Tensor] = {}
+    for rate, runs in contender.runs_at.items():
+        is_reached = runs.losses <= target
+        if is_reached.any(dim=1).all():
+            first_report = is_reached.int().argmax(dim=1)
+            steps_at[rate] = torch.tensor(runs.steps, dtype=torch.float64)[first_report]
+    return steps_at
 
 
-def _draw_band(axes: Axes, losses_at: Mapping[Any, Tensor], *, label: str, color: str, marker: str) -> None:
+def _draw_band(axes: Axes, values_at: Mapping[Any, Tensor], contender: Contender, label: str) -> None:
     """Draw a line with markers through the means over seeds, and a band from the lowest to the highest seed.
 
-    ``losses_at`` maps a position, such as a step or a rate, to the losses of the seeds there, shape (seeds,).
+    ``values_at`` maps a position, such as a step or a rate, to the values of the seeds there, shape (seeds,). If it is
+    empty, nothing is drawn.
     """
-    x = list(losses_at)
-    means = [losses.mean().item() for losses in losses_at.values()]
-    lowest = [losses.min().item() for losses in losses_at.values()]
-    highest = [losses.max().item() for losses in losses_at.values()]
-    axes.plot(x, means, label=label, color=color, marker=marker)
-    axes.fill_between(x, lowest, highest, color=color, alpha=0.2, linewidth=0)
+    if not values_at:
+        return
+    positions = list(values_at)
+    means = [values.mean().item() for values in values_at.values()]
+    lowest = [values.min().item() for values in values_at.values()]
+    highest = [values.max().item() for values in values_at.values()]
+    axes.plot(positions, means, label=label, color=contender.color, marker=contender.marker)
+    axes.fill_between(positions, lowest, highest, color=contender.color, alpha=0.2, linewidth=0)

@@ -92,10 +92,10 @@ class Sweep:
 
     def _for_each_run(self, make: Callable[[int], T]) -> T:
         """Return what ``make`` returns for the seed of each run: trees stacked along a new first dim, or one tree."""
-        by_seed = {seed: make(seed) for seed in dict.fromkeys(self.seeds)}
-        trees = [by_seed[seed] for seed in self.seeds]
         if not self.is_mapped:
-            return trees[0]
+            return make(self.seeds[0])
+        tree_of = {seed: make(seed) for seed in set(self.seeds)}  # runs with the same seed share it
+        trees = [tree_of[seed] for seed in self.seeds]
         return tree.map(lambda *leaves: torch.stack(leaves), *trees)
 
     def _over_runs(self, function: Callable[..., Any]) -> Callable[..., Any]:
