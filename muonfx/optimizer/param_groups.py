@@ -19,7 +19,16 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.value import prepared
 from muonfx.optimizer import errors
-from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup, fitted, own_copy
+from muonfx.optimizer.group_numbers import (
+    Group,
+    GroupNumbers,
+    Hyperparam,
+    Number,
+    TrackedGroup,
+    fitted,
+    own_copy,
+    read_numbers,
+)
 from muonfx.optimizer.parameters import TrackedParameters
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.update_rules import (
@@ -55,20 +64,20 @@ _SIMILAR = 0.85
 """From this ratio of `difflib` on, a key is a misspelling: "weight_dacay" has 0.92, "max_momentum" 0.8."""
 
 
-def meant(key: str, known: Iterable[str]) -> str | None:
+def intended_hyperparam(key: str, hyperparams: Iterable[str]) -> str | None:
     """Return the hyperparameter that a key of a group is probably meant to be, or None if it is a key of the user's.
 
-    >>> meant("weight_dacay", ["lr", "weight_decay"]), meant("lr_scale", ["lr", "weight_decay"])
+    >>> intended_hyperparam("weight_dacay", ["lr", "weight_decay"]), intended_hyperparam("lr_scale", ["lr"])
     ('weight_decay', None)
     """
-    # The last component, because "eps_root" is written for "scale_by_adam.eps_root".
-    full_names = {name.rpartition(".")[2]: name for name in known}
-    plain = key.lower().replace("-", "_")
-    plain = _SYNONYMS.get(plain, plain)
-    if plain in full_names:
-        return full_names[plain]
-    close = difflib.get_close_matches(plain, full_names, n=1, cutoff=_SIMILAR)
-    return full_names[close[0]] if close else None
+    # Compare last components, because "eps_root" is written for "scale_by_adam.eps_root".
+    full_names = {name.rpartition(".")[2]: name for name in hyperparams}
+    plain_key = key.lower().replace("-", "_")
+    plain_key = _SYNONYMS.get(plain_key, plain_key)
+    if plain_key in full_names:
+        return full_names[plain_key]
+    close_names = difflib.get_close_matches(plain_key, full_names, n=1, cutoff=_SIMILAR)
+    return full_names[close_names[0]] if close_names else None
 
 
 _OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
@@ -84,18 +93,18 @@ def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], al
     if key in group_keys or key in NOT_HYPERPARAMS:
         return None
     start = f"param_groups: {key!r} in the group of {name!r} is kept, but"
-    intended_key = meant(key, group_keys) or meant(key, all_keys)
-    if intended_key is None:
-        if key not in _OF_OTHERS or not value:
-            return None
+    group_key = intended_hyperparam(key, group_keys)
+    if group_key is not None:
+        return f"{start} it is no hyperparameter of the group: did you mean {group_key!r}?"
+    if intended_hyperparam(key, all_keys) is not None:
+        expected = ", ".join(sorted(group_keys)) or "none"
+        return f"{start} it is no hyperparameter of the group: the group has {expected}"
+    if key in _OF_OTHERS and value:
         return (
             f"{start} has no effect: the labels choose the transform of a parameter, and the arguments of the "
             "transform choose its update"
         )
-    advice = f"did you mean {intended_key!r}?"
-    if intended_key not in group_keys:
-        advice = f"the group has {', '.join(sorted(group_keys)) or 'none'}"
-    return f"{start} it is no hyperparameter of the group: {advice}"
+    return None
 
 
 def warn_of_unread_keys(
@@ -146,12 +155,16 @@ def new_groups(stepping: Stepping, entries: Group, pairs: list[tuple[str, Tensor
         if has_one_rate:
             return [_complete_group(stepping, rules, with_common_numbers, pairs)]
     groups: list[Group] = []
-    all_keys = set[str]().union(*map(read_keys, rules))
     for rule, rule_pairs in pairs_of.items():
-        keys_of_others = all_keys - read_keys(rule) - NOT_HYPERPARAMS
-        rule_entries = {key: value for key, value in entries.items() if key not in keys_of_others}
+        rule_entries = _entries_for(rule, rules, entries)
         groups.append(_complete_group(stepping, [rule], rule_entries, rule_pairs))
     return groups
+
+
+def _entries_for(rule: UpdateRule, rules: Iterable[UpdateRule], entries: Group) -> Group:
+    """Return the entries for the group of one rule, without keys that only other rules read, such as Adam's "eps"."""
+    keys_of_others = set[str]().union(*map(read_keys, rules)) - read_keys(rule) - NOT_HYPERPARAMS
+    return {key: value for key, value in entries.items() if key not in keys_of_others}
 
 
 def _complete_group(
@@ -170,15 +183,20 @@ def _complete_group(
 
 
 def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Group) -> None:
-    """Put the hyperparameters that a group lacks into it, from the transform. Raise if a number is out of range."""
+    """Add the hyperparameters that a group lacks: ``{"lr": 0.1}`` becomes ``{"lr": 0.1, "momentum": 0.95}``.
+
+    The numbers are those of the transform. ``rules`` are the different rules of the group's parameters. Raise if a
+    number in the group is out of range.
+    """
     defaults = stepping.defaults
     entries = with_agreed(rules, group, defaults)
-    numbers = GroupNumbers(group_hyperparams(rules, entries))
-    values = {name: own_copy(value) for name, value in numbers.complete(entries, defaults).items()}
-    if any(value is not defaults[name] for name, value in values.items()):
-        # A transform checks its numbers when it is prepared.
-        prepared(with_hyperparams(stepping.tx, fitted(defaults, values)))
-    group.update(numbers.entries(values))
+    group_numbers = GroupNumbers(group_hyperparams(rules, entries))
+    numbers: dict[str, Number] = {}  # by dotted name, such as "muon.momentum.decay"
+    for name, number in group_numbers.complete(entries, defaults).items():
+        numbers[name] = own_copy(number)
+    # A transform checks its numbers when it is prepared.
+    prepared(with_hyperparams(stepping.tx, fitted(defaults, numbers)))
+    group.update(group_numbers.entries(numbers))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
 
 
@@ -218,9 +236,9 @@ class TrackedGroups:
 
     def are_current(self, groups: Sequence[Group]) -> bool:
         """Return True if no parameter was replaced, resized or moved, in the param groups or in the models."""
-        return self._have(groups) and self._parameters.are_current()
+        return self._are_recorded(groups) and self._parameters.are_current()
 
-    def _have(self, groups: Sequence[Group]) -> bool:
+    def _are_recorded(self, groups: Sequence[Group]) -> bool:
         """Return True if these are the param groups that `record` recorded, with the same parameters and names."""
         if len(groups) != len(self.groups):
             return False
@@ -231,7 +249,7 @@ class TrackedGroups:
             if len(group["params"]) != len(tracked.names):
                 return False
             params += group["params"]
-        return all(map(is_, params, self.named.values()))
+        return all(map(is_, params, self.named.values()))  # each parameter is the same tensor object
 
     def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
         """Record the param groups from which later steps read the hyperparameters."""
@@ -239,17 +257,24 @@ class TrackedGroups:
         for group in groups:
             names: list[str] = list(group["param_names"])
             distinct = distinct_rules(names, rules)
-            hyperparams = group_hyperparams(distinct, group) if distinct else ()
+            hyperparams = group_hyperparams(distinct, group)
             # Where one key such as "weight_decay" sets a number of all labels, "adamw.weight_decay" has no effect.
             for key in keys_by_label(distinct) - {hyperparam.key for hyperparam in hyperparams}:
                 group.pop(key, None)
-            numbers = GroupNumbers(hyperparams)
-            former_numbers = self._former_numbers(group, names)
-            if former_numbers is not None and former_numbers.hyperparams == hyperparams:
-                numbers = copy.copy(former_numbers)  # they show which of two keys of a number is changed next
-            tracked_groups.append(TrackedGroup(group, names, numbers))
+            tracked_groups.append(TrackedGroup(group, names, self._numbers_of(group, names, hyperparams)))
         self.groups = tracked_groups
         self._key_counts = []
+
+    def _numbers_of(self, group: Group, names: Sequence[str], hyperparams: tuple[Hyperparam, ...]) -> GroupNumbers:
+        """Return the object that reads the hyperparameters of a group.
+
+        It is a copy of the former one, if that had the same hyperparameters. The copy has the numbers of the last step,
+        which show whether the user has changed "momentum" or "betas" since.
+        """
+        former_numbers = self._former_numbers(group, names)
+        if former_numbers is None or former_numbers.hyperparams != hyperparams:
+            return GroupNumbers(hyperparams)
+        return copy.copy(former_numbers)
 
     def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
         """Return the object that has read a group so far, or the group in which its first parameter was; else None."""
@@ -262,11 +287,15 @@ class TrackedGroups:
         return None
 
     def follow(self, groups: Sequence[Group], rules: UpdateRules, *, may_list_twice: bool = False) -> None:
-        """Record param groups that a user or engine has edited, and set "param_names". Raise if they do not fit."""
-        if self._have(groups):
+        """Record param groups that a user or engine has edited, and set "param_names". Raise if they do not fit.
+
+        ``may_list_twice``: True if one group may be in the list twice, as after ``param_groups.extend(param_groups)``.
+        """
+        if self._are_recorded(groups):
             return
-        if may_list_twice:  # as ``param_groups.extend(param_groups)`` makes them
-            groups = list({id(group): group for group in groups}.values())
+        if may_list_twice:
+            group_of_id = {id(group): group for group in groups}
+            groups = list(group_of_id.values())
         names_per_group = self._parameters.names_of(groups)
         for group, names in zip(groups, names_per_group, strict=True):  # check all groups before any is changed
             _require_all_hyperparams(group, names, rules)
@@ -276,18 +305,23 @@ class TrackedGroups:
             group.setdefault("label", label_of(distinct_rules(names, rules)))
         self.record(groups, rules)
 
+    def synchronize_keys(self) -> None:
+        """Write changed numbers under all keys of a group that hold them: into "betas" if "momentum" was changed."""
+        read_numbers(self.groups)
+
     def read_new_keys(self, rules: UpdateRules) -> None:
         """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay"."""
-        if self._count_keys() == self._key_counts:  # a step must not compare all keys
+        if self._count_keys() == self._key_counts:  # a step only counts the keys, which is faster than comparing them
             return
         # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
         self.record([tracked.group for tracked in self.groups], rules)
         self._key_counts = self._count_keys()
         all_keys = set[str]().union(*[tracked.numbers.keys for tracked in self.groups])
         for tracked in self.groups:
+            group_keys = set(tracked.numbers.keys)
             first_name = tracked.names[0] if tracked.names else "no parameter"
             for key in tracked.group.keys() - all_keys - self._reported:
-                message = unread_key_warning(key, tracked.group[key], first_name, set(tracked.numbers.keys), all_keys)
+                message = unread_key_warning(key, tracked.group[key], first_name, group_keys, all_keys)
                 if message is not None:
                     self._reported.add(key)
                     warn_caller(message)
@@ -309,6 +343,7 @@ class TrackedGroups:
                 return
 
     def _count_keys(self) -> list[int]:
+        """Return the number of keys in each group."""
         return [len(tracked.group) for tracked in self.groups]
 
     def warn_once(self, before: str, lines: list[str], after: str) -> None:
@@ -352,7 +387,10 @@ def _register_refusal() -> None:
 
 
 def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
-    """Raise if an optimizer steps on groups of a muonfx optimizer, and neither is one nor has one in an attribute."""
+    """Raise if another optimizer, before its step, has param groups of a muonfx optimizer, which then never steps.
+
+    A wrapper has a muonfx optimizer in an attribute, and may have its groups, because it calls the step of that.
+    """
     if torch.compiler.is_compiling() or optimizer in _owners:
         return
     group_ids = {id(group) for owner in _owners for group in owner.param_groups}
@@ -360,15 +398,18 @@ def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         if id(group) in group_ids or isinstance(group, OwnedGroup):
             labels.append(repr(group.get("label")))
-    if not labels:
-        return
-    for value in vars(optimizer).values():
-        if isinstance(value, Optimizer) and value in _owners:  # a wrapper, which calls our step
-            return
-    # accelerate replaces an optimizer by DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads: the groups
-    # still have our labels, but our step never runs.
-    raise RuntimeError(
-        f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
+    is_wrapper = any(isinstance(value, Optimizer) and value in _owners for value in vars(optimizer).values())
+    if labels and not is_wrapper:
+        raise _exchanged(type(optimizer).__name__, labels)
+
+
+def _exchanged(name: str, labels: Iterable[str]) -> RuntimeError:
+    """Return an error for an optimizer of another class, ``name``, that has groups with these labels from muonfx.
+
+    For example, accelerate creates DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads.
+    """
+    return RuntimeError(
+        f"{name} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
         "steps: an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
         'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
         "pass plain copies: [dict(group) for group in optimizer.param_groups]"

@@ -27,22 +27,22 @@ class UpdateRule(NamedTuple):
     hyperparams: tuple[Hyperparam, ...]
     """The hyperparameters of these transforms."""
     order: tuple[int, bool, tuple[int, ...]]
-    """The sort key of the group: first Muon's, then Adam's, others, and those without hyperparameters."""
+    """The sort key of its group: `_rank_of_keys`, False if a transform needs whole matrices, and ``indices``."""
 
 
 def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
     """Return the update rule of each parameter by name. Parameters with the same transforms have the same rule."""
-    indices_of: dict[str, list[int]] = {}
+    indices_of: dict[str, list[int]] = {}  # per parameter name, the indices of its visits
     for index, visited in enumerate(visits):
         for name in visited.names:
             indices_of.setdefault(name, []).append(index)
-    rule_of_indices: dict[tuple[int, ...], UpdateRule] = {}
     rules: dict[str, UpdateRule] = {}
+    created: dict[tuple[int, ...], UpdateRule] = {}  # to create the rule of many parameters once
     for name, index_list in indices_of.items():
         indices = tuple(index_list)
-        if indices not in rule_of_indices:
-            rule_of_indices[indices] = _update_rule(name, indices, [visits[index] for index in indices])
-        rules[name] = rule_of_indices[indices]
+        if indices not in created:
+            created[indices] = _update_rule(name, indices, [visits[index] for index in indices])
+        rules[name] = created[indices]
     return rules
 
 
@@ -54,19 +54,14 @@ def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -
         indices: the indices, among all visits, of the transforms that update it.
         visits: the visits of these transforms.
     """
-    labels: list[str] = []
-    is_left_out = False
-    has_matrices = False
-    for visited in visits:
-        if visited.label is not None:
-            labels.append(visited.label)
-        is_left_out = is_left_out or _leaves_out(visited, name)
-        has_matrices = has_matrices or needs_matrices(visited.tx)
+    labels = [visited.label for visited in visits if visited.label is not None]
+    is_left_out = any(_leaves_out(visited, name) for visited in visits)
+    has_matrices = any(needs_matrices(visited.tx) for visited in visits)
     hyperparams = tuple(hyperparams_of(visits))
-    keys = {hyperparam.key for hyperparam in hyperparams}
-    order = (_rank_of_group(keys), not has_matrices, indices)
-    label = "/".join(labels) or None
-    return UpdateRule(indices, label, is_left_out, hyperparams, order)
+    rank = _rank_of_keys({hyperparam.key for hyperparam in hyperparams})
+    # Among groups of one rank, those with matrices come first, then those whose transforms come first.
+    order = (rank, not has_matrices, indices)
+    return UpdateRule(indices, "/".join(labels) or None, is_left_out, hyperparams, order)
 
 
 def _leaves_out(visited: Visit, name: str) -> bool:
@@ -79,8 +74,8 @@ def _leaves_out(visited: Visit, name: str) -> bool:
     return is_partition
 
 
-def _rank_of_group(keys: Set[str]) -> int:
-    """Return the rank of a group with these hyperparameters: Muon's are first, then Adam's, and those without last."""
+def _rank_of_keys(keys: Set[str]) -> int:
+    """Return the rank of a group with these hyperparameters: 0 for Muon's, 1 Adam's, 2 others, 3 without any."""
     if not keys:
         return 3
     if "betas" in keys:
@@ -124,19 +119,32 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     times = Counter(key for visited in visits for key in visited.numbers.keys)
     hyperparams: list[Hyperparam] = []
     for visited in visits:
-        with_short_key = set[str]()  # the numbers of this transform that have a short key
-        for key, target in visited.numbers.short_names.items():
-            if times_short[key] > 1:
-                continue
-            names = target if isinstance(target, tuple) else (target,)
-            is_mirror = with_short_key.issuperset(names)
-            hyperparams.append(Hyperparam(key, names, isinstance(target, tuple), is_mirror))
-            with_short_key.update(names)
-        for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
-            if name in with_short_key:
-                continue
-            unique_key = key if times[key] == 1 else name
-            hyperparams.append(Hyperparam(unique_key, (name,)))
+        numbers = visited.numbers
+        unique_short_names = {key: names for key, names in numbers.short_names.items() if times_short[key] == 1}
+        with_short_keys = _with_short_keys(unique_short_names)
+        hyperparams += with_short_keys
+        names_with_short_key = set[str]().union(*[hyperparam.names for hyperparam in with_short_keys])
+        for name, key in zip(numbers.names, numbers.keys, strict=True):
+            if name not in names_with_short_key:
+                unique_key = key if times[key] == 1 else name
+                hyperparams.append(Hyperparam(unique_key, (name,)))
+    return hyperparams
+
+
+def _with_short_keys(short_names: Mapping[str, str | tuple[str, ...]]) -> list[Hyperparam]:
+    """Return the hyperparameters for short keys and the dotted names of their numbers.
+
+    An example is ``{"betas": ("scale_by_adam.b1", "scale_by_adam.b2"), "momentum": "scale_by_adam.b1"}``. Here
+    "momentum" is a mirror, since an earlier key has its number.
+    """
+    hyperparams: list[Hyperparam] = []
+    earlier_names: set[str] = set()
+    for key, name_or_names in short_names.items():
+        is_tuple = isinstance(name_or_names, tuple)
+        names = name_or_names if isinstance(name_or_names, tuple) else (name_or_names,)
+        is_mirror = earlier_names.issuperset(names)
+        hyperparams.append(Hyperparam(key, names, is_tuple, is_mirror))
+        earlier_names.update(names)
     return hyperparams
 
 
@@ -164,15 +172,23 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
     if len(rules) == 1:
         return rules[0].hyperparams
     hyperparams: list[Hyperparam] = []
-    for key, holders in holders_of(rules).items():
-        distinct = dict.fromkeys(holders.values())
-        has_one_form = len({(hyperparam.is_tuple, len(hyperparam.names)) for hyperparam in distinct}) == 1
-        sets_all = key in group and has_one_form
-        if len(distinct) == 1 or sets_all:
+    for key, hyperparam_of_label in holders_of(rules).items():
+        distinct = list(dict.fromkeys(hyperparam_of_label.values()))
+        if len(distinct) == 1 or (key in group and _have_one_form(distinct)):
             hyperparams += distinct
-        else:
-            hyperparams += [hyperparam._replace(key=f"{label}.{key}") for label, hyperparam in holders.items()]
+            continue
+        for label, hyperparam in hyperparam_of_label.items():
+            hyperparams.append(hyperparam._replace(key=f"{label}.{key}"))
     return tuple(hyperparams)
+
+
+def _have_one_form(hyperparams: Sequence[Hyperparam]) -> bool:
+    """Return True if one value fits all of these hyperparameters: a number, or a tuple of the same length."""
+    first = hyperparams[0]
+    for hyperparam in hyperparams:
+        if hyperparam.is_tuple != first.is_tuple or len(hyperparam.names) != len(first.names):
+            return False
+    return True
 
 
 def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
@@ -183,18 +199,20 @@ def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
 
 
 def holders_of(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
-    """Return, for each key such as "lr", a dict from label to the `Hyperparam` that the rule of the label has."""
+    """Return, for each key such as "lr", a dict from label to the `Hyperparam` that the rule of the label has.
+
+    Mirrors are left out: "momentum" would set Muon's momentum and repeat Adam's first beta.
+    """
     holders: dict[str, dict[str, Hyperparam]] = {}
     for rule in rules:
         for hyperparam in rule.hyperparams:
-            # "momentum" would set Muon's momentum and repeat Adam's first beta: only the former.
             if hyperparam.is_mirror:
                 continue
-            by_label = holders.setdefault(hyperparam.key, {})
+            hyperparam_of_label = holders.setdefault(hyperparam.key, {})
             label = str(rule.label)
-            if label in by_label:  # two rules have one label if a mask selects some of its parameters
-                label = hyperparam.names[0]
-            by_label[label] = hyperparam
+            if label in hyperparam_of_label:  # two rules have one label if a mask selects some of its parameters
+                label = hyperparam.names[0]  # the dotted name, such as "muon.momentum.decay", differs between rules
+            hyperparam_of_label[label] = hyperparam
     return holders
 
 
@@ -203,10 +221,10 @@ def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Mapping[str
     if len(rules) < 2:
         return group
     agreed: Group = {}
-    for key, by_label in holders_of(rules).items():
-        first, *others = [hyperparam.value_of(defaults) for hyperparam in by_label.values()]
-        if others and all(equal(first, value) for value in others):
-            agreed[key] = first
+    for key, hyperparam_of_label in holders_of(rules).items():
+        values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label.values()]
+        if len(values) > 1 and all(equal(values[0], value) for value in values):
+            agreed[key] = values[0]
     return {**agreed, **group}
 
 
