@@ -16,7 +16,8 @@ from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import stacked
 from muonfx.core.value import with_numbers
 from muonfx.core.visit import Visit, as_chain
-from muonfx.optimizer.group_numbers import Number, equal
+from muonfx.optimizer.group_numbers import Number, Numbers, equal
+from muonfx.optimizer.named_parameters import Gradients
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 
@@ -56,7 +57,7 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         return versions[0].functions.init(params)
 
     def update(
-        updates: dict[str, Tensor | None],
+        updates: Gradients,
         state: PyTree,
         params: PyTree = None,
         *,
@@ -64,7 +65,7 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         **extras: Any,
     ):
         """Run each version on the updates of its members, and merge the results and the states."""
-        merged_updates: dict[str, Tensor | None] = dict.fromkeys(updates)
+        merged_updates: Gradients = dict.fromkeys(updates)
         old_leaves, treedef = tree.flatten(state)
         merged_leaves = list(old_leaves)
         for version, names in zip(versions, members_of_version, strict=True):
@@ -88,7 +89,7 @@ class GroupMembers(NamedTuple):
     """A param group: the names of its parameters, and the values of the hyperparameters in it."""
 
     names: list[str]
-    numbers: Mapping[str, Number]
+    numbers: Numbers
     """The values by dotted name, such as ``{"muon.momentum.decay": 0.95}``."""
 
 
@@ -238,7 +239,7 @@ class CommonTensors:
         numbers_of_groups: the numbers of each group by dotted name.
     """
 
-    def __init__(self, visits: Sequence[Visit], numbers_of_groups: Sequence[Mapping[str, Number]]) -> None:
+    def __init__(self, visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> None:
         self.common: list[CommonTensor] = []
         self._write_counts: list[int] = []
         """How often each tensor had been written to when the tensors were last compared."""

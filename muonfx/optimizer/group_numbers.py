@@ -15,6 +15,9 @@ from muonfx.core.checks import warn_caller
 Number = float | Tensor
 """The value of one hyperparameter."""
 
+Numbers = Mapping[str, Number]
+"""Hyperparameters by dotted name, such as ``{"momentum.decay": 0.95}``."""
+
 Group = dict[str, Any]
 """A param group of a torch optimizer: a dict with "params", hyperparameters, and entries that schedulers add."""
 
@@ -44,7 +47,7 @@ class Hyperparam(NamedTuple):
                 )
         return values
 
-    def value_of(self, numbers: Mapping[str, Number]) -> Any:
+    def value_of(self, numbers: Numbers) -> Any:
         """Return the value for a param group, such as ``(0.9, 0.95)``, from numbers by dotted name."""
         values = tuple([numbers[name] for name in self.names])
         return values if self.is_tuple else values[0]
@@ -113,13 +116,13 @@ class GroupNumbers:
         """Return True if a hyperparameter had this value when the group was last read."""
         return name in self._last_numbers and equal(self._last_numbers[name], number)
 
-    def complete(self, entries: Group, defaults: Mapping[str, Number]) -> dict[str, Number]:
+    def complete(self, entries: Group, defaults: Numbers) -> dict[str, Number]:
         """Return a new group's hyperparameters by dotted name, from ``defaults`` if ``entries`` lacks them."""
         numbers = {name: defaults[name] for name in self.names}
         without_mirrors = {key: value for key, value in entries.items() if key not in self.mirrors}
         return numbers | self.parse(without_mirrors)
 
-    def entries(self, numbers: Mapping[str, Number]) -> Group:
+    def entries(self, numbers: Numbers) -> Group:
         """Return the entries of a param group, such as ``lr`` and ``betas``, for numbers given by dotted name."""
         entries: Group = {}
         for hyperparam in self.hyperparams:
@@ -144,7 +147,7 @@ class GroupNumbers:
             self._last_numbers = numbers
         return self._last_numbers
 
-    def _require_all(self, group: Group, numbers: Mapping[str, Number]) -> None:
+    def _require_all(self, group: Group, numbers: Numbers) -> None:
         """Raise ValueError if a group lacks a hyperparameter. ``numbers`` are those that it has, by dotted name."""
         for hyperparam in self.hyperparams:
             # Not a comparison of sets, which torch.compile with dynamic=True cannot trace.
@@ -161,7 +164,7 @@ class GroupNumbers:
         entries = map(group.get, self._last_entries)
         return all(map(is_, entries, self._last_entries.values()))
 
-    def _synchronize(self, group: Group, hyperparam: Hyperparam, numbers: Mapping[str, Number]) -> None:
+    def _synchronize(self, group: Group, hyperparam: Hyperparam, numbers: Numbers) -> None:
         """Write current numbers into a key of a group that has others: into "betas" if "momentum" was changed."""
         key = hyperparam.key
         current = [numbers[name] for name in hyperparam.names]
@@ -225,7 +228,7 @@ def scalar(name: str, value: Any) -> Any:
     return value.reshape(()) if value.ndim else value
 
 
-def fitted(defaults: Mapping[str, Number], numbers: Mapping[str, Number]) -> dict[str, Number]:
+def fitted(defaults: Numbers, numbers: Numbers) -> dict[str, Number]:
     """Convert numbers from a param group to the types and shapes of the transform's own numbers, ``defaults``.
 
     Both are by dotted name, such as ``{"momentum.decay": 0.9}``. A tensor stays a tensor that shares memory with the

@@ -11,6 +11,7 @@ from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.visit import Visit
 from muonfx.optimizer.group_numbers import TrackedGroup
+from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.resuming import schedules_in, schedules_of
 from muonfx.transforms.average import master_params
 
@@ -19,7 +20,7 @@ _COUNTS = (0, *[2**power for power in range(21)])
 
 
 def warn_of_lost_decay(
-    tx: Transform, visits: Sequence[Visit], groups: Sequence[TrackedGroup], params: Mapping[str, Tensor]
+    tx: Transform, visits: Sequence[Visit], groups: Sequence[TrackedGroup], params: NamedTensors
 ) -> None:
     """Warn if no step of weight decay changes a parameter, because each is below half a unit in its last place.
 
@@ -42,8 +43,7 @@ def warn_of_lost_decay(
             if 0.0 < change < torch.finfo(params[name].dtype).eps / 4:
                 lost_changes[name] = change
     if lost_changes:
-        name = next(iter(lost_changes))
-        warn_caller(_no_effect(name, params[name].dtype, lost_changes, len(params)))
+        warn_caller(_no_effect(lost_changes, params))
 
 
 def _is_narrow(param: Tensor) -> bool:
@@ -51,13 +51,14 @@ def _is_narrow(param: Tensor) -> bool:
     return param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
 
 
-def _no_effect(name: str, dtype: torch.dtype, lost_changes: Mapping[str, float], count: int) -> str:
-    """Return a warning of weight decay that changes none of the parameters in ``lost_changes``, such as ``name``."""
+def _no_effect(lost_changes: Mapping[str, float], params: NamedTensors) -> str:
+    """Return a warning of weight decay that rounding removes: ``lost_changes`` are its relative changes by name."""
+    name = next(iter(lost_changes))
     return (
-        f"weight decay has no effect on {len(lost_changes)} of {count} parameters, such as {name!r}: a "
-        f"step changes it by {max(lost_changes.values()):.2g} of its value, which is rounded away in {dtype}. Wrap the "
-        "whole chain, muonfx.master_params(tx), which keeps a float32 copy (muonfx.Muon.transform_for(model, ...) is "
-        "Muon's chain), or set weight_decay=0"
+        f"weight decay has no effect on {len(lost_changes)} of {len(params)} parameters, such as {name!r}: a step "
+        f"changes it by {max(lost_changes.values()):.2g} of its value, which is rounded away in {params[name].dtype}. "
+        "Wrap the whole chain, muonfx.master_params(tx), which keeps a float32 copy (muonfx.Muon.transform_for(model, "
+        "...) is Muon's chain), or set weight_decay=0"
     )
 
 

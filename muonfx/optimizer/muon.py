@@ -16,7 +16,7 @@ from muonfx.internal.arguments import bind, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import scalar
-from muonfx.optimizer.named_parameters import NamedParameters, named_pairs, resolve_groups
+from muonfx.optimizer.named_parameters import NamedParameters, NamedTensors, named_pairs, resolve_groups
 from muonfx.optimizer.transform_optimizer import TransformOptimizer
 from muonfx.recipes import check_roles, muon_with_adamw, with_views
 from muonfx.routing import Labels, Route, default_labels
@@ -149,7 +149,7 @@ class Muon(TransformOptimizer):
         with _without_unused_label_warning():
             super().add_param_group(param_group)
 
-    def _transform_for(self, new: dict[str, Tensor]) -> Transform:
+    def _transform_for(self, new: NamedTensors) -> Transform:
         """Return the transform with labels for the ``new`` parameters too; earlier parameters keep their labels."""
         new_labels = self._labels_of_new(new)
         routes: dict[str, Route] = {}
@@ -159,7 +159,7 @@ class Muon(TransformOptimizer):
         labels = Labels(routes | dict(new_labels.routes))
         return with_views(self.tx.replace(labels=labels), new_labels)
 
-    def _labels_of_new(self, new: dict[str, Tensor]) -> Labels:
+    def _labels_of_new(self, new: NamedTensors) -> Labels:
         """Return labels for parameters that are added after construction, chosen as at construction."""
         # Labels are roles, such as "hidden" and "embedding", if `adamw_lr` was a dict; else "muon" and "adamw".
         has_roles = "hidden" in self.tx.arguments["transforms"]
@@ -168,7 +168,7 @@ class Muon(TransformOptimizer):
             warnings.filterwarnings("ignore", message="user rule")  # a rule may match only earlier parameters
             return _labels_for(self._labels, new, self._model_with(new), roles=has_roles)
 
-    def _model_with(self, new: Mapping[str, Tensor]) -> nn.Module | None:
+    def _model_with(self, new: NamedTensors) -> nn.Module | None:
         """Return the first known model that has all of these parameters under their names, or None."""
         for model in self._parameters.models:
             params = dict(model.named_parameters())
@@ -178,7 +178,7 @@ class Muon(TransformOptimizer):
 
 
 def _transform(
-    params: nn.Module | Mapping[str, Tensor],
+    params: nn.Module | NamedTensors,
     lr: float,
     *,
     weight_decay: float,
@@ -196,7 +196,9 @@ def _transform(
     # roles.
     has_roles = isinstance(adamw_lr, Mapping) or isinstance(adamw_weight_decay, Mapping)
     adamw_numbers = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
-    _check_ranges({"lr": lr, "weight_decay": weight_decay, **adamw_numbers}, {"momentum": momentum})
+    for name, number in {"lr": lr, "weight_decay": weight_decay, **adamw_numbers}.items():
+        _check_not_negative(name, number)
+    _check_decay("momentum", momentum)
     adam = _adam(betas)
     label_of = _labels_for(labels, params, model, roles=has_roles)
     check_roles("Muon", adamw_numbers, label_of, float)
@@ -213,7 +215,7 @@ def _transform(
     )
 
 
-def _named_unless_model(params: NamedParameters, model: nn.Module | None) -> nn.Module | dict[str, Tensor]:
+def _named_unless_model(params: NamedParameters, model: nn.Module | None) -> nn.Module | NamedTensors:
     """Return the argument ``params`` of `Muon` if it is a model, else a dict from names to tensors.
 
     ``model`` provides the names of tensors without names.
@@ -226,19 +228,22 @@ def _named_unless_model(params: NamedParameters, model: nn.Module | None) -> nn.
     return named
 
 
-def _check_ranges(not_negative: Mapping[str, object], decays: Mapping[str, object]) -> None:
-    """Raise ValueError, with the name of the argument, if a number is negative, or a decay is not in [0, 1).
+def _check_not_negative(name: str, value: object) -> None:
+    """Raise ValueError, with the name of the argument, if a number is negative, or one in a dict of numbers by role.
 
     The transforms check their numbers too, but under their own names: ``lr`` is "learning_rate" there.
     """
-    for name, value in not_negative.items():
-        if isinstance(value, Mapping):  # a number for each role
-            _check_ranges({f"{name}[{role!r}]": number for role, number in value.items()}, {})
-        elif isinstance(value, int | float):
-            at_least(name, value, 0.0)
-    for name, value in decays.items():
-        if isinstance(value, int | float):
-            in_unit_interval(name, value)
+    if isinstance(value, Mapping):
+        for role, number in value.items():
+            _check_not_negative(f"{name}[{role!r}]", number)
+    elif isinstance(value, int | float):
+        at_least(name, value, 0.0)
+
+
+def _check_decay(name: str, value: object) -> None:
+    """Raise ValueError, with the name of the argument, if the decay of a moving average is not in [0, 1)."""
+    if isinstance(value, int | float):
+        in_unit_interval(name, value)
 
 
 def _adam(betas: Any) -> Transform:
@@ -247,7 +252,8 @@ def _adam(betas: Any) -> Transform:
         raise TypeError(_wrong_betas(betas))
     if len(betas) != 2:
         raise ValueError(_wrong_betas(betas))
-    _check_ranges({}, {"betas[0]": betas[0], "betas[1]": betas[1]})
+    for index, beta in enumerate(betas):
+        _check_decay(f"betas[{index}]", beta)
     return scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1]))
 
 
@@ -256,7 +262,7 @@ def _wrong_betas(betas: object) -> str:
 
 
 def _labels_for(
-    labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: nn.Module | None, *, roles: bool
+    labels: LabelsLike, params: nn.Module | NamedTensors, model: nn.Module | None, *, roles: bool
 ) -> Labels:
     """Return the label of each parameter, from the argument ``labels`` of `Muon`: a dict, a function, or None.
 
@@ -311,7 +317,7 @@ def _without_unused_label_warning() -> Generator[None]:
         yield
 
 
-def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
+def _warn_of_no_matrices(labels: Labels, named: NamedTensors) -> None:
     """Warn if AdamW trains all parameters, because none has the label "muon", or "hidden" where labels are roles."""
     if not named or "muon" in labels.values() or "hidden" in labels.values():
         return

@@ -12,6 +12,12 @@ from muonfx.core import Transform
 from muonfx.core.checks import is_frozen
 from muonfx.optimizer.group_numbers import Group
 
+NamedTensors = Mapping[str, Tensor]
+"""Parameters by name, such as ``{"0.weight": tensor}``."""
+
+Gradients = dict[str, Tensor | None]
+"""The gradient of each parameter by name; None for a parameter without one."""
+
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
 """The parameters of an optimizer: a model, named parameters, tensors of a known model, or groups of these."""
 
@@ -60,7 +66,7 @@ def require_parameters(params: object) -> None:
     )
 
 
-def divide(named: Mapping[str, Tensor], names: Container[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def divide(named: NamedTensors, names: Container[str]) -> tuple[NamedTensors, NamedTensors]:
     """Return the parameters whose names are in ``names``, and the others."""
     inside: dict[str, Tensor] = {}
     outside: dict[str, Tensor] = {}
@@ -70,7 +76,7 @@ def divide(named: Mapping[str, Tensor], names: Container[str]) -> tuple[dict[str
     return inside, outside
 
 
-def divide_frozen(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def divide_frozen(named: NamedTensors) -> tuple[NamedTensors, NamedTensors]:
     """Return the frozen parameters, and the others."""
     return divide(named, {name for name, param in named.items() if is_frozen(param)})
 

@@ -13,6 +13,7 @@ from muonfx.core import Transform
 from muonfx.optimizer.gathering import Gathering
 from muonfx.optimizer.group_numbers import TrackedGroup
 from muonfx.optimizer.local_values import Load, apart_from, on_this_rank, require_same_position
+from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.stepping import FormerState, Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.offload import store_of
@@ -45,8 +46,8 @@ SMALL_BUCKET = 1 << 22
 
 def stepping_for(
     tx: Transform,
-    params: Mapping[str, Tensor],
-    others: Mapping[str, Tensor],
+    params: NamedTensors,
+    others: NamedTensors,
     layout: Layout | None,
     settings: Settings,
     bucket_bytes: int | None,
@@ -65,9 +66,7 @@ def stepping_for(
     return Stepping(tx, meta_like(dict(params)), bucket_bytes)
 
 
-def _complete_layout(
-    layout: Layout | None, params: Mapping[str, Tensor], others: Mapping[str, Tensor]
-) -> Layout | None:
+def _complete_layout(layout: Layout | None, params: NamedTensors, others: NamedTensors) -> Layout | None:
     """Return the layout of all parameters, trained or not; None in one process.
 
     It is the caller's ``layout``, or follows from the DTensors. A layout in which every rank has every parameter in
@@ -132,9 +131,7 @@ class SteppingOverRanks(Stepping):
         """Return the sharded transform that updates the optimizer's parameters."""
         return sharded_with(self._progress, tx, self.layout, self._settings)
 
-    def init(
-        self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup], former: FormerState | None = None
-    ) -> PyTree:
+    def init(self, params: NamedTensors, groups: Sequence[TrackedGroup], former: FormerState | None = None) -> PyTree:
         """Return the state of this rank's shards, and record where each leaf of the state is.
 
         All ranks call this together, because they first compare their settings.
@@ -318,7 +315,7 @@ class SteppingOverRanks(Stepping):
         assert self.layout.group is not None
         return agree("the first step", self.layout.group, problem, request=is_here).is_requested
 
-    def initial_state(self, params: Mapping[str, Tensor]) -> PyTree:
+    def initial_state(self, params: NamedTensors) -> PyTree:
         """Return the initial state of this rank's shards. All ranks call this together."""
         local_params = {name: local_of(param) for name, param in params.items()}
         state: PyTree = None
@@ -331,12 +328,12 @@ class SteppingOverRanks(Stepping):
         return state
 
     def snapshot(
-        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[TrackedGroup]
-    ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
+        self, state: PyTree, params: NamedTensors, grads: Gradients, groups: Sequence[TrackedGroup]
+    ) -> tuple[Transform, PyTree, NamedTensors, Gradients]:
         """Return the transform with the current hyperparameters, and the state, parameters and gradients, gathered."""
         return super().snapshot(state, self.layout.gather(params), self.layout.gather(grads), groups)
 
-    def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
+    def _prepare(self, tx: Transform, params: NamedTensors) -> None:
         self._current = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import cache
 from operator import is_
 from typing import Any
@@ -29,10 +29,12 @@ from muonfx.optimizer.group_numbers import (
     own_copy,
     read_numbers,
 )
+from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.parameters import TrackedParameters
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.update_rules import (
     UpdateRule,
+    UpdateRules,
     distinct_rules,
     group_hyperparams,
     holders_of,
@@ -107,9 +109,7 @@ def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], al
     return None
 
 
-def warn_of_unread_keys(
-    entries: Group, name: str, distinct: Sequence[UpdateRule], rules: Mapping[str, UpdateRule]
-) -> None:
+def warn_of_unread_keys(entries: Group, name: str, distinct: Sequence[UpdateRule], rules: UpdateRules) -> None:
     """Warn of keys of a new group that look like hyperparameters and set none.
 
     ``name`` is a parameter of the group, and ``distinct`` are the rules of all of its parameters.
@@ -117,17 +117,12 @@ def warn_of_unread_keys(
     if not entries:
         return
     group_keys = {hyperparam.key for hyperparam in group_hyperparams(distinct, entries)}
-    group_keys = group_keys.union(*map(read_keys, distinct))
-    all_keys = set[str]().union(*map(read_keys, set(rules.values())))
+    group_keys |= holders_of(distinct).keys()
+    all_keys = holders_of(set(rules.values())).keys()
     for key, value in entries.items():
         message = unread_key_warning(key, value, name, group_keys, all_keys)
         if message is not None:
             warn_caller(message)
-
-
-def read_keys(rule: UpdateRule) -> set[str]:
-    """Return the keys of a new group from which a rule takes its numbers."""
-    return {hyperparam.key for hyperparam in rule.hyperparams if not hyperparam.is_mirror}
 
 
 def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
@@ -163,7 +158,7 @@ def new_groups(stepping: Stepping, entries: Group, pairs: list[tuple[str, Tensor
 
 def _entries_for(rule: UpdateRule, rules: Iterable[UpdateRule], entries: Group) -> Group:
     """Return the entries for the group of one rule, without keys that only other rules read, such as Adam's "eps"."""
-    keys_of_others = set[str]().union(*map(read_keys, rules)) - read_keys(rule) - NOT_HYPERPARAMS
+    keys_of_others = holders_of(rules).keys() - holders_of([rule]).keys() - NOT_HYPERPARAMS
     return {key: value for key, value in entries.items() if key not in keys_of_others}
 
 
@@ -200,8 +195,6 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
 
 
-UpdateRules = Mapping[str, UpdateRule]
-
 _LISTED = 10
 """The largest number of lines that `TrackedGroups.warn_once` lists."""
 
@@ -225,7 +218,7 @@ class TrackedGroups:
         """True after the warning of an "lr" that no transform reads."""
 
     @property
-    def named(self) -> dict[str, Tensor]:
+    def named(self) -> NamedTensors:
         """A dict from name to parameter, for the parameters that have optimizer state, in the order of the groups."""
         tracked_parameters = self._parameters.tracked
         named: dict[str, Tensor] = {}
@@ -257,11 +250,11 @@ class TrackedGroups:
         for group in groups:
             names: list[str] = list(group["param_names"])
             distinct = distinct_rules(names, rules)
-            hyperparams = group_hyperparams(distinct, group)
+            numbers = self._numbers_of(group, names, group_hyperparams(distinct, group))
             # Where one key such as "weight_decay" sets a number of all labels, "adamw.weight_decay" has no effect.
-            for key in keys_by_label(distinct) - {hyperparam.key for hyperparam in hyperparams}:
+            for key in keys_by_label(distinct).difference(numbers.keys):
                 group.pop(key, None)
-            tracked_groups.append(TrackedGroup(group, names, self._numbers_of(group, names, hyperparams)))
+            tracked_groups.append(TrackedGroup(group, names, numbers))
         self.groups = tracked_groups
         self._key_counts = []
 

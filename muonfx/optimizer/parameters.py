@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -18,7 +19,7 @@ from torch.nn.modules.module import (
 from muonfx.core.checks import all_usable, is_usable, warn_caller
 from muonfx.optimizer import errors
 from muonfx.optimizer.group_numbers import Group
-from muonfx.optimizer.named_parameters import names_in
+from muonfx.optimizer.named_parameters import Gradients, NamedTensors, names_in
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import is_dtensor
 
@@ -34,7 +35,7 @@ def models_of(params: Any) -> list[nn.Module]:
     return models
 
 
-def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
+def check_usable(named: NamedTensors, layout: Layout | None) -> None:
     """Raise ValueError if FSDP1 has flattened parameters, or if only some parameters are on the meta device.
 
     A model may be entirely on the meta device: it is materialized before the first step. A flat ``layout`` describes
@@ -47,7 +48,7 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
         _require_not_flattened(named)
 
 
-def _require_not_flattened(named: Mapping[str, Tensor]) -> None:
+def _require_not_flattened(named: NamedTensors) -> None:
     """Raise ValueError if FSDP1 (FullyShardedDataParallel) has flattened parameters, so that matrices have no shape.
 
     FSDP1 copies all parameters into one flat tensor with the attribute ``_is_flat_param``. With ``use_orig_params``,
@@ -64,7 +65,7 @@ def _require_not_flattened(named: Mapping[str, Tensor]) -> None:
         raise errors.flattened(*next(iter(views.items())))
 
 
-def check_real(named: Mapping[str, Tensor]) -> None:
+def check_real(named: NamedTensors) -> None:
     """Raise ValueError if a parameter is on the meta device, because it has no values to update."""
     names = [name for name, param in named.items() if param.is_meta]
     if names:
@@ -130,9 +131,9 @@ class TrackedParameters:
         self,
         models: Iterable[nn.Module],
         model_of_names: nn.Module | None,
-        trained: Mapping[str, Tensor],
-        frozen: Mapping[str, Tensor],
-        left_out: Mapping[str, Tensor],
+        trained: NamedTensors,
+        frozen: NamedTensors,
+        left_out: NamedTensors,
     ) -> None:
         self._models: list[KnownModel] = []
         if model_of_names is not None:
@@ -175,7 +176,7 @@ class TrackedParameters:
         for model in models:
             self._models.append(KnownModel(weakref.ref(model), None))
 
-    def track(self, named: Mapping[str, Tensor]) -> None:
+    def track(self, named: NamedTensors) -> None:
         """Record the named tensors for which the optimizer now has state, and their positions in the models."""
         slot_of = self._slots()
         for name, param in named.items():
@@ -186,11 +187,11 @@ class TrackedParameters:
             self._frozen.pop(name, None)
         self.version += 1
 
-    def leave_out(self, frozen: Mapping[str, Tensor]) -> None:
+    def leave_out(self, frozen: NamedTensors) -> None:
         """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
         self._frozen.update(self._slots_or_tensors(frozen))
 
-    def _slots_or_tensors(self, params: Mapping[str, Tensor]) -> dict[str, Slot | Tensor]:
+    def _slots_or_tensors(self, params: NamedTensors) -> dict[str, Slot | Tensor]:
         """Return the position in a model of each parameter, or the parameter itself if it is in none."""
         slot_of = self._slots() if params else {}
         return {name: slot_of.get(param, param) for name, param in params.items()}
@@ -226,7 +227,7 @@ class TrackedParameters:
                 return False
         return not self._others_in_models()
 
-    def _others_in_models(self) -> dict[str, Tensor]:
+    def _others_in_models(self) -> NamedTensors:
         """Return, by name, the tensors that modules have at the positions of parameters, if they are others.
 
         They have replaced the parameters, or FSDP2 has put gathered tensors there during forward and backward.
@@ -240,7 +241,7 @@ class TrackedParameters:
                 others[name] = current
         return others
 
-    def replaced(self, named: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
+    def replaced(self, named: NamedTensors, *, at_step: bool) -> NamedTensors:
         """Return, by name, the parameters that were replaced by other tensors or moved since the last `track`.
 
         ``named`` are the parameters in the groups. ``at_step``: raise if gradients belong to the replaced tensors.
@@ -257,7 +258,7 @@ class TrackedParameters:
                 replaced[name] = param
         return replaced
 
-    def _require_new_gradients(self, current: Mapping[str, Tensor]) -> None:
+    def _require_new_gradients(self, current: NamedTensors) -> None:
         """Raise if parameters were replaced after the backward pass, so that only the former tensors have gradients.
 
         If other parameters have gradients, only warn: the former tensors may have theirs from the last step.
@@ -276,7 +277,7 @@ class TrackedParameters:
             "replace parameters before backward(), not between it and step()"
         )
 
-    def is_swap(self, replaced: Mapping[str, Tensor]) -> bool:
+    def is_swap(self, replaced: NamedTensors) -> bool:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
         return all(self.tracked[name].placement == _placement(param) for name, param in replaced.items())
 
@@ -285,7 +286,7 @@ class TrackedParameters:
         named = {name: tracked.param for name, tracked in self.tracked.items()}
         return {named[name]: param for name, param in self._replaced_in_models(named).items()}
 
-    def _replaced_in_models(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _replaced_in_models(self, named: NamedTensors) -> NamedTensors:
         """Return, by name, the tensors that have replaced parameters in the models since the last `track`.
 
         ``named`` are the tensors in the param groups. If an engine has put another tensor there, it takes precedence
@@ -311,7 +312,7 @@ class TrackedParameters:
                 gathered_ids.update([id(param) for param in module.parameters() if not is_dtensor(param)])
         return gathered_ids
 
-    def added_in(self, groups: Iterable[Group]) -> dict[str, Tensor]:
+    def added_in(self, groups: Iterable[Group]) -> NamedTensors:
         """Return, by name, the parameters of the models that somebody has put into the groups, and that have no state.
 
         Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed. A tensor that has
@@ -336,9 +337,7 @@ class TrackedParameters:
         """
         name_of = self._names_of_tensors()
         names_per_group = [self._names_in(index, group, name_of) for index, group in enumerate(groups)]
-        times: Counter[str] = Counter()
-        for names in names_per_group:
-            times.update(names)
+        times = Counter(itertools.chain(*names_per_group))
         for name, count in times.items():
             if count > 1:
                 raise errors.listed_twice(name, count)
@@ -372,7 +371,7 @@ class TrackedParameters:
 
     # ---------------------------------------------------------------------------------- parameters that are in no group
 
-    def not_trained_params(self) -> dict[str, Tensor]:
+    def not_trained_params(self) -> NamedTensors:
         """Return the parameters that were given to the optimizer and are in no group, by name."""
         return {**_existing(self._left_out), **_existing(self._frozen)}
 
@@ -386,7 +385,7 @@ class TrackedParameters:
             if param.requires_grad and param.grad is not None:
                 raise errors.frozen_is_trained(name)
 
-    def outside(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def outside(self, named: NamedTensors) -> NamedTensors:
         """Return the models' parameters, by name, that are not in the optimizer. ``named`` are those that are.
 
         If the optimizer was given only some parameters of a model, this returns only tensors that have their names.
@@ -405,7 +404,7 @@ class TrackedParameters:
         return outside
 
 
-def _remove_tied(replaced: dict[str, Tensor], named: Mapping[str, Tensor]) -> None:
+def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
     """Remove tensors that would be in two positions: a tied parameter keeps the tensor that it has.
 
     A removal may put another tensor into two positions, so this repeats until none is.
@@ -419,7 +418,7 @@ def _remove_tied(replaced: dict[str, Tensor], named: Mapping[str, Tensor]) -> No
             del replaced[name]
 
 
-def _existing(slots_or_tensors: Mapping[str, Slot | Tensor]) -> dict[str, Tensor]:
+def _existing(slots_or_tensors: Mapping[str, Slot | Tensor]) -> NamedTensors:
     """Return parameters by name, from tensors or positions in models, without those of a model that was deleted."""
     existing: dict[str, Tensor] = {}
     for name, slot_or_tensor in slots_or_tensors.items():
@@ -448,7 +447,7 @@ class GradientCheck:
         _count_registrations()  # to search again when a model gets a new parameter
         self._parameters = parameters
         self._is_alone = is_alone
-        self._outside: dict[str, Tensor] = {}
+        self._outside: NamedTensors = {}
         """The models' parameters that are not in the optimizer, by name, as the last search has found them."""
         self._searched: object = None
         """The values of `_changes` at the last search; if a step has the same, `_outside` is still right."""
@@ -459,7 +458,7 @@ class GradientCheck:
         self._has_warned_of_none = False
         """True after the warning that no parameter has a gradient."""
 
-    def check(self, named: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
+    def check(self, named: NamedTensors, gradients: Gradients) -> None:
         """Raise or warn if gradients are missing. ``named`` are the parameters, and ``gradients`` theirs."""
         check_real(named)
         self._parameters.check_frozen()
@@ -474,7 +473,7 @@ class GradientCheck:
         if has_none:
             self._warn_of_none(named)
 
-    def _search_outside(self, named: Mapping[str, Tensor], without_gradient: tuple[str, ...]) -> None:
+    def _search_outside(self, named: NamedTensors, without_gradient: tuple[str, ...]) -> None:
         """Set `_outside` to the models' parameters that are not in the optimizer, if these may have changed."""
         if self._changes(without_gradient) == self._searched:  # a search walks through the models, which takes time
             return
@@ -499,7 +498,7 @@ class GradientCheck:
                 lengths.append(len(module._modules))
         return without_gradient, self._parameters.version, _registrations.count, lengths
 
-    def _warn_of_outside(self, with_gradient: dict[str, Tensor]) -> None:
+    def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
         """Warn once of each of the parameters that have a gradient and are not in the optimizer."""
         unreported = [name for name, param in with_gradient.items() if self._reported.get(name) is not param]
         self._reported.update(with_gradient)
@@ -509,7 +508,7 @@ class GradientCheck:
                 f"{unreported[0]!r}; they are not updated: {errors.CAUSES}, or use add_param_group"
             )
 
-    def _warn_of_none(self, named: Mapping[str, Tensor]) -> None:
+    def _warn_of_none(self, named: NamedTensors) -> None:
         """Warn once, in one process, that no parameter has a gradient."""
         is_trained = any(param.requires_grad for param in named.values())
         if self._has_warned_of_none or not self._is_alone or not is_trained:
@@ -521,7 +520,7 @@ class GradientCheck:
         )
 
 
-def require_dense_and_real(gradients: Mapping[str, Tensor | None]) -> None:
+def require_dense_and_real(gradients: Gradients) -> None:
     """Raise TypeError if a gradient is sparse or complex."""
     if all_usable(gradients.values()):
         return

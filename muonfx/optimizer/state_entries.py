@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from muonfx import tree
 from muonfx.core.checks import warn_caller
 from muonfx.optimizer.group_numbers import Group
 from muonfx.optimizer.local_values import Load, Misfit
+from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.stepping import Stepping
 from muonfx.tree import PyTree
 from muonfx.tree.members import ownership_of
@@ -30,8 +31,10 @@ _NO_ENTRY = object()
 class StateSlot(NamedTuple):
     """The position of a leaf of the state in ``optimizer.state``."""
 
+    names: tuple[str, ...]
+    """The names of the parameters under which it is shown: its own, or all for a leaf such as a step count."""
     params: tuple[Tensor, ...]
-    """The parameters under which it is shown: its own, or all for a leaf such as a step count."""
+    """These parameters."""
     key: str
     """Its key there, such as "momentum.trace"."""
     is_shared: bool
@@ -46,7 +49,7 @@ class StateEntries:
         named: the parameters by name.
     """
 
-    def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
+    def __init__(self, state: PyTree, named: NamedTensors) -> None:
         self.slots: list[StateSlot] = []
         """The position of each leaf of the state."""
         self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
@@ -54,24 +57,15 @@ class StateEntries:
         for index, (owner, path) in enumerate(ownership_of(state, named)):
             key = path_of(path)
             is_shared = owner is None  # such as a step count
-            names = [owner] if owner is not None else list(named)
+            names = tuple(named) if owner is None else (owner,)
             params = tuple([named[name] for name in names])
-            self.slots.append(StateSlot(params, key, is_shared))
+            self.slots.append(StateSlot(names, params, key, is_shared))
             for name in names:
                 self.indices[name][key] = index
         self._leaves: list[Any] = [_NO_ENTRY] * len(self.slots)
         """The leaves as last shown."""
         self.shown: list[Any] = [_NO_ENTRY] * len(self.slots)
         """For each leaf, its form in ``optimizer.state``."""
-
-    def indices_of(self, names: Collection[str]) -> list[int]:
-        """Return the indices of the leaves of parameters. Leaves that all share are included for all names only."""
-        if len(names) == len(self.indices):
-            return list(range(len(self.slots)))
-        indices: list[int] = []
-        for name in names:
-            indices += [index for index in self.indices[name].values() if not self.slots[index].is_shared]
-        return indices
 
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
         """Put the changed tensors, converted by ``show(index, tensor)``, into ``entries`` (``optimizer.state``)."""
@@ -98,26 +92,23 @@ class StateEntries:
         return number_of_entries != number_shown  # it is larger if entries were added
 
 
-def entries_by_name(
-    state: Mapping[Tensor, Group], named: Mapping[str, Tensor], groups: Iterable[Group]
-) -> dict[str, Group]:
+def entries_by_name(state: Mapping[Tensor, Group], named: NamedTensors, groups: Iterable[Group]) -> dict[str, Group]:
     """Return the entries of each parameter in ``state`` (``optimizer.state``), by name; {} if they were removed.
 
     ``named`` are the parameters for which the state was shown. The caller may have put another tensor for one of them
     into the param groups, and assigned the state under it. Raise ValueError if any other tensor has entries.
     """
-    tensor_in_groups: dict[str, Tensor] = {}
+    name_of = {param: name for name, param in named.items()}
     for group in groups:
-        tensor_in_groups.update(zip(group.get("param_names", ()), group["params"], strict=False))
-    entries_of: dict[str, Group] = {}
-    known_ids: set[int] = set()
-    for name, param in named.items():
-        replacement = tensor_in_groups.get(name, param)
-        entries_of[name] = state.get(replacement) or state.get(param) or {}
-        known_ids |= {id(param), id(replacement)}
+        name_of.update(zip(group["params"], group.get("param_names", ()), strict=False))
+    entries_of: dict[str, Group] = {name: {} for name in named}
     for tensor, entries in state.items():
-        if entries and id(tensor) not in known_ids:
+        if not entries:
+            continue
+        name = name_of.get(tensor)
+        if name not in entries_of:
             raise _unknown_tensor(tensor)
+        entries_of[name] = entries
     return entries_of
 
 
@@ -139,37 +130,34 @@ def read_edits(entries: StateEntries, edited: Mapping[str, Group], stepping: Ste
         stepping: converts an assigned tensor to the values of this rank.
     """
     emptied: list[str] = []
-    assigned: dict[int, dict[str, Tensor]] = {}  # for a leaf of the state, the tensors by the name of the parameter
     for name, entries_of_param in edited.items():
         indices = entries.indices[name]
-        if not entries_of_param:
-            if indices:
-                emptied.append(name)
-            continue
-        _require_keys(name, entries_of_param, indices)
-        for key, index in indices.items():
-            value = entries_of_param[key]
-            leaf = entries.shown[index]
-            if value is not leaf:
-                _require_like(name, key, value, leaf)
-                assigned.setdefault(index, {})[name] = value
+        if entries_of_param:
+            _require_keys(name, entries_of_param, indices)
+        elif indices:
+            emptied.append(name)
     number_with_entries = len(edited) - len(emptied)
     loads: list[Load] = []
-    for index, value_of in assigned.items():
-        slot = entries.slots[index]
-        if slot.is_shared:
-            loads.append(Load(slot.key, index, _common_value(slot.key, value_of, number_with_entries)))
-        else:
-            for name, value in value_of.items():  # of one parameter
-                loads.append(_load_of(name, value, index, entries, stepping))
+    for index, slot in enumerate(entries.slots):
+        shown = entries.shown[index]
+        assigned: dict[str, Tensor] = {}  # by the name of the parameter: several for a leaf that all share
+        for name in slot.names:
+            value = edited[name].get(slot.key, shown)
+            if value is not shown:
+                _require_like(name, slot.key, value, shown)
+                assigned[name] = value
+        if slot.is_shared and assigned:
+            loads.append(Load(slot.key, index, _common_value(slot.key, assigned, number_with_entries)))
+        elif assigned:
+            loads.append(_load_of(index, slot, assigned[slot.names[0]], shown, stepping))
     return loads, emptied
 
 
-def _load_of(name: str, value: Tensor, index: int, entries: StateEntries, stepping: Stepping) -> Load:
-    """Return the values of this rank in a tensor that was assigned to leaf ``index``, of the parameter ``name``."""
-    title = f"{entries.slots[index].key!r} of {name!r}"
+def _load_of(index: int, slot: StateSlot, value: Tensor, shown: Any, stepping: Stepping) -> Load:
+    """Return the values of this rank in a tensor that was assigned in place of ``shown``, a leaf of one parameter."""
+    title = f"{slot.key!r} of {slot.names[0]!r}"
     try:
-        local_value = stepping.local_value(index, entries.shown[index], value)
+        local_value = stepping.local_value(index, shown, value)
     except Misfit as misfit:
         raise ValueError(f"optimizer.state: {title} {misfit}") from None
     return Load(title, index, local_value)
@@ -219,7 +207,7 @@ def _kind_text(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
 
 
-def _common_value(key: str, values: Mapping[str, Tensor], number: int) -> Tensor:
+def _common_value(key: str, values: NamedTensors, number: int) -> Tensor:
     """Return the value that was assigned to a shared tensor for every parameter; raise if only some have it."""
     first = next(iter(values.values()))
     if len(values) < number or not all(torch.equal(first, value) for value in values.values()):

@@ -22,8 +22,9 @@ from muonfx.core.transform import check_extras, patterns_in
 from muonfx.core.value import prepared, with_numbers
 from muonfx.core.visit import check_resolved_extras, visit
 from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
-from muonfx.optimizer.group_numbers import Number, TrackedGroup, fitted, read_numbers, separate_tensors
+from muonfx.optimizer.group_numbers import Number, Numbers, TrackedGroup, fitted, read_numbers, separate_tensors
 from muonfx.optimizer.local_values import Load, apart_from, on_this_rank
+from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.update_rules import update_rules_of
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import require_room
@@ -81,9 +82,7 @@ class Stepping:
         """Return the transform that updates the parameters: ``tx``, or a sharded transform over several ranks."""
         return tx
 
-    def init(
-        self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup], former: FormerState | None = None
-    ) -> PyTree:
+    def init(self, params: NamedTensors, groups: Sequence[TrackedGroup], former: FormerState | None = None) -> PyTree:
         """Read the hyperparameters in the param groups, and return the state of named parameters.
 
         Where ``former`` has a leaf at the same path, the state has its value, else the initial value.
@@ -163,11 +162,11 @@ class Stepping:
             raise problem
         return is_here
 
-    def initial_state(self, params: Mapping[str, Tensor]) -> PyTree:
+    def initial_state(self, params: NamedTensors) -> PyTree:
         """Return the initial state for named parameters. Over ranks, all of them call this together."""
         return self._placed.functions.init(params)
 
-    def refresh(self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup]) -> None:
+    def refresh(self, params: NamedTensors, groups: Sequence[TrackedGroup]) -> None:
         """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them.
 
         Raise ValueError if two groups have different tensors for a number that one transform reads for all parameters.
@@ -186,12 +185,12 @@ class Stepping:
         self._groups = groups
         self._numbers = numbers
 
-    def _are_current(self, groups: Sequence[TrackedGroup], numbers: Sequence[Mapping[str, Number]]) -> bool:
+    def _are_current(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> bool:
         """Return True if the last `refresh` has read these groups and numbers."""
         # Identities suffice: `read_numbers` returns the dict objects of its last call if no number has changed.
         return self._groups is groups and all(map(is_, numbers, self._numbers))
 
-    def _with_numbers(self, groups: Sequence[TrackedGroup], numbers: Sequence[Mapping[str, Number]]) -> Transform:
+    def _with_numbers(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> Transform:
         """Return the transform with the hyperparameters of the param groups, ``numbers``.
 
         A transform for which groups have different numbers becomes a `by_groups`, which has one version of it for each
@@ -202,7 +201,7 @@ class Stepping:
             tx = as_tensors(tx)  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
         return prepared(tx)
 
-    def members(self, groups: Sequence[TrackedGroup], numbers: Sequence[Mapping[str, Number]]) -> list[GroupMembers]:
+    def members(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> list[GroupMembers]:
         """Return the parameter names of each group, and its hyperparameters in the types of the transform's."""
         members: list[GroupMembers] = []
         for tracked, group_numbers in zip(groups, numbers, strict=True):
@@ -212,8 +211,8 @@ class Stepping:
         return sorted(members, key=lambda group: group.names)
 
     def snapshot(
-        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[TrackedGroup]
-    ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
+        self, state: PyTree, params: NamedTensors, grads: Gradients, groups: Sequence[TrackedGroup]
+    ) -> tuple[Transform, PyTree, NamedTensors, Gradients]:
         """Return the transform with the current hyperparameters, and the whole state, parameters and gradients."""
         tx = self._with_numbers(groups, read_numbers(groups))
         if self._inner is not self.tx:
@@ -222,7 +221,7 @@ class Stepping:
         whole_leaves = [self.full_leaf(index, leaf) for index, leaf in enumerate(leaves)]
         return tx, tree.unflatten(treedef, whole_leaves), params, grads
 
-    def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
+    def _prepare(self, tx: Transform, params: NamedTensors) -> None:
         """Use a transform, rebuilt with the current hyperparameters, in the following steps."""
         if tx.structure is self._placed_structure:  # only numbers have changed, such as the learning rate
             placed = with_numbers(self._placed, iter(tree.leaves(tx)))
@@ -253,7 +252,7 @@ class Stepping:
         return new_state
 
 
-def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
+def add_in_place(params: NamedTensors, updates: Mapping[str, Tensor | None]) -> None:
     """Add updates to parameters in place; raise ValueError if the shapes differ."""
     dense = {name: update for name, update in updates.items() if update is not None}
     updated = [params[name] for name in dense]

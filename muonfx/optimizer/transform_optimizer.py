@@ -30,11 +30,13 @@ from muonfx.optimizer import errors
 from muonfx.optimizer.by_groups import common_numbers
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup, read_numbers
-from muonfx.optimizer.initial_state import InitialState
+from muonfx.optimizer.initial_state import InitialState, Path
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_lost_decay
 from muonfx.optimizer.named_parameters import (
+    Gradients,
     NamedParameters,
+    NamedTensors,
     check_once,
     divide,
     divide_frozen,
@@ -206,7 +208,7 @@ class TransformOptimizer(Optimizer):
         own_groups(self)
 
     def _track_parameters(
-        self, tx: Transform, named: Mapping[str, Tensor], models: list[nn.Module], model_of_names: nn.Module | None
+        self, tx: Transform, named: NamedTensors, models: list[nn.Module], model_of_names: nn.Module | None
     ) -> None:
         """Set the attributes that follow from the transform and the parameters. Groups and state do not exist yet.
 
@@ -248,7 +250,6 @@ class TransformOptimizer(Optimizer):
         attributes = dict(state)
         tx: Transform = attributes.pop("tx")
         self._groups = attributes.pop("param_groups")
-        self._current = attributes["_current"]  # first: torch's method reads `param_groups`, which needs it
         super().__setstate__(attributes)
         # Recreate what was not copied, for the copied parameters.
         named = self._named()
@@ -310,10 +311,9 @@ class TransformOptimizer(Optimizer):
             self._parameters.track(trained)
             self._parameters.leave_out(frozen)
         if not self._parameters.on_meta:
-            new_groups = [
-                tracked for tracked in self._tracked_groups.groups if not trained.keys().isdisjoint(tracked.names)
-            ]
-            warn_of_lost_decay(self.tx, self._stepping.visits, new_groups, trained)
+            all_groups = self._tracked_groups.groups
+            added_groups = [tracked for tracked in all_groups if not trained.keys().isdisjoint(tracked.names)]
+            warn_of_lost_decay(self.tx, self._stepping.visits, added_groups, trained)
 
     def _add_groups(self, group: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> None:
         """Add a group with all hyperparameters of its transforms. If not ``as_one``, split it by its transforms."""
@@ -334,11 +334,8 @@ class TransformOptimizer(Optimizer):
 
         Their transforms use a schedule or no learning rate. PyTorch's schedulers require an ``lr``, so it is 0 there.
         """
-        without_rate: list[int] = []
-        for index, tracked in enumerate(self._tracked_groups.groups):
-            if "lr" not in tracked.numbers.keys:
-                without_rate.append(index)
-        return tuple(without_rate)
+        groups = enumerate(self._tracked_groups.groups)
+        return tuple([index for index, tracked in groups if "lr" not in tracked.numbers.keys])
 
     @property
     def param_groups(self) -> list[Group]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -359,27 +356,25 @@ class TransformOptimizer(Optimizer):
     def param_groups(self, groups: list[Group]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._groups = groups
 
-    def _named(self) -> dict[str, Tensor]:
+    def _named(self) -> NamedTensors:
         """Return a dict from name to parameter, from the param groups."""
         named: dict[str, Tensor] = {}
         for group in self._groups:
             named.update(zip(group["param_names"], group["params"], strict=True))
         return named
 
-    def _put_in_groups(self, named: Mapping[str, Tensor]) -> None:
+    def _put_in_groups(self, named: NamedTensors) -> None:
         """Write the tensors in ``named``, by parameter name, into the param groups, at the positions of their names."""
         for group in self._groups:
             group["params"] = [named[name] for name in group["param_names"]]
 
     # ----------------------------------------------------------------------------------------------------- transform
 
-    def _transform_for(self, new: dict[str, Tensor]) -> Transform:
+    def _transform_for(self, new: NamedTensors) -> Transform:
         """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
         return self._stepping.tx
 
-    def _stepping_for(
-        self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor] | None = None
-    ) -> Stepping:
+    def _stepping_for(self, tx: Transform, named: NamedTensors, not_trained: NamedTensors | None = None) -> Stepping:
         """Return the object that creates the state of the named parameters and steps on them.
 
         Parameters with the label None, and those in ``not_trained``, get no state, but are in the layout.
@@ -457,28 +452,28 @@ class TransformOptimizer(Optimizer):
         self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named()
         state = self._stepping.init(named, self._tracked_groups.groups, former)
-        self._current["initial"] = self._initial_state(named, state, former)
+        paths = set(tree.paths(state))
+        if former is None:
+            self._current["initial"] = InitialState(named, state, paths)
+        else:
+            paths_of_added = paths.difference(tree.paths(former.state))  # leaves of added parameters
+            self._current["initial"] = self._record_of(paths_of_added, named, state, former.state)
         self._current["state"] = state
         self._show_all(named)
 
-    def _initial_state(
-        self, named: Mapping[str, Tensor], state: PyTree, former: FormerState | None
+    def _record_of(
+        self, paths: set[Path], named: NamedTensors, state: PyTree, former_state: PyTree
     ) -> InitialState | None:
-        """Return the record of the leaves of a new state that have initial values; None if no step could change them.
+        """Return the record of all leaves that have initial values, after those at ``paths`` have got theirs.
 
-        ``former`` is the state whose values were copied to ``state``; None if all leaves have initial values.
+        Other leaves of ``state`` have the values of ``former_state``. Return None if no leaf has its initial value.
         """
-        paths = set(tree.paths(state))
-        if former is None:
-            return InitialState(named, state, paths)
-        paths_of_added = paths.difference(tree.paths(former.state))  # leaves of added parameters
-        former_initial = self._current["initial"]
-        if former_initial is None:  # a step was made
-            return InitialState(named, state, paths_of_added) if paths_of_added else None
-        initial_paths = paths_of_added | former_initial.unwritten(former.state)
-        # The weights may have been changed since `init`. Without parameters in the record, the next step initializes
-        # these leaves again in any case.
-        return InitialState({}, state, initial_paths)
+        initial = self._current["initial"]
+        if initial is None:  # a step was made
+            return InitialState(named, state, paths) if paths else None
+        # The initial values of other leaves may be of other weights than those of today. Without parameters in the
+        # record, the next step initializes all of these leaves again.
+        return InitialState({}, state, paths | initial.unwritten(former_state))
 
     def _update_initial_state(self, *, may_communicate: bool = False, problem: Exception | None = None) -> None:
         """Before the first step, initialize the state again if parameters were changed after it was made.
@@ -504,7 +499,7 @@ class TransformOptimizer(Optimizer):
             with torch.no_grad():
                 initial.replace(params, self._current["state"], self._stepping.initial_state(params))
 
-    def _show_all(self, named: Mapping[str, Tensor]) -> None:
+    def _show_all(self, named: NamedTensors) -> None:
         """Fill ``optimizer.state`` with the current state tensors of the named parameters."""
         self.state.clear()
         for param in named.values():
@@ -527,38 +522,30 @@ class TransformOptimizer(Optimizer):
         restarts = self._loads_of_emptied(emptied, named)
         with torch.no_grad():
             self._stepping.assign(loads + restarts, self._current["state"])
-        if restarts:
-            self._record_restarts(restarts, named)
+        if restarts:  # the next step initializes these leaves again if weights are loaded before it
+            state = self._current["state"]
+            paths = tree.paths(state)
+            restarted_paths = {paths[load.leaf_index] for load in restarts}
+            self._current["initial"] = self._record_of(restarted_paths, named, state, state)
         self._show_all(named)
         warn_of_shared(entries, emptied)
 
-    def _record_restarts(self, restarts: list[Load], named: dict[str, Tensor]) -> None:
-        """Record leaves that have initial values again. They follow weights that are loaded before the next step."""
-        state = self._current["state"]
-        paths = tree.paths(state)
-        restarted_paths = {paths[load.leaf_index] for load in restarts}
-        initial = self._current["initial"]
-        if initial is None:
-            self._current["initial"] = InitialState(named, state, restarted_paths)
-        else:
-            # Other leaves perhaps have the values for other weights. Without parameters in the record, the next step
-            # initializes all of these leaves again.
-            self._current["initial"] = InitialState({}, state, restarted_paths | initial.unwritten(state))
-
-    def _loads_of_emptied(self, emptied: list[str], named: dict[str, Tensor]) -> list[Load]:
+    def _loads_of_emptied(self, emptied: list[str], named: NamedTensors) -> list[Load]:
         """Return the initial values of the state of parameters whose entries were removed from ``optimizer.state``.
 
-        ``emptied`` are their names, and ``named`` all parameters.
+        ``emptied`` are their names, and ``named`` all parameters. A leaf that all parameters share, such as a step
+        count, is included only if the entries of all were removed.
         """
         if not emptied:
             return []
         if self._stepping.is_over_ranks:
             raise errors.emptied_over_ranks(next(iter(named)))
         initial_leaves = tree.leaves(self._stepping.initial_state(named))
-        entries = self._current["entries"]
+        emptied_names = set(emptied)
         loads: list[Load] = []
-        for index in entries.indices_of(emptied):
-            loads.append(Load(entries.slots[index].key, index, initial_leaves[index]))
+        for index, slot in enumerate(self._current["entries"].slots):
+            if emptied_names.issuperset(slot.names):
+                loads.append(Load(slot.key, index, initial_leaves[index]))
         return loads
 
     # ------------------------------------------------------------------------------------------- replaced parameters
@@ -594,11 +581,10 @@ class TransformOptimizer(Optimizer):
         if added:
             self._add_listed(added)
         self._tracked_groups.follow(self._groups, self._stepping.rules, may_list_twice=may_list_twice)
-        named = self._named()
-        replaced = self._parameters.replaced(named, at_step=at_step)
-        named |= replaced
+        replaced = self._parameters.replaced(self._named(), at_step=at_step)
         if not replaced:
             return
+        named = {**self._named(), **replaced}
         if self._parameters.is_swap(replaced):  # same device, dtype and sharding: the state stays where it is
             self._put_in_groups(named)
             self._show_all(named)
@@ -608,11 +594,11 @@ class TransformOptimizer(Optimizer):
         else:
             self._move_state(named)
 
-    def _is_over_ranks(self, named: Mapping[str, Tensor]) -> bool:
+    def _is_over_ranks(self, named: NamedTensors) -> bool:
         """Return True if state over ranks is used, or will be, because parameters have become DTensors."""
         return self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
 
-    def _move_state(self, named: Mapping[str, Tensor]) -> None:
+    def _move_state(self, named: NamedTensors) -> None:
         """Create a state for other tensors of the same parameters, and copy the values of the former state into it.
 
         The new tensors may be on another device, or sharded in another way.
@@ -629,7 +615,7 @@ class TransformOptimizer(Optimizer):
             self._create_state(former if has_values else None)
         self._parameters.track(named)
 
-    def _add_listed(self, added: dict[str, Tensor]) -> None:
+    def _add_listed(self, added: NamedTensors) -> None:
         """Create state for parameters of the model that somebody has put into the param groups."""
         with self._undone_on_error() as former:
             all_params = {**self._tracked_groups.named, **added}
@@ -717,7 +703,7 @@ class TransformOptimizer(Optimizer):
         self._current["entries"].update(self.state, state, self._stepping.show)
         return loss
 
-    def _read_step(self) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    def _read_step(self) -> tuple[NamedTensors, Gradients]:
         """Return ``(parameters, gradients)``, two dicts by name, after all checks of a step.
 
         This also adopts changes that the caller has made in ``optimizer.state``, the groups and the model, and rebuilds
@@ -930,7 +916,7 @@ def _without_sharding(tx: Transform, layout: LayoutLike) -> tuple[Transform, Lay
     return tx.arguments["tx"], tx.arguments["layout"], settings_of(tx)
 
 
-def _layout_for(named: Mapping[str, Tensor], layout: LayoutLike) -> Layout | None:
+def _layout_for(named: NamedTensors, layout: LayoutLike) -> Layout | None:
     """Return the argument ``layout``, or its result if it is a function of the named parameters."""
     if callable(layout):
         layout = layout(named)
@@ -953,7 +939,7 @@ def _evaluate(closure: Callable[[], Any]) -> Any:
         return closure()
 
 
-def _gradients_of(params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+def _gradients_of(params: NamedTensors) -> Gradients:
     """Return the gradient of each parameter by name; None for a parameter without one."""
     return {name: param.grad for name, param in params.items()}
 

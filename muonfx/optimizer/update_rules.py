@@ -11,7 +11,8 @@ from torch import Tensor
 from muonfx.core.checks import warn_caller
 from muonfx.core.order import combine_signs
 from muonfx.core.visit import Visit
-from muonfx.optimizer.group_numbers import Group, Hyperparam, Number, equal
+from muonfx.optimizer.group_numbers import Group, Hyperparam, Numbers, equal
+from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.placement.placed import needs_matrices
 
 
@@ -28,6 +29,10 @@ class UpdateRule(NamedTuple):
     """The hyperparameters of these transforms."""
     order: tuple[int, bool, tuple[int, ...]]
     """The sort key of its group: `_rank_of_keys`, False if a transform needs whole matrices, and ``indices``."""
+
+
+UpdateRules = Mapping[str, UpdateRule]
+"""The update rule of each parameter by name."""
 
 
 def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
@@ -83,7 +88,7 @@ def _rank_of_keys(keys: Set[str]) -> int:
     return 0 if "momentum" in keys else 2
 
 
-def warn_of_ascent(root: Visit, rules: Mapping[str, UpdateRule], params: Mapping[str, Tensor]) -> None:
+def warn_of_ascent(root: Visit, rules: UpdateRules, params: NamedTensors) -> None:
     """Warn of trained parameters whose updates keep the sign of the gradient, so that a step increases the loss."""
     may_keep_sign: dict[UpdateRule, bool] = {}
     ascending: list[str] = []
@@ -119,37 +124,30 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     times = Counter(key for visited in visits for key in visited.numbers.keys)
     hyperparams: list[Hyperparam] = []
     for visited in visits:
-        numbers = visited.numbers
-        unique_short_names = {key: names for key, names in numbers.short_names.items() if times_short[key] == 1}
-        with_short_keys = _with_short_keys(unique_short_names)
-        hyperparams += with_short_keys
-        names_with_short_key = set[str]().union(*[hyperparam.names for hyperparam in with_short_keys])
-        for name, key in zip(numbers.names, numbers.keys, strict=True):
+        names_with_short_key: set[str] = set()
+        for key, target in visited.numbers.short_names.items():
+            if times_short[key] == 1:
+                hyperparams.append(_with_short_key(key, target, names_with_short_key))
+                names_with_short_key.update(hyperparams[-1].names)
+        for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
             if name not in names_with_short_key:
-                unique_key = key if times[key] == 1 else name
-                hyperparams.append(Hyperparam(unique_key, (name,)))
+                hyperparams.append(Hyperparam(key if times[key] == 1 else name, (name,)))
     return hyperparams
 
 
-def _with_short_keys(short_names: Mapping[str, str | tuple[str, ...]]) -> list[Hyperparam]:
-    """Return the hyperparameters for short keys and the dotted names of their numbers.
+def _with_short_key(key: str, target: str | tuple[str, ...], earlier_names: Set[str]) -> Hyperparam:
+    """Return the hyperparameter with a short key, such as "betas" for ``("scale_by_adam.b1", "scale_by_adam.b2")``.
 
-    An example is ``{"betas": ("scale_by_adam.b1", "scale_by_adam.b2"), "momentum": "scale_by_adam.b1"}``. Here
-    "momentum" is a mirror, since an earlier key has its number.
+    ``target`` is the dotted name of its number, or a tuple of names. It is a mirror if earlier keys of the transform
+    set these numbers, as "momentum" repeats the first of "betas".
     """
-    hyperparams: list[Hyperparam] = []
-    earlier_names: set[str] = set()
-    for key, name_or_names in short_names.items():
-        is_tuple = isinstance(name_or_names, tuple)
-        names = name_or_names if isinstance(name_or_names, tuple) else (name_or_names,)
-        is_mirror = earlier_names.issuperset(names)
-        hyperparams.append(Hyperparam(key, names, is_tuple, is_mirror))
-        earlier_names.update(names)
-    return hyperparams
+    if isinstance(target, str):
+        return Hyperparam(key, (target,), is_tuple=False, is_mirror=target in earlier_names)
+    return Hyperparam(key, target, is_tuple=True, is_mirror=earlier_names >= set(target))
 
 
 def pairs_by_rule(
-    pairs: Iterable[tuple[str, Tensor]], rules: Mapping[str, UpdateRule]
+    pairs: Iterable[tuple[str, Tensor]], rules: UpdateRules
 ) -> dict[UpdateRule, list[tuple[str, Tensor]]]:
     """Divide (name, tensor) pairs by rule, in the order of groups: Muon's, Adam's, then others."""
     pairs_of: dict[UpdateRule, list[tuple[str, Tensor]]] = {}
@@ -158,7 +156,7 @@ def pairs_by_rule(
     return {rule: pairs_of[rule] for rule in sorted(pairs_of, key=lambda rule: rule.order)}
 
 
-def distinct_rules(names: Iterable[str], rules: Mapping[str, UpdateRule]) -> list[UpdateRule]:
+def distinct_rules(names: Iterable[str], rules: UpdateRules) -> list[UpdateRule]:
     """Return each rule of the named parameters once, in the order of groups: Muon's, Adam's, then others."""
     return sorted({rules[name] for name in names}, key=lambda rule: rule.order)
 
@@ -173,22 +171,14 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
         return rules[0].hyperparams
     hyperparams: list[Hyperparam] = []
     for key, hyperparam_of_label in holders_of(rules).items():
-        distinct = list(dict.fromkeys(hyperparam_of_label.values()))
-        if len(distinct) == 1 or (key in group and _have_one_form(distinct)):
+        distinct = dict.fromkeys(hyperparam_of_label.values())
+        forms = {(hyperparam.is_tuple, len(hyperparam.names)) for hyperparam in distinct}  # a number, or a tuple of n
+        if len(distinct) == 1 or (key in group and len(forms) == 1):
             hyperparams += distinct
             continue
         for label, hyperparam in hyperparam_of_label.items():
             hyperparams.append(hyperparam._replace(key=f"{label}.{key}"))
     return tuple(hyperparams)
-
-
-def _have_one_form(hyperparams: Sequence[Hyperparam]) -> bool:
-    """Return True if one value fits all of these hyperparameters: a number, or a tuple of the same length."""
-    first = hyperparams[0]
-    for hyperparam in hyperparams:
-        if hyperparam.is_tuple != first.is_tuple or len(hyperparam.names) != len(first.names):
-            return False
-    return True
 
 
 def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
@@ -216,7 +206,7 @@ def holders_of(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
     return holders
 
 
-def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Mapping[str, Number]) -> Group:
+def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Numbers) -> Group:
     """Return a group with an entry for each key of several rules in whose numbers the rules agree."""
     if len(rules) < 2:
         return group
