@@ -80,11 +80,10 @@ def _complete_layout(layout: Layout | None, params: NamedTensors, others: NamedT
         raise TypeError(
             f"layout: found {layout!r}, expected none, because {dtensor_names[0]!r} is a DTensor: leave layout out"
         )
-    is_replicated = not layout.dtensors and not layout.is_flat
-    has_new_params = not params.keys() <= layout.specs.keys()
-    if is_replicated and has_new_params:
-        return replicated(all_params, layout.group or layout.size)
-    return layout
+    has_all = params.keys() <= layout.specs.keys()
+    if layout.dtensors or layout.is_flat or has_all:
+        return layout
+    return replicated(all_params, layout.group or layout.size)
 
 
 class SteppingOverRanks(Stepping):
@@ -328,8 +327,8 @@ class SteppingOverRanks(Stepping):
         return state
 
     def snapshot(
-        self, state: PyTree, params: NamedTensors, grads: Gradients, groups: Sequence[TrackedGroup]
-    ) -> tuple[Transform, PyTree, NamedTensors, Gradients]:
+        self, state: PyTree, params: dict[str, Tensor], grads: Gradients, groups: Sequence[TrackedGroup]
+    ) -> tuple[Transform, PyTree, dict[str, Tensor], Gradients]:
         """Return the transform with the current hyperparameters, and the state, parameters and gradients, gathered."""
         return super().snapshot(state, self.layout.gather(params), self.layout.gather(grads), groups)
 

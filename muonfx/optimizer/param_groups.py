@@ -82,8 +82,8 @@ def intended_hyperparam(key: str, hyperparams: Iterable[str]) -> str | None:
     return full_names[close_names[0]] if close_names else None
 
 
-_OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
-"""Keys of other optimizers that change their updates, and not ours."""
+_KEYS_OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
+"""Keys with which other optimizers change their updates. They have no effect here."""
 
 
 def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], all_keys: Set[str]) -> str | None:
@@ -101,7 +101,7 @@ def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], al
     if intended_hyperparam(key, all_keys) is not None:
         expected = ", ".join(sorted(group_keys)) or "none"
         return f"{start} it is no hyperparameter of the group: the group has {expected}"
-    if key in _OF_OTHERS and value:
+    if key in _KEYS_OF_OTHERS and value:  # such as "amsgrad": True
         return (
             f"{start} has no effect: the labels choose the transform of a parameter, and the arguments of the "
             "transform choose its update"
@@ -174,7 +174,8 @@ def _complete_group(
         group[key] = own_copy(value)
     group["params"] = pairs
     complete_entries(stepping, rules, group)
-    return {"label": group["label"], "lr": group["lr"], **group}  # the rate first, as it is what people look for
+    # "label" and "lr" come first in the dict, where people look for them.
+    return {"label": group["label"], "lr": group["lr"], **group}
 
 
 def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Group) -> None:

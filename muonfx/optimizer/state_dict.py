@@ -73,7 +73,8 @@ def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[T
     saved_names_per_group = [saved.get("param_names", []) for saved in saved_groups]
     if saved_names_per_group == names_per_group:
         return
-    if sorted(map(sorted, saved_names_per_group)) == sorted(map(sorted, names_per_group)):
+    sorted_names = sorted([sorted(names) for names in names_per_group])
+    if sorted([sorted(names) for names in saved_names_per_group]) == sorted_names:
         raise ValueError(
             f"nothing was loaded: the state dict has paths such as {path!r}, and the optimizer has names such as "
             f"{names_per_group[0][0]!r} in another order: create both optimizers from the model or its "

@@ -211,8 +211,8 @@ class Stepping:
         return sorted(members, key=lambda group: group.names)
 
     def snapshot(
-        self, state: PyTree, params: NamedTensors, grads: Gradients, groups: Sequence[TrackedGroup]
-    ) -> tuple[Transform, PyTree, NamedTensors, Gradients]:
+        self, state: PyTree, params: dict[str, Tensor], grads: Gradients, groups: Sequence[TrackedGroup]
+    ) -> tuple[Transform, PyTree, dict[str, Tensor], Gradients]:
         """Return the transform with the current hyperparameters, and the whole state, parameters and gradients."""
         tx = self._with_numbers(groups, read_numbers(groups))
         if self._inner is not self.tx:

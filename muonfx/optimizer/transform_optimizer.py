@@ -823,9 +823,9 @@ class TransformOptimizer(Optimizer):
         for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _after_hooks(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def _after_hooks(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state dict after the hooks that torch calls before it is loaded. A hook may return another one."""
-        state_dict = dict(state_dict)
+        state_dict = dict(state_dict)  # a hook may also change it in place
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             if changed is not None:
