@@ -15,6 +15,9 @@ from muonfx.optimizer.group_numbers import Group
 NamedTensors = Mapping[str, Tensor]
 """Parameters by name, such as ``{"0.weight": tensor}``."""
 
+NamedPairs = list[tuple[str, Tensor]]
+"""Pairs of a name and a parameter."""
+
 Gradients = dict[str, Tensor | None]
 """The gradient of each parameter by name; None for a parameter without one."""
 
@@ -42,7 +45,7 @@ def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
         if items and all(isinstance(item, dict) for item in items):
             groups = items
     named_groups: list[Group] = []
-    all_pairs: list[tuple[str, Tensor]] = []
+    all_pairs: NamedPairs = []
     for group in groups:
         pairs = named_pairs(group["params"], known)
         named_groups.append({**group, "params": pairs})
@@ -95,7 +98,7 @@ def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
         name_of[param] = name
 
 
-def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[tuple[str, Tensor]]:
+def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> NamedPairs:
     """Convert a model, named parameters or tensors to (name, tensor) pairs. ``known`` maps unnamed tensors to names."""
     if isinstance(params, nn.Module):
         return list(params.named_parameters())

@@ -109,7 +109,7 @@ class SteppingOverRanks(Stepping):
         self.binding: Binding = bind(layout, settings, store_of(tx))
         """The layout with the plan of its communication, which the functions of `muonfx.sharding` take."""
         self._progress = Progress()
-        """What the ranks have compared so far, so that a step compares only what may have changed."""
+        """The number of steps that this rank has completed, which the ranks compare at every step."""
         self._is_distributed = layout.group is not None and layout.size > 1
         self._is_replicated = layout.is_replicated and not layout.dtensors
         self._current = self._inner

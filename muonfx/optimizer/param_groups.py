@@ -29,7 +29,7 @@ from muonfx.optimizer.group_numbers import (
     own_copy,
     read_numbers,
 )
-from muonfx.optimizer.named_parameters import NamedTensors
+from muonfx.optimizer.named_parameters import NamedPairs, NamedTensors
 from muonfx.optimizer.parameters import TrackedParameters
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.update_rules import (
@@ -135,7 +135,7 @@ def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
     return defaults
 
 
-def new_groups(stepping: Stepping, entries: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> list[Group]:
+def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one: bool) -> list[Group]:
     """Return the param groups for named parameters, with ``entries`` and all hyperparameters of their transforms.
 
     With ``as_one``, they are one group, unless the parameters have different rates and ``entries`` has none. Else they
@@ -162,9 +162,7 @@ def _entries_for(rule: UpdateRule, rules: Iterable[UpdateRule], entries: Group) 
     return {key: value for key, value in entries.items() if key not in keys_of_others}
 
 
-def _complete_group(
-    stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, pairs: list[tuple[str, Tensor]]
-) -> Group:
+def _complete_group(stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, pairs: NamedPairs) -> Group:
     """Return a param group of named parameters with all hyperparameters: from ``entries``, else from the transform.
 
     ``rules`` are the different rules (labels and transforms) of the parameters.

@@ -155,10 +155,10 @@ def match_groups(
         if members:
             _require_same_group(members, saved_group_of)
             matched.append(saved_group_of[members])
-        elif tracked.names or not without_common_names:  # all of its parameters were frozen when the state was saved
+        elif tracked.names:  # all of its parameters were frozen when the state was saved
             matched.append(None)
         else:  # an empty group, which has no names: match it by order
-            matched.append(without_common_names.pop(0))
+            matched.append(without_common_names.pop(0) if without_common_names else None)
     return matched
 
 

@@ -35,6 +35,7 @@ from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_lost_decay
 from muonfx.optimizer.named_parameters import (
     Gradients,
+    NamedPairs,
     NamedParameters,
     NamedTensors,
     check_once,
@@ -76,7 +77,7 @@ LayoutLike = Layout | Callable[[Mapping[str, Tensor]], Layout] | None
 
 
 class _Current(TypedDict):
-    """What the steps of an optimizer change. It is empty until the first state is created.
+    """The values that the steps of an optimizer change. It is empty until the first state is created.
 
     A dict, because torch.compile replays writes to a dict, but not assignments to an optimizer's attributes.
     """
@@ -252,7 +253,7 @@ class TransformOptimizer(Optimizer):
         self._groups = attributes.pop("param_groups")
         super().__setstate__(attributes)
         # Recreate what was not copied, for the copied parameters.
-        named = self._named()
+        named = self._named_params()
         self._stepping = self._stepping_for(tx, named)
         self._parameters.track(named)
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
@@ -294,7 +295,7 @@ class TransformOptimizer(Optimizer):
     def _add_trained(self, param_group: Group) -> None:
         """Add parameters after construction, as `add_param_group` describes it."""
         self._use_replacements()
-        named = self._named()
+        named = self._named_params()
         pairs = named_pairs(param_group["params"], self._parameters.names)
         check_once([*named.items(), *pairs])
         frozen, unfrozen = divide_frozen(dict(pairs))
@@ -315,7 +316,7 @@ class TransformOptimizer(Optimizer):
             added_groups = [tracked for tracked in all_groups if not trained.keys().isdisjoint(tracked.names)]
             warn_of_lost_decay(self.tx, self._stepping.visits, added_groups, trained)
 
-    def _add_groups(self, group: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> None:
+    def _add_groups(self, group: Group, pairs: NamedPairs, *, as_one: bool) -> None:
         """Add a group with all hyperparameters of its transforms. If not ``as_one``, split it by its transforms."""
         entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if not pairs:
@@ -356,7 +357,7 @@ class TransformOptimizer(Optimizer):
     def param_groups(self, groups: list[Group]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._groups = groups
 
-    def _named(self) -> NamedTensors:
+    def _named_params(self) -> NamedTensors:
         """Return a dict from name to parameter, from the param groups."""
         named: dict[str, Tensor] = {}
         for group in self._groups:
@@ -439,7 +440,7 @@ class TransformOptimizer(Optimizer):
         """
         self._use_replacements()
         self._update_initial_state(may_communicate=True)
-        named = self._named()
+        named = self._named_params()
         params = {name: param.detach() for name, param in named.items()}
         grads = _gradients_of(named)
         return self._stepping.snapshot(self._current["state"], params, grads, self._tracked_groups.groups)
@@ -450,7 +451,7 @@ class TransformOptimizer(Optimizer):
         ``former`` is the state whose values are copied to the new state; None for the initial values.
         """
         self._tracked_groups.record(self._groups, self._stepping.rules)
-        named = self._named()
+        named = self._named_params()
         state = self._stepping.init(named, self._tracked_groups.groups, former)
         paths = set(tree.paths(state))
         if former is None:
@@ -490,7 +491,7 @@ class TransformOptimizer(Optimizer):
         initial = self._current["initial"]
         if initial is None:  # a step was made
             return
-        params = {name: param.detach() for name, param in self._named().items()}
+        params = {name: param.detach() for name, param in self._named_params().items()}
         if self._is_over_ranks(params) and not may_communicate:
             return
         can_compare = problem is None and not self._parameters.on_meta
@@ -581,10 +582,10 @@ class TransformOptimizer(Optimizer):
         if added:
             self._add_listed(added)
         self._tracked_groups.follow(self._groups, self._stepping.rules, may_list_twice=may_list_twice)
-        replaced = self._parameters.replaced(self._named(), at_step=at_step)
+        replaced = self._parameters.replaced(self._named_params(), at_step=at_step)
         if not replaced:
             return
-        named = {**self._named(), **replaced}
+        named = {**self._named_params(), **replaced}
         if self._parameters.is_swap(replaced):  # same device, dtype and sharding: the state stays where it is
             self._put_in_groups(named)
             self._show_all(named)
@@ -712,7 +713,7 @@ class TransformOptimizer(Optimizer):
         is_traced = torch.compiler.is_compiling()
         if not is_traced:  # a traced graph is valid for the current parameters and groups only
             self._adopt_changes()
-        params = self._named()
+        params = self._named_params()
         gradients = _gradients_of(params)
         require_dense_and_real(gradients)
         if not is_traced:
@@ -741,7 +742,7 @@ class TransformOptimizer(Optimizer):
         Raises:
             ShardingError: all ranks must call this together, and a rank did not.
         """
-        self._use_replacements(may_list_twice=True)
+        self._use_replacements(may_list_twice=True)  # the state may have to move to new tensors first
         self._tracked_groups.synchronize_keys()
         saved = super().state_dict()
         # By identity: torch's own tests list the groups twice.
@@ -763,7 +764,7 @@ class TransformOptimizer(Optimizer):
 
         ``saved_state`` has the entries of each parameter, by its index among all parameters of the groups.
         """
-        index_of = {id(param): index for index, param in enumerate(self._named().values())}
+        index_of = {id(param): index for index, param in enumerate(self._named_params().values())}
         slots = self._current["entries"].slots
         for leaf_index, leaf in self._stepping.exported(self._current["state"]).items():
             slot = slots[leaf_index]
@@ -800,7 +801,7 @@ class TransformOptimizer(Optimizer):
                 this optimizer and the other numbers of the state dict are used.
         """
         self._use_replacements()
-        check_real(self._named())
+        check_real(self._named_params())
         state_dict = self._after_hooks(state_dict)
         to_load = StateToLoad()
         problem: Exception | None = None
@@ -877,7 +878,7 @@ class TransformOptimizer(Optimizer):
             {'w': tensor([0., 0.])}
         """
         self._use_replacements()
-        check_real(self._named())
+        check_real(self._named_params())
         matched: list[Group | None] = []
         if groups is not None:
             tracked_groups = self._tracked_groups.groups

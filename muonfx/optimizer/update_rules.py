@@ -12,7 +12,7 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.order import combine_signs
 from muonfx.core.visit import Visit
 from muonfx.optimizer.group_numbers import Group, Hyperparam, Numbers, equal
-from muonfx.optimizer.named_parameters import NamedTensors
+from muonfx.optimizer.named_parameters import NamedPairs, NamedTensors
 from muonfx.placement.placed import needs_matrices
 
 
@@ -118,20 +118,22 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     """Return the hyperparameters of several transforms, each with its own key for a param group.
 
     The key is the short name, such as "lr", if only one of the transforms declares it; else the name without labels,
-    such as "momentum.decay", or the full name if two transforms have the same name without labels.
+    such as "momentum.decay", or the full name if two transforms have the same name without labels. ``visits`` have
+    these names for each transform.
     """
-    times_short = Counter(key for visited in visits for key in visited.numbers.short_names)
-    times = Counter(key for visited in visits for key in visited.numbers.keys)
+    short_name_counts = Counter(key for visited in visits for key in visited.numbers.short_names)
+    key_counts = Counter(key for visited in visits for key in visited.numbers.keys)
     hyperparams: list[Hyperparam] = []
     for visited in visits:
         names_with_short_key: set[str] = set()
-        for key, target in visited.numbers.short_names.items():
-            if times_short[key] == 1:
-                hyperparams.append(_with_short_key(key, target, names_with_short_key))
-                names_with_short_key.update(hyperparams[-1].names)
+        for short_name, target in visited.numbers.short_names.items():
+            if short_name_counts[short_name] == 1:
+                hyperparam = _with_short_key(short_name, target, names_with_short_key)
+                hyperparams.append(hyperparam)
+                names_with_short_key.update(hyperparam.names)
         for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
             if name not in names_with_short_key:
-                hyperparams.append(Hyperparam(key if times[key] == 1 else name, (name,)))
+                hyperparams.append(Hyperparam(key if key_counts[key] == 1 else name, (name,)))
     return hyperparams
 
 
@@ -146,11 +148,9 @@ def _with_short_key(key: str, target: str | tuple[str, ...], earlier_names: Set[
     return Hyperparam(key, target, is_tuple=True, is_mirror=earlier_names >= set(target))
 
 
-def pairs_by_rule(
-    pairs: Iterable[tuple[str, Tensor]], rules: UpdateRules
-) -> dict[UpdateRule, list[tuple[str, Tensor]]]:
+def pairs_by_rule(pairs: Iterable[tuple[str, Tensor]], rules: UpdateRules) -> dict[UpdateRule, NamedPairs]:
     """Divide (name, tensor) pairs by rule, in the order of groups: Muon's, Adam's, then others."""
-    pairs_of: dict[UpdateRule, list[tuple[str, Tensor]]] = {}
+    pairs_of: dict[UpdateRule, NamedPairs] = {}
     for name, param in pairs:
         pairs_of.setdefault(rules[name], []).append((name, param))
     return {rule: pairs_of[rule] for rule in sorted(pairs_of, key=lambda rule: rule.order)}
