@@ -155,7 +155,9 @@ class SteppingOverRanks(Stepping):
 
     def _is_on_one_rank(self, placement: LeafPlacement) -> bool:
         """Return True if only one rank has a leaf, and no DTensor on the parameter's mesh can express that."""
-        if not self._is_distributed or not placement.owned or all(shard.owner is None for shard in placement.shards):
+        if not self._is_distributed or not placement.owned:
+            return False
+        if all(shard.owner is None for shard in placement.shards):  # each rank computes all matrices
             return False
         if placement.name is None or placement.name not in self.layout.dtensors or len(placement.shards) == 1:
             return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from muonfx.core import Transform
@@ -37,6 +37,16 @@ def groups_with_names(state_dict: Mapping[str, Any], groups: Sequence[TrackedGro
     return renamed_groups
 
 
+def _names_in(groups: Iterable[TrackedGroup]) -> list[str]:
+    """Return the names of the parameters in all groups of an optimizer."""
+    return [name for tracked in groups for name in tracked.names]
+
+
+def _saved_names_in(saved_groups: Iterable[Group]) -> list[str]:
+    """Return the names of the parameters in all groups of a state dict."""
+    return [name for saved in saved_groups for name in saved["param_names"]]
+
+
 def _require_a_name_for_each(saved_groups: Sequence[Group]) -> None:
     """Raise unless each saved group has as many "param_names" as "params". A checkpoint has only the names."""
     for number, saved in enumerate(saved_groups):
@@ -59,8 +69,9 @@ def _named_by_path(saved_groups: list[Group], groups: Sequence[TrackedGroup]) ->
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
     if not paths or not all(isinstance(path, str) for path in paths):
         return saved_groups
-    plain_names = set(unwrapped(name for tracked in groups for name in tracked.names).values())
-    if not plain_names <= set(unwrapped(paths).values()):
+    plain_names = set(unwrapped(_names_in(groups)).values())
+    plain_paths = set(unwrapped(paths).values())
+    if not plain_names <= plain_paths:
         # The optimizer and the model name the parameters differently, so they are found by the order of the groups.
         _require_same_order(paths[0], saved_groups, groups)
         return saved_groups
@@ -102,9 +113,9 @@ def _new_name_of(saved_groups: list[Group], groups: Sequence[TrackedGroup], rena
     Names are compared without the prefixes of wrappers: "module.0.weight", saved under DistributedDataParallel, and
     "_orig_mod.0.weight", of a compiled model, have the plain name "0.weight".
     """
-    plain_saved_names = unwrapped(name for saved in saved_groups for name in saved["param_names"])
+    plain_saved_names = unwrapped(_saved_names_in(saved_groups))
     new_plain_names, problems = new_names(plain_saved_names, rename, level=".", what="parameter")
-    plain_names = unwrapped(name for tracked in groups for name in tracked.names)
+    plain_names = unwrapped(_names_in(groups))
     name_of_plain = {plain_name: name for name, plain_name in plain_names.items()}
     new_name_of: dict[str, str] = {}
     for saved_name, plain_name in new_plain_names.items():
@@ -135,8 +146,8 @@ def match_groups(
     Groups are matched by the names of their parameters. A parameter that is in the optimizer and was not saved, or that
     was saved and is not trained now, is ignored.
     """
-    names = {name for tracked in groups for name in tracked.names}
-    saved_names = {name for saved in saved_groups for name in saved["param_names"]}
+    names = set(_names_in(groups))
+    saved_names = set(_saved_names_in(saved_groups))
     _require_known(names, saved_names, not_trained)
     if names == saved_names and len(saved_groups) != len(groups):
         raise _other_count(len(saved_groups), len(groups))
@@ -329,10 +340,13 @@ def _read_entries(
 def _missing_hyperparams(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
     """Return a line for each hyperparameter that a saved group lacks. Raise if a saved value is not a number."""
     tracked.numbers.parse(saved)
-    # Only hyperparameters are required: schedulers add other entries, and schedules come from the code.
     from_code = keys_of_schedules(tx, tracked)
-    required = [key for key in tracked.numbers.keys if not key.startswith(from_code)]
-    return [f"missing hyperparameter {key!r}" for key in required if key not in saved]
+    lines: list[str] = []
+    for key in tracked.numbers.keys:
+        # Other entries are not required: those of torch's schedulers, and numbers of schedules, which the code has.
+        if key not in saved and not key.startswith(from_code):
+            lines.append(f"missing hyperparameter {key!r}")
+    return lines
 
 
 def _does_not_fit(problems: list[str]) -> ValueError:
@@ -345,9 +359,8 @@ def _does_not_fit(problems: list[str]) -> ValueError:
 
 def _warnings(groups: Sequence[TrackedGroup], saved_groups: Sequence[Group], without_state: Sequence[str]) -> list[str]:
     """Return a warning if state was saved for parameters that are not trained now, or the other way round."""
-    trained = {name for tracked in groups for name in tracked.names}
-    saved_names = [name for saved in saved_groups for name in saved["param_names"]]
-    not_loaded = [name for name in saved_names if name not in trained]
+    trained = set(_names_in(groups))
+    not_loaded = [name for name in _saved_names_in(saved_groups) if name not in trained]
     warnings: list[str] = []
     if not_loaded:
         warnings.append(

@@ -289,8 +289,9 @@ class TransformOptimizer(Optimizer):
             self._add_trained(param_group)
             return
         # Otherwise torch's constructor calls this for each group.
-        pairs = [pair for pair in named_pairs(param_group["params"]) if pair[0] in self._stepping.rules]
-        self._add_groups(param_group, pairs, as_one=False)
+        pairs = named_pairs(param_group["params"])
+        trained_pairs = [(name, param) for name, param in pairs if name in self._stepping.rules]
+        self._add_groups(param_group, trained_pairs, as_one=False)
 
     def _add_trained(self, param_group: Group) -> None:
         """Add parameters after construction, as `add_param_group` describes it."""
@@ -335,8 +336,11 @@ class TransformOptimizer(Optimizer):
 
         Their transforms use a schedule or no learning rate. PyTorch's schedulers require an ``lr``, so it is 0 there.
         """
-        groups = enumerate(self._tracked_groups.groups)
-        return tuple([index for index, tracked in groups if "lr" not in tracked.numbers.keys])
+        without_rate: list[int] = []
+        for index, tracked in enumerate(self._tracked_groups.groups):
+            if "lr" not in tracked.numbers.keys:
+                without_rate.append(index)
+        return tuple(without_rate)
 
     @property
     def param_groups(self) -> list[Group]:  # pyright: ignore[reportIncompatibleVariableOverride]
