@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import stacked
 from muonfx.core.value import with_numbers
 from muonfx.core.visit import Visit, as_chain
-from muonfx.optimizer.group_numbers import Number, equal
+from muonfx.optimizer.group_numbers import Number, Numbers, equal
+from muonfx.optimizer.named_parameters import Gradients
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 
@@ -57,7 +57,7 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         return versions[0].functions.init(params)
 
     def update(
-        updates: dict[str, Tensor | None],
+        updates: Gradients,
         state: PyTree,
         params: PyTree = None,
         *,
@@ -65,21 +65,22 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         **extras: Any,
     ):
         """Run each version on the updates of its members, and merge the results and the states."""
-        results: dict[str, Tensor | None] = dict.fromkeys(updates)
+        merged_updates: Gradients = dict.fromkeys(updates)
         old_leaves, treedef = tree.flatten(state)
-        leaves = list(old_leaves)
+        merged_leaves = list(old_leaves)
         for version, names in zip(versions, members_of_version, strict=True):
             # An update of None leaves the state of its parameter unchanged.
             group_updates = {name: update if name in names else None for name, update in updates.items()}
-            out, new_state = version.run(group_updates, state, params, donate=donate, **extras)
-            for index, (new_leaf, old_leaf) in enumerate(zip(tree.leaves(new_state), old_leaves, strict=True)):
-                # Each version changes the state of its parameters only. State of no parameter is equal in all versions.
-                if new_leaf is not old_leaf:
-                    leaves[index] = new_leaf
+            new_updates, new_state = version.run(group_updates, state, params, donate=donate, **extras)
             for name in names:
                 if name in updates:
-                    results[name] = out[name]
-        return results, tree.unflatten(treedef, leaves)
+                    merged_updates[name] = new_updates[name]
+            for index, new_leaf in enumerate(tree.leaves(new_state)):
+                # A leaf that a version returns as it was belongs to parameters of other versions.
+                # A leaf of no parameter, such as a step count, is equal in all versions.
+                if new_leaf is not old_leaves[index]:
+                    merged_leaves[index] = new_leaf
+        return merged_updates, tree.unflatten(treedef, merged_leaves)
 
     return init, update
 
@@ -88,7 +89,7 @@ class GroupMembers(NamedTuple):
     """A param group: the names of its parameters, and the values of the hyperparameters in it."""
 
     names: list[str]
-    numbers: Mapping[str, Number]
+    numbers: Numbers
     """The values by dotted name, such as ``{"muon.momentum.decay": 0.95}``."""
 
 
@@ -115,51 +116,67 @@ def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Tr
     tx = with_hyperparams(tx, common)
     if not conflicts:
         return tx
-    return _in_versions(tx, root, groups, conflicts)
+    return _split_by_groups(tx, root, groups, conflicts)
 
 
-def _in_versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers], conflicts: Set[str]) -> Transform:
-    """Return ``tx`` in which each transform that has a number in ``conflicts`` is replaced by a `by_groups`.
+def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMembers], conflicts: Set[str]) -> Transform:
+    """Return ``tx`` with a `by_groups` in place of each transform whose numbers differ between param groups.
+
+    For example, in ``chain(momentum(0.9), scale(-0.1))``, `by_groups` replaces ``momentum(0.9)`` if one group has
+    another decay.
 
     Args:
-        tx: a transform with the numbers of one group.
+        tx: a transform with the numbers of the first group.
         visited: the visit of ``tx``, whose ``calls`` are the visits of the transforms that it calls.
         groups: the parameters and the numbers of each group.
-        conflicts: the dotted names of the numbers that differ between groups.
+        conflicts: the dotted names of the numbers that differ between groups, such as "momentum.decay".
     """
-    differing = [name for name in visited.numbers.names if name in conflicts]
-    if differing and not _has_common_numbers(visited):  # run it once for each set of numbers
+    conflicts_of_tx = [name for name in visited.numbers.names if name in conflicts]
+    if conflicts_of_tx and not _runs_once(visited):
         return _versions(tx, visited, groups)
-    _require_tensors(visited, differing, groups)
-    # The numbers of ``tx`` itself agree. Replace transforms within it.
-    children: list[Transform] = []
-    for child, call in zip(tx.children, visited.calls, strict=True):
-        children.append(_in_versions(child, call, groups, conflicts))
-    if all(map(is_, children, tx.children)):
-        return tx
-    entries = chain_entries(tx)
-    if entries is not None:  # rebuilt with its names, under which the state has its entries
-        return as_chain(dict(zip(entries, children, strict=True)))
-    remaining = iter(children)
-    return tx.with_children(lambda _: next(remaining))
+    _require_tensors(visited, conflicts_of_tx, groups)
+    inner_transforms: list[Transform] = []
+    is_changed = False
+    for inner, inner_visit in zip(tx.children, visited.calls, strict=True):
+        new_inner = _split_by_groups(inner, inner_visit, groups, conflicts)
+        is_changed = is_changed or new_inner is not inner
+        inner_transforms.append(new_inner)
+    return _with_inner(tx, inner_transforms) if is_changed else tx
+
+
+def _with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transform:
+    """Return a copy of ``tx`` that calls other transforms, given in the order of ``tx.children``."""
+    members = chain_entries(tx)
+    if members is not None:  # the names of the members stay, because the state has its entries under them
+        return as_chain(dict(zip(members, inner_transforms, strict=True)))
+    remaining = iter(inner_transforms)
+    return tx.with_children(lambda _: next(remaining))  # called for each child in order
 
 
 def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> Transform:
-    """Return `by_groups` with one version of a transform for all groups that have the same numbers."""
-    number_of = dict(zip(visited.numbers.names, tree.leaves(tx), strict=True))
-    versions: dict[tuple[object, ...], Transform] = {}
-    members_of: dict[tuple[object, ...], tuple[str, ...]] = {}
+    """Return `by_groups` with one version of ``tx`` for each set of numbers that param groups have.
+
+    For example, ``by_groups((scale(-0.1), scale(-0.2)), (("a", "b"), ("c",)))``, if the groups of "a" and "b" have
+    the same numbers.
+    """
+    default_of = dict(zip(visited.numbers.names, tree.leaves(tx), strict=True))
+    versions: dict[tuple[object, ...], Transform] = {}  # by their numbers
+    members_of: dict[tuple[object, ...], tuple[str, ...]] = {}  # parameter names, by the numbers of their version
     for group in groups:
-        numbers = [group.numbers.get(name, number) for name, number in number_of.items()]
+        numbers = [group.numbers.get(name, default) for name, default in default_of.items()]
         key = tuple([_identity(number) for number in numbers])
         if key not in versions:
             versions[key] = with_numbers(tx, iter(numbers))
-        members_of[key] = (*members_of.get(key, ()), *group.names)
+            members_of[key] = ()
+        members_of[key] += tuple(group.names)
     return by_groups(tuple(versions.values()), tuple(members_of.values()))
 
 
 def _identity(number: Number) -> object:
-    """Return a value that is equal for two numbers if they are equal, or are one tensor."""
+    """Return a value that is equal for two numbers if they are equal, or are one tensor object.
+
+    Values of tensors are not compared: the caller may write another value into one of them.
+    """
     if isinstance(number, Tensor):
         return (id(number), None)  # a tuple, so that no float equals it
     return number
@@ -168,7 +185,7 @@ def _identity(number: Number) -> object:
 # ------------------------------------------ numbers that one transform reads for the parameters of all groups
 
 
-def _has_common_numbers(visited: Visit) -> bool:
+def _runs_once(visited: Visit) -> bool:
     """Return True if a transform runs once for all parameters, so that all groups must have the same numbers."""
     return bool(visited.calls) or visited.tx.locality is Locality.TREE or _keeps_a_number(visited)
 
@@ -182,16 +199,15 @@ def _keeps_a_number(visited: Visit) -> bool:
     return False
 
 
-def _require_tensors(visited: Visit, names: Sequence[str], groups: Sequence[GroupMembers]) -> None:
-    """Raise if groups differ in numbers of a transform that runs once, unless the numbers are tensors.
+def _require_tensors(visited: Visit, conflicts: Sequence[str], groups: Sequence[GroupMembers]) -> None:
+    """Raise if a transform that runs once has a number among ``conflicts`` that is not a tensor.
 
-    `CommonTensors` compares the values of tensors, so the tensor of the first group is used.
+    Groups may have different tensors of the same value, which `CommonTensors` compares.
     """
-    for name in names:
+    for name in conflicts:
         for group in groups:
-            if name not in group.numbers:  # no transform of this group reads the number
-                continue
-            if not isinstance(group.numbers[name], Tensor):
+            number = group.numbers.get(name)  # None if no transform of this group reads it
+            if number is not None and not isinstance(number, Tensor):
                 raise _different_values(visited, name)
 
 
@@ -210,7 +226,8 @@ class CommonTensor(NamedTuple):
     visited: Visit
     """The visit of the transform."""
     name: str
-    copies: list[Tensor]
+    """The dotted name of the number."""
+    tensors: list[Tensor]
     """The tensor in each group. All must have the same value."""
 
 
@@ -219,31 +236,34 @@ class CommonTensors:
 
     Args:
         visits: the visits of all transforms in the optimizer's transform.
-        values: the numbers of each group by dotted name.
+        numbers_of_groups: the numbers of each group by dotted name.
     """
 
-    def __init__(self, visits: Sequence[Visit], values: Sequence[Mapping[str, Number]]) -> None:
-        self.tensors: list[CommonTensor] = []
-        self._versions: list[int] = []
-        """The versions of all tensors when they were compared. Writing into a tensor increases its version."""
-        copies_of: dict[str, list[Tensor]] = {}
-        for numbers in values:
+    def __init__(self, visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> None:
+        self.common: list[CommonTensor] = []
+        self._write_counts: list[int] = []
+        """How often each tensor had been written to when the tensors were last compared."""
+        tensors_of: dict[str, list[Tensor]] = {}  # the tensor in each group, by dotted name
+        for numbers in numbers_of_groups:
             for name, number in numbers.items():
                 if isinstance(number, Tensor):
-                    copies_of.setdefault(name, []).append(number)
+                    tensors_of.setdefault(name, []).append(number)
         for visited in visits:
-            names = [name for name in visited.numbers.names if len(copies_of.get(name, ())) > 1]
-            if names and _has_common_numbers(visited):
-                self.tensors += [CommonTensor(visited, name, copies_of[name]) for name in names]
+            for name in visited.numbers.names:
+                tensors = tensors_of.get(name, [])
+                if len(tensors) > 1 and _runs_once(visited):
+                    self.common.append(CommonTensor(visited, name, tensors))
 
     def check(self) -> None:
         """Raise ValueError if two groups have tensors of different values. Compare only if a tensor was written to."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.common:
             return
-        versions = [tensor._version for common in self.tensors for tensor in common.copies]
-        if versions == self._versions:
+        write_counts: list[int] = []
+        for common in self.common:
+            write_counts += [tensor._version for tensor in common.tensors]
+        if write_counts == self._write_counts:
             return
-        for visited, name, copies in self.tensors:
-            if not all(torch.equal(copies[0], tensor) for tensor in copies):
-                raise _different_values(visited, name)
-        self._versions = versions
+        for common in self.common:
+            if not all(torch.equal(common.tensors[0], tensor) for tensor in common.tensors):
+                raise _different_values(common.visited, common.name)
+        self._write_counts = write_counts

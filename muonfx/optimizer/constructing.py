@@ -34,33 +34,49 @@ def constructed_together(constructor: Constructor) -> Constructor:
 
 
 def _without_iterators(params: Any) -> Any:
-    """Return parameters or groups with lists for iterators such as ``model.parameters()``, to read them repeatedly."""
+    """Return parameters or groups with lists for iterators such as ``model.parameters()``.
+
+    Both the constructor and the search for the process group read them, and an iterator can be read once.
+    """
     if isinstance(params, Iterator):
         params = list(params)
     if not isinstance(params, list | tuple):
         return params
     items: list[Any] = []
     for item in params:
-        is_group = isinstance(item, dict) and isinstance(item.get("params"), Iterator)
-        items.append({**item, "params": list(item["params"])} if is_group else item)
+        if isinstance(item, dict) and isinstance(item.get("params"), Iterator):
+            items.append({**item, "params": list(item["params"])})
+        else:
+            items.append(item)
     return items
 
 
 def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that construct an optimizer with these arguments; None if it is alone."""
+    """Return the process group of the ranks that construct an optimizer with these arguments; None if it is alone.
+
+    The layout of the parameters has it, or else the parameters themselves, if they are DTensors.
+    """
     if not dist.is_initialized():
         return None
     layout = options.get("layout")
     for argument in (*args, *options.values()):
-        if isinstance(argument, Sharded):
+        if isinstance(argument, Sharded):  # a transform with a layout, as ``sharded(tx, layout)`` returns it
             layout = argument.layout
+    if layout is None:
+        return _group_of_dtensors(args[0] if args else options.get("params"))
     if isinstance(layout, Layout):
         return layout.group
-    if layout is not None:
-        group = getattr(layout, "keywords", {}).get("group")  # of a functools.partial
-        return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-    # DTensors: all ranks construct the optimizer together if every mesh has all of them.
-    params = args[0] if args else options.get("params")
+    return _group_of_function(layout)
+
+
+def _group_of_function(layout: object) -> dist.ProcessGroup | None:
+    """Return the group of a function that creates a layout: the one in ``partial(zero, group=...)``, or all ranks."""
+    group = layout.keywords.get("group") if isinstance(layout, functools.partial) else None
+    return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+
+
+def _group_of_dtensors(params: Any) -> dist.ProcessGroup | None:
+    """Return the group of all ranks if some parameters are DTensors, and each of their meshes has all ranks."""
     tensors = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
     meshes = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]
     if meshes and all(mesh.size() == dist.get_world_size() for mesh in meshes):

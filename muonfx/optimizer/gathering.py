@@ -32,22 +32,16 @@ class Gathering:
     def __init__(
         self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
     ) -> None:
-        # One buffer of bytes for all leaves, so that a single collective copies them.
         padded_sizes = [_padded(_bytes_of(placement)) for placement, _ in leaves.values()]
-        # Each byte is written by one rank, and is zero on the others, so the sum has the exact bits of the owners.
+        # One buffer of bytes for all leaves, so that a single collective copies them. Each byte is written by one rank
+        # and is zero on the others, so the sum over ranks has the exact bits of the owners.
         buffer = torch.zeros(sum(padded_sizes), dtype=torch.uint8, device=device)
-        self._wholes: dict[int, Tensor] = {}
+        self._full_leaves: dict[int, Tensor] = {}
         for index, leaf_bytes in zip(leaves, buffer.split(padded_sizes), strict=True):
             placement, leaf = leaves[index]
             flat = leaf_bytes[: _bytes_of(placement)].view(placement.dtype)
-            self._wholes[index] = flat.view(placement.shape)
-            shard = placement.shard
-            if leaf is None or shard is None:
-                continue
-            is_written_here = shard.owner is not None or layout.rank == 0
-            if is_written_here:
-                start, stop = interval_of(placement, shard)
-                flat[start:stop] = leaf.reshape(-1)
+            _write_local(flat, placement, leaf, layout.rank)
+            self._full_leaves[index] = flat.view(placement.shape)
         with collective(GATHERING):
             self._work: Any = dist.all_reduce(buffer, group=layout.group, async_op=True)
 
@@ -55,7 +49,18 @@ class Gathering:
         """Wait for the copy. Return a dict from the index of a tensor in the state to the full tensor."""
         with collective(GATHERING):
             self._work.wait()
-        return self._wholes
+        return self._full_leaves
+
+
+def _write_local(flat: Tensor, placement: LeafPlacement, leaf: Tensor | None, rank: int) -> None:
+    """Write this rank's part of a leaf into ``flat``, the flattened full leaf, unless another rank writes it."""
+    shard = placement.shard
+    if leaf is None or shard is None:
+        return
+    if shard.owner is None and rank != 0:  # all ranks have these elements, so only rank 0 writes them
+        return
+    start, stop = interval_of(placement, shard)
+    flat[start:stop] = leaf.reshape(-1)
 
 
 def _bytes_of(placement: LeafPlacement) -> int:

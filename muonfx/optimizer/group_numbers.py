@@ -15,6 +15,9 @@ from muonfx.core.checks import warn_caller
 Number = float | Tensor
 """The value of one hyperparameter."""
 
+Numbers = Mapping[str, Number]
+"""Hyperparameters by dotted name, such as ``{"momentum.decay": 0.95}``."""
+
 Group = dict[str, Any]
 """A param group of a torch optimizer: a dict with "params", hyperparameters, and entries that schedulers add."""
 
@@ -44,7 +47,7 @@ class Hyperparam(NamedTuple):
                 )
         return values
 
-    def value_of(self, numbers: Mapping[str, Number]) -> Any:
+    def value_of(self, numbers: Numbers) -> Any:
         """Return the value for a param group, such as ``(0.9, 0.95)``, from numbers by dotted name."""
         values = tuple([numbers[name] for name in self.names])
         return values if self.is_tuple else values[0]
@@ -67,10 +70,10 @@ class GroupNumbers:
         """The keys of the group that hold hyperparameters, such as ("lr", "betas", "momentum")."""
         self.mirrors = frozenset([hyperparam.key for hyperparam in hyperparams if hyperparam.is_mirror])
         """The keys that repeat numbers of other keys, such as "momentum"."""
-        self._last: dict[str, Number] = {}
-        """The numbers that the last `read` returned, by dotted name."""
-        self._entries: Group = {}
-        """The group's hyperparameters after the last `read`, such as ``{"lr": 0.1, "betas": (0.9, 0.95)}``."""
+        self._last_numbers: dict[str, Number] = {}
+        """The numbers that the last `read` returned, by dotted name: ``{"scale_by_adam.b1": 0.9, ...}``."""
+        self._last_entries: Group = {}
+        """The group's hyperparameters after the last `read`, by key: ``{"lr": 0.1, "betas": (0.9, 0.95)}``."""
 
     @property
     def names(self) -> list[str]:
@@ -84,32 +87,42 @@ class GroupNumbers:
         ValueError if both have changed.
         """
         numbers: dict[str, Number] = {}
-        key_of: dict[str, str] = {}  # the key from which each number was taken
         for hyperparam in self.hyperparams:
-            key = hyperparam.key
-            if key not in values:
+            if hyperparam.key not in values:
                 continue
-            for name, number in zip(hyperparam.names, hyperparam.numbers_in(values[key]), strict=True):
+            values_of_key = hyperparam.numbers_in(values[hyperparam.key])
+            for name, number in zip(hyperparam.names, values_of_key, strict=True):
                 if name in numbers:  # an earlier key sets it, too
-                    if equal(numbers[name], number) or self._was_read(name, number):
-                        continue  # only the earlier key was changed, if any
-                    if not self._was_read(name, numbers[name]):
-                        raise _set_twice(name, {key_of[name]: numbers[name], key: number})
-                numbers[name] = number
-                key_of[name] = key
+                    numbers[name] = self._changed(name, numbers[name], number)
+                else:
+                    numbers[name] = number
         return numbers
+
+    def _changed(self, name: str, first: Number, second: Number) -> Number:
+        """Return which of two values of a hyperparameter has changed since the last `read`; raise if both have.
+
+        ``first`` and ``second`` are the values that two keys set. Return ``first`` if they are equal.
+        """
+        if equal(first, second) or self._was_read(name, second):
+            return first
+        if self._was_read(name, first):
+            return second
+        keys = [repr(hyperparam.key) for hyperparam in self.hyperparams if name in hyperparam.names]
+        raise ValueError(
+            f"{' and '.join(keys)} in a group both set {name}, to {first!r} and {second!r}: set one of them"
+        )
 
     def _was_read(self, name: str, number: Number) -> bool:
         """Return True if a hyperparameter had this value when the group was last read."""
-        return name in self._last and equal(self._last[name], number)
+        return name in self._last_numbers and equal(self._last_numbers[name], number)
 
-    def complete(self, entries: Group, defaults: Mapping[str, Number]) -> dict[str, Number]:
+    def complete(self, entries: Group, defaults: Numbers) -> dict[str, Number]:
         """Return a new group's hyperparameters by dotted name, from ``defaults`` if ``entries`` lacks them."""
         numbers = {name: defaults[name] for name in self.names}
         without_mirrors = {key: value for key, value in entries.items() if key not in self.mirrors}
         return numbers | self.parse(without_mirrors)
 
-    def entries(self, numbers: Mapping[str, Number]) -> Group:
+    def entries(self, numbers: Numbers) -> Group:
         """Return the entries of a param group, such as ``lr`` and ``betas``, for numbers given by dotted name."""
         entries: Group = {}
         for hyperparam in self.hyperparams:
@@ -119,45 +132,44 @@ class GroupNumbers:
     def read(self, group: Group) -> dict[str, Number]:
         """Return a group's current hyperparameters by dotted name, and synchronize keys that hold the same number.
 
-        If no number has changed, return the same dict object as in the last call.
+        If no number has changed, return the same dict object as in the last call, so that callers can compare
+        identities.
         """
         if self._is_unchanged(group):
-            return self._last
+            return self._last_numbers
         numbers = self.parse(group)
-        for hyperparam in self.hyperparams:
-            # torch.compile with dynamic=True cannot trace a comparison of sets.
-            if any(name not in numbers for name in hyperparam.names):
-                raise _missing(hyperparam.key, group, self._entries.get(hyperparam.key))
+        self._require_all(group, numbers)
         for hyperparam in self.hyperparams:
             self._synchronize(group, hyperparam, numbers)
-        self._entries = {key: group[key] for key in self.keys}
-        if self._last.keys() != numbers.keys() or not all(self._was_read(*item) for item in numbers.items()):
-            self._last = numbers
-        return self._last
+        self._last_entries = {key: group[key] for key in self.keys}
+        has_changed = not all(self._was_read(name, number) for name, number in numbers.items())
+        if has_changed:
+            self._last_numbers = numbers
+        return self._last_numbers
+
+    def _require_all(self, group: Group, numbers: Numbers) -> None:
+        """Raise ValueError if a group lacks a hyperparameter. ``numbers`` are those that it has, by dotted name."""
+        for hyperparam in self.hyperparams:
+            # Not a comparison of sets, which torch.compile with dynamic=True cannot trace.
+            if any(name not in numbers for name in hyperparam.names):
+                raise _missing(hyperparam.key, group, self._last_entries.get(hyperparam.key))
 
     def _is_unchanged(self, group: Group) -> bool:
         """Return True if each entry is the object that the last `read` has left in the group, as in most steps."""
         # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
-        if torch.compiler.is_compiling() or not self._entries:
+        if torch.compiler.is_compiling() or not self._last_entries:
             return False
-        if any(isinstance(value, list) for value in self._entries.values()):  # a list may be changed in place
+        if any(isinstance(value, list) for value in self._last_entries.values()):  # a list may be changed in place
             return False
-        return all(map(is_, map(group.get, self._entries), self._entries.values()))
+        entries = map(group.get, self._last_entries)
+        return all(map(is_, entries, self._last_entries.values()))
 
-    def _synchronize(self, group: Group, hyperparam: Hyperparam, numbers: Mapping[str, Number]) -> None:
+    def _synchronize(self, group: Group, hyperparam: Hyperparam, numbers: Numbers) -> None:
         """Write current numbers into a key of a group that has others: into "betas" if "momentum" was changed."""
         key = hyperparam.key
         current = [numbers[name] for name in hyperparam.names]
         if key not in group or not all(map(equal, hyperparam.numbers_in(group[key]), current)):
             group[key] = hyperparam.value_of(numbers)
-
-
-def _set_twice(name: str, number_of: Mapping[str, Number]) -> ValueError:
-    """Return an error for two keys of a group that set one hyperparameter to different numbers."""
-    (first_key, first), (second_key, second) = number_of.items()
-    return ValueError(
-        f"{first_key!r} and {second_key!r} in a group both set {name}, to {first!r} and {second!r}: set one of them"
-    )
 
 
 def _missing(key: str, group: Group, last: object) -> ValueError:
@@ -216,7 +228,7 @@ def scalar(name: str, value: Any) -> Any:
     return value.reshape(()) if value.ndim else value
 
 
-def fitted(defaults: Mapping[str, Number], numbers: Mapping[str, Number]) -> dict[str, Number]:
+def fitted(defaults: Numbers, numbers: Numbers) -> dict[str, Number]:
     """Convert numbers from a param group to the types and shapes of the transform's own numbers, ``defaults``.
 
     Both are by dotted name, such as ``{"momentum.decay": 0.9}``. A tensor stays a tensor that shares memory with the

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.sharding.digests import checksums
 from muonfx.sharding.shards.dtensors import local_of
 from muonfx.tree import PyTree
@@ -39,12 +40,12 @@ class InitialState:
         paths: the paths of the leaves of ``state`` that have initial values.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], state: PyTree, paths: set[Path]) -> None:
+    def __init__(self, params: NamedTensors, state: PyTree, paths: set[Path]) -> None:
         leaves = _tensors(state)
         self._leaves = _recorded({path: leaf for path, leaf in leaves.items() if path in paths})
         self._params = _checksums(params)
 
-    def is_of(self, params: Mapping[str, Tensor]) -> bool:
+    def is_of(self, params: NamedTensors) -> bool:
         """Return True if the parameters have the values from which the state was made. Syncs with the device."""
         return _checksums(params) == self._params
 
@@ -54,20 +55,19 @@ class InitialState:
         recorded = _recorded({path: leaves[path] for path in self._leaves})
         return {path for path, leaf in recorded.items() if leaf == self._leaves[path]}
 
-    def replace(self, params: Mapping[str, Tensor], state: PyTree, initial: PyTree) -> None:
+    def replace(self, params: NamedTensors, state: PyTree, initial: PyTree) -> None:
         """Copy ``initial``, the initial state for these parameters, into the leaves of ``state`` that are unwritten."""
-        paths = self.unwritten(state)
         leaves = _tensors(state)
-        for path, value in _tensors(initial).items():
-            if path in paths:
-                leaves[path].copy_(value)
-        self._leaves = _recorded({path: leaves[path] for path in paths})
+        unwritten_leaves = {path: leaves[path] for path in self.unwritten(state)}
+        initial_leaves = _tensors(initial)
+        for path, leaf in unwritten_leaves.items():
+            leaf.copy_(initial_leaves[path])
+        self._leaves = _recorded(unwritten_leaves)
         self._params = _checksums(params)
 
     def forget_written(self, state: PyTree) -> None:
         """Forget the written leaves, before the state is copied or pickled: copies have other versions."""
-        paths = self.unwritten(state)
-        self._leaves = {path: leaf for path, leaf in self._leaves.items() if path in paths}
+        self._leaves = {path: self._leaves[path] for path in self.unwritten(state)}
 
     def follow_copy(self, state: PyTree) -> None:
         """Record the versions of the leaves in ``state``, a copy of the state."""

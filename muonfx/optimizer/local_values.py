@@ -121,12 +121,12 @@ def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
     # A mesh is saved with the coordinates of the rank that saves it, and keeps them when it is loaded.
     saved_position = value.device_mesh.get_coordinate()
     position = mesh.get_coordinate()
-    if saved_position == position:
-        return
-    if saved_position and position:
+    is_same = saved_position == position
+    if saved_position and position:  # ranks along a replicated dim have the same shard
         sharded_dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
-        if all(saved_position[dim] == position[dim] for dim in sharded_dims):
-            return
+        is_same = all(saved_position[dim] == position[dim] for dim in sharded_dims)
+    if is_same:
+        return
     raise Misfit(
         f"is the shard of the rank at {_position_text(saved_position)} of the mesh, expected "
         f"{_position_text(position)}: load the state that this rank saved"

@@ -11,6 +11,7 @@ from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.visit import Visit
 from muonfx.optimizer.group_numbers import TrackedGroup
+from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.resuming import schedules_in, schedules_of
 from muonfx.transforms.average import master_params
 
@@ -19,7 +20,7 @@ _COUNTS = (0, *[2**power for power in range(21)])
 
 
 def warn_of_lost_decay(
-    tx: Transform, visits: Sequence[Visit], groups: Sequence[TrackedGroup], params: Mapping[str, Tensor]
+    tx: Transform, visits: Sequence[Visit], groups: Sequence[TrackedGroup], params: NamedTensors
 ) -> None:
     """Warn if no step of weight decay changes a parameter, because each is below half a unit in its last place.
 
@@ -30,27 +31,35 @@ def warn_of_lost_decay(
     for visited in visits:
         if visited.tx.factory is master_params:
             with_float32_copy.update(visited.names)
-    relative_changes: dict[str, float] = {}  # by a step, of parameters that it does not change
+    lost_changes: dict[str, float] = {}  # per parameter name, the relative change by a step, which is rounded away
     for tracked in groups:
         decay = float(tracked.group.get("weight_decay", 0.0))
-        narrow = [name for name in tracked.names if params[name].dtype in (torch.bfloat16, torch.float16)]
-        if not narrow or decay == 0.0:
+        narrow_names = [name for name in tracked.names if _is_narrow(params[name]) and name not in with_float32_copy]
+        if decay == 0.0 or not narrow_names:
             continue
         change = decay * _largest_rate(tx, tracked)
-        for name in narrow:
-            if name in with_float32_copy or not params[name].requires_grad:
-                continue
+        for name in narrow_names:
             # A unit in the last place of x is between eps / 2 and eps times x, and half a unit is rounded away.
             if 0.0 < change < torch.finfo(params[name].dtype).eps / 4:
-                relative_changes[name] = change
-    if relative_changes:
-        name = next(iter(relative_changes))
-        warn_caller(
-            f"weight decay has no effect on {len(relative_changes)} of {len(params)} parameters, such as {name!r}: a "
-            f"step changes it by {max(relative_changes.values()):.2g} of its value, which is rounded away in "
-            f"{params[name].dtype}. Wrap the whole chain, muonfx.master_params(tx), which keeps a float32 copy "
-            "(muonfx.Muon.transform_for(model, ...) is Muon's chain), or set weight_decay=0"
-        )
+                lost_changes[name] = change
+    if lost_changes:
+        warn_caller(_no_effect(lost_changes, params))
+
+
+def _is_narrow(param: Tensor) -> bool:
+    """Return True for a parameter that is trained in bfloat16 or float16."""
+    return param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
+
+
+def _no_effect(lost_changes: Mapping[str, float], params: NamedTensors) -> str:
+    """Return a warning of weight decay that rounding removes: ``lost_changes`` are its relative changes by name."""
+    name = next(iter(lost_changes))
+    return (
+        f"weight decay has no effect on {len(lost_changes)} of {len(params)} parameters, such as {name!r}: a step "
+        f"changes it by {max(lost_changes.values()):.2g} of its value, which is rounded away in {params[name].dtype}. "
+        "Wrap the whole chain, muonfx.master_params(tx), which keeps a float32 copy (muonfx.Muon.transform_for(model, "
+        "...) is Muon's chain), or set weight_decay=0"
+    )
 
 
 def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:

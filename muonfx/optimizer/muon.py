@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from muonfx.internal.arguments import bind, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import scalar
-from muonfx.optimizer.named_parameters import NamedParameters, named_pairs, resolve_groups
+from muonfx.optimizer.named_parameters import NamedParameters, NamedTensors, named_pairs, resolve_groups
 from muonfx.optimizer.transform_optimizer import TransformOptimizer
 from muonfx.recipes import check_roles, muon_with_adamw, with_views
 from muonfx.routing import Labels, Route, default_labels
@@ -99,14 +98,9 @@ class Muon(TransformOptimizer):
         bucket_bytes: int | None = None,
     ) -> None:
         self._labels = labels  # for parameters that are added later
-        model_or_named: nn.Module | dict[str, Tensor] = {}
-        if isinstance(params, nn.Module):
-            model_or_named = params
-        else:
-            for group in resolve_groups(params, model):
-                model_or_named.update(group["params"])
+        params_or_model = _named_unless_model(params, model)
         tx = _transform(
-            model_or_named,
+            params_or_model,
             lr,
             weight_decay=weight_decay,
             momentum=momentum,
@@ -119,8 +113,8 @@ class Muon(TransformOptimizer):
             model=model,
         )
         if model is None:  # with a known model, the caller may pass only some parameters
-            _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(model_or_named)))
-        with _either_part_may_be_empty():
+            _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(params_or_model)))
+        with _without_unused_label_warning():
             super().__init__(
                 params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout, model=model
             )
@@ -152,26 +146,29 @@ class Muon(TransformOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to train, and label them as at construction. See `TransformOptimizer.add_param_group`."""
-        with _either_part_may_be_empty():
+        with _without_unused_label_warning():
             super().add_param_group(param_group)
 
-    def _transform_for(self, new: dict[str, Tensor]) -> Transform:
+    def _transform_for(self, new: NamedTensors) -> Transform:
         """Return the transform with labels for the ``new`` parameters too; earlier parameters keep their labels."""
-        model = self._model_with(new)
-        # At construction, labels were roles such as "hidden" if `adamw_lr` was a dict; else "muon" and "adamw".
-        roles = "hidden" in self.tx.arguments["transforms"]
-        # A parameter that is added is trained: Lightning puts one into the groups before it is unfrozen again.
-        with warnings.catch_warnings(), _as_trained(new.values()):  # a rule may match only earlier parameters
-            warnings.filterwarnings("ignore", message="user rule")
-            new_labels = _labels_for(self._labels, new, model, roles=roles)
+        new_labels = self._labels_of_new(new)
         routes: dict[str, Route] = {}
         for name, route in self.tx.arguments["labels"].routes.items():
-            # Without its view, of which construction has warned.
+            # Without the view of the parameter: construction has used it, or has warned that it is not used.
             routes[name] = Route(route.label, route.reason, shape=route.shape)
-        routes.update(new_labels.routes)
-        return with_views(self.tx.replace(labels=Labels(routes)), new_labels)
+        labels = Labels(routes | dict(new_labels.routes))
+        return with_views(self.tx.replace(labels=labels), new_labels)
 
-    def _model_with(self, new: Mapping[str, Tensor]) -> nn.Module | None:
+    def _labels_of_new(self, new: NamedTensors) -> Labels:
+        """Return labels for parameters that are added after construction, chosen as at construction."""
+        # Labels are roles, such as "hidden" and "embedding", if `adamw_lr` was a dict; else "muon" and "adamw".
+        has_roles = "hidden" in self.tx.arguments["transforms"]
+        # A parameter that is added is trained: Lightning puts one into the groups before it is unfrozen again.
+        with warnings.catch_warnings(), _as_trained(new.values()):
+            warnings.filterwarnings("ignore", message="user rule")  # a rule may match only earlier parameters
+            return _labels_for(self._labels, new, self._model_with(new), roles=has_roles)
+
+    def _model_with(self, new: NamedTensors) -> nn.Module | None:
         """Return the first known model that has all of these parameters under their names, or None."""
         for model in self._parameters.models:
             params = dict(model.named_parameters())
@@ -181,7 +178,7 @@ class Muon(TransformOptimizer):
 
 
 def _transform(
-    params: nn.Module | Mapping[str, Tensor],
+    params: nn.Module | NamedTensors,
     lr: float,
     *,
     weight_decay: float,
@@ -194,13 +191,16 @@ def _transform(
     labels: LabelsLike,
     model: nn.Module | None,
 ) -> Transform:
-    """Return the transform of `Muon` for its arguments. ``params`` are the model, or its parameters by name."""
+    """Check the arguments of `Muon`, and return its transform. ``params`` are a model, or parameters by name."""
+    # AdamW may have a dict with a number for each role, such as {"embedding": 1e-3, "head": 3e-4}: then labels are
+    # roles.
+    has_roles = isinstance(adamw_lr, Mapping) or isinstance(adamw_weight_decay, Mapping)
     adamw_numbers = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
-    _check_ranges({"lr": lr, "weight_decay": weight_decay, **adamw_numbers}, {"momentum": momentum})
-    # A dict has a number for each role, such as {"embedding": 1e-3, "head": 3e-4}: then labels are roles.
-    by_role = any(isinstance(number, Mapping) for number in adamw_numbers.values())
+    for name, number in {"lr": lr, "weight_decay": weight_decay, **adamw_numbers}.items():
+        _check_not_negative(name, number)
+    _check_decay("momentum", momentum)
     adam = _adam(betas)
-    label_of = _labels_for(labels, params, model, roles=by_role)
+    label_of = _labels_for(labels, params, model, roles=has_roles)
     check_roles("Muon", adamw_numbers, label_of, float)
     return muon_with_adamw(
         lr,
@@ -215,19 +215,35 @@ def _transform(
     )
 
 
-def _check_ranges(not_negative: Mapping[str, object], decays: Mapping[str, object]) -> None:
-    """Raise ValueError, with the name of the argument, if a number is negative, or a decay is not in [0, 1).
+def _named_unless_model(params: NamedParameters, model: nn.Module | None) -> nn.Module | NamedTensors:
+    """Return the argument ``params`` of `Muon` if it is a model, else a dict from names to tensors.
+
+    ``model`` provides the names of tensors without names.
+    """
+    if isinstance(params, nn.Module):
+        return params
+    named: dict[str, Tensor] = {}
+    for group in resolve_groups(params, model):
+        named.update(group["params"])
+    return named
+
+
+def _check_not_negative(name: str, value: object) -> None:
+    """Raise ValueError, with the name of the argument, if a number is negative, or one in a dict of numbers by role.
 
     The transforms check their numbers too, but under their own names: ``lr`` is "learning_rate" there.
     """
-    for name, value in not_negative.items():
-        if isinstance(value, Mapping):  # a number for each role
-            _check_ranges({f"{name}[{role!r}]": number for role, number in value.items()}, {})
-        elif isinstance(value, int | float):
-            at_least(name, value, 0.0)
-    for name, value in decays.items():
-        if isinstance(value, int | float):
-            in_unit_interval(name, value)
+    if isinstance(value, Mapping):
+        for role, number in value.items():
+            _check_not_negative(f"{name}[{role!r}]", number)
+    elif isinstance(value, int | float):
+        at_least(name, value, 0.0)
+
+
+def _check_decay(name: str, value: object) -> None:
+    """Raise ValueError, with the name of the argument, if the decay of a moving average is not in [0, 1)."""
+    if isinstance(value, int | float):
+        in_unit_interval(name, value)
 
 
 def _adam(betas: Any) -> Transform:
@@ -236,7 +252,8 @@ def _adam(betas: Any) -> Transform:
         raise TypeError(_wrong_betas(betas))
     if len(betas) != 2:
         raise ValueError(_wrong_betas(betas))
-    _check_ranges({}, {"betas[0]": betas[0], "betas[1]": betas[1]})
+    for index, beta in enumerate(betas):
+        _check_decay(f"betas[{index}]", beta)
     return scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1]))
 
 
@@ -245,22 +262,30 @@ def _wrong_betas(betas: object) -> str:
 
 
 def _labels_for(
-    labels: LabelsLike, params: nn.Module | Mapping[str, Tensor], model: nn.Module | None, *, roles: bool
+    labels: LabelsLike, params: nn.Module | NamedTensors, model: nn.Module | None, *, roles: bool
 ) -> Labels:
-    """Return the label of each parameter, from a dict or a function of the model. ``roles``: by default its role."""
+    """Return the label of each parameter, from the argument ``labels`` of `Muon`: a dict, a function, or None.
+
+    With None, the labels are those of `default_labels`: roles such as "embedding" if ``roles`` is True, else "muon" and
+    "adamw".
+    """
+    params_or_model = params if model is None else model
+    label_of: Mapping[str, str | None]
     if labels is None:
-        labels = partial(default_labels, roles=roles)
-    if not isinstance(labels, Mapping):
-        if not callable(labels):
-            raise _wrong_labels(labels)
-        labels = labels(params if model is None else model)
+        label_of = default_labels(params_or_model, roles=roles)
+    elif isinstance(labels, Mapping):
+        label_of = labels
+    elif callable(labels):
+        label_of = labels(params_or_model)
+    else:
+        raise _wrong_labels(labels)
     names = [name for name, _ in named_pairs(params)]
-    missing = [name for name in names if name not in labels]
+    missing = [name for name in names if name not in label_of]
     if missing:
         raise ValueError(f"labels: found none for {format_list(missing)}, expected a label for every parameter")
-    if not isinstance(labels, Labels):
-        labels = Labels(labels)
-    return labels.restrict(names)
+    if not isinstance(label_of, Labels):
+        label_of = Labels(label_of)
+    return label_of.restrict(names)
 
 
 def _wrong_labels(labels: object) -> TypeError:
@@ -285,25 +310,29 @@ def _as_trained(params: Iterable[Tensor]) -> Generator[None]:
 
 
 @contextmanager
-def _either_part_may_be_empty() -> Generator[None]:
-    """Suppress the warning of `partition` that no parameter has the label of Muon, or of AdamW."""
+def _without_unused_label_warning() -> Generator[None]:
+    """Return a context manager that suppresses the warning that no parameter has the label of Muon, or of AdamW."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon|hidden)'")
         yield
 
 
-def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
-    """Warn if AdamW trains all parameters."""
-    if not named or not {"muon", "hidden"}.isdisjoint(labels.values()):
+def _warn_of_no_matrices(labels: Labels, named: NamedTensors) -> None:
+    """Warn if AdamW trains all parameters, because none has the label "muon", or "hidden" where labels are roles."""
+    if not named or "muon" in labels.values() or "hidden" in labels.values():
         return
     trained = [name for name, label in labels.items() if label is not None]
     reason = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
     if any(param.ndim >= 2 for param in named.values()):
-        not_trained = [name for name, label in labels.items() if label is None]
-        first_names = [*trained, *not_trained][:5]
-        reason = "; ".join([f"{name!r} is {labels[name]!r}: {labels.reason(name)}" for name in first_names])
+        reason = _label_reasons(labels)
     warn_caller(
         f"Muon: found no parameter with the label 'muon' or 'hidden' ({reason}), expected at least one; AdamW trains "
         f"{len(trained)} of {len(named)} parameters, and none is orthogonalized. Give labels=, or use "
         "TransformOptimizer(params, muonfx.adamw())"
     )
+
+
+def _label_reasons(labels: Labels) -> str:
+    """Return the labels of five parameters with the reasons for them, of trained parameters first."""
+    names = sorted(labels, key=lambda name: labels[name] is None)
+    return "; ".join([f"{name!r} is {labels[name]!r}: {labels.reason(name)}" for name in names[:5]])

@@ -12,6 +12,15 @@ from muonfx.core import Transform
 from muonfx.core.checks import is_frozen
 from muonfx.optimizer.group_numbers import Group
 
+NamedTensors = Mapping[str, Tensor]
+"""Parameters by name, such as ``{"0.weight": tensor}``."""
+
+NamedPairs = list[tuple[str, Tensor]]
+"""Pairs of a name and a parameter."""
+
+Gradients = dict[str, Tensor | None]
+"""The gradient of each parameter by name; None for a parameter without one."""
+
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
 """The parameters of an optimizer: a model, named parameters, tensors of a known model, or groups of these."""
 
@@ -36,7 +45,7 @@ def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
         if items and all(isinstance(item, dict) for item in items):
             groups = items
     named_groups: list[Group] = []
-    all_pairs: list[tuple[str, Tensor]] = []
+    all_pairs: NamedPairs = []
     for group in groups:
         pairs = named_pairs(group["params"], known)
         named_groups.append({**group, "params": pairs})
@@ -60,7 +69,7 @@ def require_parameters(params: object) -> None:
     )
 
 
-def divide(named: Mapping[str, Tensor], names: Container[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def divide(named: NamedTensors, names: Container[str]) -> tuple[NamedTensors, NamedTensors]:
     """Return the parameters whose names are in ``names``, and the others."""
     inside: dict[str, Tensor] = {}
     outside: dict[str, Tensor] = {}
@@ -70,7 +79,7 @@ def divide(named: Mapping[str, Tensor], names: Container[str]) -> tuple[dict[str
     return inside, outside
 
 
-def divide_frozen(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def divide_frozen(named: NamedTensors) -> tuple[NamedTensors, NamedTensors]:
     """Return the frozen parameters, and the others."""
     return divide(named, {name for name, param in named.items() if is_frozen(param)})
 
@@ -89,7 +98,7 @@ def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
         name_of[param] = name
 
 
-def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[tuple[str, Tensor]]:
+def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> NamedPairs:
     """Convert a model, named parameters or tensors to (name, tensor) pairs. ``known`` maps unnamed tensors to names."""
     if isinstance(params, nn.Module):
         return list(params.named_parameters())

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.visit import Visit, visit
 from muonfx.optimizer.gathering import Gathering
 from muonfx.optimizer.group_numbers import TrackedGroup
 from muonfx.optimizer.local_values import Load, apart_from, on_this_rank, require_same_position
+from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.stepping import FormerState, Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
-from muonfx.placement.offload import inner_of, store_of
+from muonfx.placement.offload import store_of
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.communication.agree import agree
 from muonfx.sharding.communication.waiting import wait_for_all
@@ -46,8 +46,8 @@ SMALL_BUCKET = 1 << 22
 
 def stepping_for(
     tx: Transform,
-    params: Mapping[str, Tensor],
-    others: Mapping[str, Tensor],
+    params: NamedTensors,
+    others: NamedTensors,
     layout: Layout | None,
     settings: Settings,
     bucket_bytes: int | None,
@@ -57,18 +57,16 @@ def stepping_for(
     ``others`` are parameters that are not trained. The layout has them too, so that they can be saved with the others.
     """
     layout = _complete_layout(layout, params, others)
-    if layout is None:
-        if bucket_bytes is None:
-            bucket_bytes = max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
-        return Stepping(tx, tuple(visit(inner_of(tx), meta_like(dict(params)))), bucket_bytes)
-    if bucket_bytes is not None:
-        settings = settings._replace(bucket_bytes=bucket_bytes)
-    return SteppingOverRanks(tx, tuple(visit(inner_of(tx), layout.meta(list(params)))), layout, settings)
+    if layout is not None:
+        if bucket_bytes is not None:
+            settings = settings._replace(bucket_bytes=bucket_bytes)
+        return SteppingOverRanks(tx, layout.meta(list(params)), layout, settings)
+    if bucket_bytes is None:
+        bucket_bytes = max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
+    return Stepping(tx, meta_like(dict(params)), bucket_bytes)
 
 
-def _complete_layout(
-    layout: Layout | None, params: Mapping[str, Tensor], others: Mapping[str, Tensor]
-) -> Layout | None:
+def _complete_layout(layout: Layout | None, params: NamedTensors, others: NamedTensors) -> Layout | None:
     """Return the layout of all parameters, trained or not; None in one process.
 
     It is the caller's ``layout``, or follows from the DTensors. A layout in which every rank has every parameter in
@@ -78,13 +76,12 @@ def _complete_layout(
     dtensor_names = [name for name, param in all_params.items() if is_dtensor(param)]
     if layout is None:
         return from_dtensors(all_params) if dtensor_names else None
-    if layout.dtensors:
-        return layout
-    if dtensor_names:
+    if dtensor_names and not layout.dtensors:
         raise TypeError(
             f"layout: found {layout!r}, expected none, because {dtensor_names[0]!r} is a DTensor: leave layout out"
         )
-    if layout.is_flat or params.keys() <= layout.specs.keys():
+    has_all = params.keys() <= layout.specs.keys()
+    if layout.dtensors or layout.is_flat or has_all:
         return layout
     return replicated(all_params, layout.group or layout.size)
 
@@ -95,87 +92,99 @@ class SteppingOverRanks(Stepping):
     A transform such as `orthogonalize` needs whole matrices, so one rank, the *owner*, computes the update of a matrix.
     State that such a transform keeps is *owned*: the owner holds it for its matrices, and other ranks have None. Other
     state is sharded like its parameter.
+
+    Args:
+        tx: the transform, with the hyperparameters from construction.
+        meta_params: the parameters in full by name, as meta tensors.
+        layout: which rank has which part of each parameter.
+        settings: options of the communication.
     """
 
     is_over_ranks = True
 
-    def __init__(self, tx: Transform, visits: Sequence[Visit], layout: Layout, settings: Settings) -> None:
-        super().__init__(tx, visits, None)
+    def __init__(self, tx: Transform, meta_params: PyTree, layout: Layout, settings: Settings) -> None:
+        super().__init__(tx, meta_params, None)
         self.layout = layout
         self._settings = settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
         """The layout with the plan of its communication, which the functions of `muonfx.sharding` take."""
         self._progress = Progress()
+        """The number of steps that this rank has completed, which the ranks compare at every step."""
+        self._is_distributed = layout.group is not None and layout.size > 1
+        self._is_replicated = layout.is_replicated and not layout.dtensors
         self._current = self._inner
         """The transform with the current hyperparameters."""
-        self._like: dict[str, Tensor | None] = {}
+        # `init` sets the following attributes.
+        self._meta_params: dict[str, Tensor | None] = {}
         """All parameters in full, as meta tensors."""
         self._device = torch.device("cpu")
         """The device of this rank's parameters."""
         self._placements: Sequence[LeafPlacement | None] = ()
         """For each leaf of the state, its shape and the ranks that hold it; None for a leaf that is None."""
-        self._hidden: dict[int, LeafPlacement] = {}
-        """The leaves, by index, that only one rank shows in `optimizer.state`, so that `state_dict` gathers them."""
-        self._is_distributed = layout.group is not None and layout.size > 1
-        self._is_replicated = layout.is_replicated and not layout.dtensors
+        self._on_one_rank: dict[int, LeafPlacement] = {}
+        """The leaves, by index, that `optimizer.state` shows on one rank only, so that `state_dict` gathers them."""
         self._gathering: Gathering | None = None
-        """The copy of state from single ranks to all ranks that `_share` has started; None before the first."""
+        """The copy of these leaves to all ranks that `_share` has started; None before the first."""
 
     def transform_with(self, tx: Transform) -> Transform:
         """Return the sharded transform that updates the optimizer's parameters."""
         return sharded_with(self._progress, tx, self.layout, self._settings)
 
-    def init(
-        self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup], former: FormerState | None = None
-    ) -> PyTree:
+    def init(self, params: NamedTensors, groups: Sequence[TrackedGroup], former: FormerState | None = None) -> PyTree:
         """Return the state of this rank's shards, and record where each leaf of the state is.
 
         All ranks call this together, because they first compare their settings.
         """
-        local = {name: local_of(param) for name, param in params.items()}
-        state = init_sharded(self.binding, self._progress, self._inner, local)
-        self._device = tree.device_of(local)
-        self._like = self.binding.global_like(local)
-        self._placements = describe_state(self.binding, self._inner, self._like)
-        self._hidden = {}
-        for index, placement in enumerate(self._placements):
-            if placement is not None and self._is_hidden(placement):
-                self._hidden[index] = placement
+        local_params = {name: local_of(param) for name, param in params.items()}
+        state = init_sharded(self.binding, self._progress, self._inner, local_params)
+        self._record_placements(local_params)
         self.refresh(params, groups)
         state = self._with_former_values(state, former)
         self._share(state)
         return state
 
-    def _is_hidden(self, placement: LeafPlacement) -> bool:
+    def _record_placements(self, local_params: dict[str, Tensor]) -> None:
+        """Record the shape, device and ranks of each leaf of the state of this rank's parameters."""
+        self._device = tree.device_of(local_params)
+        self._meta_params = self.binding.global_like(local_params)
+        self._placements = describe_state(self.binding, self._inner, self._meta_params)
+        self._on_one_rank = {}
+        for index, placement in enumerate(self._placements):
+            if placement is not None and self._is_on_one_rank(placement):
+                self._on_one_rank[index] = placement
+
+    def _is_on_one_rank(self, placement: LeafPlacement) -> bool:
         """Return True if only one rank has a leaf, and no DTensor on the parameter's mesh can express that."""
-        if not self._is_distributed or not placement.owned or all(shard.owner is None for shard in placement.shards):
+        if not self._is_distributed or not placement.owned:
+            return False
+        if all(shard.owner is None for shard in placement.shards):  # each rank computes all matrices
             return False
         if placement.name is None or placement.name not in self.layout.dtensors or len(placement.shards) == 1:
             return True
         return not own_what_they_hold(self.layout, placement.name, placement.shards, placement.shape)
 
-    def _part_like(self, index: int, leaf: Any, whole: Tensor) -> Any:
+    def _local_part(self, index: int, leaf: Any, full_value: Tensor) -> Any:
         """Return this rank's part of a full state tensor to replace ``leaf``; None if the rank has no part of it."""
         placement = self._placements[index]
-        if placement is None or tuple(whole.shape) != placement.shape:
+        if placement is None or tuple(full_value.shape) != placement.shape:
             return leaf
-        whole = whole.to(self._device)
+        full_value = full_value.to(self._device)
         if placement.name is None:  # of no parameter, such as a step count: every rank has it in full
-            return whole
+            return full_value
         if not placement.owned:  # sharded like its parameter
-            return self.layout.position(placement.name).cut(whole)
-        if placement.local is None or placement.shard is None:  # other ranks have it
+            return self.layout.position(placement.name).cut(full_value)
+        if placement.local is None or placement.shard is None:  # other ranks compute the matrices of this parameter
             return None
-        return _interval(placement, whole).view(placement.local)
+        return _owned_interval(placement, full_value).view(placement.local)
 
-    def whole(self, index: int, leaf: Any) -> Any:
+    def full_leaf(self, index: int, leaf: Any) -> Any:
         """Gather a leaf of the state and return it in full. All ranks must call this together."""
         placement = self._placements[index]
         if placement is None or placement.name is None:  # of no parameter: every rank has it in full
             return leaf
         if not placement.owned:  # sharded like its parameter
             return self.layout.gather({placement.name: leaf})[placement.name]
-        if not self._is_distributed:  # one rank owns all of it
+        if not self._is_distributed:  # this rank computes all matrices
             return leaf.view(placement.shape)
         return Gathering(self.layout, self._device, {index: (placement, leaf)}).wait()[index]
 
@@ -194,7 +203,7 @@ class SteppingOverRanks(Stepping):
         """Return the state in the form that the sharded ``update`` takes: DTensors if the parameters are DTensors."""
         if not self.layout.dtensors:
             return state
-        return state_to_dtensors(self.binding, self._inner, self._like, state)
+        return state_to_dtensors(self.binding, self._inner, self._meta_params, state)
 
     # ------------------------------------------------------------------------------------------------- persistence
 
@@ -203,60 +212,75 @@ class SteppingOverRanks(Stepping):
         # This state is small compared with the updates sent to replicas, and the copy overlaps with the next forward.
         if self._gathering is not None:
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
-        if self._hidden and self._is_replicated:
+        if self._on_one_rank and self._is_replicated:
             leaves = tree.leaves(state)
-            hidden_leaves = {index: (placement, leaves[index]) for index, placement in self._hidden.items()}
-            self._gathering = Gathering(self.layout, self._device, hidden_leaves)
+            leaves_to_gather = {index: (placement, leaves[index]) for index, placement in self._on_one_rank.items()}
+            self._gathering = Gathering(self.layout, self._device, leaves_to_gather)
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
-        """Return the state tensors that only one rank has, by index, as full tensors or DTensors to save."""
+        """Return the leaves of the state to save that `optimizer.state` shows on one rank only, by index.
+
+        Under DDP they are full tensors, which `_share` has copied to all ranks. For DTensors, all ranks call this
+        together and get DTensors.
+        """
         if self._gathering is not None:
             return self._gathering.wait()
-        if not self._hidden or not self.layout.dtensors:
+        if not self._on_one_rank or not self.layout.dtensors:
             return {}
         assert self.layout.group is not None
         wait_for_all(self.layout.group, "state_dict()")
         leaves = tree.leaves(state)
         exported: dict[int, Any] = {}
-        for index, placement in self._hidden.items():
-            assert placement.name is not None
-            exported[index] = self.whole(index, leaves[index])
-            if placement.name in self.layout.dtensors:
-                exported[index] = _evenly_sharded(exported[index], self.layout.dtensors[placement.name].mesh)
+        for index, placement in self._on_one_rank.items():
+            exported[index] = self.full_leaf(index, leaves[index])
+            mesh = self._mesh_of(placement)
+            if mesh is not None:
+                exported[index] = _evenly_sharded(exported[index], mesh)
         return exported
 
+    def _mesh_of(self, placement: LeafPlacement) -> DeviceMesh | None:
+        """Return the mesh of the parameter to which a leaf of the state belongs; None if it is not a DTensor."""
+        if placement.name is None or placement.name not in self.layout.dtensors:
+            return None
+        return self.layout.dtensors[placement.name].mesh
+
     def local_value(self, index: int, leaf: Any, value: Any) -> Tensor:
-        """Return the part of a saved tensor to load on this rank, or all of it for a leaf that owners hold."""
+        """Return the part of a saved tensor to load on this rank. `assign` copies it into the state.
+
+        State of no owner, and shards of a flat layout, are saved as `optimizer.state` shows them. Other state is saved
+        as `exported` returns it: as a full tensor, or as a DTensor that is sharded evenly over the parameter's mesh.
+        """
         placement = self._placements[index]
-        if placement is None or placement.name is None or not placement.owned:
+        if placement is None or not placement.owned or isinstance(value, FlatShardTensor):
             return on_this_rank(leaf, value)
-        if isinstance(value, FlatShardTensor):
-            return on_this_rank(leaf, value)
-        if not is_dtensor(value):  # `assign` takes this rank's part; gathered copies take all of it
+        if not is_dtensor(value):  # `assign` cuts this rank's part out of it
             return value
-        spec = self.layout.dtensors.get(placement.name)
-        is_of_one_owner = is_dtensor(leaf) and value.device_mesh == leaf.device_mesh
-        if spec is None or value.device_mesh != spec.mesh or is_of_one_owner:
+        mesh = self._mesh_of(placement)
+        is_like_leaf = is_dtensor(leaf) and value.device_mesh == leaf.device_mesh
+        if mesh is None or value.device_mesh != mesh or is_like_leaf:
             return on_this_rank(leaf, value)
-        require_same_position(value, spec.mesh)
+        require_same_position(value, mesh)
         # On our own mesh, because a loaded mesh may have the coordinates of the rank that saved it.
-        return dtensor_of(local_of(value), spec.mesh, value.placements, value.shape, value.stride())
+        return dtensor_of(local_of(value), mesh, value.placements, value.shape, value.stride())
 
     def load(
         self, loads: Sequence[Load], state: PyTree, problem: Exception | None, without_state: Sequence[str]
     ) -> None:
         """Copy saved values into the state. If parameters are sharded, an error on one rank is raised on all ranks."""
         if self._is_distributed and not self._is_replicated:
-            assert self.layout.group is not None
-            wait_for_all(self.layout.group, "load_state_dict()")
-            missing = dict.fromkeys(without_state, "without saved state")
-            facts = {"parameters without saved state": missing}
-            agree("load_state_dict()", self.layout.group, problem, same=tuple(missing), explain=lambda: facts)
+            self._agree_to_load(problem, without_state)
         elif problem is not None:
             raise problem
         self.assign(loads, state)
         if self._is_distributed:
             self._progress.load()
+
+    def _agree_to_load(self, problem: Exception | None, without_state: Sequence[str]) -> None:
+        """Wait for all ranks to load. Raise on all if one has a ``problem``, or lacks state of other parameters."""
+        assert self.layout.group is not None
+        wait_for_all(self.layout.group, "load_state_dict()")
+        reports = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
+        agree("load_state_dict()", self.layout.group, problem, same=tuple(without_state), explain=lambda: reports)
 
     def note_loaded(self, state: PyTree) -> None:
         """Share the new state of single ranks, and let the next step compare the steps of all ranks again."""
@@ -267,18 +291,23 @@ class SteppingOverRanks(Stepping):
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
         """Copy values into this rank's part of the state."""
         leaves = tree.leaves(state)
-        # The gathered copies are loaded too, not gathered again, because this rank may load alone.
+        # The copies on all ranks are loaded too, not gathered again, because this rank may load alone.
         gathered = {} if self._gathering is None else self._gathering.wait()
         for load in apart_from([*leaves, *gathered.values()], loads):
-            placement = self._placements[load.leaf_index]
-            leaf = leaves[load.leaf_index]
+            index = load.leaf_index
             value = load.value.full_tensor() if is_dtensor(load.value) else load.value
-            if placement is not None and placement.owned and tuple(value.shape) == placement.shape:
-                if load.leaf_index in gathered:
-                    gathered[load.leaf_index].copy_(value)
-                value = _interval(placement, value)
-            if leaf is not None:
-                leaf.copy_(value.view(leaf.shape))
+            if index in gathered and value.shape == gathered[index].shape:
+                gathered[index].copy_(value)
+            leaf = leaves[index]
+            if leaf is not None:  # else another rank has it
+                leaf.copy_(self._owned_part(index, value).view(leaf.shape))
+
+    def _owned_part(self, index: int, value: Tensor) -> Tensor:
+        """Return this rank's part of a full value of an owned leaf. Another value is this rank's part already."""
+        placement = self._placements[index]
+        if placement is None or not placement.owned or tuple(value.shape) != placement.shape:
+            return value
+        return _owned_interval(placement, value)
 
     def is_on_any_rank(self, is_here: bool, problem: Exception | None) -> bool:
         """Return True if a fact is true on any rank. If one rank has a ``problem``, all ranks raise."""
@@ -287,25 +316,25 @@ class SteppingOverRanks(Stepping):
         assert self.layout.group is not None
         return agree("the first step", self.layout.group, problem, request=is_here).is_requested
 
-    def initial(self, params: Mapping[str, Tensor]) -> PyTree:
+    def initial_state(self, params: NamedTensors) -> PyTree:
         """Return the initial state of this rank's shards. All ranks call this together."""
-        local = {name: local_of(param) for name, param in params.items()}
+        local_params = {name: local_of(param) for name, param in params.items()}
         state: PyTree = None
         problem: Exception | None = None
         try:
-            state = self.binding.init(self._current, local)
-        except Exception as error:  # perhaps on this rank only: raised on all ranks together
+            state = self.binding.init(self._current, local_params)
+        except Exception as error:  # perhaps on this rank only
             problem = error
-        self.is_on_any_rank(False, problem)
+        self.is_on_any_rank(False, problem)  # raises the error on all ranks together
         return state
 
     def snapshot(
-        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[TrackedGroup]
-    ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
+        self, state: PyTree, params: dict[str, Tensor], grads: Gradients, groups: Sequence[TrackedGroup]
+    ) -> tuple[Transform, PyTree, dict[str, Tensor], Gradients]:
         """Return the transform with the current hyperparameters, and the state, parameters and gradients, gathered."""
         return super().snapshot(state, self.layout.gather(params), self.layout.gather(grads), groups)
 
-    def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
+    def _prepare(self, tx: Transform, params: NamedTensors) -> None:
         self._current = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
@@ -317,21 +346,21 @@ class SteppingOverRanks(Stepping):
         return after
 
 
-def _interval(placement: LeafPlacement, whole: Tensor) -> Tensor:
-    """Return the interval of a flattened full state tensor that this rank holds."""
-    flat = whole.reshape(-1)
+def _owned_interval(placement: LeafPlacement, full_value: Tensor) -> Tensor:
+    """Return the interval of a flattened full state tensor that this rank holds for the matrices that it computes."""
+    flat = full_value.reshape(-1)
     if placement.shard is None:
         return flat[:0]
     start, stop = interval_of(placement, placement.shard)
     return flat[start:stop]
 
 
-def _evenly_sharded(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+def _evenly_sharded(full_value: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return a full tensor as a DTensor that is sharded over the last dim of a mesh."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     placements: list[Placement] = [Replicate()] * mesh.ndim
-    if whole.ndim:
+    if full_value.ndim:
         placements[-1] = Shard(0)
     # Cloned, because a shard is a view that would keep the full tensor in memory.
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()
+    return distribute_tensor(full_value, mesh, placements, src_data_rank=None).clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import cache
 from operator import is_
 from typing import Any
@@ -19,11 +19,22 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.value import prepared
 from muonfx.optimizer import errors
-from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup, fitted, own_copy
+from muonfx.optimizer.group_numbers import (
+    Group,
+    GroupNumbers,
+    Hyperparam,
+    Number,
+    TrackedGroup,
+    fitted,
+    own_copy,
+    read_numbers,
+)
+from muonfx.optimizer.named_parameters import NamedPairs, NamedTensors
 from muonfx.optimizer.parameters import TrackedParameters
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.update_rules import (
     UpdateRule,
+    UpdateRules,
     distinct_rules,
     group_hyperparams,
     holders_of,
@@ -55,24 +66,24 @@ _SIMILAR = 0.85
 """From this ratio of `difflib` on, a key is a misspelling: "weight_dacay" has 0.92, "max_momentum" 0.8."""
 
 
-def meant(key: str, known: Iterable[str]) -> str | None:
+def intended_hyperparam(key: str, hyperparams: Iterable[str]) -> str | None:
     """Return the hyperparameter that a key of a group is probably meant to be, or None if it is a key of the user's.
 
-    >>> meant("weight_dacay", ["lr", "weight_decay"]), meant("lr_scale", ["lr", "weight_decay"])
+    >>> intended_hyperparam("weight_dacay", ["lr", "weight_decay"]), intended_hyperparam("lr_scale", ["lr"])
     ('weight_decay', None)
     """
-    # The last component, because "eps_root" is written for "scale_by_adam.eps_root".
-    full_names = {name.rpartition(".")[2]: name for name in known}
-    plain = key.lower().replace("-", "_")
-    plain = _SYNONYMS.get(plain, plain)
-    if plain in full_names:
-        return full_names[plain]
-    close = difflib.get_close_matches(plain, full_names, n=1, cutoff=_SIMILAR)
-    return full_names[close[0]] if close else None
+    # Compare last components, because "eps_root" is written for "scale_by_adam.eps_root".
+    full_names = {name.rpartition(".")[2]: name for name in hyperparams}
+    plain_key = key.lower().replace("-", "_")
+    plain_key = _SYNONYMS.get(plain_key, plain_key)
+    if plain_key in full_names:
+        return full_names[plain_key]
+    close_names = difflib.get_close_matches(plain_key, full_names, n=1, cutoff=_SIMILAR)
+    return full_names[close_names[0]] if close_names else None
 
 
-_OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
-"""Keys of other optimizers that change their updates, and not ours."""
+_KEYS_OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
+"""Keys with which other optimizers change their updates. They have no effect here."""
 
 
 def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], all_keys: Set[str]) -> str | None:
@@ -84,23 +95,21 @@ def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], al
     if key in group_keys or key in NOT_HYPERPARAMS:
         return None
     start = f"param_groups: {key!r} in the group of {name!r} is kept, but"
-    intended_key = meant(key, group_keys) or meant(key, all_keys)
-    if intended_key is None:
-        if key not in _OF_OTHERS or not value:
-            return None
+    group_key = intended_hyperparam(key, group_keys)
+    if group_key is not None:
+        return f"{start} it is no hyperparameter of the group: did you mean {group_key!r}?"
+    if intended_hyperparam(key, all_keys) is not None:
+        expected = ", ".join(sorted(group_keys)) or "none"
+        return f"{start} it is no hyperparameter of the group: the group has {expected}"
+    if key in _KEYS_OF_OTHERS and value:  # such as "amsgrad": True
         return (
             f"{start} has no effect: the labels choose the transform of a parameter, and the arguments of the "
             "transform choose its update"
         )
-    advice = f"did you mean {intended_key!r}?"
-    if intended_key not in group_keys:
-        advice = f"the group has {', '.join(sorted(group_keys)) or 'none'}"
-    return f"{start} it is no hyperparameter of the group: {advice}"
+    return None
 
 
-def warn_of_unread_keys(
-    entries: Group, name: str, distinct: Sequence[UpdateRule], rules: Mapping[str, UpdateRule]
-) -> None:
+def warn_of_unread_keys(entries: Group, name: str, distinct: Sequence[UpdateRule], rules: UpdateRules) -> None:
     """Warn of keys of a new group that look like hyperparameters and set none.
 
     ``name`` is a parameter of the group, and ``distinct`` are the rules of all of its parameters.
@@ -108,17 +117,12 @@ def warn_of_unread_keys(
     if not entries:
         return
     group_keys = {hyperparam.key for hyperparam in group_hyperparams(distinct, entries)}
-    group_keys = group_keys.union(*map(read_keys, distinct))
-    all_keys = set[str]().union(*map(read_keys, set(rules.values())))
+    group_keys |= holders_of(distinct).keys()
+    all_keys = holders_of(set(rules.values())).keys()
     for key, value in entries.items():
         message = unread_key_warning(key, value, name, group_keys, all_keys)
         if message is not None:
             warn_caller(message)
-
-
-def read_keys(rule: UpdateRule) -> set[str]:
-    """Return the keys of a new group from which a rule takes its numbers."""
-    return {hyperparam.key for hyperparam in rule.hyperparams if not hyperparam.is_mirror}
 
 
 def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
@@ -131,7 +135,7 @@ def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
     return defaults
 
 
-def new_groups(stepping: Stepping, entries: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> list[Group]:
+def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one: bool) -> list[Group]:
     """Return the param groups for named parameters, with ``entries`` and all hyperparameters of their transforms.
 
     With ``as_one``, they are one group, unless the parameters have different rates and ``entries`` has none. Else they
@@ -146,17 +150,19 @@ def new_groups(stepping: Stepping, entries: Group, pairs: list[tuple[str, Tensor
         if has_one_rate:
             return [_complete_group(stepping, rules, with_common_numbers, pairs)]
     groups: list[Group] = []
-    all_keys = set[str]().union(*map(read_keys, rules))
     for rule, rule_pairs in pairs_of.items():
-        keys_of_others = all_keys - read_keys(rule) - NOT_HYPERPARAMS
-        rule_entries = {key: value for key, value in entries.items() if key not in keys_of_others}
+        rule_entries = _entries_for(rule, rules, entries)
         groups.append(_complete_group(stepping, [rule], rule_entries, rule_pairs))
     return groups
 
 
-def _complete_group(
-    stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, pairs: list[tuple[str, Tensor]]
-) -> Group:
+def _entries_for(rule: UpdateRule, rules: Iterable[UpdateRule], entries: Group) -> Group:
+    """Return the entries for the group of one rule, without keys that only other rules read, such as Adam's "eps"."""
+    keys_of_others = holders_of(rules).keys() - holders_of([rule]).keys() - NOT_HYPERPARAMS
+    return {key: value for key, value in entries.items() if key not in keys_of_others}
+
+
+def _complete_group(stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, pairs: NamedPairs) -> Group:
     """Return a param group of named parameters with all hyperparameters: from ``entries``, else from the transform.
 
     ``rules`` are the different rules (labels and transforms) of the parameters.
@@ -166,23 +172,27 @@ def _complete_group(
         group[key] = own_copy(value)
     group["params"] = pairs
     complete_entries(stepping, rules, group)
-    return {"label": group["label"], "lr": group["lr"], **group}  # the rate first, as it is what people look for
+    # "label" and "lr" come first in the dict, where people look for them.
+    return {"label": group["label"], "lr": group["lr"], **group}
 
 
 def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Group) -> None:
-    """Put the hyperparameters that a group lacks into it, from the transform. Raise if a number is out of range."""
+    """Add the hyperparameters that a group lacks: ``{"lr": 0.1}`` becomes ``{"lr": 0.1, "momentum": 0.95}``.
+
+    The numbers are those of the transform. ``rules`` are the different rules of the group's parameters. Raise if a
+    number in the group is out of range.
+    """
     defaults = stepping.defaults
     entries = with_agreed(rules, group, defaults)
-    numbers = GroupNumbers(group_hyperparams(rules, entries))
-    values = {name: own_copy(value) for name, value in numbers.complete(entries, defaults).items()}
-    if any(value is not defaults[name] for name, value in values.items()):
-        # A transform checks its numbers when it is prepared.
-        prepared(with_hyperparams(stepping.tx, fitted(defaults, values)))
-    group.update(numbers.entries(values))
+    group_numbers = GroupNumbers(group_hyperparams(rules, entries))
+    numbers: dict[str, Number] = {}  # by dotted name, such as "muon.momentum.decay"
+    for name, number in group_numbers.complete(entries, defaults).items():
+        numbers[name] = own_copy(number)
+    # A transform checks its numbers when it is prepared.
+    prepared(with_hyperparams(stepping.tx, fitted(defaults, numbers)))
+    group.update(group_numbers.entries(numbers))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
 
-
-UpdateRules = Mapping[str, UpdateRule]
 
 _LISTED = 10
 """The largest number of lines that `TrackedGroups.warn_once` lists."""
@@ -207,7 +217,7 @@ class TrackedGroups:
         """True after the warning of an "lr" that no transform reads."""
 
     @property
-    def named(self) -> dict[str, Tensor]:
+    def named(self) -> NamedTensors:
         """A dict from name to parameter, for the parameters that have optimizer state, in the order of the groups."""
         tracked_parameters = self._parameters.tracked
         named: dict[str, Tensor] = {}
@@ -218,9 +228,9 @@ class TrackedGroups:
 
     def are_current(self, groups: Sequence[Group]) -> bool:
         """Return True if no parameter was replaced, resized or moved, in the param groups or in the models."""
-        return self._have(groups) and self._parameters.are_current()
+        return self._are_recorded(groups) and self._parameters.are_current()
 
-    def _have(self, groups: Sequence[Group]) -> bool:
+    def _are_recorded(self, groups: Sequence[Group]) -> bool:
         """Return True if these are the param groups that `record` recorded, with the same parameters and names."""
         if len(groups) != len(self.groups):
             return False
@@ -231,7 +241,7 @@ class TrackedGroups:
             if len(group["params"]) != len(tracked.names):
                 return False
             params += group["params"]
-        return all(map(is_, params, self.named.values()))
+        return all(map(is_, params, self.named.values()))  # each parameter is the same tensor object
 
     def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
         """Record the param groups from which later steps read the hyperparameters."""
@@ -239,17 +249,24 @@ class TrackedGroups:
         for group in groups:
             names: list[str] = list(group["param_names"])
             distinct = distinct_rules(names, rules)
-            hyperparams = group_hyperparams(distinct, group) if distinct else ()
+            numbers = self._numbers_of(group, names, group_hyperparams(distinct, group))
             # Where one key such as "weight_decay" sets a number of all labels, "adamw.weight_decay" has no effect.
-            for key in keys_by_label(distinct) - {hyperparam.key for hyperparam in hyperparams}:
+            for key in keys_by_label(distinct).difference(numbers.keys):
                 group.pop(key, None)
-            numbers = GroupNumbers(hyperparams)
-            former_numbers = self._former_numbers(group, names)
-            if former_numbers is not None and former_numbers.hyperparams == hyperparams:
-                numbers = copy.copy(former_numbers)  # they show which of two keys of a number is changed next
             tracked_groups.append(TrackedGroup(group, names, numbers))
         self.groups = tracked_groups
         self._key_counts = []
+
+    def _numbers_of(self, group: Group, names: Sequence[str], hyperparams: tuple[Hyperparam, ...]) -> GroupNumbers:
+        """Return the object that reads the hyperparameters of a group.
+
+        It is a copy of the former one, if that had the same hyperparameters. The copy has the numbers of the last step,
+        which show whether the user has changed "momentum" or "betas" since.
+        """
+        former_numbers = self._former_numbers(group, names)
+        if former_numbers is None or former_numbers.hyperparams != hyperparams:
+            return GroupNumbers(hyperparams)
+        return copy.copy(former_numbers)
 
     def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
         """Return the object that has read a group so far, or the group in which its first parameter was; else None."""
@@ -262,11 +279,15 @@ class TrackedGroups:
         return None
 
     def follow(self, groups: Sequence[Group], rules: UpdateRules, *, may_list_twice: bool = False) -> None:
-        """Record param groups that a user or engine has edited, and set "param_names". Raise if they do not fit."""
-        if self._have(groups):
+        """Record param groups that a user or engine has edited, and set "param_names". Raise if they do not fit.
+
+        ``may_list_twice``: True if one group may be in the list twice, as after ``param_groups.extend(param_groups)``.
+        """
+        if self._are_recorded(groups):
             return
-        if may_list_twice:  # as ``param_groups.extend(param_groups)`` makes them
-            groups = list({id(group): group for group in groups}.values())
+        if may_list_twice:
+            group_of_id = {id(group): group for group in groups}
+            groups = list(group_of_id.values())
         names_per_group = self._parameters.names_of(groups)
         for group, names in zip(groups, names_per_group, strict=True):  # check all groups before any is changed
             _require_all_hyperparams(group, names, rules)
@@ -276,18 +297,23 @@ class TrackedGroups:
             group.setdefault("label", label_of(distinct_rules(names, rules)))
         self.record(groups, rules)
 
+    def synchronize_keys(self) -> None:
+        """Write changed numbers under all keys of a group that hold them: into "betas" if "momentum" was changed."""
+        read_numbers(self.groups)
+
     def read_new_keys(self, rules: UpdateRules) -> None:
         """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay"."""
-        if self._count_keys() == self._key_counts:  # a step must not compare all keys
+        if self._count_keys() == self._key_counts:  # a step only counts the keys, which is faster than comparing them
             return
         # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
         self.record([tracked.group for tracked in self.groups], rules)
         self._key_counts = self._count_keys()
         all_keys = set[str]().union(*[tracked.numbers.keys for tracked in self.groups])
         for tracked in self.groups:
+            group_keys = set(tracked.numbers.keys)
             first_name = tracked.names[0] if tracked.names else "no parameter"
             for key in tracked.group.keys() - all_keys - self._reported:
-                message = unread_key_warning(key, tracked.group[key], first_name, set(tracked.numbers.keys), all_keys)
+                message = unread_key_warning(key, tracked.group[key], first_name, group_keys, all_keys)
                 if message is not None:
                     self._reported.add(key)
                     warn_caller(message)
@@ -309,6 +335,7 @@ class TrackedGroups:
                 return
 
     def _count_keys(self) -> list[int]:
+        """Return the number of keys in each group."""
         return [len(tracked.group) for tracked in self.groups]
 
     def warn_once(self, before: str, lines: list[str], after: str) -> None:
@@ -352,7 +379,10 @@ def _register_refusal() -> None:
 
 
 def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
-    """Raise if an optimizer steps on groups of a muonfx optimizer, and neither is one nor has one in an attribute."""
+    """Raise if another optimizer, before its step, has param groups of a muonfx optimizer, which then never steps.
+
+    A wrapper has a muonfx optimizer in an attribute, and may have its groups, because it calls the step of that.
+    """
     if torch.compiler.is_compiling() or optimizer in _owners:
         return
     group_ids = {id(group) for owner in _owners for group in owner.param_groups}
@@ -360,15 +390,18 @@ def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         if id(group) in group_ids or isinstance(group, OwnedGroup):
             labels.append(repr(group.get("label")))
-    if not labels:
-        return
-    for value in vars(optimizer).values():
-        if isinstance(value, Optimizer) and value in _owners:  # a wrapper, which calls our step
-            return
-    # accelerate replaces an optimizer by DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads: the groups
-    # still have our labels, but our step never runs.
-    raise RuntimeError(
-        f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
+    is_wrapper = any(isinstance(value, Optimizer) and value in _owners for value in vars(optimizer).values())
+    if labels and not is_wrapper:
+        raise _exchanged(type(optimizer).__name__, labels)
+
+
+def _exchanged(name: str, labels: Iterable[str]) -> RuntimeError:
+    """Return an error for an optimizer of another class, ``name``, that has groups with these labels from muonfx.
+
+    For example, accelerate creates DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads.
+    """
+    return RuntimeError(
+        f"{name} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
         "steps: an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
         'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
         "pass plain copies: [dict(group) for group in optimizer.param_groups]"

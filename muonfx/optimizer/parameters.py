@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch.nn.modules.module import (
 from muonfx.core.checks import all_usable, is_usable, warn_caller
 from muonfx.optimizer import errors
 from muonfx.optimizer.group_numbers import Group
-from muonfx.optimizer.named_parameters import names_in
+from muonfx.optimizer.named_parameters import Gradients, NamedTensors, names_in
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import is_dtensor
 
@@ -34,33 +35,37 @@ def models_of(params: Any) -> list[nn.Module]:
     return models
 
 
-def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
+def check_usable(named: NamedTensors, layout: Layout | None) -> None:
     """Raise ValueError if FSDP1 has flattened parameters, or if only some parameters are on the meta device.
 
-    A model may be entirely on the meta device: it is materialized before the first step. FSDP1 puts parameters into one
-    flat tensor, in which matrices have no shape; a flat ``layout`` describes such tensors, and then they are accepted.
+    A model may be entirely on the meta device: it is materialized before the first step. A flat ``layout`` describes
+    the tensors of FSDP1, and then they are accepted.
     """
     is_on_meta = all(param.is_meta for param in named.values())
     if not is_on_meta:
         check_real(named)
-    if layout is not None and layout.is_flat:
-        return  # the caller's layout describes these shards
+    if layout is None or not layout.is_flat:
+        _require_not_flattened(named)
+
+
+def _require_not_flattened(named: NamedTensors) -> None:
+    """Raise ValueError if FSDP1 (FullyShardedDataParallel) has flattened parameters, so that matrices have no shape.
+
+    FSDP1 copies all parameters into one flat tensor with the attribute ``_is_flat_param``. With ``use_orig_params``,
+    the parameters become views of it, with the attribute ``_fsdp_flattened``.
+    """
+    views: dict[str, Tensor] = {}
     for name, param in named.items():
-        is_flat_tensor = getattr(param, "_is_flat_param", False) and not _is_flattened(param)
-        if is_flat_tensor:
+        if getattr(param, "_fsdp_flattened", False):
+            views[name] = param
+        elif getattr(param, "_is_flat_param", False):
             raise errors.flattened(name, param)
     # A sharded view has one dim. On one rank, and with NO_SHARD, views keep their shapes and can be used.
-    views = {name: param for name, param in named.items() if _is_flattened(param)}
     if views and all(view.ndim < 2 for view in views.values()):
         raise errors.flattened(*next(iter(views.items())))
 
 
-def _is_flattened(param: Tensor) -> bool:
-    """Return True for a view of FSDP1's flat tensor, or, if it has one dim, perhaps for all of the flat tensor."""
-    return getattr(param, "_fsdp_flattened", False)
-
-
-def check_real(named: Mapping[str, Tensor]) -> None:
+def check_real(named: NamedTensors) -> None:
     """Raise ValueError if a parameter is on the meta device, because it has no values to update."""
     names = [name for name, param in named.items() if param.is_meta]
     if names:
@@ -97,7 +102,15 @@ class KnownModel(NamedTuple):
 
     ref: weakref.ref[nn.Module]
     names: frozenset[str] | None
-    """The names, also of tied parameters, under which it had the optimizer's parameters. None if these were all."""
+    """The names, also of tied parameters, of those of its parameters that the optimizer has; None if it has all."""
+
+    @classmethod
+    def of(cls, model: nn.Module, params: Set[Tensor]) -> KnownModel:
+        """Record a model that contains the parameters ``params`` of an optimizer, and perhaps others."""
+        all_params = list(model.named_parameters(remove_duplicate=False))
+        names = frozenset([name for name, param in all_params if param in params])
+        has_others = len(names) < len(all_params)
+        return cls(weakref.ref(model), names if has_others else None)
 
 
 class TrackedParameters:
@@ -118,18 +131,16 @@ class TrackedParameters:
         self,
         models: Iterable[nn.Module],
         model_of_names: nn.Module | None,
-        trained: Mapping[str, Tensor],
-        frozen: Mapping[str, Tensor],
-        left_out: Mapping[str, Tensor],
+        trained: NamedTensors,
+        frozen: NamedTensors,
+        left_out: NamedTensors,
     ) -> None:
         self._models: list[KnownModel] = []
         if model_of_names is not None:
-            known_params = {*trained.values(), *frozen.values(), *left_out.values()}
-            all_params = list(model_of_names.named_parameters(remove_duplicate=False))
-            names = frozenset([name for name, param in all_params if param in known_params])
-            has_others = len(names) < len(all_params)
-            self._models.append(KnownModel(weakref.ref(model_of_names), names if has_others else None))
+            params = {*trained.values(), *frozen.values(), *left_out.values()}
+            self._models.append(KnownModel.of(model_of_names, params))
         self.add_models(models)
+        # Weak references into the models where possible: frozen weights may be large and must not be kept alive.
         self._frozen = self._slots_or_tensors(frozen)
         self._left_out = self._slots_or_tensors(left_out)
         self.tracked: dict[str, TrackedParameter] = {}
@@ -165,28 +176,23 @@ class TrackedParameters:
         for model in models:
             self._models.append(KnownModel(weakref.ref(model), None))
 
-    def track(self, named: Mapping[str, Tensor]) -> None:
+    def track(self, named: NamedTensors) -> None:
         """Record the named tensors for which the optimizer now has state, and their positions in the models."""
-        slot_of: dict[Tensor, Slot] | None = None  # only made if a parameter is in another position than before
+        slot_of = self._slots()
         for name, param in named.items():
-            tracked = self.tracked.get(name)
-            slot = None if tracked is None else tracked.slot
-            if slot is None or slot.current() is not param:
-                if slot_of is None:
-                    slot_of = self._slots()
-                slot = slot_of.get(param)
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
-            self.tracked[name] = TrackedParameter(param, param.shape, param.device, _placement(param), slot)
+            self.tracked[name] = TrackedParameter(
+                param, param.shape, param.device, _placement(param), slot_of.get(param)
+            )
             self._frozen.pop(name, None)
         self.version += 1
 
-    def leave_out(self, frozen: Mapping[str, Tensor]) -> None:
+    def leave_out(self, frozen: NamedTensors) -> None:
         """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
         self._frozen.update(self._slots_or_tensors(frozen))
 
-    def _slots_or_tensors(self, params: Mapping[str, Tensor]) -> dict[str, Slot | Tensor]:
+    def _slots_or_tensors(self, params: NamedTensors) -> dict[str, Slot | Tensor]:
         """Return the position in a model of each parameter, or the parameter itself if it is in none."""
-        # A frozen model may be large: it must not be kept alive.
         slot_of = self._slots() if params else {}
         return {name: slot_of.get(param, param) for name, param in params.items()}
 
@@ -221,7 +227,7 @@ class TrackedParameters:
                 return False
         return not self._others_in_models()
 
-    def _others_in_models(self) -> dict[str, Tensor]:
+    def _others_in_models(self) -> NamedTensors:
         """Return, by name, the tensors that modules have at the positions of parameters, if they are others.
 
         They have replaced the parameters, or FSDP2 has put gathered tensors there during forward and backward.
@@ -235,7 +241,7 @@ class TrackedParameters:
                 others[name] = current
         return others
 
-    def replaced(self, named: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
+    def replaced(self, named: NamedTensors, *, at_step: bool) -> NamedTensors:
         """Return, by name, the parameters that were replaced by other tensors or moved since the last `track`.
 
         ``named`` are the parameters in the groups. ``at_step``: raise if gradients belong to the replaced tensors.
@@ -252,7 +258,7 @@ class TrackedParameters:
                 replaced[name] = param
         return replaced
 
-    def _require_new_gradients(self, current: Mapping[str, Tensor]) -> None:
+    def _require_new_gradients(self, current: NamedTensors) -> None:
         """Raise if parameters were replaced after the backward pass, so that only the former tensors have gradients.
 
         If other parameters have gradients, only warn: the former tensors may have theirs from the last step.
@@ -271,7 +277,7 @@ class TrackedParameters:
             "replace parameters before backward(), not between it and step()"
         )
 
-    def is_swap(self, replaced: Mapping[str, Tensor]) -> bool:
+    def is_swap(self, replaced: NamedTensors) -> bool:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
         return all(self.tracked[name].placement == _placement(param) for name, param in replaced.items())
 
@@ -280,46 +286,47 @@ class TrackedParameters:
         named = {name: tracked.param for name, tracked in self.tracked.items()}
         return {named[name]: param for name, param in self._replaced_in_models(named).items()}
 
-    def _replaced_in_models(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return, by name, the new tensors of parameters that were replaced in the models.
+    def _replaced_in_models(self, named: NamedTensors) -> NamedTensors:
+        """Return, by name, the tensors that have replaced parameters in the models since the last `track`.
 
-        ``named`` are the parameters in the groups. A tensor that an engine has put there takes precedence over the
-        model.
+        ``named`` are the tensors in the param groups. If an engine has put another tensor there, it takes precedence
+        over the tensor in the model, which is left out here.
         """
         replaced: dict[str, Tensor] = {}
-        for name, param in self._others_in_models().items():
+        for name, new_param in self._others_in_models().items():
             if named.get(name) is self.tracked[name].param:
-                replaced[name] = param
+                replaced[name] = new_param
         if not replaced:
             return replaced
-        gathered = self._gathered_by_fsdp2()
-        replaced = {name: param for name, param in replaced.items() if id(param) not in gathered}
+        gathered_ids = self._gathered_by_fsdp2()
+        replaced = {name: new_param for name, new_param in replaced.items() if id(new_param) not in gathered_ids}
         _remove_tied(replaced, named)
         return replaced
 
     def _gathered_by_fsdp2(self) -> set[int]:
         """Return the ids of the gathered plain parameters that FSDP2 has in modules during forward and backward."""
-        gathered: set[int] = set()
+        gathered_ids: set[int] = set()
         for module in self._modules():
             class_names = [base.__name__ for base in type(module).__mro__]
             if "FSDPModule" in class_names:
-                gathered.update([id(param) for param in module.parameters() if not is_dtensor(param)])
-        return gathered
+                gathered_ids.update([id(param) for param in module.parameters() if not is_dtensor(param)])
+        return gathered_ids
 
-    def added_in(self, groups: Iterable[Group]) -> dict[str, Tensor]:
+    def added_in(self, groups: Iterable[Group]) -> NamedTensors:
         """Return, by name, the parameters of the models that somebody has put into the groups, and that have no state.
 
-        Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed.
+        Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed. A tensor that has
+        replaced a parameter is not added: it has no name yet, or the name of a parameter with state.
         """
         known_params = {tracked.param for tracked in self.tracked.values()}
         unknown_params = [param for group in groups for param in group["params"] if param not in known_params]
+        if not unknown_params:  # usually; to look up names takes time
+            return {}
+        name_of = self.names
         added: dict[str, Tensor] = {}
-        if not unknown_params:
-            return added
-        names = self.names
         for param in unknown_params:
-            name = names.get(param)
-            if name and name not in self.tracked:  # a new tensor under a known name replaces a parameter
+            name = name_of.get(param)
+            if name is not None and name not in self.tracked:
                 added[name] = param
         return added
 
@@ -329,22 +336,8 @@ class TrackedParameters:
         Raise ValueError if a tensor replaces no parameter, or if a parameter is in the groups twice or not at all.
         """
         name_of = self._names_of_tensors()
-        names_per_group: list[list[str]] = []
-        times: Counter[str] = Counter()
-        for index, group in enumerate(groups):
-            params: list[Tensor] = list(group["params"])
-            former_names = list(group.get("param_names", ()))
-            has_former_names = len(former_names) == len(params) and self.tracked.keys() >= set(former_names)
-            names: list[str] = []
-            for position, param in enumerate(params):
-                if param in name_of:
-                    names.append(name_of[param])
-                elif has_former_names:
-                    names.append(former_names[position])
-                else:
-                    raise errors.unknown_tensor(index, param, len(params), len(former_names))
-            names_per_group.append(names)
-            times.update(names)
+        names_per_group = [self._names_in(index, group, name_of) for index, group in enumerate(groups)]
+        times = Counter(itertools.chain(*names_per_group))
         for name, count in times.items():
             if count > 1:
                 raise errors.listed_twice(name, count)
@@ -353,6 +346,24 @@ class TrackedParameters:
             raise errors.removed(removed, len(self.tracked))
         return names_per_group
 
+    def _names_in(self, index: int, group: Group, name_of: Mapping[Tensor, str]) -> list[str]:
+        """Return the names of the parameters in ``param_groups[index]``; raise ValueError if one has none.
+
+        ``name_of`` has the names of known tensors. Another tensor has the name at its position in "param_names".
+        """
+        params: list[Tensor] = list(group["params"])
+        former_names: list[str] = list(group.get("param_names", ()))
+        is_complete = len(former_names) == len(params) and self.tracked.keys() >= set(former_names)
+        names: list[str] = []
+        for position, param in enumerate(params):
+            if param in name_of:
+                names.append(name_of[param])
+            elif is_complete:
+                names.append(former_names[position])
+            else:
+                raise errors.unknown_tensor(index, param, len(params), len(former_names))
+        return names
+
     def _names_of_tensors(self) -> dict[Tensor, str]:
         """Return the name of each parameter with state, and of the tensors that the models have in their places."""
         name_of = {param: name for name, param in self._others_in_models().items()}
@@ -360,7 +371,7 @@ class TrackedParameters:
 
     # ---------------------------------------------------------------------------------- parameters that are in no group
 
-    def not_trained_params(self) -> dict[str, Tensor]:
+    def not_trained_params(self) -> NamedTensors:
         """Return the parameters that were given to the optimizer and are in no group, by name."""
         return {**_existing(self._left_out), **_existing(self._frozen)}
 
@@ -374,24 +385,26 @@ class TrackedParameters:
             if param.requires_grad and param.grad is not None:
                 raise errors.frozen_is_trained(name)
 
-    def outside(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the models' parameters, by name, that are not in the optimizer. ``named`` are those that are."""
+    def outside(self, named: NamedTensors) -> NamedTensors:
+        """Return the models' parameters, by name, that are not in the optimizer. ``named`` are those that are.
+
+        If the optimizer was given only some parameters of a model, this returns only tensors that have their names.
+        """
         known_ids = {id(param) for param in named.values()}
         outside: dict[str, Tensor] = {}
-        for ref, names in self._models:
+        for ref, names_of_model in self._models:
             model = ref()
-            if model is None:
+            if model is None:  # it was deleted
                 continue
             for name, param in model.named_parameters():
-                if id(param) in known_ids or name in self._left_out:
-                    continue
-                # If the model has others, too, a new tensor must be under the name of one of the optimizer's.
-                if names is None or name in names or name in named:
+                is_left_to_others = names_of_model is not None and name not in names_of_model and name not in named
+                is_known = id(param) in known_ids or name in self._left_out
+                if not is_known and not is_left_to_others:
                     outside[name] = param
         return outside
 
 
-def _remove_tied(replaced: dict[str, Tensor], named: Mapping[str, Tensor]) -> None:
+def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
     """Remove tensors that would be in two positions: a tied parameter keeps the tensor that it has.
 
     A removal may put another tensor into two positions, so this repeats until none is.
@@ -405,8 +418,8 @@ def _remove_tied(replaced: dict[str, Tensor], named: Mapping[str, Tensor]) -> No
             del replaced[name]
 
 
-def _existing(slots_or_tensors: Mapping[str, Slot | Tensor]) -> dict[str, Tensor]:
-    """Return the parameters that exist, by name: those of a model that was deleted do not."""
+def _existing(slots_or_tensors: Mapping[str, Slot | Tensor]) -> NamedTensors:
+    """Return parameters by name, from tensors or positions in models, without those of a model that was deleted."""
     existing: dict[str, Tensor] = {}
     for name, slot_or_tensor in slots_or_tensors.items():
         param = slot_or_tensor.current() if isinstance(slot_or_tensor, Slot) else slot_or_tensor
@@ -431,63 +444,71 @@ class GradientCheck:
     """
 
     def __init__(self, parameters: TrackedParameters, *, is_alone: bool) -> None:
-        _count_registrations()  # from now on, `_registrations.count` changes if a model gets a new parameter
+        _count_registrations()  # to search again when a model gets a new parameter
         self._parameters = parameters
         self._is_alone = is_alone
-        self._outside: dict[str, Tensor] = {}
+        self._outside: NamedTensors = {}
         """The models' parameters that are not in the optimizer, by name, as the last search has found them."""
-        self._lists: list[weakref.ref[nn.Module]] = []
-        """The lists of modules in the models: `ModuleList.insert` does not register the module that it inserts."""
         self._searched: object = None
-        """The values on which the last search depended; if a step has the same, `_outside` is still right."""
+        """The values of `_changes` at the last search; if a step has the same, `_outside` is still right."""
+        self._module_lists: list[weakref.ref[nn.Module]] = []
+        """The lists of modules in the models: `ModuleList.insert` does not register the module that it inserts."""
         self._reported: dict[str, Tensor] = {}
         """Those of `_outside` that had gradients, and that a warning has reported."""
         self._has_warned_of_none = False
         """True after the warning that no parameter has a gradient."""
 
-    def check(self, named: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
+    def check(self, named: NamedTensors, gradients: Gradients) -> None:
         """Raise or warn if gradients are missing. ``named`` are the parameters, and ``gradients`` theirs."""
         check_real(named)
         self._parameters.check_frozen()
-        absent = tuple([name for name, gradient in gradients.items() if gradient is None])
-        self._search_outside(named, absent)
-        elsewhere = {name: param for name, param in self._outside.items() if param.grad is not None}
-        has_none = len(absent) == len(gradients)
-        if has_none and elsewhere:
-            name, param = next(iter(elsewhere.items()))
+        without_gradient = tuple([name for name, gradient in gradients.items() if gradient is None])
+        self._search_outside(named, without_gradient)
+        outside_with_gradient = {name: param for name, param in self._outside.items() if param.grad is not None}
+        has_none = len(without_gradient) == len(gradients)
+        if has_none and outside_with_gradient:
+            name, param = next(iter(outside_with_gradient.items()))
             raise errors.gradients_elsewhere(name, param, len(named))
-        self._warn_of_others(elsewhere)
+        self._warn_of_outside(outside_with_gradient)
         if has_none:
             self._warn_of_none(named)
 
-    def _search_outside(self, named: Mapping[str, Tensor], absent: tuple[str, ...]) -> None:
-        """Find the models' parameters that are not in the optimizer. ``absent`` are names without a gradient."""
-        depends_on = (absent, self._parameters.version, _registrations.count)
-        if (depends_on, self._list_lengths()) == self._searched:  # a search walks through the models, which takes time
+    def _search_outside(self, named: NamedTensors, without_gradient: tuple[str, ...]) -> None:
+        """Set `_outside` to the models' parameters that are not in the optimizer, if these may have changed."""
+        if self._changes(without_gradient) == self._searched:  # a search walks through the models, which takes time
             return
         self._outside = self._parameters.outside(named)
-        self._lists = []
+        self._module_lists = []
         for model in self._parameters.models:
             for module in model.modules():
                 if isinstance(module, nn.ModuleList | nn.Sequential):
-                    self._lists.append(weakref.ref(module))
-        self._searched = (depends_on, self._list_lengths())
+                    self._module_lists.append(weakref.ref(module))
+        self._searched = self._changes(without_gradient)
 
-    def _list_lengths(self) -> list[int]:
-        """Return the number of modules in each list of modules."""
-        return [len(module._modules) for ref in self._lists if (module := ref()) is not None]
+    def _changes(self, without_gradient: tuple[str, ...]) -> tuple[object, ...]:
+        """Return values of which at least one changes if a model gets a parameter, or another tensor for one.
 
-    def _warn_of_others(self, elsewhere: dict[str, Tensor]) -> None:
+        A parameter that was replaced has no gradient; an assignment to a module is counted; and an insertion makes a
+        list of modules longer.
+        """
+        lengths: list[int] = []
+        for ref in self._module_lists:
+            module = ref()
+            if module is not None:
+                lengths.append(len(module._modules))
+        return without_gradient, self._parameters.version, _registrations.count, lengths
+
+    def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
         """Warn once of each of the parameters that have a gradient and are not in the optimizer."""
-        unreported = [name for name, param in elsewhere.items() if self._reported.get(name) is not param]
-        self._reported.update(elsewhere)
+        unreported = [name for name, param in with_gradient.items() if self._reported.get(name) is not param]
+        self._reported.update(with_gradient)
         if unreported:
             warn_caller(
-                f"{len(elsewhere)} parameters of the model have gradients and are not in the optimizer, such as "
+                f"{len(with_gradient)} parameters of the model have gradients and are not in the optimizer, such as "
                 f"{unreported[0]!r}; they are not updated: {errors.CAUSES}, or use add_param_group"
             )
 
-    def _warn_of_none(self, named: Mapping[str, Tensor]) -> None:
+    def _warn_of_none(self, named: NamedTensors) -> None:
         """Warn once, in one process, that no parameter has a gradient."""
         is_trained = any(param.requires_grad for param in named.values())
         if self._has_warned_of_none or not self._is_alone or not is_trained:
@@ -499,7 +520,7 @@ class GradientCheck:
         )
 
 
-def require_dense_and_real(gradients: Mapping[str, Tensor | None]) -> None:
+def require_dense_and_real(gradients: Gradients) -> None:
     """Raise TypeError if a gradient is sparse or complex."""
     if all_usable(gradients.values()):
         return
@@ -531,5 +552,6 @@ _registrations = _Registrations()
 
 @cache
 def _count_registrations() -> None:
+    """Let `_registrations` count from now on, in all models of this process."""
     register_module_parameter_registration_hook(_registrations)
     register_module_module_registration_hook(_registrations)

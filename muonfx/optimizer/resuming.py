@@ -86,29 +86,42 @@ def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]
     used". A schedule is compared as a whole, by its code. Its numbers are compared one by one only if the state dict
     has no code of schedules.
     """
-    lines: list[str] = []
-    label = f"group {tracked.group.get('label')!r}"
+    label = tracked.group.get("label")
     saved_schedules: Mapping[str, str] = saved.get(SCHEDULES, {})
+    lines: list[str] = []
     for name, code in schedule_texts(tx, tracked).items():
         saved_code = saved_schedules.get(name, code)
         if saved_code != code:
-            lines.append(f"{label}, {name}: {saved_code} in the file, {code} in the code; the code's is used")
+            lines.append(_difference(f"group {label!r}, {name}", saved_code, code, "code"))
     from_code = keys_of_schedules(tx, tracked)
-    for key in tracked.numbers.keys:
+    for key in _comparable_keys(tracked, saved):
         is_of_schedule = key.startswith(from_code)
-        is_compared_above = is_of_schedule and saved_schedules
-        if key in tracked.numbers.mirrors or key not in saved or is_compared_above:
-            continue
-        if _is_cycled(key, tracked.group, saved):  # its value before that is unknown
+        if is_of_schedule and saved_schedules:  # compared by its code
             continue
         file_value = _before_schedulers(key, saved)
         code_value = _before_schedulers(key, tracked.group)
-        source = "code" if is_of_schedule else "file"
         if not _are_close(file_value, code_value):
-            lines.append(
-                f"{label}, {key}: {file_value!r} in the file, {code_value!r} in the code; the {source}'s is used"
-            )
+            source = "code" if is_of_schedule else "file"
+            lines.append(_difference(f"group {label!r}, {key}", repr(file_value), repr(code_value), source))
     return lines
+
+
+def _difference(title: str, file_text: str, code_text: str, source: str) -> str:
+    """Return a line for a number that differs. ``source``, "file" or "code", is the one whose number is used."""
+    return f"{title}: {file_text} in the file, {code_text} in the code; the {source}'s is used"
+
+
+def _comparable_keys(tracked: TrackedGroup, saved: Group) -> list[str]:
+    """Return the keys of hyperparameters that a group and a saved group have, without those that need no comparison.
+
+    A mirror, such as "momentum" for the first of "betas", repeats another key. An entry that a scheduler changes at
+    every step differs in any case, and its value before that is unknown.
+    """
+    keys: list[str] = []
+    for key in tracked.numbers.keys:
+        if key in saved and key not in tracked.numbers.mirrors and not _is_cycled(key, tracked.group, saved):
+            keys.append(key)
+    return keys
 
 
 def _is_cycled(key: str, group: Group, saved: Group) -> bool:

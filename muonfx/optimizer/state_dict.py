@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from muonfx.core import Transform
@@ -37,6 +37,16 @@ def groups_with_names(state_dict: Mapping[str, Any], groups: Sequence[TrackedGro
     return renamed_groups
 
 
+def _names_in(groups: Iterable[TrackedGroup]) -> list[str]:
+    """Return the names of the parameters in all groups of an optimizer."""
+    return [name for tracked in groups for name in tracked.names]
+
+
+def _saved_names_in(saved_groups: Iterable[Group]) -> list[str]:
+    """Return the names of the parameters in all groups of a state dict."""
+    return [name for saved in saved_groups for name in saved["param_names"]]
+
+
 def _require_a_name_for_each(saved_groups: Sequence[Group]) -> None:
     """Raise unless each saved group has as many "param_names" as "params". A checkpoint has only the names."""
     for number, saved in enumerate(saved_groups):
@@ -50,20 +60,22 @@ def _require_a_name_for_each(saved_groups: Sequence[Group]) -> None:
 
 
 def _named_by_path(saved_groups: list[Group], groups: Sequence[TrackedGroup]) -> list[Group]:
-    """Take "param_names" from "params", where torch.distributed.checkpoint has put names of the model's parameters.
+    """Return saved groups whose "param_names" are the paths in "params", if these are names of this optimizer.
 
-    It returns ``{"params": ["0.bias", "0.weight"], "param_names": ["0.weight", "0.bias"]}``: the paths under "params"
-    are in the order of the optimizer that loads, and "param_names" in the order of the optimizer that saved.
+    torch.distributed.checkpoint loads ``{"params": ["0.bias", "0.weight"], "param_names": ["0.weight", "0.bias"]}``:
+    the paths in "params" have the order of the optimizer that loads, and "param_names" of the optimizer that saved.
+    Other saved groups are returned unchanged.
     """
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
     if not paths or not all(isinstance(path, str) for path in paths):
         return saved_groups
-    plain_names = set(unwrapped(name for tracked in groups for name in tracked.names).values())
-    if plain_names <= set(unwrapped(paths).values()):
-        return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
-    # The optimizer and the model name the parameters differently, so they are found by the order of the groups.
-    _require_same_order(paths[0], saved_groups, groups)
-    return saved_groups
+    plain_names = set(unwrapped(_names_in(groups)).values())
+    plain_paths = set(unwrapped(paths).values())
+    if not plain_names <= plain_paths:
+        # The optimizer and the model name the parameters differently, so they are found by the order of the groups.
+        _require_same_order(paths[0], saved_groups, groups)
+        return saved_groups
+    return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
 
 
 def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[TrackedGroup]) -> None:
@@ -72,7 +84,8 @@ def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[T
     saved_names_per_group = [saved.get("param_names", []) for saved in saved_groups]
     if saved_names_per_group == names_per_group:
         return
-    if sorted(map(sorted, saved_names_per_group)) == sorted(map(sorted, names_per_group)):
+    sorted_names = sorted([sorted(names) for names in names_per_group])
+    if sorted([sorted(names) for names in saved_names_per_group]) == sorted_names:
         raise ValueError(
             f"nothing was loaded: the state dict has paths such as {path!r}, and the optimizer has names such as "
             f"{names_per_group[0][0]!r} in another order: create both optimizers from the model or its "
@@ -95,22 +108,34 @@ def _named_by_order(saved_groups: list[Group], groups: Sequence[TrackedGroup], r
 
 
 def _new_name_of(saved_groups: list[Group], groups: Sequence[TrackedGroup], rename: Rename) -> dict[str, str]:
-    """Return a dict from each saved parameter name to the name that this optimizer has for it."""
-    plain_saved_names = unwrapped(name for saved in saved_groups for name in saved["param_names"])
-    new_name_of, problems = new_names(plain_saved_names, rename, level=".", what="parameter")
-    plain_names = unwrapped(name for tracked in groups for name in tracked.names)
-    wrapped_name_of = {plain_name: name for name, plain_name in plain_names.items()}
-    saved_names_of: dict[str, list[str]] = {}
-    for saved_name, plain_name in new_name_of.items():
-        name = wrapped_name_of.get(plain_name, plain_name)
-        new_name_of[saved_name] = name
-        saved_names_of.setdefault(name, []).append(saved_name)
-    for name, saved_names in saved_names_of.items():
-        if len(saved_names) > 1:
-            problems.append(f"{' and '.join(map(repr, saved_names))} would both be {name!r}")
+    """Return a dict from each saved parameter name to the name that this optimizer has for it.
+
+    Names are compared without the prefixes of wrappers: "module.0.weight", saved under DistributedDataParallel, and
+    "_orig_mod.0.weight", of a compiled model, have the plain name "0.weight".
+    """
+    plain_saved_names = unwrapped(_saved_names_in(saved_groups))
+    new_plain_names, problems = new_names(plain_saved_names, rename, level=".", what="parameter")
+    plain_names = unwrapped(_names_in(groups))
+    name_of_plain = {plain_name: name for name, plain_name in plain_names.items()}
+    new_name_of: dict[str, str] = {}
+    for saved_name, plain_name in new_plain_names.items():
+        new_name_of[saved_name] = name_of_plain.get(plain_name, plain_name)
+    problems += _collisions(new_name_of)
     if problems:
         raise ValueError("nothing was loaded: rename: " + "; ".join(problems[:10]))
     return new_name_of
+
+
+def _collisions(new_name_of: Mapping[str, str]) -> list[str]:
+    """Return a text for each new name that several saved names would have: "'a' and 'b' would both be 'c'"."""
+    saved_names_of: dict[str, list[str]] = {}
+    for saved_name, name in new_name_of.items():
+        saved_names_of.setdefault(name, []).append(repr(saved_name))
+    texts: list[str] = []
+    for name, saved_names in saved_names_of.items():
+        if len(saved_names) > 1:
+            texts.append(f"{' and '.join(saved_names)} would both be {name!r}")
+    return texts
 
 
 def match_groups(
@@ -118,37 +143,42 @@ def match_groups(
 ) -> list[Group | None]:
     """Return the saved group of each group of this optimizer, or None if no parameter of the group was saved.
 
-    A parameter that is in the optimizer and was not saved, or that was saved and is not trained now, is ignored.
+    Groups are matched by the names of their parameters. A parameter that is in the optimizer and was not saved, or that
+    was saved and is not trained now, is ignored.
     """
-    names = {name for tracked in groups for name in tracked.names}
-    saved_names = {name for saved in saved_groups for name in saved["param_names"]}
+    names = set(_names_in(groups))
+    saved_names = set(_saved_names_in(saved_groups))
     _require_known(names, saved_names, not_trained)
     if names == saved_names and len(saved_groups) != len(groups):
-        raise ValueError(
-            f"nothing was loaded: the state dict has {len(saved_groups)} groups, expected {len(groups)}: create this "
-            "optimizer with the groups of the optimizer that was saved"
-        )
+        raise _other_count(len(saved_groups), len(groups))
     common_names = names & saved_names
-    saved_with: dict[frozenset[str], Group] = {}  # saved groups by those of their members that this optimizer has
-    saved_without_names: list[Group] = []  # saved groups of which this optimizer has no parameter
+    saved_group_of: dict[frozenset[str], Group] = {}  # by the common names of its parameters
+    without_common_names: list[Group] = []
     for saved in saved_groups:
         members = common_names.intersection(saved["param_names"])
         if members:
-            saved_with[frozenset(members)] = saved
+            saved_group_of[frozenset(members)] = saved
         else:
-            saved_without_names.append(saved)
+            without_common_names.append(saved)
     matched: list[Group | None] = []
-    empty_groups = iter(saved_without_names)
     for tracked in groups:
         members = frozenset(common_names.intersection(tracked.names))
         if members:
-            _require_same_group(members, saved_with)
-            matched.append(saved_with[members])
+            _require_same_group(members, saved_group_of)
+            matched.append(saved_group_of[members])
         elif tracked.names:  # all of its parameters were frozen when the state was saved
             matched.append(None)
-        else:  # an empty group, which has no names to match it by
-            matched.append(next(empty_groups, None))
+        else:  # an empty group, which has no names: match it by order
+            matched.append(without_common_names.pop(0) if without_common_names else None)
     return matched
+
+
+def _other_count(saved_count: int, count: int) -> ValueError:
+    """Return an error for saved groups of the same parameters, but of another number."""
+    return ValueError(
+        f"nothing was loaded: the state dict has {saved_count} groups, expected {count}: create this "
+        "optimizer with the groups of the optimizer that was saved"
+    )
 
 
 def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]) -> None:
@@ -177,12 +207,12 @@ def _other_model(*, lacking: list[str], unknown: list[str]) -> ValueError:
     )
 
 
-def _require_same_group(names: frozenset[str], saved_with: Mapping[frozenset[str], Group]) -> None:
+def _require_same_group(names: frozenset[str], saved_group_of: Mapping[frozenset[str], Group]) -> None:
     """Raise if the parameters of one group of this optimizer were in several saved groups, or with others."""
-    if names in saved_with:
+    if names in saved_group_of:
         return
     name = min(names)
-    for saved_names in saved_with:
+    for saved_names in saved_group_of:
         if name in saved_names:
             raise _other_groups(name, saved_names, names)
 
@@ -203,14 +233,14 @@ _LISTED = 20
 
 
 class StateToLoad(NamedTuple):
-    """The values to load from a state dict into an optimizer."""
+    """The values to load from a state dict into an optimizer; by default nothing."""
 
-    groups: list[Group | None]
+    groups: Sequence[Group | None] = ()
     """For each group of the optimizer, the saved group, or None if no parameter of it was saved."""
-    loads: list[Load]
-    without_state: list[str]
+    loads: Sequence[Load] = ()
+    without_state: Sequence[str] = ()
     """The names of trained parameters of which no state was saved."""
-    warnings: list[str]
+    warnings: Sequence[str] = ()
 
 
 def read_state_dict(
@@ -234,16 +264,17 @@ def read_state_dict(
     saved_groups = groups_with_names(state_dict, groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
     problems: list[str] = []
-    loads: list[Load] = []
-    without_state: list[str] = []
+    saved_state_of: dict[str, Group] = {}  # per parameter name, such as {"bias": {"momentum.trace": tensor}}
     for tracked, saved in zip(groups, matched_groups, strict=True):
-        saved_entries_of: dict[str, Group] = {}  # the saved state of each parameter, by name
         if saved is not None:
             problems += _missing_hyperparams(stepping.tx, tracked, saved)
-            saved_entries_of = _saved_entries(saved, state_dict["state"])
+            saved_state_of |= _saved_state(saved, state_dict["state"])
+    loads: list[Load] = []
+    without_state: list[str] = []
+    for tracked in groups:
         for name, param in zip(tracked.names, tracked.group["params"], strict=True):
-            if name in saved_entries_of:
-                loads_of_param, problems_of_param = _read_entries(name, saved_entries_of[name], entries, stepping)
+            if name in saved_state_of:
+                loads_of_param, problems_of_param = _read_entries(name, saved_state_of[name], entries, stepping)
                 loads += loads_of_param
                 problems += problems_of_param
             elif entries.indices[name] and param.requires_grad:
@@ -273,45 +304,49 @@ def read_groups(
     return matched
 
 
-def _saved_entries(saved: Group, state: Mapping[Any, Group]) -> dict[str, Group]:
+def _saved_state(saved: Group, state: Mapping[Any, Group]) -> dict[str, Group]:
     """Return the saved state of each parameter of a group by name. ``state`` has it by index, usually a number."""
-    entries_of: dict[str, Group] = {}
+    state_of: dict[str, Group] = {}
     for name, index in zip(saved["param_names"], saved["params"], strict=True):
         if index in state:
-            entries_of[name] = state[index]
-    return entries_of
+            state_of[name] = state[index]
+    return state_of
 
 
 def _read_entries(
-    name: str, saved_entries: Group, entries: StateEntries, stepping: Stepping
+    name: str, saved_state: Group, entries: StateEntries, stepping: Stepping
 ) -> tuple[list[Load], list[str]]:
-    """Return the values to load into the state of a parameter, and a line for each saved entry that does not fit."""
+    """Return the values to load into the state of a parameter, and a line for each saved value that does not fit."""
     indices = entries.indices[name]
     loads: list[Load] = []
-    problems = [f"{name!r} has no {key!r}" for key in indices.keys() - saved_entries.keys()]
-    problems += [f"{name!r} has an unexpected {key!r}" for key in saved_entries.keys() - indices.keys()]
-    for key in indices.keys() & saved_entries.keys():
-        leaf = entries.shown[indices[key]]
-        value = saved_entries[key]
+    problems = [f"{name!r} has no {key!r}" for key in indices.keys() - saved_state.keys()]
+    problems += [f"{name!r} has an unexpected {key!r}" for key in saved_state.keys() - indices.keys()]
+    for key in indices.keys() & saved_state.keys():
+        index = indices[key]
+        leaf = entries.shown[index]
+        value = saved_state[key]
         if leaf is None and value is None:
             continue
         try:
             require_fit(leaf, value)
-            local_value = stepping.local_value(indices[key], leaf, value)
+            local_value = stepping.local_value(index, leaf, value)
         except Misfit as misfit:
             problems.append(f"{name!r}: {key!r} {misfit}")
         else:
-            loads.append(Load(f"{key!r} of {name!r}", indices[key], local_value))
+            loads.append(Load(f"{key!r} of {name!r}", index, local_value))
     return loads, problems
 
 
 def _missing_hyperparams(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
     """Return a line for each hyperparameter that a saved group lacks. Raise if a saved value is not a number."""
     tracked.numbers.parse(saved)
-    # Only hyperparameters are required: schedulers add other entries, and schedules come from the code.
     from_code = keys_of_schedules(tx, tracked)
-    required = [key for key in tracked.numbers.keys if not key.startswith(from_code)]
-    return [f"missing hyperparameter {key!r}" for key in required if key not in saved]
+    lines: list[str] = []
+    for key in tracked.numbers.keys:
+        # Other entries are not required: those of torch's schedulers, and numbers of schedules, which the code has.
+        if key not in saved and not key.startswith(from_code):
+            lines.append(f"missing hyperparameter {key!r}")
+    return lines
 
 
 def _does_not_fit(problems: list[str]) -> ValueError:
@@ -324,9 +359,8 @@ def _does_not_fit(problems: list[str]) -> ValueError:
 
 def _warnings(groups: Sequence[TrackedGroup], saved_groups: Sequence[Group], without_state: Sequence[str]) -> list[str]:
     """Return a warning if state was saved for parameters that are not trained now, or the other way round."""
-    trained = {name for tracked in groups for name in tracked.names}
-    saved_names = [name for saved in saved_groups for name in saved["param_names"]]
-    not_loaded = [name for name in saved_names if name not in trained]
+    trained = set(_names_in(groups))
+    not_loaded = [name for name in _saved_names_in(saved_groups) if name not in trained]
     warnings: list[str] = []
     if not_loaded:
         warnings.append(

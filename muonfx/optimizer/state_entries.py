@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from muonfx import tree
 from muonfx.core.checks import warn_caller
 from muonfx.optimizer.group_numbers import Group
 from muonfx.optimizer.local_values import Load, Misfit
+from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.stepping import Stepping
 from muonfx.tree import PyTree
 from muonfx.tree.members import ownership_of
@@ -23,11 +24,17 @@ def path_of(entries: tuple[object, ...]) -> str:
     return ".".join(map(str, entries))
 
 
+_NO_ENTRY = object()
+"""A value that is no leaf of a state: there is no entry in ``optimizer.state``."""
+
+
 class StateSlot(NamedTuple):
     """The position of a leaf of the state in ``optimizer.state``."""
 
+    names: tuple[str, ...]
+    """The names of the parameters under which it is shown: its own, or all for a leaf such as a step count."""
     params: tuple[Tensor, ...]
-    """The parameters under which it is shown: its own, or all for a leaf such as a step count."""
+    """These parameters."""
     key: str
     """Its key there, such as "momentum.trace"."""
     is_shared: bool
@@ -42,19 +49,22 @@ class StateEntries:
         named: the parameters by name.
     """
 
-    def __init__(self, state: PyTree, named: Mapping[str, Tensor]) -> None:
+    def __init__(self, state: PyTree, named: NamedTensors) -> None:
         self.slots: list[StateSlot] = []
         """The position of each leaf of the state."""
         self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
         """For each parameter, the index of the leaf under each key: ``{"bias": {"momentum.trace": 0, "count": 1}}``."""
         for index, (owner, path) in enumerate(ownership_of(state, named)):
-            names = list(named) if owner is None else [owner]
             key = path_of(path)
-            self.slots.append(StateSlot(tuple([named[name] for name in names]), key, owner is None))
+            is_shared = owner is None  # such as a step count
+            names = tuple(named) if owner is None else (owner,)
+            params = tuple([named[name] for name in names])
+            self.slots.append(StateSlot(names, params, key, is_shared))
             for name in names:
                 self.indices[name][key] = index
-        self._leaves: list[Any] = [...] * len(self.slots)  # the leaves as last shown: none so far
-        self.shown: list[Any] = list(self._leaves)
+        self._leaves: list[Any] = [_NO_ENTRY] * len(self.slots)
+        """The leaves as last shown."""
+        self.shown: list[Any] = [_NO_ENTRY] * len(self.slots)
         """For each leaf, its form in ``optimizer.state``."""
 
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
@@ -68,99 +78,100 @@ class StateEntries:
                 entries[param][self.slots[index].key] = self.shown[index]
         self._leaves = leaves
 
-    def is_edited(self, entries: Mapping[Tensor, Group]) -> bool:
-        """Return True if a caller has assigned, added or removed an entry of ``entries`` (``optimizer.state``)."""
-        if len(entries) != len(self.indices):
+    def is_edited(self, state: Mapping[Tensor, Group]) -> bool:
+        """Return True if a caller has assigned, added or removed an entry of ``state`` (``optimizer.state``)."""
+        if len(state) != len(self.indices):
             return True
-        number_shown = 0  # if ``entries`` has more, some were added
-        for slot, leaf in zip(self.slots, self.shown, strict=True):
+        number_shown = 0
+        for slot, shown_leaf in zip(self.slots, self.shown, strict=True):
             for param in slot.params:
-                if param not in entries or entries[param].get(slot.key, ...) is not leaf:
+                if param not in state or state[param].get(slot.key, _NO_ENTRY) is not shown_leaf:
                     return True
             number_shown += len(slot.params)
-        return number_shown != sum(map(len, entries.values()))
+        number_of_entries = sum(map(len, state.values()))
+        return number_of_entries != number_shown  # it is larger if entries were added
 
 
-class Edits(NamedTuple):
-    """The changes that a caller has made in ``optimizer.state``."""
+def entries_by_name(state: Mapping[Tensor, Group], named: NamedTensors, groups: Iterable[Group]) -> dict[str, Group]:
+    """Return the entries of each parameter in ``state`` (``optimizer.state``), by name; {} if they were removed.
 
-    loads: list[Load]
-    """The assigned tensors."""
-    emptied: list[str]
-    """The names of the parameters without entries, whose state starts again."""
-    shared: list[str]
-    """The keys of the tensors that all parameters share, such as a count."""
+    ``named`` are the parameters for which the state was shown. The caller may have put another tensor for one of them
+    into the param groups, and assigned the state under it. Raise ValueError if any other tensor has entries.
+    """
+    name_of = {param: name for name, param in named.items()}
+    for group in groups:
+        name_of.update(zip(group["params"], group.get("param_names", ()), strict=False))
+    entries_of: dict[str, Group] = {name: {} for name in named}
+    for tensor, entries in state.items():
+        if not entries:
+            continue
+        name = name_of.get(tensor)
+        if name not in entries_of:
+            raise _unknown_tensor(tensor)
+        entries_of[name] = entries
+    return entries_of
 
 
-def read_edits(
-    entries: StateEntries,
-    state: Mapping[Tensor, Group],
-    params: Mapping[str, tuple[Tensor, Tensor]],
-    stepping: Stepping,
-) -> Edits:
-    """Return the changes in ``state`` (``optimizer.state``), or raise ValueError.
+def _unknown_tensor(tensor: object) -> ValueError:
+    """Return an error for a key of ``optimizer.state`` that is no parameter."""
+    shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else repr(tensor)
+    return ValueError(
+        f"optimizer.state: found entries for {shape}, which is no parameter of this optimizer: put a tensor "
+        "that replaces a parameter at its position in param_groups, too"
+    )
+
+
+def read_edits(entries: StateEntries, edited: Mapping[str, Group], stepping: Stepping) -> tuple[list[Load], list[str]]:
+    """Return the tensors that a caller has assigned in ``optimizer.state``, and the names of emptied parameters.
 
     Args:
-        entries: the tensors that were last shown in ``state``.
-        state: ``optimizer.state``.
-        params: a dict from name to two tensors: the parameter for which the state was shown, and the one that has
-            replaced it in the groups. Usually both are the same.
+        entries: the tensors that were last shown in ``optimizer.state``.
+        edited: what it has now for each parameter, by name, such as ``{"bias": {"momentum.trace": tensor}}``.
         stepping: converts an assigned tensor to the values of this rank.
     """
-    _require_known(state, params)
-    edits = Edits([], [], [slot.key for slot in entries.slots if slot.is_shared])
-    assigned: dict[int, dict[str, Tensor]] = {}  # for a leaf of the state, the tensors by the name of the parameter
-    for name, (param, replaced_by) in params.items():
+    emptied: list[str] = []
+    for name, entries_of_param in edited.items():
         indices = entries.indices[name]
-        entry = state.get(replaced_by) or state.get(param)
-        if not entry:
-            if indices:
-                edits.emptied.append(name)
-            continue
-        _require_keys(name, entry, indices)
-        for key, index in indices.items():
-            value = entry[key]
-            leaf = entries.shown[index]
-            if value is not leaf:
-                _require_like(name, key, value, leaf)
-                assigned.setdefault(index, {})[name] = value
-    number_with_entries = len(params) - len(edits.emptied)
-    for index, value_of in assigned.items():
-        slot = entries.slots[index]
-        if slot.is_shared:
-            value = _common_value(slot.key, value_of, number_with_entries)
-            edits.loads.append(Load(slot.key, index, value))
-            continue
-        for name, value in value_of.items():  # the parameter alone
-            title = f"{slot.key!r} of {name!r}"
-            try:
-                local_value = stepping.local_value(index, entries.shown[index], value)
-            except Misfit as misfit:
-                raise ValueError(f"optimizer.state: {title} {misfit}") from None
-            edits.loads.append(Load(title, index, local_value))
-    return edits
+        if entries_of_param:
+            _require_keys(name, entries_of_param, indices)
+        elif indices:
+            emptied.append(name)
+    number_with_entries = len(edited) - len(emptied)
+    loads: list[Load] = []
+    for index, slot in enumerate(entries.slots):
+        shown = entries.shown[index]
+        assigned: dict[str, Tensor] = {}  # by the name of the parameter: several for a leaf that all share
+        for name in slot.names:
+            value = edited[name].get(slot.key, shown)
+            if value is not shown:
+                _require_like(name, slot.key, value, shown)
+                assigned[name] = value
+        if slot.is_shared and assigned:
+            loads.append(Load(slot.key, index, _common_value(slot.key, assigned, number_with_entries)))
+        elif assigned:
+            loads.append(_load_of(index, slot, assigned[slot.names[0]], shown, stepping))
+    return loads, emptied
 
 
-def warn_of_shared(edits: Edits, number: int) -> None:
+def _load_of(index: int, slot: StateSlot, value: Tensor, shown: Any, stepping: Stepping) -> Load:
+    """Return the values of this rank in a tensor that was assigned in place of ``shown``, a leaf of one parameter."""
+    title = f"{slot.key!r} of {slot.names[0]!r}"
+    try:
+        local_value = stepping.local_value(index, shown, value)
+    except Misfit as misfit:
+        raise ValueError(f"optimizer.state: {title} {misfit}") from None
+    return Load(title, index, local_value)
+
+
+def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
     """Warn if the state of some parameters starts again, but not the count that all parameters share."""
-    if edits.shared and edits.emptied and len(edits.emptied) < number:
+    shared_keys = [slot.key for slot in entries.slots if slot.is_shared]
+    if shared_keys and 0 < len(emptied) < len(entries.indices):
         warn_caller(
-            f"optimizer.state: the state of {edits.emptied[0]!r} starts again, but {edits.shared[0]!r} continues, "
+            f"optimizer.state: the state of {emptied[0]!r} starts again, but {shared_keys[0]!r} continues, "
             "because all parameters share it, so the first updates may be larger than in a new optimizer; "
             "optimizer.state.clear() starts all again"
         )
-
-
-def _require_known(state: Mapping[Tensor, Group], params: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Raise ValueError if ``state`` (``optimizer.state``) has entries for a tensor that is no parameter."""
-    known = {id(tensor) for pair in params.values() for tensor in pair}
-    for tensor, entry in state.items():
-        if entry and id(tensor) not in known:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else repr(tensor)
-            raise ValueError(
-                f"optimizer.state: found entries for {shape}, which is no parameter of this optimizer: put a tensor "
-                "that replaces a parameter at its position in param_groups, too"
-            )
 
 
 def _require_keys(name: str, entry: Group, indices: Mapping[str, int]) -> None:
@@ -196,7 +207,7 @@ def _kind_text(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
 
 
-def _common_value(key: str, values: Mapping[str, Tensor], number: int) -> Tensor:
+def _common_value(key: str, values: NamedTensors, number: int) -> Tensor:
     """Return the value that was assigned to a shared tensor for every parameter; raise if only some have it."""
     first = next(iter(values.values()))
     if len(values) < number or not all(torch.equal(first, value) for value in values.values()):

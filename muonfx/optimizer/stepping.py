@@ -20,10 +20,11 @@ from muonfx.core.hyperparams import as_tensors, hyperparams
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import check_extras, patterns_in
 from muonfx.core.value import prepared, with_numbers
-from muonfx.core.visit import Visit, check_resolved_extras
+from muonfx.core.visit import check_resolved_extras, visit
 from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
-from muonfx.optimizer.group_numbers import Number, TrackedGroup, fitted, read_numbers, separate_tensors
+from muonfx.optimizer.group_numbers import Number, Numbers, TrackedGroup, fitted, read_numbers, separate_tensors
 from muonfx.optimizer.local_values import Load, apart_from, on_this_rank
+from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.update_rules import update_rules_of
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import require_room
@@ -46,43 +47,42 @@ class Stepping:
 
     Args:
         tx: the transform, with the hyperparameters from construction.
-        visits: the visits of all transforms in ``tx`` without `offload`, for the parameters in full.
+        meta_params: the parameters in full by name, as meta tensors.
         bucket_bytes: how many bytes of parameters are updated at a time; None for all.
     """
 
     is_over_ranks = False
 
-    def __init__(self, tx: Transform, visits: Sequence[Visit], bucket_bytes: int | None) -> None:
+    def __init__(self, tx: Transform, meta_params: PyTree, bucket_bytes: int | None) -> None:
         self.tx = tx
-        self.visits = visits
-        """For each transform in ``tx``, the parameters that it updates, and the names of its hyperparameters."""
-        self.rules = update_rules_of(visits)
-        """For each parameter, its label and the transforms that update it."""
-        self.defaults = hyperparams(tx)
-        """The numbers in ``tx`` by dotted name, such as ``{"momentum.decay": 0.95}``."""
         self._inner = inner_of(tx)
         """``tx`` without `offload` around it."""
-        self._groups: Sequence[TrackedGroup] | None = None
-        """The groups whose numbers `_placed` has."""
-        self._values: list[dict[str, Number]] = []
-        """These numbers, for each group."""
-        self._common = CommonTensors((), ())
-        """The tensors in several groups that must have one value."""
+        self.visits = tuple(visit(self._inner, meta_params))
+        """One visit for each transform in ``tx``: its parameters, and the names of its hyperparameters."""
+        self.rules = update_rules_of(self.visits)
+        """For each parameter name, its label and the transforms that update it."""
+        self.defaults = hyperparams(tx)
+        """The numbers in ``tx`` by dotted name, such as ``{"momentum.decay": 0.95}``."""
         self._store = store_of(tx)
         """The memory of the state, such as host memory under `offload`."""
         self._placed_transforms = PlacedTransforms(Where(None, self._store, bucket_bytes))
+        # `refresh` replaces the following attributes if the numbers in the param groups have changed.
         self._placed = self._inner
-        """The transform that `step` runs: `_inner` with the current numbers, on buckets and in the store."""
+        """The transform that `step` runs: ``tx`` with the current numbers, in buckets and in the store."""
         self._placed_structure: object = None
         """The structure of the transform from which `_placed` was made; it changes when groups begin to disagree."""
+        self._groups: Sequence[TrackedGroup] | None = None
+        """The param groups that `refresh` has read; None before the first time."""
+        self._numbers: list[dict[str, Number]] = []
+        """The numbers in these groups by dotted name: the dict objects that `read_numbers` has returned."""
+        self._common = CommonTensors((), ())
+        """The tensors in several groups that must have one value."""
 
     def transform_with(self, tx: Transform) -> Transform:
         """Return the transform that updates the parameters: ``tx``, or a sharded transform over several ranks."""
         return tx
 
-    def init(
-        self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup], former: FormerState | None = None
-    ) -> PyTree:
+    def init(self, params: NamedTensors, groups: Sequence[TrackedGroup], former: FormerState | None = None) -> PyTree:
         """Read the hyperparameters in the param groups, and return the state of named parameters.
 
         Where ``former`` has a leaf at the same path, the state has its value, else the initial value.
@@ -94,7 +94,7 @@ class Stepping:
         return self._with_former_values(state, former)
 
     def _with_former_values(self, state: PyTree, former: FormerState | None) -> PyTree:
-        """Return ``state`` with the values of a former state, if any, for all paths that both have."""
+        """Return a new state with the values of a former state, if any, at all paths that both have."""
         if former is None:
             return state
         former_leaves = tree.leaves(former.state)
@@ -104,16 +104,16 @@ class Stepping:
             if path not in former_index_of:  # of a parameter that was added
                 continue
             former_index = former_index_of[path]
-            former_value = former.stepping.whole(former_index, former_leaves[former_index])
-            if former_value is not None:
-                leaves[index] = self._part_like(index, leaves[index], former_value)
+            full_value = former.stepping.full_leaf(former_index, former_leaves[former_index])
+            if full_value is not None:
+                leaves[index] = self._local_part(index, leaves[index], full_value)
         return tree.unflatten(treedef, leaves)
 
-    def _part_like(self, index: int, leaf: Any, whole: Tensor) -> Any:
+    def _local_part(self, index: int, leaf: Any, full_value: Tensor) -> Any:
         """Return this rank's part of a full state tensor to replace ``leaf``, or ``leaf`` if the shapes differ."""
-        return whole.to(leaf.device) if whole.shape == leaf.shape else leaf
+        return full_value.to(leaf.device) if full_value.shape == leaf.shape else leaf
 
-    def whole(self, index: int, leaf: Any) -> Any:
+    def full_leaf(self, index: int, leaf: Any) -> Any:
         """Return a leaf of the state in full. Over several ranks, all of them gather it together."""
         return leaf
 
@@ -162,63 +162,66 @@ class Stepping:
             raise problem
         return is_here
 
-    def initial(self, params: Mapping[str, Tensor]) -> PyTree:
+    def initial_state(self, params: NamedTensors) -> PyTree:
         """Return the initial state for named parameters. Over ranks, all of them call this together."""
         return self._placed.functions.init(params)
 
-    def refresh(self, params: Mapping[str, Tensor], groups: Sequence[TrackedGroup]) -> None:
+    def refresh(self, params: NamedTensors, groups: Sequence[TrackedGroup]) -> None:
         """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them.
 
         Raise ValueError if two groups have different tensors for a number that one transform reads for all parameters.
         """
-        values = read_numbers(groups)
-        # `read_numbers` returns the dict objects of the last call if no number has changed.
-        if self._groups is groups and all(map(is_, values, self._values)):
-            if self._common.tensors:  # a caller may have written into one
-                self._common.check()
+        numbers = read_numbers(groups)
+        if self._are_current(groups, numbers):
+            self._common.check()  # a caller may have written into a tensor
             return
         if not torch.compiler.is_compiling():
             separate_tensors(groups)
-            values = read_numbers(groups)
-        self._common = CommonTensors(self.visits, values)
+            numbers = read_numbers(groups)  # again, because a tensor of two groups was replaced by copies
+        self._common = CommonTensors(self.visits, numbers)
         self._common.check()
-        self._prepare(self._with_numbers(groups, values), params)
+        self._prepare(self._with_numbers(groups, numbers), params)
         # Only now: if a line above raises an error, the next step reads the groups again.
         self._groups = groups
-        self._values = values
+        self._numbers = numbers
 
-    def _with_numbers(self, groups: Sequence[TrackedGroup], values: Sequence[Mapping[str, Number]]) -> Transform:
-        """Return the transform with the hyperparameters of the param groups, ``values``.
+    def _are_current(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> bool:
+        """Return True if the last `refresh` has read these groups and numbers."""
+        # Identities suffice: `read_numbers` returns the dict objects of its last call if no number has changed.
+        return self._groups is groups and all(map(is_, numbers, self._numbers))
+
+    def _with_numbers(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> Transform:
+        """Return the transform with the hyperparameters of the param groups, ``numbers``.
 
         A transform for which groups have different numbers becomes a `by_groups`, which has one version of it for each
         set of numbers.
         """
-        tx = for_groups(self._inner, self.visits[0], self.members(groups, values))
+        tx = for_groups(self._inner, self.visits[0], self.members(groups, numbers))
         if torch.compiler.is_compiling() and any(visited.tx.factory is accumulate for visited in self.visits):
             tx = as_tensors(tx)  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
         return prepared(tx)
 
-    def members(self, groups: Sequence[TrackedGroup], values: Sequence[Mapping[str, Number]]) -> list[GroupMembers]:
+    def members(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> list[GroupMembers]:
         """Return the parameter names of each group, and its hyperparameters in the types of the transform's."""
         members: list[GroupMembers] = []
-        for tracked, numbers in zip(groups, values, strict=True):
+        for tracked, group_numbers in zip(groups, numbers, strict=True):
             if tracked.names:  # a group without parameters has no effect
-                members.append(GroupMembers(sorted(tracked.names), fitted(self.defaults, numbers)))
+                members.append(GroupMembers(sorted(tracked.names), fitted(self.defaults, group_numbers)))
         # The order of groups may differ between ranks, the order of versions in `by_groups` must not: sort by names.
         return sorted(members, key=lambda group: group.names)
 
     def snapshot(
-        self, state: PyTree, params: dict[str, Tensor], grads: dict[str, Tensor | None], groups: Sequence[TrackedGroup]
-    ) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
+        self, state: PyTree, params: dict[str, Tensor], grads: Gradients, groups: Sequence[TrackedGroup]
+    ) -> tuple[Transform, PyTree, dict[str, Tensor], Gradients]:
         """Return the transform with the current hyperparameters, and the whole state, parameters and gradients."""
         tx = self._with_numbers(groups, read_numbers(groups))
         if self._inner is not self.tx:
             tx = self.tx.replace(tx=tx)  # `offload` around it
         leaves, treedef = tree.flatten(state)
-        whole_leaves = [self.whole(index, leaf) for index, leaf in enumerate(leaves)]
+        whole_leaves = [self.full_leaf(index, leaf) for index, leaf in enumerate(leaves)]
         return tx, tree.unflatten(treedef, whole_leaves), params, grads
 
-    def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
+    def _prepare(self, tx: Transform, params: NamedTensors) -> None:
         """Use a transform, rebuilt with the current hyperparameters, in the following steps."""
         if tx.structure is self._placed_structure:  # only numbers have changed, such as the learning rate
             placed = with_numbers(self._placed, iter(tree.leaves(tx)))
@@ -235,21 +238,21 @@ class Stepping:
         if problem is not None:
             raise problem
         check_extras(self.tx, call.extras)
-        if call.extras:  # their names are right: check the values
-            check_resolved_extras(self.visits, call.extras)
+        check_resolved_extras(self.visits, call.extras)
+        updates, state = call.updates, call.state
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
-            call = call._replace(donate=Donation(updates=False, state=True))
-        else:
-            donate, updates, state = unshared(call.donate, call.updates, call.state, call.params)
-            call = call._replace(donate=donate, updates=updates, state=state)
+            donate = Donation(updates=False, state=True)
+        else:  # a donated tensor that shares memory with another one is copied
+            donate, updates, state = unshared(call.donate, updates, state, call.params)
         if self._store != IN_MEMORY:
-            require_room(self._store, call.state, call.params, call.donate)
+            require_room(self._store, state, call.params, donate)
+        # Each bucket of parameters is changed as soon as its updates are computed, which saves memory.
         extras = {**call.extras, "apply_to_params": add_in_place}
-        _, state = self._placed.run(call.updates, call.state, call.params, donate=call.donate, **extras)
-        return state
+        _, new_state = self._placed.run(updates, state, call.params, donate=donate, **extras)
+        return new_state
 
 
-def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
+def add_in_place(params: NamedTensors, updates: Mapping[str, Tensor | None]) -> None:
     """Add updates to parameters in place; raise ValueError if the shapes differ."""
     dense = {name: update for name, update in updates.items() if update is not None}
     updated = [params[name] for name in dense]

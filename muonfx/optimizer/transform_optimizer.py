@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,15 @@ from muonfx.internal.renaming import Rename
 from muonfx.optimizer import errors
 from muonfx.optimizer.by_groups import common_numbers
 from muonfx.optimizer.constructing import constructed_together
-from muonfx.optimizer.group_numbers import CallersTensors, Group, read_numbers
-from muonfx.optimizer.initial_state import InitialState
+from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup, read_numbers
+from muonfx.optimizer.initial_state import InitialState, Path
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_lost_decay
 from muonfx.optimizer.named_parameters import (
+    Gradients,
+    NamedPairs,
     NamedParameters,
+    NamedTensors,
     check_once,
     divide,
     divide_frozen,
@@ -59,7 +62,7 @@ from muonfx.optimizer.parameters import (
 )
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
-from muonfx.optimizer.state_entries import StateEntries, StateSlot, read_edits, warn_of_shared
+from muonfx.optimizer.state_entries import StateEntries, entries_by_name, read_edits, warn_of_shared
 from muonfx.optimizer.stepping import FormerState, Stepping
 from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
 from muonfx.placement.arguments import Arguments
@@ -71,6 +74,20 @@ from muonfx.tree import PyTree
 
 LayoutLike = Layout | Callable[[Mapping[str, Tensor]], Layout] | None
 """A layout, or a function that returns the layout of named parameters."""
+
+
+class _Current(TypedDict):
+    """The values that the steps of an optimizer change. It is empty until the first state is created.
+
+    A dict, because torch.compile replays writes to a dict, but not assignments to an optimizer's attributes.
+    """
+
+    state: PyTree
+    """The state of the transform."""
+    entries: StateEntries
+    """The entries of ``optimizer.state``, which show this state."""
+    initial: InitialState | None
+    """A record of the leaves that have initial values; None after the first step."""
 
 
 class TransformOptimizer(Optimizer):
@@ -148,10 +165,7 @@ class TransformOptimizer(Optimizer):
         ['adamw.scale_by_adam.count', 'muon.momentum.trace']
     """
 
-    # _live has the state ("state"), the `StateEntries` that show it in `optimizer.state` ("entries"), and before the
-    # first step its `InitialState` ("initial"), else None. It is a dict, because torch.compile replays writes to a dict
-    # but not assignments to an optimizer's attributes.
-    _live: dict[str, Any]
+    _current: _Current
     _settings: tuple[Layout | None, Settings]  # the layout of the parameters, and options of the communication
     _stepping: Stepping  # creates the state and runs the steps, in one process or over ranks
     _parameters: TrackedParameters  # the tensors that have state, and their positions in the models
@@ -178,7 +192,7 @@ class TransformOptimizer(Optimizer):
             raise ValueError(f"bucket_bytes must be at least 1, found {bucket_bytes}")
         self.donate_grads = donate_grads
         self.bucket_bytes = bucket_bytes
-        self._live = {}
+        self._current = cast("_Current", {})
         groups = resolve_groups(params, model)
         named: dict[str, Tensor] = {}
         for group in groups:
@@ -186,38 +200,46 @@ class TransformOptimizer(Optimizer):
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
         self._settings = (_layout_for(named, layout), settings)
-        # Frozen parameters and those with the label None are in no group.
-        frozen, unfrozen = divide_frozen(named)
-        self._stepping = self._stepping_for(tx, unfrozen, frozen)
-        rules = self._stepping.rules
-        trained, left_out = divide(unfrozen, rules)
-        self._parameters = TrackedParameters(models_of(params), model, trained, frozen, left_out)
-        self._tracked_groups = TrackedGroups(self._parameters)
-        self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
-        self._callers_tensors = CallersTensors()
-        self._callers_tensors.note(self._stepping.defaults)
-        warn_of_ascent(self._stepping.visits[0], rules, trained)
-        super().__init__(groups, {})  # calls `add_param_group` for each group
-        self._start()
+        self._track_parameters(tx, named, models_of(params), model)
+        super().__init__(groups, {})  # calls `add_param_group` for each group, which uses the attributes set so far
+        self._create_state()  # for the parameters in these groups
         if not self._parameters.on_meta:
             warn_of_lost_decay(tx, self._stepping.visits, self._tracked_groups.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
 
+    def _track_parameters(
+        self, tx: Transform, named: NamedTensors, models: list[nn.Module], model_of_names: nn.Module | None
+    ) -> None:
+        """Set the attributes that follow from the transform and the parameters. Groups and state do not exist yet.
+
+        Frozen parameters and those with the label None will be in no group. The models are as in `TrackedParameters`.
+        """
+        frozen, unfrozen = divide_frozen(named)
+        self._stepping = self._stepping_for(tx, unfrozen, frozen)
+        trained, left_out = divide(unfrozen, self._stepping.rules)
+        warn_of_ascent(self._stepping.visits[0], self._stepping.rules, trained)
+        self._parameters = TrackedParameters(models, model_of_names, trained, frozen, left_out)
+        self._tracked_groups = TrackedGroups(self._parameters)
+        self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
+        self._callers_tensors = CallersTensors()
+        self._callers_tensors.note(self._stepping.defaults)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to copy or pickle. Raise TypeError if the optimizer runs over several ranks."""
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
+        # Changes that the caller has made in `state`, the weights and the groups, as a step would read them.
         self._adopt_state()
         self._update_initial_state()
-        initial: InitialState | None = self._live["initial"]
+        self._tracked_groups.follow(self._groups, self._stepping.rules)  # sets "param_names", which a copy reads
+        initial = self._current["initial"]
         if initial is not None:
-            initial.forget_written(self._live["state"])
-        self._tracked_groups.follow(self._groups, self._stepping.rules)  # a copy finds the tensors by "param_names"
+            initial.forget_written(self._current["state"])
         attributes = {
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
-            "_live": self._live,
+            "_current": self._current,
             "_settings": self._settings,
             "_parameters": self._parameters,
             "_tracked_groups": self._tracked_groups,
@@ -226,18 +248,21 @@ class TransformOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer. It has no reference to the model of its parameters."""
-        self._live = state["_live"]
-        self._groups = state["param_groups"]
-        super().__setstate__({key: value for key, value in state.items() if key not in ("tx", "param_groups")})
-        named = self._named()
-        self._stepping = self._stepping_for(state["tx"], named)
+        attributes = dict(state)
+        tx: Transform = attributes.pop("tx")
+        self._groups = attributes.pop("param_groups")
+        super().__setstate__(attributes)
+        # Recreate what was not copied, for the copied parameters.
+        named = self._named_params()
+        self._stepping = self._stepping_for(tx, named)
         self._parameters.track(named)
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
+        # Let the records refer to the copied groups and state.
         self._tracked_groups.follow(self._groups, self._stepping.rules)
-        initial: InitialState | None = self._live["initial"]
+        initial = self._current["initial"]
         if initial is not None:
-            initial.follow_copy(self._live["state"])
+            initial.follow_copy(self._current["state"])
         self._stepping.refresh(named, self._tracked_groups.groups)  # now, because the first step may be traced
         own_groups(self)
 
@@ -260,32 +285,39 @@ class TransformOptimizer(Optimizer):
         Warns:
             UserWarning: a key looks like a misspelt hyperparameter.
         """
-        if "state" not in self._live:  # torch's constructor adds the groups one by one
-            pairs = [pair for pair in named_pairs(param_group["params"]) if pair[0] in self._stepping.rules]
-            self._add_groups(param_group, pairs, as_one=False)
+        if "state" in self._current:
+            self._add_trained(param_group)
             return
+        # Otherwise torch's constructor calls this for each group.
+        pairs = named_pairs(param_group["params"])
+        trained_pairs = [(name, param) for name, param in pairs if name in self._stepping.rules]
+        self._add_groups(param_group, trained_pairs, as_one=False)
+
+    def _add_trained(self, param_group: Group) -> None:
+        """Add parameters after construction, as `add_param_group` describes it."""
         self._use_replacements()
-        named = self._named()
+        named = self._named_params()
         pairs = named_pairs(param_group["params"], self._parameters.names)
         check_once([*named.items(), *pairs])
         frozen, unfrozen = divide_frozen(dict(pairs))
         if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
-        with self._all_or_nothing() as former:
+        with self._undone_on_error() as former:
             self._stepping = self._stepping_for(self._transform_for(unfrozen), {**named, **unfrozen})
             trained, _ = divide(unfrozen, self._stepping.rules)
             if pairs and not trained:
                 raise errors.label_is_none(pairs[0][0])
             self._add_groups(param_group, list(trained.items()), as_one=True)
-            self._start(former)
+            self._create_state(former)
             self._parameters.add_models(models_of([param_group]))
             self._parameters.track(trained)
             self._parameters.leave_out(frozen)
-        groups_of_added = [group for group in self._tracked_groups.groups if group.names and group.names[0] in trained]
         if not self._parameters.on_meta:
-            warn_of_lost_decay(self.tx, self._stepping.visits, groups_of_added, trained)
+            all_groups = self._tracked_groups.groups
+            added_groups = [tracked for tracked in all_groups if not trained.keys().isdisjoint(tracked.names)]
+            warn_of_lost_decay(self.tx, self._stepping.visits, added_groups, trained)
 
-    def _add_groups(self, group: Group, pairs: list[tuple[str, Tensor]], *, as_one: bool) -> None:
+    def _add_groups(self, group: Group, pairs: NamedPairs, *, as_one: bool) -> None:
         """Add a group with all hyperparameters of its transforms. If not ``as_one``, split it by its transforms."""
         entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if not pairs:
@@ -317,7 +349,7 @@ class TransformOptimizer(Optimizer):
         Functions of torch read the groups before they call a method of the optimizer: for example,
         ``set_optimizer_state_dict`` looks up each parameter of the groups in a model that may have been sharded since.
         """
-        if "state" not in self._live or torch.compiler.is_compiling():
+        if "state" not in self._current or torch.compiler.is_compiling():
             return self._groups
         replaced = self._parameters.replaced_in_models()
         if replaced:
@@ -329,27 +361,25 @@ class TransformOptimizer(Optimizer):
     def param_groups(self, groups: list[Group]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._groups = groups
 
-    def _named(self) -> dict[str, Tensor]:
+    def _named_params(self) -> NamedTensors:
         """Return a dict from name to parameter, from the param groups."""
         named: dict[str, Tensor] = {}
         for group in self._groups:
             named.update(zip(group["param_names"], group["params"], strict=True))
         return named
 
-    def _put(self, named: Mapping[str, Tensor]) -> None:
+    def _put_in_groups(self, named: NamedTensors) -> None:
         """Write the tensors in ``named``, by parameter name, into the param groups, at the positions of their names."""
         for group in self._groups:
             group["params"] = [named[name] for name in group["param_names"]]
 
     # ----------------------------------------------------------------------------------------------------- transform
 
-    def _transform_for(self, new: dict[str, Tensor]) -> Transform:
+    def _transform_for(self, new: NamedTensors) -> Transform:
         """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
         return self._stepping.tx
 
-    def _stepping_for(
-        self, tx: Transform, named: Mapping[str, Tensor], not_trained: Mapping[str, Tensor] | None = None
-    ) -> Stepping:
+    def _stepping_for(self, tx: Transform, named: NamedTensors, not_trained: NamedTensors | None = None) -> Stepping:
         """Return the object that creates the state of the named parameters and steps on them.
 
         Parameters with the label None, and those in ``not_trained``, get no state, but are in the layout.
@@ -361,9 +391,11 @@ class TransformOptimizer(Optimizer):
         check_usable(named, layout)
         _, others = divide(not_trained, named)
         stepping = stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
-        left_out, trained = divide(named, {name for name, rule in stepping.rules.items() if rule.is_left_out})
-        if not left_out:
+        names_left_out = {name for name, rule in stepping.rules.items() if rule.is_left_out}
+        if not names_left_out:
             return stepping
+        # Its rules show which parameters have the label None: create it again without these.
+        left_out, trained = divide(named, names_left_out)
         return stepping_for(tx, trained, {**others, **left_out}, layout, settings, self.bucket_bytes)
 
     # -------------------------------------------------------------------------------------------------------- state
@@ -392,7 +424,7 @@ class TransformOptimizer(Optimizer):
         """The current state, in the form that `transform` accepts. The next step overwrites the tensors."""
         self._adopt_state()
         self._update_initial_state()
-        return self._stepping.shown(self._live["state"])
+        return self._stepping.shown(self._current["state"])
 
     def snapshot(self) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
         """Return ``(transform, state, params, grads)`` for a pure update with the current hyperparameters.
@@ -412,39 +444,41 @@ class TransformOptimizer(Optimizer):
         """
         self._use_replacements()
         self._update_initial_state(may_communicate=True)
-        named = self._named()
+        named = self._named_params()
         params = {name: param.detach() for name, param in named.items()}
         grads = _gradients_of(named)
-        return self._stepping.snapshot(self._live["state"], params, grads, self._tracked_groups.groups)
+        return self._stepping.snapshot(self._current["state"], params, grads, self._tracked_groups.groups)
 
-    def _start(self, former: FormerState | None = None) -> None:
-        """Create the optimizer state for the current parameters, and show it in ``optimizer.state``.
+    def _create_state(self, former: FormerState | None = None) -> None:
+        """Create the optimizer state for the parameters in the groups, and show it in ``optimizer.state``.
 
         ``former`` is the state whose values are copied to the new state; None for the initial values.
         """
         self._tracked_groups.record(self._groups, self._stepping.rules)
-        named = self._named()
+        named = self._named_params()
         state = self._stepping.init(named, self._tracked_groups.groups, former)
-        self._live["initial"] = self._initial_state(named, state, former)
-        self._live["state"] = state
-        self._show_all(named)
-
-    def _initial_state(
-        self, named: Mapping[str, Tensor], state: PyTree, former: FormerState | None
-    ) -> InitialState | None:
-        """Return the record of the leaves of a new state that have initial values; None if no step could change them.
-
-        ``former`` is the state whose values were copied to ``state``; None if all leaves have initial values.
-        """
         paths = set(tree.paths(state))
         if former is None:
-            return InitialState(named, state, paths)
-        added = paths.difference(tree.paths(former.state))  # of added parameters
-        initial: InitialState | None = self._live["initial"]
-        if initial is not None:
-            # The parameters may have been changed before they were moved, so initialize at the first step in any case.
-            return InitialState({}, state, added | initial.unwritten(former.state))
-        return InitialState(named, state, added) if added else None
+            self._current["initial"] = InitialState(named, state, paths)
+        else:
+            paths_of_added = paths.difference(tree.paths(former.state))  # leaves of added parameters
+            self._current["initial"] = self._record_of(paths_of_added, named, state, former.state)
+        self._current["state"] = state
+        self._show_all(named)
+
+    def _record_of(
+        self, paths: set[Path], named: NamedTensors, state: PyTree, former_state: PyTree
+    ) -> InitialState | None:
+        """Return the record of all leaves that have initial values, after those at ``paths`` have got theirs.
+
+        Other leaves of ``state`` have the values of ``former_state``. Return None if no leaf has its initial value.
+        """
+        initial = self._current["initial"]
+        if initial is None:  # a step was made
+            return InitialState(named, state, paths) if paths else None
+        # The initial values of other leaves may be of other weights than those of today. Without parameters in the
+        # record, the next step initializes all of these leaves again.
+        return InitialState({}, state, paths | initial.unwritten(former_state))
 
     def _update_initial_state(self, *, may_communicate: bool = False, problem: Exception | None = None) -> None:
         """Before the first step, initialize the state again if parameters were changed after it was made.
@@ -458,79 +492,65 @@ class TransformOptimizer(Optimizer):
         """
         if torch.compiler.is_compiling():  # first: to read the record would compile the second step again
             return
-        initial: InitialState | None = self._live["initial"]
-        if initial is None:
+        initial = self._current["initial"]
+        if initial is None:  # a step was made
             return
-        params = {name: param.detach() for name, param in self._named().items()}
-        if not may_communicate and self._is_over_ranks(params):
+        params = {name: param.detach() for name, param in self._named_params().items()}
+        if self._is_over_ranks(params) and not may_communicate:
             return
-        has_values = problem is None and not self._parameters.on_meta
-        has_changed = has_values and not initial.is_of(params)
-        if not self._stepping.is_on_any_rank(has_changed, problem):
-            return
-        with torch.no_grad():
-            initial.replace(params, self._live["state"], self._stepping.initial(params))
+        can_compare = problem is None and not self._parameters.on_meta
+        has_changed = can_compare and not initial.is_of(params)
+        if self._stepping.is_on_any_rank(has_changed, problem):
+            with torch.no_grad():
+                initial.replace(params, self._current["state"], self._stepping.initial_state(params))
 
-    def _show_all(self, named: Mapping[str, Tensor]) -> None:
+    def _show_all(self, named: NamedTensors) -> None:
         """Fill ``optimizer.state`` with the current state tensors of the named parameters."""
         self.state.clear()
         for param in named.values():
             self.state[param] = {}
-        entries = StateEntries(self._live["state"], named)
-        entries.update(self.state, self._live["state"], self._stepping.show)
-        self._live["entries"] = entries
+        entries = StateEntries(self._current["state"], named)
+        entries.update(self.state, self._current["state"], self._stepping.show)
+        self._current["entries"] = entries
 
     def _adopt_state(self) -> None:
         """Copy tensors that were assigned to ``optimizer.state`` into the state; start emptied states again.
 
         Examples are ``optimizer.state[param]["momentum.trace"] = tensor`` and ``optimizer.state.clear()``.
         """
-        entries: StateEntries = self._live["entries"]
+        entries = self._current["entries"]
         if not entries.is_edited(self.state):
             return
-        tracked = self._tracked_groups.named
-        # The caller may have put another tensor into a group, and assigned the state under it.
-        current: dict[str, Tensor] = {}
-        for group in self._groups:
-            current.update(zip(group.get("param_names", ()), group["params"], strict=False))
-        params = {name: (param, current.get(name, param)) for name, param in tracked.items()}
-        edits = read_edits(entries, self.state, params, self._stepping)
-        restarts = self._loads_of_emptied(edits.emptied, tracked)
+        named = self._tracked_groups.named
+        edited = entries_by_name(self.state, named, self._groups)
+        loads, emptied = read_edits(entries, edited, self._stepping)
+        restarts = self._loads_of_emptied(emptied, named)
         with torch.no_grad():
-            self._stepping.assign(edits.loads + restarts, self._live["state"])
-        if restarts:
-            self._record_restarts(restarts, tracked)
-        self._show_all(tracked)
-        warn_of_shared(edits, len(tracked))
+            self._stepping.assign(loads + restarts, self._current["state"])
+        if restarts:  # the next step initializes these leaves again if weights are loaded before it
+            state = self._current["state"]
+            paths = tree.paths(state)
+            restarted_paths = {paths[load.leaf_index] for load in restarts}
+            self._current["initial"] = self._record_of(restarted_paths, named, state, state)
+        self._show_all(named)
+        warn_of_shared(entries, emptied)
 
-    def _record_restarts(self, restarts: list[Load], tracked: dict[str, Tensor]) -> None:
-        """Record leaves that have initial values again. They follow weights that are loaded before the next step."""
-        state = self._live["state"]
-        paths = tree.paths(state)
-        restarted = {paths[load.leaf_index] for load in restarts}
-        initial: InitialState | None = self._live["initial"]
-        if initial is None:
-            self._live["initial"] = InitialState(tracked, state, restarted)
-        else:  # its other leaves are perhaps of other weights, so the next step initializes all
-            self._live["initial"] = InitialState({}, state, restarted | initial.unwritten(state))
+    def _loads_of_emptied(self, emptied: list[str], named: NamedTensors) -> list[Load]:
+        """Return the initial values of the state of parameters whose entries were removed from ``optimizer.state``.
 
-    def _loads_of_emptied(self, emptied: list[str], tracked: dict[str, Tensor]) -> list[Load]:
-        """Return the initial values of the state of parameters whose entries were removed.
-
-        A leaf that all parameters share, such as a step count, is included only if the entries of all were removed.
+        ``emptied`` are their names, and ``named`` all parameters. A leaf that all parameters share, such as a step
+        count, is included only if the entries of all were removed.
         """
         if not emptied:
             return []
         if self._stepping.is_over_ranks:
-            raise errors.emptied_over_ranks(next(iter(tracked)))
-        starts_all = len(emptied) == len(tracked)
-        initial_leaves = tree.leaves(self._stepping.initial(tracked))
-        entries: StateEntries = self._live["entries"]
+            raise errors.emptied_over_ranks(next(iter(named)))
+        initial_leaves = tree.leaves(self._stepping.initial_state(named))
+        emptied_names = set(emptied)
         loads: list[Load] = []
-        for name in emptied:
-            for key, index in entries.indices[name].items():
-                if starts_all or not entries.slots[index].is_shared:
-                    loads.append(Load(key, index, initial_leaves[index]))
+        for index, slot in enumerate(self._current["entries"].slots):
+            if emptied_names.issuperset(slot.names):
+                loads.append(Load(slot.key, index, initial_leaves[index]))
         return loads
 
     # ------------------------------------------------------------------------------------------- replaced parameters
@@ -556,74 +576,77 @@ class TransformOptimizer(Optimizer):
             self._update_initial_state()
 
     def _follow_replacements(self, at_step: bool, may_list_twice: bool, may_communicate: bool) -> None:
-        """Use the tensors that have replaced parameters. The arguments are described in `_use_replacements`."""
+        """Read edited groups, and use the tensors that have replaced parameters.
+
+        The arguments are described in `_use_replacements`.
+        """
         added = self._parameters.added_in(self._groups)
+        if added and self._stepping.is_over_ranks and not may_communicate:
+            return  # the next step creates their state, together with the other ranks
         if added:
-            if self._stepping.is_over_ranks and not may_communicate:
-                return
             self._add_listed(added)
         self._tracked_groups.follow(self._groups, self._stepping.rules, may_list_twice=may_list_twice)
-        named = self._named()
-        replaced = self._parameters.replaced(named, at_step=at_step)
+        replaced = self._parameters.replaced(self._named_params(), at_step=at_step)
         if not replaced:
             return
-        named |= replaced
+        named = {**self._named_params(), **replaced}
         if self._parameters.is_swap(replaced):  # same device, dtype and sharding: the state stays where it is
-            self._put(named)
+            self._put_in_groups(named)
             self._show_all(named)
             self._parameters.track(named)
-            return
-        if self._is_over_ranks(named) and not may_communicate:
-            self._put(named)  # the next step moves the state
-            return
-        self._move_state(named)
+        elif self._is_over_ranks(named) and not may_communicate:
+            self._put_in_groups(named)  # the next step moves the state, together with the other ranks
+        else:
+            self._move_state(named)
 
-    def _is_over_ranks(self, named: Mapping[str, Tensor]) -> bool:
+    def _is_over_ranks(self, named: NamedTensors) -> bool:
         """Return True if state over ranks is used, or will be, because parameters have become DTensors."""
         return self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
 
-    def _move_state(self, named: Mapping[str, Tensor]) -> None:
+    def _move_state(self, named: NamedTensors) -> None:
         """Create a state for other tensors of the same parameters, and copy the values of the former state into it.
 
         The new tensors may be on another device, or sharded in another way.
         """
-        with self._all_or_nothing() as former, warnings.catch_warnings():  # construction has given the warnings
-            warnings.simplefilter("ignore")
+        # State of parameters on the meta device has no values that could be copied.
+        has_values = not self._parameters.on_meta
+        with self._undone_on_error() as former, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # construction has given the warnings
             self._stepping = self._stepping_for(self.tx, named)
             for name, rule in self._stepping.rules.items():
                 if rule != former.stepping.rules[name]:
                     raise errors.other_labels(name)
-            self._put(named)
-            # The state of parameters on the meta device has no values that could be copied.
-            self._start(None if self._parameters.on_meta else former)
+            self._put_in_groups(named)
+            self._create_state(former if has_values else None)
         self._parameters.track(named)
 
-    def _add_listed(self, added: dict[str, Tensor]) -> None:
+    def _add_listed(self, added: NamedTensors) -> None:
         """Create state for parameters of the model that somebody has put into the param groups."""
-        with self._all_or_nothing() as former:
-            named = {**self._tracked_groups.named, **added}
-            self._stepping = self._stepping_for(self._transform_for(added), named)
+        with self._undone_on_error() as former:
+            all_params = {**self._tracked_groups.named, **added}
+            self._stepping = self._stepping_for(self._transform_for(added), all_params)
             rules = self._stepping.rules
             left_out = added.keys() - rules.keys()
             if left_out:
                 raise errors.listed_without_label(min(left_out))
             self._parameters.track(added)
+            # The groups have other members now: add the hyperparameters of their transforms.
             names_per_group = self._parameters.names_of(self._groups)
             for group, names in zip(self._groups, names_per_group, strict=True):
                 if not added.keys().isdisjoint(names):
                     complete_entries(self._stepping, distinct_rules(names, rules), group)
             self._tracked_groups.follow(self._groups, rules)
-            self._start(former)
+            self._create_state(former)
 
     @contextmanager
-    def _all_or_nothing(self) -> Generator[FormerState]:
-        """Return a context manager that undoes changes if an error is raised in its block.
+    def _undone_on_error(self) -> Generator[FormerState]:
+        """Return a context manager that undoes changes of the optimizer if an error is raised in its block.
 
         It restores the stepping, the records of parameters and groups, and the param groups, and removes groups that
         were added. Its value is the state before the block.
         """
-        former = FormerState(self._stepping, self._live["state"])
-        initial: InitialState | None = self._live["initial"]
+        former = FormerState(self._stepping, self._current["state"])
+        initial = self._current["initial"]
         parameters = self._parameters.saved()
         tracked_groups = self._tracked_groups.groups
         former_groups = [dict(group) for group in self._groups]
@@ -631,7 +654,7 @@ class TransformOptimizer(Optimizer):
             yield former
         except BaseException:
             self._stepping = former.stepping
-            self._live["initial"] = initial
+            self._current["initial"] = initial
             self._parameters.restore(parameters)
             self._tracked_groups.groups = tracked_groups
             del self._groups[len(former_groups) :]
@@ -673,19 +696,19 @@ class TransformOptimizer(Optimizer):
             if closure is not None:
                 loss = _evaluate(closure)
             params, gradients = self._read_step()
-        except Exception as error:  # raised by the stepping, on all ranks together
+        except Exception as error:  # the calls below raise it, on all ranks together
             problem = error
             params = self._tracked_groups.named
             gradients = _gradients_of(params)
         self._update_initial_state(may_communicate=True, problem=problem)
-        call = Arguments(gradients, self._live["state"], params, Donation(self.donate_grads, True), extras)
+        call = Arguments(gradients, self._current["state"], params, Donation(self.donate_grads, True), extras)
         state = self._stepping.step(call, problem)
-        self._live["state"] = state
-        self._live["initial"] = None
-        self._live["entries"].update(self.state, state, self._stepping.show)
+        self._current["state"] = state
+        self._current["initial"] = None  # weights that are loaded from now on do not change the state
+        self._current["entries"].update(self.state, state, self._stepping.show)
         return loss
 
-    def _read_step(self) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    def _read_step(self) -> tuple[NamedTensors, Gradients]:
         """Return ``(parameters, gradients)``, two dicts by name, after all checks of a step.
 
         This also adopts changes that the caller has made in ``optimizer.state``, the groups and the model, and rebuilds
@@ -693,10 +716,8 @@ class TransformOptimizer(Optimizer):
         """
         is_traced = torch.compiler.is_compiling()
         if not is_traced:  # a traced graph is valid for the current parameters and groups only
-            self._use_replacements(at_step=True)
-            self._tracked_groups.read_new_keys(self._stepping.rules)
-            self._tracked_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
-        params = self._named()
+            self._adopt_changes()
+        params = self._named_params()
         gradients = _gradients_of(params)
         require_dense_and_real(gradients)
         if not is_traced:
@@ -705,6 +726,12 @@ class TransformOptimizer(Optimizer):
             self._callers_tensors.warn_of_written()
         self._stepping.refresh(params, self._tracked_groups.groups)
         return params, gradients
+
+    def _adopt_changes(self) -> None:
+        """Read the changes that the caller has made in ``optimizer.state``, the model and the keys of the groups."""
+        self._use_replacements(at_step=True)
+        self._tracked_groups.read_new_keys(self._stepping.rules)
+        self._tracked_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
 
     # -------------------------------------------------------------------------------------------------- persistence
 
@@ -719,22 +746,34 @@ class TransformOptimizer(Optimizer):
         Raises:
             ShardingError: all ranks must call this together, and a rank did not.
         """
-        self._use_replacements(may_list_twice=True)
-        read_numbers(self._tracked_groups.groups)  # so that all keys of a number agree
+        self._use_replacements(may_list_twice=True)  # the state may have to move to new tensors first
+        self._tracked_groups.synchronize_keys()
         saved = super().state_dict()
         # By identity: torch's own tests list the groups twice.
-        schedules_of = {id(tracked.group): schedule_texts(self.tx, tracked) for tracked in self._tracked_groups.groups}
+        tracked_of = {id(tracked.group): tracked for tracked in self._tracked_groups.groups}
         for group, saved_group in zip(self._groups, saved["param_groups"], strict=True):
-            schedules = schedules_of[id(group)]
-            if schedules:
-                saved_group[SCHEDULES] = schedules
-        index_of = {id(param): index for index, param in enumerate(self._named().values())}
+            self._add_schedules(saved_group, tracked_of[id(group)])
         saved["state"] = _unshared(saved["state"])
-        for index, leaf in self._stepping.exported(self._live["state"]).items():
-            slot: StateSlot = self._live["entries"].slots[index]
-            for param in slot.params:
-                saved["state"][index_of[id(param)]][slot.key] = leaf
+        self._add_exported(saved["state"])
         return saved
+
+    def _add_schedules(self, saved_group: Group, tracked: TrackedGroup) -> None:
+        """Add the code of the schedules of a group, if it has some, to its saved entries."""
+        schedules = schedule_texts(self.tx, tracked)
+        if schedules:
+            saved_group[SCHEDULES] = schedules
+
+    def _add_exported(self, saved_state: dict[int, Group]) -> None:
+        """Put the leaves that are saved in another form than `optimizer.state` has into the state of a state dict.
+
+        ``saved_state`` has the entries of each parameter, by its index among all parameters of the groups.
+        """
+        index_of = {id(param): index for index, param in enumerate(self._named_params().values())}
+        slots = self._current["entries"].slots
+        for leaf_index, leaf in self._stepping.exported(self._current["state"]).items():
+            slot = slots[leaf_index]
+            for param in slot.params:
+                saved_state[index_of[id(param)]][slot.key] = leaf
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Rename | None = None) -> None:
         """Copy the values of a `state_dict` into the state and the groups of this optimizer.
@@ -766,29 +805,37 @@ class TransformOptimizer(Optimizer):
                 this optimizer and the other numbers of the state dict are used.
         """
         self._use_replacements()
-        check_real(self._named())
-        state_dict = dict(state_dict)
-        for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
-            if changed is not None:
-                state_dict = changed
-        groups = self._tracked_groups.groups
-        entries: StateEntries = self._live["entries"]
-        to_load = StateToLoad([], [], [], [])
+        check_real(self._named_params())
+        state_dict = self._after_hooks(state_dict)
+        to_load = StateToLoad()
         problem: Exception | None = None
         try:
             to_load = read_state_dict(
-                state_dict, self._stepping, groups, entries, rename, self._parameters.not_trained()
+                state_dict,
+                self._stepping,
+                self._tracked_groups.groups,
+                self._current["entries"],
+                rename,
+                self._parameters.not_trained(),
             )
         except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
             problem = error
         with torch.no_grad():
-            self._stepping.load(to_load.loads, self._live["state"], problem, to_load.without_state)
+            self._stepping.load(to_load.loads, self._current["state"], problem, to_load.without_state)
         self._load_groups(to_load.groups, "load_state_dict: the state dict")
         for message in to_load.warnings:
             warn_caller(message)
         for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def _after_hooks(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state dict after the hooks that torch calls before it is loaded. A hook may return another one."""
+        state_dict = dict(state_dict)  # a hook may also change it in place
+        for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        return state_dict
 
     def saved_groups(self) -> list[Group]:
         """Return the entries of each group, with the names of its parameters and the code of its schedules.
@@ -800,15 +847,13 @@ class TransformOptimizer(Optimizer):
         (0.1, ['w'])
         """
         self._use_replacements()
-        read_numbers(self._tracked_groups.groups)  # so that all keys of a number agree
-        saved: list[Group] = []
+        self._tracked_groups.synchronize_keys()
+        saved_groups: list[Group] = []
         for tracked in self._tracked_groups.groups:
-            entries = {key: value for key, value in tracked.group.items() if key != "params"}
-            schedules = schedule_texts(self.tx, tracked)
-            if schedules:
-                entries[SCHEDULES] = schedules
-            saved.append(entries)
-        return saved
+            saved_group = {key: value for key, value in tracked.group.items() if key != "params"}
+            self._add_schedules(saved_group, tracked)
+            saved_groups.append(saved_group)
+        return saved_groups
 
     def load_transform_state(self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Copy a state, such as `muonfx.checkpoint.load` or a converter returns, into the state of this optimizer.
@@ -837,24 +882,20 @@ class TransformOptimizer(Optimizer):
             {'w': tensor([0., 0.])}
         """
         self._use_replacements()
-        check_real(self._named())
+        check_real(self._named_params())
         matched: list[Group | None] = []
         if groups is not None:
             tracked_groups = self._tracked_groups.groups
             matched = read_groups(groups, self.tx, tracked_groups, self._parameters.not_trained())
-        live = self.transform_state
-        live_leaves, treedef = tree.flatten(live)
-        for name, leaf, value in zip(tree.names(live), live_leaves, treedef.flatten_up_to(state), strict=True):
-            shape = getattr(value, "shape", None)
-            if leaf is not None and leaf.shape != shape:
-                raise ValueError(f"state: {name!r} has shape {shape}, expected {leaf.shape}: nothing was loaded")
+        current_state = self.transform_state
+        _require_same_shapes(state, current_state)
         with torch.no_grad():
-            tree.map(lambda leaf, value: leaf.copy_(value), live, state)
-        self._stepping.note_loaded(self._live["state"])
+            tree.map(lambda leaf, value: leaf.copy_(value), current_state, state)
+        self._stepping.note_loaded(self._current["state"])
         if groups is not None:
             self._load_groups(matched, "load_transform_state: the state")
 
-    def _load_groups(self, saved_groups: list[Group | None], source: str) -> None:
+    def _load_groups(self, saved_groups: Sequence[Group | None], source: str) -> None:
         """Copy the entries of each saved group, if there is one, and warn once of numbers that differ.
 
         ``source`` begins the warning, such as "load_state_dict: the state dict".
@@ -880,7 +921,7 @@ def _without_sharding(tx: Transform, layout: LayoutLike) -> tuple[Transform, Lay
     return tx.arguments["tx"], tx.arguments["layout"], settings_of(tx)
 
 
-def _layout_for(named: Mapping[str, Tensor], layout: LayoutLike) -> Layout | None:
+def _layout_for(named: NamedTensors, layout: LayoutLike) -> Layout | None:
     """Return the argument ``layout``, or its result if it is a function of the named parameters."""
     if callable(layout):
         layout = layout(named)
@@ -903,22 +944,32 @@ def _evaluate(closure: Callable[[], Any]) -> Any:
         return closure()
 
 
-def _gradients_of(params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+def _gradients_of(params: NamedTensors) -> Gradients:
     """Return the gradient of each parameter by name; None for a parameter without one."""
     return {name: param.grad for name, param in params.items()}
 
 
-def _unshared(state: Mapping[Any, Group]) -> dict[Any, Group]:
+def _unshared(state: Mapping[int, Group]) -> dict[int, Group]:
     """Return the state of a state dict, in which no two parameters have the same tensor.
 
     Formats such as safetensors store no tensor twice. A count that all parameters share is copied for each.
     """
-    copied: dict[Any, Group] = {}
-    seen = set[int]()
+    unshared: dict[int, Group] = {}
+    leaf_ids: set[int] = set()
     for index, entries in state.items():
-        copied[index] = dict(entries)
+        unshared[index] = dict(entries)
         for key, leaf in entries.items():
-            if id(leaf) in seen and isinstance(leaf, Tensor):
-                copied[index][key] = leaf.clone()
-            seen.add(id(leaf))
-    return copied
+            if id(leaf) in leaf_ids and isinstance(leaf, Tensor):
+                unshared[index][key] = leaf.clone()
+            leaf_ids.add(id(leaf))
+    return unshared
+
+
+def _require_same_shapes(state: PyTree, expected: PyTree) -> None:
+    """Raise ValueError unless each leaf of a state has the shape of the leaf in another state."""
+    expected_leaves, treedef = tree.flatten(expected)
+    leaves = treedef.flatten_up_to(state)
+    for name, leaf, expected_leaf in zip(tree.names(expected), leaves, expected_leaves, strict=True):
+        shape = getattr(leaf, "shape", None)
+        if expected_leaf is not None and shape != expected_leaf.shape:
+            raise ValueError(f"state: {name!r} has shape {shape}, expected {expected_leaf.shape}: nothing was loaded")

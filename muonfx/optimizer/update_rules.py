@@ -11,7 +11,8 @@ from torch import Tensor
 from muonfx.core.checks import warn_caller
 from muonfx.core.order import combine_signs
 from muonfx.core.visit import Visit
-from muonfx.optimizer.group_numbers import Group, Hyperparam, Number, equal
+from muonfx.optimizer.group_numbers import Group, Hyperparam, Numbers, equal
+from muonfx.optimizer.named_parameters import NamedPairs, NamedTensors
 from muonfx.placement.placed import needs_matrices
 
 
@@ -27,22 +28,26 @@ class UpdateRule(NamedTuple):
     hyperparams: tuple[Hyperparam, ...]
     """The hyperparameters of these transforms."""
     order: tuple[int, bool, tuple[int, ...]]
-    """The sort key of the group: first Muon's, then Adam's, others, and those without hyperparameters."""
+    """The sort key of its group: `_rank_of_keys`, False if a transform needs whole matrices, and ``indices``."""
+
+
+UpdateRules = Mapping[str, UpdateRule]
+"""The update rule of each parameter by name."""
 
 
 def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
     """Return the update rule of each parameter by name. Parameters with the same transforms have the same rule."""
-    indices_of: dict[str, list[int]] = {}
+    indices_of: dict[str, list[int]] = {}  # per parameter name, the indices of its visits
     for index, visited in enumerate(visits):
         for name in visited.names:
             indices_of.setdefault(name, []).append(index)
-    rule_of_indices: dict[tuple[int, ...], UpdateRule] = {}
     rules: dict[str, UpdateRule] = {}
+    created: dict[tuple[int, ...], UpdateRule] = {}  # to create the rule of many parameters once
     for name, index_list in indices_of.items():
         indices = tuple(index_list)
-        if indices not in rule_of_indices:
-            rule_of_indices[indices] = _update_rule(name, indices, [visits[index] for index in indices])
-        rules[name] = rule_of_indices[indices]
+        if indices not in created:
+            created[indices] = _update_rule(name, indices, [visits[index] for index in indices])
+        rules[name] = created[indices]
     return rules
 
 
@@ -54,19 +59,14 @@ def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -
         indices: the indices, among all visits, of the transforms that update it.
         visits: the visits of these transforms.
     """
-    labels: list[str] = []
-    is_left_out = False
-    has_matrices = False
-    for visited in visits:
-        if visited.label is not None:
-            labels.append(visited.label)
-        is_left_out = is_left_out or _leaves_out(visited, name)
-        has_matrices = has_matrices or needs_matrices(visited.tx)
+    labels = [visited.label for visited in visits if visited.label is not None]
+    is_left_out = any(_leaves_out(visited, name) for visited in visits)
+    has_matrices = any(needs_matrices(visited.tx) for visited in visits)
     hyperparams = tuple(hyperparams_of(visits))
-    keys = {hyperparam.key for hyperparam in hyperparams}
-    order = (_rank_of_group(keys), not has_matrices, indices)
-    label = "/".join(labels) or None
-    return UpdateRule(indices, label, is_left_out, hyperparams, order)
+    rank = _rank_of_keys({hyperparam.key for hyperparam in hyperparams})
+    # Among groups of one rank, those with matrices come first, then those whose transforms come first.
+    order = (rank, not has_matrices, indices)
+    return UpdateRule(indices, "/".join(labels) or None, is_left_out, hyperparams, order)
 
 
 def _leaves_out(visited: Visit, name: str) -> bool:
@@ -79,8 +79,8 @@ def _leaves_out(visited: Visit, name: str) -> bool:
     return is_partition
 
 
-def _rank_of_group(keys: Set[str]) -> int:
-    """Return the rank of a group with these hyperparameters: Muon's are first, then Adam's, and those without last."""
+def _rank_of_keys(keys: Set[str]) -> int:
+    """Return the rank of a group with these hyperparameters: 0 for Muon's, 1 Adam's, 2 others, 3 without any."""
     if not keys:
         return 3
     if "betas" in keys:
@@ -88,7 +88,7 @@ def _rank_of_group(keys: Set[str]) -> int:
     return 0 if "momentum" in keys else 2
 
 
-def warn_of_ascent(root: Visit, rules: Mapping[str, UpdateRule], params: Mapping[str, Tensor]) -> None:
+def warn_of_ascent(root: Visit, rules: UpdateRules, params: NamedTensors) -> None:
     """Warn of trained parameters whose updates keep the sign of the gradient, so that a step increases the loss."""
     may_keep_sign: dict[UpdateRule, bool] = {}
     ascending: list[str] = []
@@ -118,39 +118,45 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     """Return the hyperparameters of several transforms, each with its own key for a param group.
 
     The key is the short name, such as "lr", if only one of the transforms declares it; else the name without labels,
-    such as "momentum.decay", or the full name if two transforms have the same name without labels.
+    such as "momentum.decay", or the full name if two transforms have the same name without labels. ``visits`` have
+    these names for each transform.
     """
-    times_short = Counter(key for visited in visits for key in visited.numbers.short_names)
-    times = Counter(key for visited in visits for key in visited.numbers.keys)
+    short_name_counts = Counter(key for visited in visits for key in visited.numbers.short_names)
+    key_counts = Counter(key for visited in visits for key in visited.numbers.keys)
     hyperparams: list[Hyperparam] = []
     for visited in visits:
-        with_short_key = set[str]()  # the numbers of this transform that have a short key
-        for key, target in visited.numbers.short_names.items():
-            if times_short[key] > 1:
-                continue
-            names = target if isinstance(target, tuple) else (target,)
-            is_mirror = with_short_key.issuperset(names)
-            hyperparams.append(Hyperparam(key, names, isinstance(target, tuple), is_mirror))
-            with_short_key.update(names)
+        names_with_short_key: set[str] = set()
+        for short_name, target in visited.numbers.short_names.items():
+            if short_name_counts[short_name] == 1:
+                hyperparam = _with_short_key(short_name, target, names_with_short_key)
+                hyperparams.append(hyperparam)
+                names_with_short_key.update(hyperparam.names)
         for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
-            if name in with_short_key:
-                continue
-            unique_key = key if times[key] == 1 else name
-            hyperparams.append(Hyperparam(unique_key, (name,)))
+            if name not in names_with_short_key:
+                hyperparams.append(Hyperparam(key if key_counts[key] == 1 else name, (name,)))
     return hyperparams
 
 
-def pairs_by_rule(
-    pairs: Iterable[tuple[str, Tensor]], rules: Mapping[str, UpdateRule]
-) -> dict[UpdateRule, list[tuple[str, Tensor]]]:
+def _with_short_key(key: str, target: str | tuple[str, ...], earlier_names: Set[str]) -> Hyperparam:
+    """Return the hyperparameter with a short key, such as "betas" for ``("scale_by_adam.b1", "scale_by_adam.b2")``.
+
+    ``target`` is the dotted name of its number, or a tuple of names. It is a mirror if earlier keys of the transform
+    set these numbers, as "momentum" repeats the first of "betas".
+    """
+    if isinstance(target, str):
+        return Hyperparam(key, (target,), is_tuple=False, is_mirror=target in earlier_names)
+    return Hyperparam(key, target, is_tuple=True, is_mirror=earlier_names >= set(target))
+
+
+def pairs_by_rule(pairs: Iterable[tuple[str, Tensor]], rules: UpdateRules) -> dict[UpdateRule, NamedPairs]:
     """Divide (name, tensor) pairs by rule, in the order of groups: Muon's, Adam's, then others."""
-    pairs_of: dict[UpdateRule, list[tuple[str, Tensor]]] = {}
+    pairs_of: dict[UpdateRule, NamedPairs] = {}
     for name, param in pairs:
         pairs_of.setdefault(rules[name], []).append((name, param))
     return {rule: pairs_of[rule] for rule in sorted(pairs_of, key=lambda rule: rule.order)}
 
 
-def distinct_rules(names: Iterable[str], rules: Mapping[str, UpdateRule]) -> list[UpdateRule]:
+def distinct_rules(names: Iterable[str], rules: UpdateRules) -> list[UpdateRule]:
     """Return each rule of the named parameters once, in the order of groups: Muon's, Adam's, then others."""
     return sorted({rules[name] for name in names}, key=lambda rule: rule.order)
 
@@ -164,14 +170,14 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
     if len(rules) == 1:
         return rules[0].hyperparams
     hyperparams: list[Hyperparam] = []
-    for key, holders in holders_of(rules).items():
-        distinct = dict.fromkeys(holders.values())
-        has_one_form = len({(hyperparam.is_tuple, len(hyperparam.names)) for hyperparam in distinct}) == 1
-        sets_all = key in group and has_one_form
-        if len(distinct) == 1 or sets_all:
+    for key, hyperparam_of_label in holders_of(rules).items():
+        distinct = dict.fromkeys(hyperparam_of_label.values())
+        forms = {(hyperparam.is_tuple, len(hyperparam.names)) for hyperparam in distinct}  # a number, or a tuple of n
+        if len(distinct) == 1 or (key in group and len(forms) == 1):
             hyperparams += distinct
-        else:
-            hyperparams += [hyperparam._replace(key=f"{label}.{key}") for label, hyperparam in holders.items()]
+            continue
+        for label, hyperparam in hyperparam_of_label.items():
+            hyperparams.append(hyperparam._replace(key=f"{label}.{key}"))
     return tuple(hyperparams)
 
 
@@ -183,30 +189,32 @@ def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
 
 
 def holders_of(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
-    """Return, for each key such as "lr", a dict from label to the `Hyperparam` that the rule of the label has."""
+    """Return, for each key such as "lr", a dict from label to the `Hyperparam` that the rule of the label has.
+
+    Mirrors are left out: "momentum" would set Muon's momentum and repeat Adam's first beta.
+    """
     holders: dict[str, dict[str, Hyperparam]] = {}
     for rule in rules:
         for hyperparam in rule.hyperparams:
-            # "momentum" would set Muon's momentum and repeat Adam's first beta: only the former.
             if hyperparam.is_mirror:
                 continue
-            by_label = holders.setdefault(hyperparam.key, {})
+            hyperparam_of_label = holders.setdefault(hyperparam.key, {})
             label = str(rule.label)
-            if label in by_label:  # two rules have one label if a mask selects some of its parameters
-                label = hyperparam.names[0]
-            by_label[label] = hyperparam
+            if label in hyperparam_of_label:  # two rules have one label if a mask selects some of its parameters
+                label = hyperparam.names[0]  # the dotted name, such as "muon.momentum.decay", differs between rules
+            hyperparam_of_label[label] = hyperparam
     return holders
 
 
-def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Mapping[str, Number]) -> Group:
+def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Numbers) -> Group:
     """Return a group with an entry for each key of several rules in whose numbers the rules agree."""
     if len(rules) < 2:
         return group
     agreed: Group = {}
-    for key, by_label in holders_of(rules).items():
-        first, *others = [hyperparam.value_of(defaults) for hyperparam in by_label.values()]
-        if others and all(equal(first, value) for value in others):
-            agreed[key] = first
+    for key, hyperparam_of_label in holders_of(rules).items():
+        values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label.values()]
+        if len(values) > 1 and all(equal(values[0], value) for value in values):
+            agreed[key] = values[0]
     return {**agreed, **group}
 
 
