@@ -62,11 +62,12 @@ def difference_text(first: object, second: object, ranks: str) -> str:
         first_text, second_text = _around_difference(str(first), str(second))
         return f"rank 0 has {first_text}\n  {ranks}: {second_text}"
     for name in [*first, *second]:
-        if first.get(name) != second.get(name):
-            first_text, second_text = _around_difference(
-                str(first.get(name, "missing")), str(second.get(name, "missing"))
-            )
+        first_value = first.get(name, "missing")
+        second_value = second.get(name, "missing")
+        if first_value != second_value:
+            first_text, second_text = _around_difference(str(first_value), str(second_value))
             return f"{name!r} is {first_text} on rank 0 and {second_text} on {ranks}"
+    # All values are equal, so the names must be in another order.
     return f"rank 0 has the order {list(first)}\n  {ranks}: {list(second)}"
 
 
