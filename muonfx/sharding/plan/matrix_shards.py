@@ -149,17 +149,25 @@ class MatrixShard:
         held_position = self.cut[rank]
         transfer = self.transfer_of(rank)
         boxes: tuple[Box, ...] = ()
+        sends = False
         if transfer is not None:
             boxes = transfer.boxes
+            sends = transfer.sender == rank
+        transfers: list[OwnerTransfer] = []
+        if rank == self.owner:
+            transfers = self._owner_transfers()
+        numel = numel_of(boxes)
+        holds_all_matrices = numel == self.numel
+        holds_nothing_else = numel == held_position.numel
         return LocalTransfers(
-            self,
-            computes=self.owner in (None, rank),
-            is_same_shard=held_position.numel == self.numel,
+            shard=self,
+            computes=self.owner is None or self.owner == rank,
+            is_same_shard=holds_all_matrices and holds_nothing_else,
             local_views=tuple(map(held_position.view, boxes)),
             matrix_views=tuple(map(self.position.view, boxes)),
-            numel=numel_of(boxes),
-            sends=transfer is not None and transfer.sender == rank,
-            transfers=self._owner_transfers() if rank == self.owner else [],
+            numel=numel,
+            sends=sends,
+            transfers=transfers,
         )
 
     def _owner_transfers(self) -> list[OwnerTransfer]:
@@ -243,6 +251,19 @@ class UnassignedShard(NamedTuple):
         """The number of elements in these matrices."""
         return self.stop - self.start
 
+    def assigned_to(self, owner: int | None, cut: Cut) -> MatrixShard:
+        """Return the same matrices with the rank that computes them. None: every rank."""
+        return MatrixShard(
+            name=self.name,
+            start=self.start,
+            stop=self.stop,
+            shape=self.shape,
+            whole=cut.shape,
+            owner=owner,
+            cost=self.cost,
+            cut=cut,
+        )
+
 
 def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
     """Return (rows, columns) by parameter name, for parameters that all transforms treat as a stack of matrices."""
@@ -261,43 +282,53 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
 
     `matrix` is the shape of each matrix of the stack; None for a parameter that is no stack.
     """
-    shape = layout.specs[name].shape
     cut = layout.cuts[name]
     if matrix is None:
-        candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
-        return [UnassignedShard(name, 0, prod(shape), shape, candidates, complete=bool(cut.complete))]
-    numel = prod(matrix)
-    if numel not in cut.ranges_of_stack:
-        cut.ranges_of_stack[numel] = _ranges(cut, numel)
-    ranges: list[_Range] = cut.ranges_of_stack[numel]
-    ranges_of_rank = Counter(matrices.candidates[0] for matrices in ranges if len(matrices.candidates) == 1)
-    if max(ranges_of_rank.values(), default=0) > 1:
+        return [_whole_parameter(name, cut)]
+    ranges = _ranges(cut, prod(matrix))
+    if _has_rank_with_several(ranges):
         # A rank's state of a stack must be one range, so one rank computes the whole stack.
-        stack_shape = (prod(shape) // numel, *matrix)
-        ranks = set().union(*[matrices.candidates for matrices in ranges])
-        return [UnassignedShard(name, 0, prod(shape), stack_shape, tuple(sorted(ranks)), complete=False)]
+        candidates = set().union(*[matrices.candidates for matrices in ranges])
+        shape = (ranges[-1].stop, *matrix)
+        return [UnassignedShard(name, 0, prod(cut.shape), shape, tuple(sorted(candidates)), complete=False)]
+    numel = prod(matrix)
     shards: list[UnassignedShard] = []
     for first, stop, candidates, complete in ranges:
-        stack_shape = (stop - first, *matrix)
-        shard = UnassignedShard(name, first * numel, stop * numel, stack_shape, candidates, complete)
-        shards.append(shard._replace(one_each=len(candidates) > 1))
+        shape = (stop - first, *matrix)
+        one_each = len(candidates) > 1
+        shards.append(
+            UnassignedShard(name, first * numel, stop * numel, shape, candidates, complete, one_each=one_each)
+        )
     return shards
 
 
+def _whole_parameter(name: str, cut: Cut) -> UnassignedShard:
+    """Return a parameter as one shard. Its candidates are the ranks that hold it whole or, if none does, a part."""
+    candidates = tuple(range(cut.size))  # for a parameter without elements
+    if cut.complete:
+        candidates = cut.complete
+    elif cut.taking_part:
+        candidates = cut.taking_part
+    return UnassignedShard(name, 0, prod(cut.shape), cut.shape, candidates, complete=bool(cut.complete))
+
+
 def with_ranks_of_their_own(shards: Sequence[UnassignedShard], size: int) -> list[UnassignedShard]:
-    """Choose one rank for each shard that needs a rank of its own (`one_each`). Return all shards."""
+    """Choose one rank for each shard that needs a rank of its own (`one_each`). Return all shards.
+
+    Stacks are assigned by descending cost of their shards, each to the candidates with the lowest load so far.
+    """
     loads = [0.0] * size
-    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    indices_of_stack: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # by (name, candidates)
     for index, shard in enumerate(shards):
         if shard.one_each:
-            groups.setdefault((shard.name, shard.candidates), []).append(index)
+            indices_of_stack.setdefault((shard.name, shard.candidates), []).append(index)
         elif len(shard.candidates) == 1:
             loads[shard.candidates[0]] += shard.cost
     assigned = list(shards)
-    for indices in sorted(groups.values(), key=lambda indices: -shards[indices[0]].cost):
-        by_load = sorted(shards[indices[0]].candidates, key=lambda rank: (loads[rank], rank))
-        owners = sorted(by_load[: len(indices)])
-        for index, owner in zip(indices, owners, strict=True):
+    for indices in sorted(indices_of_stack.values(), key=lambda indices: -shards[indices[0]].cost):
+        candidates = shards[indices[0]].candidates
+        least_loaded = sorted(candidates, key=lambda rank: (loads[rank], rank))[: len(indices)]
+        for index, owner in zip(indices, sorted(least_loaded), strict=True):
             assigned[index] = shards[index]._replace(candidates=(owner,), one_each=False)
             loads[owner] += shards[index].cost
     return assigned
@@ -326,46 +357,73 @@ class _Holders(NamedTuple):
 
 
 def _ranges(cut: Cut, numel: int) -> list[_Range]:
-    """Divide a stack of matrices, with `numel` elements per matrix, among the ranks that hold elements of them."""
-    holders_of_matrix: list[_Holders] = []
+    """Divide a stack of matrices, with `numel` elements each, among the ranks that hold elements of them. Cached."""
+    if numel not in cut.ranges_of_stack:
+        cut.ranges_of_stack[numel] = _find_ranges(cut, numel)
+    return cut.ranges_of_stack[numel]
+
+
+def _find_ranges(cut: Cut, numel: int) -> list[_Range]:
+    """Compute `_ranges`: divide neighbouring matrices with the same holders, and join the ranges of one rank."""
+    holders_of_matrices: list[_Holders] = []
+    num_matrices: Counter[int] = Counter()  # by rank: of how many matrices it holds elements
     for start in range(0, prod(cut.shape), numel):
         boxes = boxes_of_interval(cut.shape, start, start + numel)
-        holders_of_matrix.append(_holders_of_matrix(cut.holders, boxes, numel))
-    matrices_of_rank = Counter(itertools.chain.from_iterable(holders.ranks for holders in holders_of_matrix))
+        holders = _holders_of_matrix(cut.holders, boxes, numel)
+        holders_of_matrices.append(holders)
+        num_matrices.update(holders.ranks)
     ranges: list[_Range] = []
     first = 0
-    for _, same_holders in itertools.groupby(holders_of_matrix, lambda holders: (holders.ranks, holders.complete)):
-        neighbours = list(same_holders)
-        for divided in _divide(neighbours, first, matrices_of_rank):
+    for _, group in itertools.groupby(holders_of_matrices, lambda holders: (holders.ranks, holders.complete)):
+        neighbours = list(group)
+        for divided in _divide(neighbours, first, num_matrices):
             _append(ranges, divided)
         first += len(neighbours)
     return ranges
 
 
-def _divide(neighbours: Sequence[_Holders], first: int, matrices_of_rank: Mapping[int, int]) -> Iterator[_Range]:
+def _has_rank_with_several(ranges: Sequence[_Range]) -> bool:
+    """Return True if a rank is the only candidate of several ranges of a stack."""
+    single_owners = [matrices.candidates[0] for matrices in ranges if len(matrices.candidates) == 1]
+    return len(set(single_owners)) < len(single_owners)
+
+
+def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[int, int]) -> list[_Range]:
     """Divide neighbouring matrices that the same ranks hold evenly among these ranks.
 
     If there are more ranks than matrices, each matrix may have any of the ranks that hold most of it, if these hold
     nothing else of the stack. A few matrices that cross a boundary are assigned to the rank that holds most of each.
-    `first` is the index of the first of the matrices.
+    `first` is the index of the first matrix. `num_matrices` has, by rank, of how many matrices it holds elements.
     """
     count = len(neighbours)
     ranks = neighbours[0].ranks
     complete = neighbours[0].complete
     if count >= len(ranks):
-        for index, owner in enumerate(ranks):
-            begin = first + count * index // len(ranks)
-            stop = first + count * (index + 1) // len(ranks)
-            yield _Range(begin, stop, (owner,), complete)
-        return
-    most_of_each = set(ranks).intersection(*[holders.most for holders in neighbours])
-    hold_nothing_else = all(matrices_of_rank[rank] == count for rank in most_of_each)
-    may_choose = count <= len(most_of_each) > 1 and hold_nothing_else
+        return _equal_ranges(first, count, ranks, complete)
+    hold_most_of_each = set(ranks).intersection(*[holders.most for holders in neighbours])
+    hold_nothing_else = all(num_matrices[rank] == count for rank in hold_most_of_each)
+    are_enough = len(hold_most_of_each) >= max(count, 2)
+    ranges: list[_Range] = []
     for index, holders in enumerate(neighbours, first):
         candidates = holders.most[:1]
-        if may_choose:
-            candidates = tuple(sorted(most_of_each))
-        yield _Range(index, index + 1, candidates, complete)
+        if are_enough and hold_nothing_else:
+            candidates = tuple(sorted(hold_most_of_each))
+        ranges.append(_Range(index, index + 1, candidates, complete))
+    return ranges
+
+
+def _equal_ranges(first: int, count: int, ranks: Sequence[int], complete: bool) -> list[_Range]:
+    """Divide `count` matrices into one range for each rank, of about equal lengths.
+
+    >>> [(matrices.first, matrices.stop) for matrices in _equal_ranges(10, 5, ranks=[0, 1], complete=True)]
+    [(10, 12), (12, 15)]
+    """
+    ranges: list[_Range] = []
+    for index, owner in enumerate(ranks):
+        start = first + count * index // len(ranks)
+        stop = first + count * (index + 1) // len(ranks)
+        ranges.append(_Range(start, stop, (owner,), complete))
+    return ranges
 
 
 def _append(ranges: list[_Range], added: _Range) -> None:
@@ -379,15 +437,18 @@ def _append(ranges: list[_Range], added: _Range) -> None:
 
 
 def _holders_of_matrix(holders: Mapping[ShardPosition, Sequence[int]], boxes: Sequence[Box], numel: int) -> _Holders:
-    """Find the holders of a matrix with `numel` elements, which are in `boxes`."""
+    """Find the ranks that hold elements of a matrix, which has `numel` elements in some boxes of the parameter.
+
+    `holders` is a dict from the position of each shard of the parameter to the ranks that hold it.
+    """
     numel_of_rank: dict[int, int] = {}
-    for position, ranks in holders.items():
+    for position, ranks_of_shard in holders.items():
         overlap = numel_of(position.overlaps(boxes))
         if overlap:
-            numel_of_rank.update(dict.fromkeys(ranks, overlap))
-    ranks = tuple(sorted(numel_of_rank))
+            numel_of_rank.update(dict.fromkeys(ranks_of_shard, overlap))
     largest = max(numel_of_rank.values())
+    ranks = sorted(numel_of_rank)
     most = tuple([rank for rank in ranks if numel_of_rank[rank] == largest])
     if largest == numel:
-        return _Holders(most, True, most)
-    return _Holders(ranks, False, most)
+        return _Holders(ranks=most, complete=True, most=most)
+    return _Holders(ranks=tuple(ranks), complete=False, most=most)
