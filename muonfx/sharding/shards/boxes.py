@@ -97,18 +97,19 @@ def _boxes_in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list
 
 
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Check that boxes contain each element of a tensor exactly once. Return None, or the reason why they do not."""
+    """Check that boxes contain each element of a tensor exactly once. Return None, or the reason why they do not.
+
+    >>> cover((4,), [Box((0,), (3,))])
+    'hold 3 elements of 4'
+    """
+    whole = Box((0,) * len(shape), tuple(shape))
     for box in boxes:
-        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or any(map(int.__gt__, box.ends, shape)):
+        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or not whole.contains(box):
             return "go beyond its sides"
-    total = numel_of(boxes)
-    expected = prod(shape)
-    if total > expected:
-        return "overlap"
-    if total != expected:
-        return f"hold {total} elements of {expected}"
+    if numel_of(boxes) < whole.numel:
+        return f"hold {numel_of(boxes)} elements of {whole.numel}"
     nonempty = [box for box in boxes if box.numel]
-    if _do_overlap(nonempty):
+    if numel_of(boxes) > whole.numel or _do_overlap(nonempty):
         return "overlap"
     return None
 
