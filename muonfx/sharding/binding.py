@@ -187,15 +187,14 @@ class Binding:
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Return the sum of a tree of scalars over all ranks. The scalar of a replicated shard counts once."""
         device = tree.device_of(scalars)
-        counted: list[Tensor] = []
-        for name, leaf in tree.named_leaves(scalars):
-            if leaf is not None:
-                counted.append(self._counted(name, leaf.to(device)))
+        counted = [
+            self._counted(name, leaf.to(device)) for name, leaf in tree.named_leaves(scalars) if leaf is not None
+        ]
         if not counted:
             return torch.zeros(())
         stacked = torch.stack(counted)
         all_reduce(self.layout, stacked, "summing over all ranks")
-        return sum_over_leaves(list(stacked.unbind()))
+        return sum_over_leaves(list(stacked.unbind()))  # the function of a single process adds the leaves
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum of a tensor over all ranks. An all-reduce finds it, without a host sync."""

@@ -124,11 +124,7 @@ def _digest_of_dtypes(binding: Binding, params: PyTree) -> str:
 
 def facts_of_dtypes(params: PyTree) -> Facts:
     """Return the dtype of each of this rank's parameters by name, for the error if their digests differ."""
-    dtype_of: dict[str, str] = {}
-    for name, leaf in zip(tree.names(params), tree.leaves(params), strict=True):
-        if leaf is not None:
-            dtype_of[name] = str(leaf.dtype)
-    return {_DTYPES: dtype_of}
+    return {_DTYPES: {name: str(leaf.dtype) for name, leaf in tree.named_leaves(params) if leaf is not None}}
 
 
 def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
@@ -171,9 +167,9 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     """
     layout = binding.layout
     device = tree.device_of(local)
-    dtypes = [leaf.dtype for leaf in tree.leaves(local) if leaf is not None]
+    dtypes = [tensor.dtype for tensor in tree.tensors(local)]
     names_of_none = [name for name, leaf in tree.named_leaves(local) if leaf is None]
-    facts: dict[str, object] = {
+    return {
         "versions": _versions(),
         "parameters": _map_values(lambda spec: f"{spec.shape} {spec.dtype}", layout.specs),
         "parameters that are None": dict.fromkeys(names_of_none, "None"),
@@ -181,17 +177,16 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         "layouts": f"{layout!r} ({layout.digest})",
         "ranks in their groups": str(torch.distributed.get_process_group_ranks(layout.group)),
         "kinds of device to compute on": device.type,
+        **facts_of_transforms(binding, tx, local),
+        _NUMBERS: _comparable_numbers(tx),
+        "settings": repr(binding.settings),
+        "stores of the state": _text_of_store(binding),
+        "settings of torch": _settings_of_torch(),
+        # Machines may resolve "auto" differently; an explicit dtype or choice of products is the same everywhere.
+        _AUTO_DTYPES: product_dtypes(tx, dtypes, device),
+        _LIBRARIES: product_libraries(tx, dtypes, device),
+        "states": _texts_of_state(binding, tx, local),
     }
-    facts.update(facts_of_transforms(binding, tx, local))
-    facts[_NUMBERS] = _comparable_numbers(tx)
-    facts["settings"] = repr(binding.settings)
-    facts["stores of the state"] = _text_of_store(binding)
-    facts["settings of torch"] = _settings_of_torch()
-    # Machines may resolve "auto" differently; an explicit dtype or choice of products is the same everywhere.
-    facts[_AUTO_DTYPES] = product_dtypes(tx, dtypes, device)
-    facts[_LIBRARIES] = product_libraries(tx, dtypes, device)
-    facts["states"] = _texts_of_state(binding, tx, local)
-    return facts
 
 
 def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Facts:

@@ -23,6 +23,7 @@ from muonfx.sharding.shards.cut import (
     Cut,
     Intervals,
     Whole,
+    cuts_by_shape,
     equal_intervals,
     equal_parts,
     one_behind_another,
@@ -33,7 +34,6 @@ from muonfx.sharding.shards.table import specs_of
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
@@ -66,12 +66,7 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
         )
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    cut_of_shape: dict[tuple[int, ...], Cut] = {}
-    cuts: dict[str, Cut] = {}
-    for name, (shape, _) in specs.items():
-        if shape not in cut_of_shape:
-            cut_of_shape[shape] = Whole(shape, size)
-        cuts[name] = cut_of_shape[shape]
+    cuts = cuts_by_shape(specs, lambda shape: Whole(shape, size))
     return Layout("replicated", specs, cuts, size, rank, process_group)
 
 
@@ -164,10 +159,8 @@ def flat(
     """
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    if order is None and starts is None:
-        order = _order_of_dict(params, specs)
-    elif order is None:
-        order = _order_by_starts(starts or {}, specs)
+    if order is None:
+        order = _order_of_dict(params, specs) if starts is None else _order_by_starts(starts, specs)
     _require_each_once(order, specs)
     if starts is None:
         starts = one_behind_another(specs, order)
@@ -212,9 +205,8 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
             dtensors[name] = leaf._spec
     if not dtensors:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
-    ranks_of: dict[DeviceMesh, tuple[int, ...]] = {}  # the global ranks of each mesh
-    for spec in dtensors.values():
-        ranks_of[spec.mesh] = tuple(sorted(spec.mesh.mesh.flatten().tolist()))
+    meshes = dict.fromkeys([spec.mesh for spec in dtensors.values()])
+    ranks_of = {mesh: tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
     if group is None:
         group = group_of_meshes(ranks_of)
     ranks = dist.get_process_group_ranks(group)
@@ -261,12 +253,8 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 
 def _order_by_starts(starts: Mapping[str, int], specs: Mapping[str, Spec]) -> list[str]:
     """Return parameter names in the order of their positions in a flat buffer. A name without a position is first."""
-
-    def position(name: str) -> tuple[int, int]:
-        # Of two parameters with the same start, the empty parameter is first.
-        return starts.get(name, -1), prod(specs[name].shape)
-
-    return sorted(specs, key=position)
+    # Of two parameters with the same start, the empty parameter is first.
+    return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
 
 
 def _order_of_dict(params: PyTree, specs: Mapping[str, Spec]) -> list[str]:

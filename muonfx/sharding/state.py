@@ -114,25 +114,24 @@ def _of_leaves(state: PyTree, params: PyTree, plan: RunPlan | None = None) -> Py
     for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
         if not isinstance(leaf, Tensor):
             continue
-        shape = tuple(leaf.shape)
-        if name is None:
-            leaves[index] = LeafPlacement(None, shape, leaf.dtype)
-        elif plan is not None:
+        if name is not None and plan is not None:
             leaves[index] = _placement_on_owners(plan, name, leaf)
-        elif shape == shape_of.get(name, shape):
-            leaves[index] = LeafPlacement(name, shape, leaf.dtype)
-        else:  # it belongs to a parameter but has another shape: it is the same on all ranks
-            leaves[index] = LeafPlacement(None, shape, leaf.dtype)
+            continue
+        if name in shape_of and leaf.shape != shape_of[name]:
+            # It is the same on all ranks, like a leaf without a parameter.
+            leaves[index] = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
+        else:
+            leaves[index] = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
     return tree.unflatten(treedef, leaves)
 
 
 def _placement_on_owners(plan: RunPlan, name: str, leaf: Tensor) -> LeafPlacement:
     """Return the placement of a leaf that each owner holds for its matrices of the parameter called `name`."""
     shards = plan.shards_of.get(name, ())
-    computed = [shard for shard in shards if shard.owner in (None, plan.rank)]
     shard_of_rank: MatrixShard | None = None
-    if computed:
-        shard_of_rank = computed[0]  # the only one: a rank computes at most one range of a stack
+    for shard in shards:  # at most one is computed by this rank
+        if shard.owner in (None, plan.rank):
+            shard_of_rank = shard
     return LeafPlacement(name, tuple(leaf.shape), leaf.dtype, owned=True, shards=shards, shard=shard_of_rank)
 
 

@@ -164,7 +164,8 @@ class _ShardedFunctions:
         params = without_left_out(self.tx, params)
         binding = bind(self.layout, self.settings, self.store)
         local = local_tree(params)
-        if _is_meta(local):  # only the structure of the state: no communication
+        are_meta = [tensor.is_meta for tensor in tree.tensors(local)]
+        if are_meta and all(are_meta):  # only the structure of the state: no communication
             return binding.init(self.inner, local)
         progress = self.memory.setdefault(_PROGRESS, Progress())
         binding.progress_of[self.inner.treedef] = progress
@@ -201,24 +202,11 @@ class _ShardedFunctions:
         with without_transforms():
             progress = _progress_of(self.memory, binding, inner)
             local_out, local_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
-        if _has_no_dtensor(self.layout, updates, params):
-            return local_out, local_state
+        caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
+        if not self.layout.dtensors or PLAIN.issuperset(map(type, caller_leaves)):
+            return local_out, local_state  # the caller has no DTensors
         out = to_dtensors(self.layout, local_out, updates)
         return out, state_to_dtensors(binding, inner, updates, local_state, state)
-
-
-def _is_meta(local: PyTree) -> bool:
-    """Return True if a tree has tensors, and all of them are on the meta device."""
-    are_meta = [tensor.is_meta for tensor in tree.tensors(local)]
-    return bool(are_meta) and all(are_meta)
-
-
-def _has_no_dtensor(layout: Layout, updates: PyTree, params: PyTree) -> bool:
-    """Return True if no leaf of the arguments is a DTensor. Then the results have none either."""
-    if not layout.dtensors:
-        return True
-    leaves = [*tree.leaves(updates), *tree.leaves(params)]
-    return PLAIN.issuperset(map(type, leaves))
 
 
 _PROGRESS = "progress"
@@ -248,11 +236,13 @@ def init_sharded(
 ) -> PyTree:
     """Return this rank's initial state. Raise on all ranks if their transforms or parameters differ.
 
-    A rank with an error does not raise it at once, because the others would wait for it. It passes its error (`problem`)
+    A rank with an error does not raise it at once, because the others would wait for it. It passes `problem`
     to the next function that communicates, which raises on all ranks.
     """
-    if problem is None:
-        problem = _error_of_patterns(tx, params)
+    try:
+        warn_of_unmatched(patterns_in(tx), params)
+    except Exception as error:
+        problem = problem or error
     verify_ranks(binding, tx, params, problem)
     local = local_tree(params)
     state: PyTree = None
@@ -264,15 +254,6 @@ def init_sharded(
     verify_params(binding.layout, local, init_problem, may_fail=True)
     progress.begin(next_serial(binding.layout), state)
     return state
-
-
-def _error_of_patterns(tx: Transform, params: PyTree) -> Exception | None:
-    """Warn of patterns that match no parameter. Return the error if this raises, such as a warning made an error."""
-    try:
-        warn_of_unmatched(patterns_in(tx), params)
-    except Exception as error:
-        return error
-    return None
 
 
 def step_sharded(

@@ -70,11 +70,11 @@ def agree(
     urgency = int(request)
     if problem is not None:
         urgency = _ERROR
-    parts = [[urgency], _extremes((what, same), _CALL_WORDS)]
+    fields = [[urgency], _extremes((what, same), _CALL_WORDS)]
     for value in compared:
-        parts.append(_extremes(value, _VALUE_WORDS))
-    urgencies, call_maxima, *value_maxima = _maxima_over_ranks(parts, what, group)
-    most_urgent = urgencies[0]
+        fields.append(_extremes(value, _VALUE_WORDS))
+    urgency_maxima, call_maxima, *value_maxima = _maxima_over_ranks(fields, what, group)
+    (most_urgent,) = urgency_maxima
     if most_urgent == _ERROR:
         _raise_errors(what, problem, group)
     if not _are_equal(call_maxima):
@@ -82,14 +82,20 @@ def agree(
     return Agreement(list(map(_are_equal, value_maxima)), bool(most_urgent))
 
 
-def _maxima_over_ranks(parts: Sequence[list[int]], what: str, group: dist.ProcessGroup) -> list[list[int]]:
-    """Return lists of the same lengths as `parts`, with the maximum of each number over all ranks."""
+def _maxima_over_ranks(fields: Sequence[list[int]], what: str, group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the fields of a message, lists of numbers, with the maximum of each number over all ranks."""
     # With one compared value a message has 44 bytes in every call, so ranks that make different calls find that out.
-    message = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int32, device=host_device(group))
+    message = torch.tensor(list(chain.from_iterable(fields)), dtype=torch.int32, device=host_device(group))
     with collective(what):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    maxima = message.cpu().split([len(part) for part in parts])
-    return [part.tolist() for part in maxima]
+    maxima = message.tolist()
+    maxima_of_fields: list[list[int]] = []
+    start = 0
+    for field in fields:
+        stop = start + len(field)
+        maxima_of_fields.append(maxima[start:stop])
+        start = stop
+    return maxima_of_fields
 
 
 def _extremes(value: object, count: int) -> list[int]:

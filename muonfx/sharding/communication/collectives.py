@@ -54,24 +54,17 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
         _agree_to_gather(layout, names, leaves, sorted(chosen or []), problem=None)
     shards: dict[str, Tensor] = {}
     for name, leaf in zip(names, leaves, strict=True):
-        is_chosen = chosen is None or name in chosen
-        if leaf is None or not is_chosen:
+        if leaf is None or (chosen is not None and name not in chosen):
             continue
-        if is_dtensor(leaf):
-            shards[name] = leaf.to_local()  # it is differentiable, so a gradient reaches the DTensor
-        else:
-            shards[name] = leaf
+        # `to_local` is differentiable, so a gradient reaches the DTensor.
+        shards[name] = leaf.to_local() if is_dtensor(leaf) else leaf
     wholes = _Linear.apply(_gather, _reduce, layout, [*shards], *shards.values())
     whole_of = dict(zip(shards, wholes, strict=True))
     return tree.unflatten(treedef, map(whole_of.get, names, leaves))  # a leaf that is not gathered is unchanged
 
 
 def _agree_to_gather(
-    layout: ShardTable,
-    names: Sequence[str],
-    leaves: Sequence[Any],
-    chosen: Sequence[str],
-    problem: Exception | None,
+    layout: ShardTable, names: Sequence[str], leaves: Sequence[Any], chosen: Sequence[str], problem: Exception | None
 ) -> None:
     """Raise on all ranks unless all of them gather the same leaves, and have the shard of each.
 
@@ -81,30 +74,20 @@ def _agree_to_gather(
     if problem is None:
         try:
             local_leaves(layout, names, leaves)
-            _require_names(chosen, names)
+            unknown = sorted(set(chosen) - set(names))
+            if unknown:
+                raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = error
+    arguments = {"arguments": str(chosen)}
     agreement = agree_on_leaves(
-        "gathering leaves",
-        names,
-        leaves,
-        layout,
-        problem,
-        same=chosen,
-        explain=lambda: {"arguments": str(chosen)},
+        "gathering leaves", names, leaves, layout, problem, same=chosen, explain=lambda: arguments
     )
     if agreement.missing:  # equal on all ranks, so all of them raise
         raise ShardingError(
             f"{names[agreement.missing[0]]!r} is None on some ranks, expected a shard on all ranks or None on all: "
             "pass the shard of every rank"
         )
-
-
-def _require_names(chosen: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ShardingError if a chosen name is not the name of a leaf."""
-    unknown = sorted(set(chosen) - set(names))
-    if unknown:
-        raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
 
 
 def all_reduce(layout: ShardTable, values: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> None:
@@ -122,9 +105,7 @@ _Collective = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tenso
 @torch.no_grad()
 def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) -> list[Tensor]:
     """Gather the named parameters. Return whole tensors on every rank, from the `shards` of this rank."""
-    wholes: list[Tensor] = []
-    for name, shard in zip(names, shards, strict=True):
-        wholes.append(shard.new_empty(layout.specs[name].shape))
+    wholes = [shard.new_empty(layout.specs[name].shape) for name, shard in zip(names, shards, strict=True)]
     for indices in in_buckets(wholes, BUCKET):
         outgoing = lists_by_rank(layout)
         incoming = lists_by_rank(layout)
@@ -271,9 +252,7 @@ def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) 
 
 def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Average whole tensors over all ranks: send each rank its shards, bucket by bucket. Return the shards of means."""
-    means: list[Tensor] = []
-    for name, whole in zip(names, wholes, strict=True):
-        means.append(layout.position(name).blank(whole))
+    means = [layout.position(name).blank(whole) for name, whole in zip(names, wholes, strict=True)]
     for indices in in_buckets(wholes, BUCKET):
         outgoing = lists_by_rank(layout)
         targets: list[Tensor] = []
@@ -292,22 +271,25 @@ def _exchange_and_average(
 ) -> None:
     """Send ``outgoing[r]`` to each rank r. Write the means over all ranks of the received tensors to `targets`."""
     if layout.group is None:
-        _average_each(outgoing, targets)
+        for target, *tensors in zip(targets, *outgoing, strict=True):
+            _average(tensors, target)
         return
-    shapes = [target.shape for target in targets]
-    expected = [sum(map(Tensor.numel, targets))] * layout.size
+    shapes = [target.shape for target in targets]  # each rank sends tensors of these shapes
+    numel = sum(target.numel() for target in targets)
+    expected = [numel] * layout.size
     messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
-    received = messages.arrived([shapes] * layout.size)
-    _average_each(received, targets)
+    tensors_of_rank = messages.arrived([shapes] * layout.size)
+    for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
+        _average(tensors, target)
     messages.end()
 
 
 def _are_on_all_ranks(layout: ShardTable, names: Sequence[str]) -> bool:
     """Return True if every rank holds every element of these parameters."""
-    groups: list[Sequence[int]] = []
+    num_holders: list[int] = []
     for name in names:
-        groups += layout.holders(name).values()
-    return all(len(ranks) == layout.size for ranks in groups)
+        num_holders += map(len, layout.holders(name).values())
+    return all(number == layout.size for number in num_holders)
 
 
 def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
@@ -317,12 +299,6 @@ def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
         cuts = equal_intervals(specs, layout.size)
         layout.equal_parts[names] = replace(layout, kind="flat", specs=specs, cuts=cuts, dtensors={})
     return layout.equal_parts[names]
-
-
-def _average_each(tensors_of_rank: Sequence[Sequence[Tensor]], targets: Sequence[Tensor]) -> None:
-    """Write the mean of the tensors of all ranks to each target."""
-    for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
-        _average(tensors, target)
 
 
 def _average(tensors: Sequence[Tensor], target: Tensor) -> None:

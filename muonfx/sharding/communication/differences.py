@@ -30,10 +30,7 @@ def errors_by_rank(error_of_rank: Sequence[str | None]) -> str:
     for rank, error in enumerate(error_of_rank):
         if error is not None:
             ranks_with.setdefault(error, []).append(rank)
-    lines: list[str] = []
-    for error, ranks in ranks_with.items():
-        lines.append(f"{listed(ranks)}: {error}")
-    return "\n".join(lines)
+    return "\n".join([f"{listed(ranks)}: {error}" for error, ranks in ranks_with.items()])
 
 
 def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[str, list[int]] | None:
@@ -43,11 +40,10 @@ def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[st
     ('eps', [1, 2])
     """
     for subject, expected in values_of_rank[0].items():
-        ranks_with: dict[object, list[int]] = {}
-        for rank, values in enumerate(values_of_rank):
-            ranks_with.setdefault(values.get(subject), []).append(rank)
-        for value, ranks in ranks_with.items():
+        for values in values_of_rank:
+            value = values.get(subject)
             if value != expected:
+                ranks = [rank for rank, others in enumerate(values_of_rank) if others.get(subject) == value]
                 return subject, ranks
     return None
 

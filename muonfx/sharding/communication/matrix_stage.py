@@ -87,41 +87,33 @@ class MatrixStage:
         seen: set[str] = set()
         names_of_bucket: list[list[str]] = []
         for indices in self.plan.buckets:
+            names = dict.fromkeys([self.plan.shards[index].name for index in indices])
+            names_of_bucket.append([name for name in names if name not in seen])
+            seen.update(names)
+        if not names_of_bucket:  # the transforms are initialized once, also without a matrix
             names_of_bucket.append([])
-            for index in indices:
-                name = self.plan.shards[index].name
-                if name not in seen:
-                    names_of_bucket[-1].append(name)
-                    seen.add(name)
-        return init_in_buckets(self.store, names_of_bucket or [[]], params, self._init, outside=None)
+        return init_in_buckets(self.store, names_of_bucket, params, self._init, outside=None)
 
     def _init(self, params: PyTree) -> PyTree:
         """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
         local_params = dict(tree.named_leaves(params))
+        matrices: dict[str, Tensor] = {}
         if self.reads_params and tree.device_of(params).type != "meta":
-            matrices = self._gathered_params(local_params)
+            for bucket in self.plan.local_buckets(local_params):
+                matrices |= _Gather(self, bucket, local_params, as_params=True).wait()
         else:
             matrices = self._params_of_nan(local_params)
-        treedef = tree.flatten(params)[1]
-        gathered = tree.unflatten(treedef, map(matrices.get, local_params))
+        gathered = tree.unflatten(tree.flatten(params)[1], map(matrices.get, local_params))
         state = self.tx.functions.init(gathered)
         return self._with_missing_leaves(state, params)
-
-    def _gathered_params(self, local_params: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Gather the values of the matrices that this rank computes, by parameter name."""
-        matrices: dict[str, Tensor] = {}
-        for bucket in self.plan.local_buckets(local_params):
-            matrices.update(_Gather(self, bucket, local_params, as_params=True).wait())
-        return matrices
 
     def _params_of_nan(self, local_params: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return NaN in the shapes of the matrices that this rank computes, by parameter name. Nothing is sent."""
         # `init` has declared that it does not read these values; if it does, the state becomes NaN.
         matrices: dict[str, Tensor] = {}
         for shard in self.plan.shards:
-            is_computed_here = shard.owner is None or shard.owner == self.layout.rank
             param = local_params[shard.name]
-            if is_computed_here and param is not None:
+            if param is not None and shard.owner in (None, self.layout.rank):
                 nan = torch.full((), math.nan, dtype=param.dtype, device=param.device)
                 matrices[shard.name] = nan.expand(shard.shape)
         return matrices
@@ -134,13 +126,13 @@ class MatrixStage:
         """
         shapes = {shard.name: shard.shape for shard in self.plan.shards}
 
-        def blank(name: str, leaf: Tensor) -> Tensor:
+        def meta_tensor(name: str, leaf: Tensor) -> Tensor:
             shape = shapes.get(name, self.plan.specs[name].shape)
             return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
         with warnings.catch_warnings():  # the first `init` has already warned
             warnings.simplefilter("ignore")
-            full_state = self.tx.functions.init(map_named(blank, params))
+            full_state = self.tx.functions.init(map_named(meta_tensor, params))
         full_treedef = tree.flatten(full_state)[1]
         if full_treedef == tree.flatten(state)[1]:
             return state
@@ -210,16 +202,16 @@ class _Step:
     def run(self) -> tuple[PyTree, PyTree]:
         """Gather, compute and scatter all buckets. Return this rank's updates and the next state."""
         state = self.call.state
-        updated_shards = self._shards_without_elements()  # each scatter adds those of its bucket
+        updated_shards: dict[str, Tensor] = {}  # by parameter name; each scatter adds those of its bucket
+        for name, leaf in self.local_updates.items():
+            if leaf is not None and not leaf.numel():  # without elements on this rank: nothing is written to it
+                updated_shards[name] = leaf
         gathers = self._start_gathers(self.buckets[0])
         scatter: _Scatter | None = None
         with self.bucketed_state or nullcontext():
             for index, bucket in enumerate(self.buckets):
                 may_write = self.call.donate.updates or gathers.updates.is_in_new_memory
-                updates = self._as_tree(gathers.updates.wait())
-                params: PyTree = None
-                if gathers.params is not None:
-                    params = self._as_tree(gathers.params.wait())
+                updates, params = self._wait_for(gathers)
                 if index + 1 < len(self.buckets):
                     gathers = self._start_gathers(self.buckets[index + 1])  # while this bucket is computed
                 results, state = self._compute(index, updates, params, state, may_write=may_write)
@@ -234,20 +226,19 @@ class _Step:
             state = self.bucketed_state.end()
         return self._as_tree(updated_shards), state
 
-    def _shards_without_elements(self) -> dict[str, Tensor]:
-        """Return the updates of which this rank has no elements, by parameter name. They are already complete."""
-        shards: dict[str, Tensor] = {}
-        for name, leaf in self.local_updates.items():
-            if leaf is not None and not leaf.numel():
-                shards[name] = leaf
-        return shards
-
     def _start_gathers(self, bucket: Bucket) -> _Gathers:
         """Start to gather the updates of a bucket and, if the transforms read them, the parameters."""
         updates = _Gather(self.stage, bucket, self.local_updates)
         if self.local_params is None:
             return _Gathers(updates, None)
         return _Gathers(updates, _Gather(self.stage, bucket, self.local_params, as_params=True))
+
+    def _wait_for(self, gathers: _Gathers) -> tuple[PyTree, PyTree]:
+        """Return the gathered updates and parameters of a bucket, as trees. Parameters may be None."""
+        updates = self._as_tree(gathers.updates.wait())
+        if gathers.params is None:
+            return updates, None
+        return updates, self._as_tree(gathers.params.wait())
 
     def _as_tree(self, values: Mapping[str, Tensor]) -> PyTree:
         """Return a tree like the updates, with None for each name that is not in `values`."""
@@ -304,12 +295,11 @@ class _Gather:
             for name, view in boxes:
                 outgoing[rank].append(view.of(self._local_shards[name]))
         gathered = self._bucket.gathered
-        dtypes = _dtypes_of(gathered, self._local_shards)
         return Exchange(
             self._layout,
             outgoing,
             self._bucket.expected,
-            dtype=_common_dtype(map(self._wire_dtype, dtypes)),
+            dtype=_common_dtype(gathered, self._local_shards, self._wire_dtype),
             device=self._local_shards[gathered[0].shard.name].device,
             what="gathering matrices",
         )
@@ -371,14 +361,14 @@ class _Gather:
         return boxes_of
 
 
-def _dtypes_of(transfers: Iterable[LocalTransfers], local_shards: Mapping[str, Any]) -> set[torch.dtype]:
-    """Return the dtypes of the shards of some parameters on this rank."""
-    return {local_shards[local.shard.name].dtype for local in transfers}
-
-
-def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the narrowest dtype to which all of the dtypes can be promoted."""
-    return functools.reduce(torch.promote_types, dtypes)
+def _common_dtype(
+    transfers: Iterable[LocalTransfers],
+    local_shards: Mapping[str, Any],
+    wire_dtype_of: Callable[[torch.dtype], torch.dtype],
+) -> torch.dtype:
+    """Return the narrowest dtype to which the wire dtypes of some shards on this rank can all be promoted."""
+    dtypes = {local_shards[local.shard.name].dtype for local in transfers}
+    return functools.reduce(torch.promote_types, map(wire_dtype_of, dtypes))
 
 
 def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
@@ -457,12 +447,11 @@ class _Scatter:
                 boxes = boxes_in(local.shard.as_shard(result), views)
                 for rank in transfer.ranks:
                     outgoing[rank] += boxes
-        dtypes = _dtypes_of(returned, self._local_updates)
         return Exchange(
             stage.layout,
             outgoing,
             self._bucket.expected_results,
-            dtype=_common_dtype(stage.plan.wire_dtypes(dtype).results for dtype in dtypes),
+            dtype=_common_dtype(returned, self._local_updates, lambda dtype: stage.plan.wire_dtypes(dtype).results),
             device=self._local_updates[returned[0].shard.name].device,
             what="returning matrices",
         )

@@ -27,9 +27,9 @@ def group_of_meshes(ranks_of: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.Proc
         assert world is not None
         return world
     for mesh, ranks_of_mesh in ranks_of.items():
-        if list(ranks_of_mesh) == ranks:
+        if list(ranks_of_mesh) == ranks:  # a mesh with several dims has a group for each: flattened, it has one
             return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-    group = dist.new_group(ranks, use_local_synchronization=True)
+    group = dist.new_group(ranks, use_local_synchronization=True)  # ranks outside the meshes do not call this
     if not isinstance(group, dist.ProcessGroup):
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
     return group
@@ -92,10 +92,8 @@ def _cuts_on_several_meshes(
     the ranks on these meshes differs between ranks.
     """
     rank = dist.get_rank(group)
-    meshes_of_rank: list[_MeshOnRank] = []
-    for mesh, ranks in ranks_of.items():
-        meshes_of_rank.append(_MeshOnRank(digest(ranks), coordinates_on[mesh].coordinates[rank]))
-    message = _Message(_digest_of_placements(specs, dtensors, coordinates_on), meshes_of_rank)
+    meshes = [_MeshOnRank(digest(ranks), coordinates_on[mesh].coordinates[rank]) for mesh, ranks in ranks_of.items()]
+    message = _Message(_digest_of_placements(specs, dtensors, coordinates_on), meshes)
     wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
     messages: list[_Message] = all_objects(message, group, "finding out who holds what")
     if any(other.placements != message.placements for other in messages):

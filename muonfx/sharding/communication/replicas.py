@@ -40,7 +40,11 @@ class _Leaf(NamedTuple):
     value: Tensor | None
     """The leaf on this rank."""
     groups: Sequence[Sequence[int]]
-    """Groups of ranks; the ranks of a group must hold equal values. The order of groups is the same on all ranks."""
+    """Groups of two or more ranks; the ranks of a group must hold equal values. Their order is equal on all ranks."""
+
+    def has_replica_on(self, rank: int) -> bool:
+        """Return True if another rank must have the same value as this rank."""
+        return any(rank in ranks for ranks in self.groups)
 
 
 class _Difference(NamedTuple):
@@ -128,42 +132,37 @@ def _find_difference(
 ) -> _Difference | None:
     """Find the first leaf whose replicas differ. Return the same on each rank, or None.
 
-    If a rank passes an error (`problem`), all ranks raise.
+    If a rank passes an error (`problem`), all ranks raise. Set `may_fail` if any rank may pass one.
     """
     group = layout.group
     if group is None or layout.size == 1:
         if problem is not None:
             raise problem
         return None
-    leaves_of_group = _leaves_by_group(leaves)
-    if not leaves_of_group and not may_fail:
-        return None
     checksum_of: dict[str, int] = {}
     if problem is None:  # with an error, all ranks raise before values are compared
-        checksum_of = _checksums([leaf for leaf in leaves if any(layout.rank in ranks for ranks in leaf.groups)])
+        checksum_of = checksums({leaf.name: leaf.value for leaf in leaves if leaf.has_replica_on(layout.rank)})
     # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
-    compared: list[object] = []
-    for ranks, leaves_of_ranks in leaves_of_group.items():
-        if layout.rank in ranks:
-            compared.append([checksum_of.get(leaf.name) for leaf in leaves_of_ranks])
-        else:
-            compared.append(NO_VALUE)
-    if not compared:
-        compared.append("")  # the message of each call of `agree` must have one value or more
-    agreement = agree(what, group, problem, compared=compared)
+    compared = _checksums_by_group(leaves, checksum_of, layout.rank)
+    if not compared and not may_fail:
+        return None  # no leaf has replicas
+    # Without replicas, all ranks compare a constant, because a message of `agree` has one value or more.
+    agreement = agree(what, group, problem, compared=compared or [""])
     if all(agreement.are_equal):
         return None
     return _first_difference(leaves, all_objects(checksum_of, group, what))
 
 
-def _leaves_by_group(leaves: Sequence[_Leaf]) -> dict[tuple[int, ...], list[_Leaf]]:
-    """Return a dict from each group of two or more ranks to its leaves. The order is the same on all ranks."""
-    leaves_of_group: dict[tuple[int, ...], list[_Leaf]] = {}
+def _checksums_by_group(leaves: Sequence[_Leaf], checksum_of: Mapping[str, int], rank: int) -> list[object]:
+    """Return, for each group of ranks, the checksums of its leaves, or `NO_VALUE` if this rank is not in the group.
+
+    The order of groups is the same on all ranks. A leaf without a checksum has None.
+    """
+    checksums_of_group: dict[tuple[int, ...], list[int | None]] = {}
     for leaf in leaves:
         for ranks in leaf.groups:
-            if len(ranks) > 1:
-                leaves_of_group.setdefault(tuple(ranks), []).append(leaf)
-    return leaves_of_group
+            checksums_of_group.setdefault(tuple(ranks), []).append(checksum_of.get(leaf.name))
+    return [values if rank in ranks else NO_VALUE for ranks, values in checksums_of_group.items()]
 
 
 def _first_difference(leaves: Sequence[_Leaf], checksums_of_rank: Sequence[Mapping[str, int]]) -> _Difference | None:
@@ -189,12 +188,6 @@ def _ranks_that_differ(leaf: _Leaf, checksums_of_rank: Sequence[Mapping[str, int
         if different:
             return f"has other values on {listed(different)} than on rank {first}"
     return None
-
-
-def _checksums(leaves: Sequence[_Leaf]) -> dict[str, int]:
-    """Return a dict from name to the checksum of each leaf, and 0 for None. It syncs once for each device."""
-    present = {leaf.name: leaf.value for leaf in leaves if leaf.value is not None}
-    return {**{leaf.name: 0 for leaf in leaves}, **checksums(present)}
 
 
 # ----------------------------------------------------------------------------------------------------------- broadcast
@@ -236,8 +229,7 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
             return params
         replicas: dict[str, Tensor] = {}
         for index, name in enumerate(names):
-            has_replicas = bool(layout.cuts[name].copies)
-            if not has_replicas or leaves[index] is None:
+            if leaves[index] is None or not layout.cuts[name].copies:  # no other rank holds this shard
                 continue
             if not donate:
                 leaves[index] = leaves[index].detach().clone()

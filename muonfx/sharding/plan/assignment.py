@@ -139,12 +139,8 @@ class RunPlan:
     @cached_property
     def _transfers_of_buckets(self) -> list[list[LocalTransfers]]:
         """For each bucket, the transfers of this rank for all of its matrix shards."""
-        transfers: list[list[LocalTransfers]] = []
-        for bucket in self.buckets:
-            transfers.append([])
-            for index in bucket:
-                transfers[-1].append(self.shards[index].local_transfers(self.rank))
-        return transfers
+        transfers = [shard.local_transfers(self.rank) for shard in self.shards]
+        return [[transfers[index] for index in bucket] for bucket in self.buckets]
 
     @cached_property
     def shards_of(self) -> dict[str, tuple[MatrixShard, ...]]:
@@ -218,13 +214,13 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     run_on_stacks = on_stacks(run, {name: shapes[name] for name in matrices})
     costs = RunCost(run_on_stacks, device.type, compute)
     unassigned: list[UnassignedShard] = []
-    for name in names:
-        unassigned += _with_costs(unassigned_shards(matrices.get(name), name, layout), specs[name].dtype, costs)
+    for name, spec in specs.items():
+        for shard in unassigned_shards(matrices.get(name), name, layout):
+            cost = costs(name, shard.shape, spec.dtype)
+            unassigned.append(shard._replace(cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
     unassigned = with_ranks_of_their_own(unassigned, layout.size)
     owner_of = _owners(unassigned, layout.size, Machine.of(device.type, compute), settings)
-    shards: list[MatrixShard] = []
-    for index, shard in enumerate(unassigned):
-        shards.append(shard.assigned_to(owner_of.get(index), layout.cuts[shard.name]))
+    shards = [shard.assigned_to(owner_of.get(i), layout.cuts[shard.name]) for i, shard in enumerate(unassigned)]
     limit = max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)
     return RunPlan(
         run=run_on_stacks,
@@ -236,15 +232,6 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
         device=device,
         rank=layout.rank,
     )
-
-
-def _with_costs(shards: Sequence[UnassignedShard], dtype: torch.dtype, costs: RunCost) -> list[UnassignedShard]:
-    """Return the shards of a parameter with their estimated operations and their bytes."""
-    with_costs: list[UnassignedShard] = []
-    for shard in shards:
-        cost = costs(shard.name, shard.shape, dtype)
-        with_costs.append(shard._replace(cost=cost, nbytes=shard.numel * dtype.itemsize))
-    return with_costs
 
 
 def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
@@ -287,13 +274,10 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
 
 def _assigned(shards: Sequence[UnassignedShard], indices: Sequence[int], size: int) -> dict[int, int]:
     """Assign some of the shards to ranks so that all have about equal work. Return the owner by index."""
-    costs: list[float] = []
-    candidates: list[tuple[int, ...]] = []
-    sizes: list[int] = []
-    for index in indices:
-        costs.append(shards[index].cost)
-        candidates.append(shards[index].candidates)
-        sizes.append(shards[index].numel)
+    chosen = [shards[index] for index in indices]
+    costs = [shard.cost for shard in chosen]
+    candidates = [shard.candidates for shard in chosen]
+    sizes = [shard.numel for shard in chosen]
     return dict(zip(indices, assign(costs, candidates, size, sizes), strict=True))
 
 
@@ -420,9 +404,7 @@ class Plan:
         tables: list[str | Table] = [*map(_table_of_run, self.runs)]
         flops = self.flops
         sent = self.sent
-        rows: list[tuple[str, ...]] = []
-        for rank in range(self.size):
-            rows.append((str(rank), f"{flops[rank] / 1e9:.4g}", f"{sent[rank] / 1024:.4g}"))
+        rows = [(str(rank), f"{flops[rank] / 1e9:.4g}", f"{sent[rank] / 1024:.4g}") for rank in range(self.size)]
         tables.append(Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
         return Report((*tables, f"balance: the busiest rank computes {self.balance:.3f} times the mean"))
 
@@ -442,22 +424,16 @@ def _table_of_run(run: RunPlan) -> Table:
     """Return a table with a row for each matrix shard."""
     rows: list[tuple[str, ...]] = []
     for shard in run.shards:
-        rows.append(
-            (
-                shard.name,
-                " x ".join(map(str, shard.shape)),
-                "all" if shard.owner is None else str(shard.owner),
-                shard.route,
-                f"{shard.cost / 1e9:.4g}",
-                f"{sum(run.sent_for([shard])) / 1024:.4g}",
-                shard.reason,
-            )
-        )
+        shape = " x ".join(map(str, shard.shape))
+        owner = "all" if shard.owner is None else str(shard.owner)
+        kib_sent = sum(run.sent_for([shard])) / 1024
+        row = (shard.name, shape, owner, shard.route, f"{shard.cost / 1e9:.4g}", f"{kib_sent:.4g}", shard.reason)
+        rows.append(row)
     names = ", ".join(name for name, _ in run.run)
     count = len(run.buckets)
-    title = f"run of {names} in {count} bucket{'s' * (count != 1)}"
+    buckets = "1 bucket" if count == 1 else f"{count} buckets"
     titles = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
-    return Table(titles, rows, right=(2, 4, 5), title=title)
+    return Table(titles, rows, right=(2, 4, 5), title=f"run of {names} in {buckets}")
 
 
 def plan_for(tx: Transform, layout: ShardTable, *, device: torch.device | str = "cpu", **settings: Any) -> Plan:

@@ -97,13 +97,12 @@ def _assign_to_least_cost(
 
 def _assign_to_fewest_bytes(items: Sequence[int], sizes: Sequence[int], loads: Sequence[_Load]) -> dict[int, int]:
     """Assign each item, which has no cost, to the rank with the fewest bytes so far. Return the rank by item."""
-    by_bytes = [(load.nbytes, load.cost, load.rank) for load in loads]
-    heapq.heapify(by_bytes)
+    heap = [(load.nbytes, load.cost, load.rank) for load in loads]
+    heapq.heapify(heap)
     owner_of: dict[int, int] = {}
     for item in items:
-        nbytes, cost, owner = by_bytes[0]
-        owner_of[item] = owner
-        heapq.heapreplace(by_bytes, (nbytes + sizes[item], cost, owner))
+        nbytes, cost, owner_of[item] = heap[0]
+        heapq.heapreplace(heap, (nbytes + sizes[item], cost, owner_of[item]))
     return owner_of
 
 

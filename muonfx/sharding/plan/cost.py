@@ -67,9 +67,7 @@ def costs_of(specs: Mapping[str, Spec], tx: Transform | None) -> dict[str, float
     if tx is None:
         costs.update(zip(specs, map(_newton_schulz_cost, specs.values()), strict=True))
         return costs
-    meta: dict[str, Tensor] = {}
-    for name, spec in specs.items():
-        meta[name] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     for run, names in runs_of(tx, meta):
         cost_of = RunCost(run, "cpu", torch.float32)
         for name in names:

@@ -155,7 +155,8 @@ class MatrixShard:
             sends = transfer.sender == rank
         transfers: list[OwnerTransfer] = []
         if rank == self.owner:
-            transfers = self._owner_transfers()
+            for of_holder in self.transfers:
+                transfers.append(OwnerTransfer(of_holder, tuple(map(self.position.view, of_holder.boxes))))
         numel = numel_of(boxes)
         holds_all_matrices = numel == self.numel
         holds_nothing_else = numel == held_position.numel
@@ -170,12 +171,6 @@ class MatrixShard:
             transfers=transfers,
         )
 
-    def _owner_transfers(self) -> list[OwnerTransfer]:
-        transfers: list[OwnerTransfer] = []
-        for transfer in self.transfers:
-            transfers.append(OwnerTransfer(transfer, tuple(map(self.position.view, transfer.boxes))))
-        return transfers
-
     @property
     def the_owner(self) -> int:
         """The owner of matrices that not every rank computes."""
@@ -188,7 +183,9 @@ class MatrixShard:
 
     @cached_property
     def _numel_at_owner(self) -> int:
-        return 0 if self._at_owner is None else self._at_owner.numel
+        if self._at_owner is None:
+            return 0
+        return self._at_owner.numel
 
     @cached_property
     def needs_gather(self) -> bool:
@@ -285,20 +282,14 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
     cut = layout.cuts[name]
     if matrix is None:
         return [_whole_parameter(name, cut)]
-    ranges = _ranges(cut, prod(matrix))
-    if _has_rank_with_several(ranges):
-        # A rank's state of a stack must be one range, so one rank computes the whole stack.
-        candidates = set().union(*[matrices.candidates for matrices in ranges])
-        shape = (ranges[-1].stop, *matrix)
-        return [UnassignedShard(name, 0, prod(cut.shape), shape, tuple(sorted(candidates)), complete=False)]
     numel = prod(matrix)
+    if numel not in cut.ranges_of_stack:
+        cut.ranges_of_stack[numel] = _ranges(cut, numel)
+    ranges: list[_Range] = cut.ranges_of_stack[numel]
     shards: list[UnassignedShard] = []
-    for first, stop, candidates, complete in ranges:
+    for first, stop, candidates, complete, one_each in ranges:
         shape = (stop - first, *matrix)
-        one_each = len(candidates) > 1
-        shards.append(
-            UnassignedShard(name, first * numel, stop * numel, shape, candidates, complete, one_each=one_each)
-        )
+        shards.append(UnassignedShard(name, first * numel, stop * numel, shape, candidates, complete, one_each))
     return shards
 
 
@@ -335,14 +326,15 @@ def with_ranks_of_their_own(shards: Sequence[UnassignedShard], size: int) -> lis
 
 
 class _Range(NamedTuple):
-    """Consecutive matrices of a stack, and the ranks that may compute them."""
+    """Consecutive matrices of a stack, and the ranks of which one will compute them."""
 
     first: int
     stop: int
     candidates: tuple[int, ...]
-    """The rank that computes the range; or, for a single matrix, ranks that may each compute one of the stack."""
     complete: bool
     """True if each candidate holds the whole range."""
+    one_each: bool = False
+    """True if each candidate may compute at most one of the ranges that have this flag."""
 
 
 class _Holders(NamedTuple):
@@ -357,14 +349,7 @@ class _Holders(NamedTuple):
 
 
 def _ranges(cut: Cut, numel: int) -> list[_Range]:
-    """Divide a stack of matrices, with `numel` elements each, among the ranks that hold elements of them. Cached."""
-    if numel not in cut.ranges_of_stack:
-        cut.ranges_of_stack[numel] = _find_ranges(cut, numel)
-    return cut.ranges_of_stack[numel]
-
-
-def _find_ranges(cut: Cut, numel: int) -> list[_Range]:
-    """Compute `_ranges`: divide neighbouring matrices with the same holders, and join the ranges of one rank."""
+    """Divide a stack of matrices, with `numel` elements per matrix, among the ranks that hold elements of them."""
     holders_of_matrices: list[_Holders] = []
     num_matrices: Counter[int] = Counter()  # by rank: of how many matrices it holds elements
     for start in range(0, prod(cut.shape), numel):
@@ -379,13 +364,12 @@ def _find_ranges(cut: Cut, numel: int) -> list[_Range]:
         for divided in _divide(neighbours, first, num_matrices):
             _append(ranges, divided)
         first += len(neighbours)
-    return ranges
-
-
-def _has_rank_with_several(ranges: Sequence[_Range]) -> bool:
-    """Return True if a rank is the only candidate of several ranges of a stack."""
-    single_owners = [matrices.candidates[0] for matrices in ranges if len(matrices.candidates) == 1]
-    return len(set(single_owners)) < len(single_owners)
+    owners = [matrices.candidates[0] for matrices in ranges if not matrices.one_each]
+    if len(set(owners)) == len(owners):
+        return ranges
+    # A rank's state of a stack must be one range, but a rank has several: one rank computes the whole stack.
+    candidates = set().union(*[matrices.candidates for matrices in ranges])
+    return [_Range(0, len(holders_of_matrices), tuple(sorted(candidates)), complete=False)]
 
 
 def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[int, int]) -> list[_Range]:
@@ -403,13 +387,10 @@ def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[in
     hold_most_of_each = set(ranks).intersection(*[holders.most for holders in neighbours])
     hold_nothing_else = all(num_matrices[rank] == count for rank in hold_most_of_each)
     are_enough = len(hold_most_of_each) >= max(count, 2)
-    ranges: list[_Range] = []
-    for index, holders in enumerate(neighbours, first):
-        candidates = holders.most[:1]
-        if are_enough and hold_nothing_else:
-            candidates = tuple(sorted(hold_most_of_each))
-        ranges.append(_Range(index, index + 1, candidates, complete))
-    return ranges
+    if are_enough and hold_nothing_else:
+        candidates = tuple(sorted(hold_most_of_each))
+        return [_Range(index, index + 1, candidates, complete, one_each=True) for index in range(first, first + count)]
+    return [_Range(index, index + 1, holders.most[:1], complete) for index, holders in enumerate(neighbours, first)]
 
 
 def _equal_ranges(first: int, count: int, ranks: Sequence[int], complete: bool) -> list[_Range]:
@@ -428,10 +409,11 @@ def _equal_ranges(first: int, count: int, ranks: Sequence[int], complete: bool) 
 
 def _append(ranges: list[_Range], added: _Range) -> None:
     """Append a range of matrices to a list. If the previous range has the same single owner, extend it instead."""
-    if ranges and len(added.candidates) == 1:
+    if ranges and not added.one_each:
         previous = ranges[-1]
         if previous.candidates == added.candidates:
-            ranges[-1] = previous._replace(stop=added.stop, complete=previous.complete and added.complete)
+            complete = previous.complete and added.complete
+            ranges[-1] = _Range(previous.first, added.stop, added.candidates, complete)
             return
     ranges.append(added)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -359,13 +359,14 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
 
 def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     """Return a dict of partitions by name: each parameter is flattened and split equally, with a shorter last shard."""
-    cut_of_shape: dict[tuple[int, ...], Cut] = {}
-    cuts: dict[str, Cut] = {}
-    for name, (shape, _) in specs.items():
-        if shape not in cut_of_shape:
-            cut_of_shape[shape] = Intervals(shape, 0, _equal_cuts(prod(shape), size))
-        cuts[name] = cut_of_shape[shape]
-    return cuts
+    return cuts_by_shape(specs, lambda shape: Intervals(shape, 0, _equal_cuts(prod(shape), size)))
+
+
+def cuts_by_shape(specs: Mapping[str, Spec], cut_of: Callable[[tuple[int, ...]], Cut]) -> dict[str, Cut]:
+    """Return the partition of each parameter, by name. Parameters of one shape share it, with its cached values."""
+    shapes = {spec.shape for spec in specs.values()}
+    cut_of_shape = {shape: cut_of(shape) for shape in shapes}
+    return {name: cut_of_shape[spec.shape] for name, spec in specs.items()}
 
 
 def _equal_cuts(numel: int, size: int) -> tuple[int, ...]:

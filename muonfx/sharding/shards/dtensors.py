@@ -213,12 +213,12 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
     """Build a DTensor from a local tensor, with the mesh and placements of the parameter with this name."""
     if is_dtensor(leaf):
         return leaf
-    spec = layout.dtensor_specs.get((name, leaf.dtype))
-    if spec is not None:
-        return _with_spec(leaf, spec)
+    key = name, leaf.dtype
+    if key in layout.dtensor_specs:
+        return _with_spec(leaf, layout.dtensor_specs[key])
     parameter = layout.dtensors[name]
     dtensor = dtensor_of(leaf, parameter.mesh, parameter.placements, parameter.shape, parameter.stride)
-    layout.dtensor_specs[name, leaf.dtype] = dtensor._spec
+    layout.dtensor_specs[key] = dtensor._spec
     return dtensor
 
 

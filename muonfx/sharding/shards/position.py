@@ -251,8 +251,5 @@ def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
 
 def _narrowed(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """Return arguments (dim, start, length) of `torch.narrow`, for each dim in which a box is smaller than `shape`."""
-    narrowed: list[tuple[int, int, int]] = []
-    for dim, length in enumerate(box.sizes):
-        if length != shape[dim]:
-            narrowed.append((dim, box.offsets[dim], length))
-    return tuple(narrowed)
+    arguments = zip(range(len(shape)), box.offsets, box.sizes, strict=True)
+    return tuple([(dim, start, length) for dim, start, length in arguments if length != shape[dim]])
