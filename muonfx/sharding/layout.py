@@ -175,7 +175,7 @@ class Layout(ShardTable):
         if isinstance(leaf, FlatShard) or is_dtensor(leaf):
             return leaf
         whole_shape = self.specs[name].shape
-        # A shard may have the shape of the whole tensor. Then both are whole, but for a DTensor with one rank.
+        # A leaf of the whole shape counts as whole on all ranks, even if this rank's shard has the same shape.
         if tuple(leaf.shape) == whole_shape and name not in self.dtensors:
             return leaf
         if position.fits(leaf):

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -256,9 +256,10 @@ def interval_of(placement: LeafPlacement, shard: MatrixShard) -> tuple[int, int]
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree) -> PyTree:
     """Convert a state from its form for checkpoints to the local tensors of this rank. It undoes `global_state`."""
-    meta = binding.init(tx, meta_like(local_tree(params)))
+    local_params = meta_like(local_tree(params))
+    meta_leaves = tree.leaves(binding.init(tx, local_params))  # the shapes on this rank
     leaves, treedef = tree.flatten(values)
-    for index, (meta_leaf, leaf) in enumerate(zip(tree.leaves(meta), leaves, strict=True)):
+    for index, (meta_leaf, leaf) in enumerate(zip(meta_leaves, leaves, strict=True)):
         if meta_leaf is None:
             leaves[index] = None
         elif isinstance(leaf, FlatShard):
@@ -322,9 +323,9 @@ def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard],
     If the parameter, or its leaf of the state with this `shape`, is not split along dim 0 alone, return False.
     """
     spec = layout.dtensors[name]
-    placements: Sequence[Any] = spec.placements
-    for placement in placements:
-        if not placement.is_replicate() and placement.dim != 0:
+    for placement in cast("Sequence[Any]", spec.placements):
+        is_split_elsewhere = not placement.is_replicate() and placement.dim != 0
+        if is_split_elsewhere:
             return False
     if tuple(shape[:1]) != tuple(spec.shape[:1]):
         return False

@@ -188,7 +188,7 @@ class LeafAgreement(NamedTuple):
     """True if any rank passed a `request`."""
 
     def dtype_of(self, index: int) -> torch.dtype:
-        """Return the dtype of a leaf that is not None on all ranks, by its index."""
+        """Return the dtype of a leaf that at least one rank has, by its index."""
         return DTYPES[self.codes[index] % UNPLACED - 1]
 
     def is_unplaced(self, index: int) -> bool:

@@ -43,7 +43,7 @@ def agreed_call(
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem
-        return _checked_call(binding, tx, call, check=check).call
+        return _checked_call(binding, tx, call, check=check).arguments
     if progress.serial is None:
         verify_ranks(binding, tx, call.like, problem)
         progress.serial = next_serial(layout)
@@ -79,48 +79,53 @@ def agreed_call(
     return local
 
 
-class _CheckedCall(NamedTuple):
-    """The arguments of `update`, checked on this rank, with local tensors in place of DTensors."""
+class _LocalCall(NamedTuple):
+    """The arguments of `update` on this rank, with local tensors in place of DTensors."""
 
-    call: Arguments
+    arguments: Arguments
     names: list[str]
     """The name of each gradient, in the order of the leaves of the updates."""
     gradients: LocalLeaves
     """The gradients in the same order, and the names of those that are partial sums."""
 
 
-def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _CheckedCall:
+def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _LocalCall:
     """Check a call's arguments on this rank. `check` also compares the trees of updates, params and state."""
-    layout = binding.layout
     check_extras(tx, call.extras)
-    leaves, treedef = tree.flatten(call.updates)
-    names = tree.names(call.updates)
-    if not checks.all_usable(list(map(local_of, leaves))):
-        checks.check_floating("updates", local_tree(call.updates))
-    gradients = local_leaves(layout, names, leaves, as_placed=False)
-    updates = call.updates
-    if not PLAIN.issuperset(map(type, leaves)):
-        updates = tree.unflatten(treedef, gradients.tensors)
-    if check and call.params is not None:
-        local_leaves(layout, tree.names(call.params), tree.leaves(call.params))
-    params = call.params
-    if layout.dtensors:
-        params = local_tree(params)
-    local = Arguments(updates, call.state, params, Donation.of(call.donate), call.extras)
+    local_call = _local_call(binding.layout, call, check_params=check)
+    local = local_call.arguments
     if check:
         _check_trees(binding, tx, local)
-    _check_transform_accepts(binding, tx, local)
-    return _CheckedCall(local, names, gradients)
-
-
-def _check_transform_accepts(binding: Binding, tx: Transform, local: Arguments) -> None:
-    """Raise unless a transform accepts the extra arguments, and its store has room for the state."""
     if local.extras:
         check_resolved_extras(binding.visits(tx, local.like), local.extras)
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
     if tx.treedef not in binding.likes:
         binding.likes[tx.treedef] = meta_like(local.like)
+    return local_call
+
+
+def _local_call(layout: Layout, call: Arguments, *, check_params: bool) -> _LocalCall:
+    """Replace the DTensors of a call by their local tensors. Raise if a gradient does not fit the layout.
+
+    With `check_params`, raise also if a parameter does not fit.
+    """
+    leaves, treedef = tree.flatten(call.updates)
+    names = tree.names(call.updates)
+    if not checks.all_usable(list(map(local_of, leaves))):
+        checks.check_floating("updates", local_tree(call.updates))
+    gradients = local_leaves(layout, names, leaves, as_placed=False)
+    updates = call.updates
+    has_dtensors = not PLAIN.issuperset(map(type, leaves))
+    if has_dtensors:
+        updates = tree.unflatten(treedef, gradients.tensors)
+    params = call.params
+    if check_params and params is not None:
+        local_leaves(layout, tree.names(params), tree.leaves(params))
+    if layout.dtensors:
+        params = local_tree(params)
+    local = Arguments(updates, call.state, params, Donation.of(call.donate), call.extras)
+    return _LocalCall(local, names, gradients)
 
 
 def _check_trees(binding: Binding, tx: Transform, local: Arguments) -> None:
@@ -132,7 +137,7 @@ def _check_trees(binding: Binding, tx: Transform, local: Arguments) -> None:
         checks.check_updates_fit(local.params, local.updates)
     leaves = tree.leaves(local.like)
     if any(leaf is None for leaf in leaves):
-        return  # the shapes of its state are unknown; the transforms themselves check them
+        return  # without its shape, the state that `init` returns cannot be computed
     names = tuple(tree.names(local.updates))
     dtypes = tuple([leaf.dtype for leaf in leaves])
     key = tx.treedef, names, dtypes
@@ -165,7 +170,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     if layout.size == 1:
         if problem is not None:
             raise problem
-        _check_parameters(binding, tx, params)
+        _checked_parameters(binding, tx, params)
         return
     if layout.group is None:
         raise ShardingError(
@@ -175,7 +180,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     facts: Facts = {}
     if problem is None:
         try:
-            local = _check_parameters(binding, tx, params)
+            local = _checked_parameters(binding, tx, params)
             facts = facts_of_binding(binding, tx, local)
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = error
@@ -183,7 +188,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     agree("binding a transform to a layout", layout.group, problem, same=digest(facts), explain=lambda: facts)
 
 
-def _check_parameters(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
+def _checked_parameters(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
     """Raise unless the parameters are this rank's shards. Return them as local tensors."""
     checks.check_params(params)
     local_leaves(binding.layout, tree.names(params), tree.leaves(params))

@@ -259,9 +259,9 @@ def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence
         for index in indices:
             name = names[index]
             targets += boxes_in(means[index], layout.views(name))
-            for rank, boxes in enumerate(outgoing):
-                position = layout.position(name, rank)
-                boxes += [box.of(wholes[index]) for box in position.boxes]
+            for rank in range(layout.size):
+                boxes = layout.position(name, rank).boxes
+                outgoing[rank] += [box.of(wholes[index]) for box in boxes]
         _exchange_and_average(layout, outgoing, targets, wholes[indices[0]])
     return means
 

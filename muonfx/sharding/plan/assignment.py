@@ -245,23 +245,21 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
     on_all_ranks: list[int] = []
     slower_than_sending: list[int] = []  # those of `on_all_ranks` that take longer to compute than to send
     for index, shard in enumerate(shards):
-        is_on_all_ranks = shard.complete and len(shard.candidates) == size
-        if size == 1 or not is_on_all_ranks:
+        if size == 1 or not shard.complete or len(shard.candidates) < size:
             sharded.append(index)
             continue
         on_all_ranks.append(index)
         seconds_to_send = shard.nbytes / machine.bandwidth
         if _seconds_to_compute(shard, machine) > seconds_to_send:
             slower_than_sending.append(index)
-    if settings.replicas == "everyone":
-        choices = [[]]
-    elif settings.replicas == "split":
-        choices = [on_all_ranks]
-    else:
-        choices = [[], slower_than_sending, on_all_ranks]
+    choices_of_setting = {
+        "everyone": [[]],
+        "split": [on_all_ranks],
+        "auto": [[], slower_than_sending, on_all_ranks],
+    }
     fewest_seconds = math.inf
     best: dict[int, int] = {}
-    for split in choices:
+    for split in choices_of_setting[settings.replicas]:
         owner_of = _assigned(shards, sorted(sharded + split), size)
         results = [(owner_of[index], shards[index].nbytes) for index in split]
         seconds = _seconds_of_step(shards, owner_of, size, machine)
@@ -463,7 +461,6 @@ def plan_for(tx: Transform, layout: ShardTable, *, device: torch.device | str = 
     chosen.check()
     meta = layout.meta()
     warn_of_unmatched(patterns_in(tx), meta)
-    runs: list[RunPlan] = []
-    for run, names in runs_of(strip_transparent(tx), meta):
-        runs.append(plan_run(run, names, layout, torch.device(device), chosen))
-    return Plan(tuple(runs), layout.size)
+    runs = runs_of(strip_transparent(tx), meta)
+    plans = [plan_run(run, names, layout, torch.device(device), chosen) for run, names in runs]
+    return Plan(tuple(plans), layout.size)

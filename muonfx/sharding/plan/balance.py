@@ -30,29 +30,24 @@ def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: i
     owners = [ranks_of_item[0] for ranks_of_item in candidates]
     loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
     free: list[int] = []  # the items that more than one rank may have
-    for item, ranks_of_item in enumerate(candidates):
-        if len(ranks_of_item) == 1:
-            owner = ranks_of_item[0]
+    for item, owner in enumerate(owners):
+        if len(candidates[item]) == 1:
             loads[owner] = loads[owner].plus(costs[item], sizes[item])
         else:
             free.append(item)
     free.sort(key=lambda item: (-costs[item], -sizes[item], item))
-    cost_before = [load.cost for load in loads]
-    queue_of_ranks: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
+    loads_before = list(loads)
+    groups = {tuple(candidates[item]) for item in free}
+    queue_of = {group: _Queue(loads, group) for group in groups}  # items with equal candidates share a queue
     for item in free:
-        ranks_of_item = tuple(candidates[item])
-        if ranks_of_item not in queue_of_ranks:
-            queue_of_ranks[ranks_of_item] = _Queue(loads, ranks_of_item)
-        owner = queue_of_ranks[ranks_of_item].least()
+        owner = queue_of[tuple(candidates[item])].least()
         owners[item] = owner
         loads[owner] = loads[owner].plus(costs[item], sizes[item])
-    if len(queue_of_ranks) == 1:  # packing is possible only if all free items have the same candidates
-        (group,) = queue_of_ranks
-        packed = _packed(
-            [costs[item] for item in free],
-            {rank: cost_before[rank] for rank in group},
-            largest_load=max(loads[rank].cost for rank in group),
-        )
+    if len(groups) == 1:  # packing is possible only if all free items have the same candidates
+        (group,) = groups
+        largest_cost = max(loads[rank].cost for rank in group)
+        costs_before = {rank: loads_before[rank].cost for rank in group}
+        packed = _packed([costs[item] for item in free], costs_before, largest_cost)
         if packed is not None:
             for item, owner in zip(free, packed, strict=True):
                 owners[item] = owner

@@ -226,7 +226,7 @@ def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> P
     """Turn each shard of a DTensor parameter into a DTensor. If `existing` has one of the same tensor, return that."""
     existing_leaves: dict[str, Any] = dict(tree.named_leaves(existing))
 
-    def to_dtensor(name: str, leaf: Tensor) -> Tensor:
+    def to_dtensor(name: str, leaf: Tensor) -> Tensor | None:
         if name not in layout.dtensors:
             return leaf
         dtensor = existing_leaves.get(name)
