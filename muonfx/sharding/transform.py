@@ -202,9 +202,11 @@ class _ShardedFunctions:
         with without_transforms():
             progress = _progress_of(self.memory, binding, inner)
             local_out, local_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
+        if not self.layout.dtensors:
+            return local_out, local_state
         caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
-        if not self.layout.dtensors or PLAIN.issuperset(map(type, caller_leaves)):
-            return local_out, local_state  # the caller has no DTensors
+        if PLAIN.issuperset(map(type, caller_leaves)):  # the caller uses local tensors
+            return local_out, local_state
         out = to_dtensors(self.layout, local_out, updates)
         return out, state_to_dtensors(binding, inner, updates, local_state, state)
 

@@ -272,11 +272,11 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
 
 def _assigned(shards: Sequence[UnassignedShard], indices: Sequence[int], size: int) -> dict[int, int]:
     """Assign some of the shards to ranks so that all have about equal work. Return the owner by index."""
-    chosen = [shards[index] for index in indices]
-    costs = [shard.cost for shard in chosen]
-    candidates = [shard.candidates for shard in chosen]
-    sizes = [shard.numel for shard in chosen]
-    return dict(zip(indices, assign(costs, candidates, size, sizes), strict=True))
+    costs = [shards[index].cost for index in indices]
+    candidates = [shards[index].candidates for index in indices]
+    sizes = [shards[index].numel for index in indices]
+    owners = assign(costs, candidates, size, sizes)
+    return dict(zip(indices, owners, strict=True))
 
 
 def _seconds_to_compute(shard: UnassignedShard, machine: Machine) -> float:

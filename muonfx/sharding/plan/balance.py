@@ -129,7 +129,7 @@ _BALANCED = 1.01
 """The largest load over its lower bound from which on packing is not tried: it could save 1 % at most."""
 
 _MOST_TRIALS = 200_000
-"""The product of items and ranks above which packing takes too long; so many items are balanced without it."""
+"""The product of items and ranks up to which packing is tried; above it, packing would take seconds."""
 
 _BISECTIONS = 12
 

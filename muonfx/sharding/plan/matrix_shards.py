@@ -387,10 +387,14 @@ def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[in
     hold_most_of_each = set(ranks).intersection(*[holders.most for holders in neighbours])
     hold_nothing_else = all(num_matrices[rank] == count for rank in hold_most_of_each)
     are_enough = len(hold_most_of_each) >= max(count, 2)
-    if are_enough and hold_nothing_else:
-        candidates = tuple(sorted(hold_most_of_each))
-        return [_Range(index, index + 1, candidates, complete, one_each=True) for index in range(first, first + count)]
-    return [_Range(index, index + 1, holders.most[:1], complete) for index, holders in enumerate(neighbours, first)]
+    one_each = are_enough and hold_nothing_else
+    ranges: list[_Range] = []
+    for index, holders in enumerate(neighbours, first):
+        candidates = holders.most[:1]
+        if one_each:
+            candidates = tuple(sorted(hold_most_of_each))
+        ranges.append(_Range(index, index + 1, candidates, complete, one_each))
+    return ranges
 
 
 def _equal_ranges(first: int, count: int, ranks: Sequence[int], complete: bool) -> list[_Range]:
