@@ -113,14 +113,14 @@ class Binding:
 
     def __post_init__(self) -> None:
         """Set the attributes that follow from the fields."""
-        self.holds_all = self.layout.size == 1 and all(
-            cut[0].shape == self.layout.specs[name].shape for name, cut in self.layout.cuts.items()
-        )
+        layout = self.layout
+        has_whole_shapes = all(cut[0].shape == layout.specs[name].shape for name, cut in layout.cuts.items())
+        self.holds_all = layout.size == 1 and has_whole_shapes
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
         self.placed = PlacedTransforms(Where(self, self.store), self.global_like)
         """Returns the transform that runs on this rank's shards, from a transform and the local parameters."""
         self.extras: dict[str, Any] = {
-            "shard": self.layout.shard,
+            "shard": layout.shard,
             "max_over_ranks": self.max_over_ranks,
             "sum_over_leaves": self.sum_over_leaves,
         }
@@ -146,10 +146,14 @@ class Binding:
         return _on_all(tx, self)
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
-        """Return the plan that assigns each matrix to a rank, for neighbouring transforms that need whole matrices."""
+        """Return the plan that assigns each matrix to a rank, for neighbouring transforms that need whole matrices.
+
+        `run` has the transforms as pairs (name, transform). Plans are cached by structure, because they do not depend
+        on hyperparameters.
+        """
         entries: list[tuple[str, Transform]] = []
         for name, tx in run:
-            if tx.declaration.combinator.varies_numbers:  # a plan does not depend on numbers
+            if tx.declaration.combinator.varies_numbers:  # it only changes the hyperparameters of its inner transform
                 tx = tx.children[0]
             entries.append((name, tx))
         names = [name for name in tree.names(params) if name in self.layout.specs]
@@ -166,11 +170,13 @@ class Binding:
         """Return a meta tensor with the global shape of each parameter. `params` has parameters or their shards."""
         specs = self.layout.specs
         leaves, treedef = tree.flatten(params)
-        meta: list[Tensor | None] = [None] * len(leaves)
-        for index, (name, leaf) in enumerate(zip(tree.names(params), leaves, strict=True)):
+        meta: list[Tensor | None] = []
+        for name, leaf in zip(tree.names(params), leaves, strict=True):
             if name in specs:
-                meta[index] = torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta")
-            elif leaf is not None:
+                meta.append(torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta"))
+            elif leaf is None:
+                meta.append(None)
+            else:
                 raise ShardingError(f"{name!r} is not a parameter of {self.layout!r}")
         return tree.unflatten(treedef, meta)
 
@@ -181,15 +187,14 @@ class Binding:
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Return the sum of a tree of scalars over all ranks. The scalar of a replicated shard counts once."""
         device = tree.device_of(scalars)
-        counted: list[Tensor] = []
-        for name, leaf in tree.named_leaves(scalars):
-            if leaf is not None:
-                counted.append(self._counted(name, leaf.to(device)))
+        counted = [
+            self._counted(name, leaf.to(device)) for name, leaf in tree.named_leaves(scalars) if leaf is not None
+        ]
         if not counted:
             return torch.zeros(())
         stacked = torch.stack(counted)
         all_reduce(self.layout, stacked, "summing over all ranks")
-        return sum_over_leaves(list(stacked.unbind()))
+        return sum_over_leaves(list(stacked.unbind()))  # the function of a single process adds the leaves
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum of a tensor over all ranks. An all-reduce finds it, without a host sync."""
@@ -208,7 +213,9 @@ class Binding:
 
     def gather(self, values: PyTree) -> PyTree:
         """Gather a tree of this rank's shards into a tree of whole tensors on every rank."""
-        return gathered(self.layout, values) if any(leaf is not None for leaf in tree.leaves(values)) else values
+        if all(leaf is None for leaf in tree.leaves(values)):
+            return values
+        return gathered(self.layout, values)
 
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
         """Warn once that a transform needs all parameters in full, so that every rank gathers them at each step."""
@@ -232,10 +239,9 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
 
     Each matrix is gathered on one rank, its owner, computed there, and scattered.
     """
-    stages: dict[Hashable, MatrixStage] = {}
+    stages: dict[Hashable, MatrixStage] = {}  # by the device and the names of parameters
 
     def stage_for(params: PyTree) -> MatrixStage:
-        """Return the stage for some parameters, by their device and names."""
         # A wrapper may call its inner transform for some of the leaves, and then for others.
         key = tree.device_of(params), tuple(tree.names(params))
         if key not in stages:
@@ -246,24 +252,29 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
         return stage_for(params).init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        stage = stage_for(updates if params is None else params)
         call = Arguments(updates, state, params, donate, extras)
+        # The stage calls this if it divides the state; the result is remembered in `_memory` for the next steps.
         find_parameters = functools.partial(remembered_parameters, _memory, state, updates)
-        return stage_for(call.like).update(call, find_parameters)
+        return stage.update(call, find_parameters)
 
     return init, update
 
 
 def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
     """Build the matrix stage of a transform or a chain, with the plan of its owners for some parameters."""
-    entries = chain_entries(tx)
-    run: Run = ((tx.name, tx),)
-    if entries is not None:
-        run = tuple(entries.items())
+    members = chain_entries(tx)
+    run: Run = ((tx.name, tx),)  # pairs (name, transform)
+    if members is not None:
+        run = tuple(members.items())
     plan = binding.plan(run, params)
     if plan.stacks:
         # An owner may compute some matrices of a stack, so the transforms must accept any number of them.
-        run = on_stacks(run, {name: plan.specs[name].shape for name in plan.stacks})
-        tx = run[0][1] if entries is None else as_chain(dict(run))
+        shapes = {name: plan.specs[name].shape for name in plan.stacks}
+        run = on_stacks(run, shapes)
+        tx = run[0][1]
+        if members is not None:
+            tx = as_chain(dict(run))
     reads_params = any(member.reads_params for _, member in run)
     return MatrixStage(plan, tx, reads_params, binding.layout, binding.store)
 
@@ -271,16 +282,22 @@ def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
 @stand_in
 def _on_all(tx: Transform, binding: Any):
     """Gather the whole tree on every rank, and run a transform on it there."""
-    in_one_process: dict[str, Any] = {"sum_over_leaves": sum_over_leaves, "shard": lambda values: values}
+    # The transform has whole tensors, so its extra arguments are those of a single process.
+    extras_of_process: dict[str, Any] = {"sum_over_leaves": sum_over_leaves, "shard": lambda values: values}
 
     def init(params: PyTree) -> PyTree:
         binding.warn_of_gathering(tx, params)
-        on_meta = tree.device_of(params).type == "meta"
-        return tx.functions.init(binding.global_like(params) if on_meta else binding.gather(params))
+        if tree.device_of(params).type == "meta":
+            return tx.functions.init(binding.global_like(params))
+        return tx.functions.init(binding.gather(params))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        gathered_params = None if params is None else binding.gather(params)
-        out, state = tx.run(binding.gather(updates), state, gathered_params, **{**extras, **in_one_process})
+        gathered_updates = binding.gather(updates)
+        gathered_params: PyTree = None
+        if params is not None:
+            gathered_params = binding.gather(params)
+        extras.update(extras_of_process)
+        out, state = tx.run(gathered_updates, state, gathered_params, **extras)
         return binding.layout.shard(out), state
 
     return init, update

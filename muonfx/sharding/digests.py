@@ -31,6 +31,8 @@ def octets(tensor: Tensor) -> Tensor:
 WORDS = 1 << 20
 """The number of 32-bit words in a pass of `checksum`. All passes use one table of weights; each has its own factor."""
 
+_WORD_BYTES = 4
+
 
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
@@ -44,28 +46,34 @@ def _weights(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits as a 0-d int64 tensor on the same device. Strides do not change it."""
+    """Return a checksum of a tensor's bits as a 0-d int64 tensor on the same device. Strides do not change it.
+
+    Words of 32 bits are multiplied by weights and added. Blocks of `WORDS` words share one table of weights, and each
+    block has a weight of its own.
+    """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     weights = _weights(tensor.device)
     flat = tensor.detach().reshape(-1)
-    for number, block in enumerate(flat.split(4 * WORDS // flat.element_size())):
+    block_size = _WORD_BYTES * WORDS // flat.element_size()
+    for number, block in enumerate(flat.split(block_size)):
         data = octets(block)
-        if data.numel() % 4 or data.storage_offset() % 4:
-            data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
-        values = data.view(torch.int32).to(torch.int64)
-        total += values.mul_(weights[: values.numel()]).sum() * weights[number]
+        padding = -data.numel() % _WORD_BYTES
+        if padding or data.storage_offset() % _WORD_BYTES:  # a view as int32 needs whole words, aligned in memory
+            data = torch.cat([data, data.new_zeros(padding)])
+        words = data.view(torch.int32).to(torch.int64)
+        total += words.mul_(weights[: words.numel()]).sum() * weights[number]
     return total
 
 
-def checksums(tensors: Mapping[K, Tensor]) -> dict[K, int]:
-    """Return the checksum of each tensor, and 0 for one without values: on the meta device, or fake.
+def checksums(tensors: Mapping[K, Tensor | None]) -> dict[K, int]:
+    """Return the checksum of each tensor, and 0 for one without values: None, on the meta device, or fake.
 
     It syncs once for each device.
     """
     checksum_of = dict.fromkeys(tensors, 0)
     sums_on: dict[torch.device, dict[K, Tensor]] = {}
     for key, tensor in tensors.items():
-        if not tensor.is_meta and not isinstance(tensor, FakeTensor):
+        if tensor is not None and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             sums_on.setdefault(tensor.device, {})[key] = checksum(tensor)
     for sum_of in sums_on.values():
         numbers = torch.stack(list(sum_of.values())).tolist()

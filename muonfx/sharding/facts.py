@@ -47,10 +47,13 @@ _EXTRAS = "extra arguments, such as value=loss; reduce them first"
 _AUTO_DTYPES = 'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)'
 _LIBRARIES = 'libraries of symmetric products (polar.explain has the reason; give products="batched")'
 _DTYPES = "dtypes of parameters (convert the model on all ranks, or on none)"
+_HAS_PARAMS = "arguments: some give params, some do not"
+_LOADS = "states (load on all ranks, or on none)"
+_COUNTERS = "numbers in their states"
 
 
-class _Fixed(NamedTuple):
-    """The results that all steps of a transform share: they follow from its structure and the names of the leaves."""
+class _ConstantFacts(NamedTuple):
+    """Facts that are the same in all steps of a transform, and computed once for each tree of parameters."""
 
     transforms: str
     """The digest of `facts_of_transforms`."""
@@ -61,48 +64,54 @@ class _Fixed(NamedTuple):
 
 
 def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arguments) -> Facts:
-    """Return what must be equal on all ranks in a step, by subject. `call` has local tensors."""
-    key = tx.treedef, tuple(tree.names(call.like))
-    if key not in binding.facts:
-        binding.facts[key] = _find_fixed(binding, tx, call)
-    fixed: _Fixed = binding.facts[key]
-    shared_leaves = _shared_leaves(fixed, call.state)
-    counters = filter(_is_host_counter, shared_leaves.values())
-    step = max(map(int, counters), default=progress.completed)
+    """Return what must be equal on all ranks in a step, as a dict from the subject that an error names to a value.
+
+    `call` has local tensors. `progress` counts the steps of the transform or optimizer that is stepped.
+    """
+    constant = _constant_facts(binding, tx, call)
+    counters = _leaves_without_parameter(constant, call.state)
+    steps = [int(leaf) for leaf in counters.values() if _is_host_counter(leaf)]
+    step = max(steps, default=progress.completed)  # the largest counter of the state, for the schedules
+    numbers = {**_comparable_numbers(tx), **_values_of_schedules(tx, step)}
+    extras = dict(sorted(call.extras.items()))
     loaded = "loaded" if progress.has_loaded else "not loaded"
     return {
-        _TRANSFORMS: fixed.transforms,
+        _TRANSFORMS: constant.transforms,
         _ORDER: f"number {progress.serial} of the group",
-        "arguments: some give params, some do not": call.params is not None,
+        _HAS_PARAMS: call.params is not None,
         _DTYPES: _digest_of_dtypes(binding, call.params),
-        "states (load on all ranks, or on none)": f"{loaded} since the last step",
+        _LOADS: f"{loaded} since the last step",
         _COMPLETED: progress.completed,
-        _NUMBERS: {**_comparable_numbers(tx), **_values_of_schedules(tx, step)},
-        _EXTRAS: _map_values(_comparable_extra, dict(sorted(call.extras.items()))),
-        "numbers in their states": _map_values(_comparable, shared_leaves),
+        _NUMBERS: numbers,
+        _EXTRAS: _map_values(_comparable_extra, extras),
+        _COUNTERS: _map_values(_comparable, counters),
     }
 
 
-def _find_fixed(binding: Binding, tx: Transform, call: Arguments) -> _Fixed:
-    """Compute the facts that are the same in each step. A leaf of the state without a parameter is a shared one."""
-    described = describe_state(binding, tx, call.like)
-    names = tree.names(binding.init(tx, binding.local_like(call.like)))
-    shared_state: dict[str, int] = {}
-    for index, placed in enumerate(described):
-        if placed is not None and placed.name is None:
-            shared_state[names[index]] = index
-    return _Fixed(digest(facts_of_transforms(binding, tx, call.like)), len(described), shared_state)
+def _constant_facts(binding: Binding, tx: Transform, call: Arguments) -> _ConstantFacts:
+    """Return the facts that are the same in each step, computed once for a transform and the names of the leaves."""
+    key = tx.treedef, tuple(tree.names(call.like))
+    if key not in binding.facts:
+        placements = describe_state(binding, tx, call.like)
+        names = tree.names(binding.init(tx, binding.local_like(call.like)))
+        shared_state: dict[str, int] = {}
+        for index, placement in enumerate(placements):
+            if placement is not None and placement.name is None:
+                shared_state[names[index]] = index
+        transforms = digest(facts_of_transforms(binding, tx, call.like))
+        binding.facts[key] = _ConstantFacts(transforms, len(placements), shared_state)
+    return binding.facts[key]
 
 
-def _shared_leaves(fixed: _Fixed, state: PyTree) -> dict[str, Any]:
-    """Return the leaves of a state that belong to no parameter, by name.
+def _leaves_without_parameter(constant: _ConstantFacts, state: PyTree) -> dict[str, Any]:
+    """Return the leaves of a state that belong to no parameter, such as counters, by name.
 
     For the state of another transform, return its number of leaves, which differs between ranks if only some have it.
     """
     leaves = tree.leaves(state)
-    if len(leaves) != fixed.state_size:
+    if len(leaves) != constant.state_size:
         return {"": f"{len(leaves)} leaves"}
-    return {name: leaves[index] for name, index in fixed.shared_state.items()}
+    return {name: leaves[index] for name, index in constant.shared_state.items()}
 
 
 def _digest_of_dtypes(binding: Binding, params: PyTree) -> str:
@@ -115,11 +124,7 @@ def _digest_of_dtypes(binding: Binding, params: PyTree) -> str:
 
 def facts_of_dtypes(params: PyTree) -> Facts:
     """Return the dtype of each of this rank's parameters by name, for the error if their digests differ."""
-    dtype_of: dict[str, str] = {}
-    for name, leaf in zip(tree.names(params), tree.leaves(params), strict=True):
-        if leaf is not None:
-            dtype_of[name] = str(leaf.dtype)
-    return {_DTYPES: dtype_of}
+    return {_DTYPES: {name: str(leaf.dtype) for name, leaf in tree.named_leaves(params) if leaf is not None}}
 
 
 def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
@@ -137,10 +142,10 @@ def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
     """
     schedules: dict[str, Callable[[Tensor], Any]] = {}
     for index, inner in enumerate(within(tx)):
-        kinds = inner.factory.definition.plain
+        annotation_of = inner.factory.definition.plain  # from the name of an argument to its type
         for name, value in inner.arguments.items():
             # A plain function is a schedule if the annotation of its argument includes the type `Schedule`.
-            is_function_as_schedule = callable(value) and "Schedule" in kinds[name]
+            is_function_as_schedule = callable(value) and "Schedule" in annotation_of[name]
             if isinstance(value, Schedule) or is_function_as_schedule:
                 schedules[f"{index}.{inner.name}.{name}"] = value
     return schedules
@@ -162,17 +167,12 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     """
     layout = binding.layout
     device = tree.device_of(local)
-    dtypes: list[torch.dtype] = []
-    names_of_none: dict[str, str] = {}
-    for name, leaf in tree.named_leaves(local):
-        if leaf is None:
-            names_of_none[name] = "None"
-        else:
-            dtypes.append(leaf.dtype)
+    dtypes = [tensor.dtype for tensor in tree.tensors(local)]
+    names_of_none = [name for name, leaf in tree.named_leaves(local) if leaf is None]
     return {
         "versions": _versions(),
         "parameters": _map_values(lambda spec: f"{spec.shape} {spec.dtype}", layout.specs),
-        "parameters that are None": names_of_none,
+        "parameters that are None": dict.fromkeys(names_of_none, "None"),
         "trees": str(tree.flatten(local)[1]),
         "layouts": f"{layout!r} ({layout.digest})",
         "ranks in their groups": str(torch.distributed.get_process_group_ranks(layout.group)),
@@ -192,10 +192,12 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
 def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Facts:
     """Return, as texts by subject, the transforms that are applied to each parameter, and their arguments."""
     chains: dict[str, str] = {}
-    titles_of: dict[str, list[str]] = {}
+    titles_of: dict[str, list[str]] = {}  # by parameter name: the transforms that are applied to it
     for index, visited in enumerate(binding.visits(tx, params)):
+        # Numbers are compared at each step: here all of them are 0.0.
         without_numbers = tree.map(lambda _: 0.0, visited.tx)
-        chains[f"{index} {visited.title}"] = f"{execution_of(visited)} {_text_of_argument(without_numbers)}"
+        arguments = _text_of_argument(without_numbers)
+        chains[f"{index} {visited.title}"] = f"{execution_of(visited)} {arguments}"
         for name in visited.names:
             titles_of.setdefault(name, []).append(visited.title)
     return {

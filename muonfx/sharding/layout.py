@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.internal.tracing import without_transforms
-from muonfx.sharding.communication.collectives import gathered, reduce_scattered
+from muonfx.sharding.communication.collectives import gathered, gathered_with_derivatives, reduce_scattered
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.dtensors import global_shard, is_dtensor, map_named, transform_problem
 from muonfx.sharding.shards.flat_shard import FlatShard
@@ -65,21 +65,24 @@ class Layout(ShardTable):
             ShardingError: a leaf is not a parameter, or has another shape than the parameter.
         """
 
-        def at(name: str, leaf: Tensor) -> Tensor:
-            """Return the shard of one parameter. Raise if the leaf is not the whole tensor."""
+        def shard_of(name: str, leaf: Tensor) -> Tensor:
             position = self.position(name, rank)
-            if tuple(leaf.shape) != self.specs[name].shape:
-                raise ShardingError(
-                    f"{name!r} has shape {tuple(leaf.shape)}, expected {self.specs[name].shape}, the global shape in "
-                    f"{self!r}: pass whole tensors"
-                )
+            self._require_whole(name, leaf)
             return position.cut(leaf.detach())
 
         problem = transform_problem("layout.shard", whole)
         if problem is not None:
             raise problem
         with without_transforms():
-            return map_named(at, whole)
+            return map_named(shard_of, whole)
+
+    def _require_whole(self, name: str, leaf: Tensor) -> None:
+        """Raise unless a leaf has the global shape of its parameter."""
+        if tuple(leaf.shape) != self.specs[name].shape:
+            raise ShardingError(
+                f"{name!r} has shape {tuple(leaf.shape)}, expected {self.specs[name].shape}, the global shape in "
+                f"{self!r}: pass whole tensors"
+            )
 
     def assemble(self, locals_: Sequence[PyTree]) -> PyTree:
         """Put the shards of all ranks together to whole tensors, in one process. It is the inverse of `shard`.
@@ -94,16 +97,16 @@ class Layout(ShardTable):
         """
         if len(locals_) != self.size:
             raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
-        leaves_of_ranks = zip(*map(tree.leaves, locals_), strict=True)
-        shards_of = dict(zip(tree.names(locals_[0]), leaves_of_ranks, strict=True))
+        shards_of_rank = [dict(tree.named_leaves(local)) for local in locals_]
 
-        def at(name: str, leaf: Tensor) -> Tensor:
+        def whole_of(name: str, leaf: Tensor) -> Tensor:
             whole = leaf.new_zeros(self.specs[name].shape)
-            for position, ranks in self.holders(name).items():
-                position.paste(shards_of[name][ranks[0]], whole)
+            for position, holders in self.holders(name).items():
+                shard = shards_of_rank[holders[0]][name]  # all holders have equal values
+                position.paste(shard, whole)
             return whole
 
-        return map_named(at, locals_[0])
+        return map_named(whole_of, locals_[0])
 
     def gather(self, local: T) -> T:
         """Gather the shards of all ranks to whole tensors on every rank. All ranks must call this together.
@@ -129,7 +132,7 @@ class Layout(ShardTable):
         Raises:
             ShardingError: as in `gather`.
         """
-        return gathered(self, local, names=names, differentiable=True)
+        return gathered_with_derivatives(self, local, names)
 
     def reduce_scatter(self, grads: T) -> T:
         """Average the whole gradients of all ranks. Return this rank's shards of the mean.
@@ -164,23 +167,23 @@ class Layout(ShardTable):
         Raises:
             ShardingError: a leaf is neither this rank's shard nor the whole tensor; the message names the leaf.
         """
+        return map_named(self._global_leaf, local)
 
-        def at(name: str, leaf: Tensor | FlatShard) -> Tensor | FlatShard:
-            """Return one leaf in global form. Raise if it is neither this rank's shard nor the whole tensor."""
-            position = self.position(name)
-            whole_shape = self.specs[name].shape
-            # This rank's shard may be the whole tensor, but a whole tensor must be whole on all ranks: test it first.
-            is_whole = tuple(leaf.shape) == whole_shape and name not in self.dtensors
-            if isinstance(leaf, FlatShard) or is_dtensor(leaf) or is_whole:
-                return leaf
-            if position.fits(leaf):
-                return global_shard(self, name, leaf)
-            raise ShardingError(
-                f"{name!r} has shape {tuple(leaf.shape)}, expected {position.shape}, this rank's shard under "
-                f"{self!r}, or {whole_shape}, the full shape: pass the parameters that the layout was created from"
-            )
-
-        return map_named(at, local)
+    def _global_leaf(self, name: str, leaf: Tensor | FlatShard) -> Tensor | FlatShard:
+        """Return one leaf in global form. Raise if it is neither this rank's shard nor the whole tensor."""
+        position = self.position(name)
+        if isinstance(leaf, FlatShard) or is_dtensor(leaf):
+            return leaf
+        whole_shape = self.specs[name].shape
+        # A leaf of the whole shape counts as whole on all ranks, even if this rank's shard has the same shape.
+        if tuple(leaf.shape) == whole_shape and name not in self.dtensors:
+            return leaf
+        if position.fits(leaf):
+            return global_shard(self, name, leaf)
+        raise ShardingError(
+            f"{name!r} has shape {tuple(leaf.shape)}, expected {position.shape}, this rank's shard under {self!r}, or "
+            f"{whole_shape}, the full shape: pass the parameters that the layout was created from"
+        )
 
     def from_global(self, values: PyTree) -> PyTree:
         """Convert a tree in the form that `to_global` returns to this rank's shards as local tensors.

@@ -23,11 +23,13 @@ from muonfx.sharding.shards.cut import (
     Cut,
     Intervals,
     Whole,
+    cuts_by_shape,
     equal_intervals,
     equal_parts,
     one_behind_another,
 )
 from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.sharding.shards.position import ShardPosition
 from muonfx.sharding.shards.table import specs_of
 from muonfx.tree import PyTree, Spec
 
@@ -64,12 +66,7 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
         )
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    cut_of_shape: dict[tuple[int, ...], Cut] = {}
-    cuts: dict[str, Cut] = {}
-    for name, (shape, _) in specs.items():
-        if shape not in cut_of_shape:
-            cut_of_shape[shape] = Whole(shape, size)
-        cuts[name] = cut_of_shape[shape]
+    cuts = cuts_by_shape(specs, lambda shape: Whole(shape, size))
     return Layout("replicated", specs, cuts, size, rank, process_group)
 
 
@@ -162,7 +159,8 @@ def flat(
     """
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    order = _order_of_buffer(params, specs, starts) if order is None else list(order)
+    if order is None:
+        order = _order_of_dict(params, specs) if starts is None else _order_by_starts(starts, specs)
     _require_each_once(order, specs)
     if starts is None:
         starts = one_behind_another(specs, order)
@@ -199,11 +197,11 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     <from_dtensors of 1 parameters over 1 rank>
     >>> dist.destroy_process_group()
     """
-    locals_: dict[str, Tensor] = {}
+    local_tensors: dict[str, Tensor] = {}
     dtensors: dict[str, DTensorSpec] = {}
     for name, leaf in tree.named_leaves(params):
         if is_dtensor(leaf):
-            locals_[name] = leaf._local_tensor
+            local_tensors[name] = leaf._local_tensor
             dtensors[name] = leaf._spec
     if not dtensors:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
@@ -212,21 +210,25 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     if group is None:
         group = group_of_meshes(ranks_of)
     ranks = dist.get_process_group_ranks(group)
-    specs = specs_of(params)
     rank = dist.get_rank(group)
     if rank < 0:
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
+    specs = specs_of(params)
     cuts, on_several_meshes = cuts_on_meshes(specs, dtensors, ranks_of, group)
-    for name, local in locals_.items():
-        position = cuts[name][rank]
-        if not position.fits(local):
-            raise ShardingError(
-                f"{name!r} has a local shape {tuple(local.shape)}, expected {position.shape} from its placements and "
-                "full shape: create it with distribute_tensor or fully_shard"
-            )
+    for name, local in local_tensors.items():
+        _require_fit(name, local, cuts[name][rank])
     return Layout(
         "from_dtensors", specs, cuts, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several_meshes
     )
+
+
+def _require_fit(name: str, local: Tensor, position: ShardPosition) -> None:
+    """Raise unless the local tensor of a DTensor has the shape of its shard."""
+    if not position.fits(local):
+        raise ShardingError(
+            f"{name!r} has a local shape {tuple(local.shape)}, expected {position.shape} from its placements and full "
+            "shape: create it with distribute_tensor or fully_shard"
+        )
 
 
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
@@ -249,18 +251,23 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 # -------------------------------------------------------------------------------------------------------- flat buffers
 
 
-def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:
-    """Return parameter names in the order of a flat buffer: by `starts`, or as in `params`, a dict sorted by name."""
-    if starts is not None:
-        # Of two parameters with the same start, the empty parameter is first.
-        return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
-    order = [str(name) for name in params if name in specs] if isinstance(params, Mapping) else []
-    if order != list(specs):
-        raise ValueError(
-            "order: found None, expected the names in their order in the buffer, because params is not a dict with "
-            f"sorted names; they are {format_list(list(specs))}: pass order=list(params) or order=sorted(params)"
-        )
-    return order
+def _order_by_starts(starts: Mapping[str, int], specs: Mapping[str, Spec]) -> list[str]:
+    """Return parameter names in the order of their positions in a flat buffer. A name without a position is first."""
+    # Of two parameters with the same start, the empty parameter is first.
+    return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
+
+
+def _order_of_dict(params: PyTree, specs: Mapping[str, Spec]) -> list[str]:
+    """Return the parameter names, which are in the order of the buffer if `params` is a dict sorted by name."""
+    names = list(specs)
+    if isinstance(params, Mapping):
+        order = [str(name) for name in params if name in specs]
+        if order == names:
+            return order
+    raise ValueError(
+        "order: found None, expected the names in their order in the buffer, because params is not a dict with "
+        f"sorted names; they are {format_list(names)}: pass order=list(params) or order=sorted(params)"
+    )
 
 
 def _require_each_once(order: Sequence[str], specs: Mapping[str, Spec]) -> None:

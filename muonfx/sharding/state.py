@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -76,47 +76,63 @@ def _placements(binding: Binding, root: Visit) -> PyTree:
 
 
 def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) -> PyTree:
-    """Return `_placements` for one transform and those that it calls. `plans` gives the owners of each matrix stage.
+    """Return `_placements` for one transform and those that it calls. `plans` has the owners of each matrix stage.
 
-    Three kinds of transforms have three kinds of state: a chain, a wrapper with its own state, and any other.
+    `visited` has a transform, the parameters that it receives, and a `Visit` of each transform that it calls.
     """
     entries = chain_entries(visited.tx)
-    if entries is not None:  # a chain: a dict by member
+    if entries is not None:  # the state of a chain is a dict by member
         states = [_of_visit(binding, member, plans) for member in visited.calls]
         return dict(zip(entries, states, strict=True))
-    if is_wrapper(visited.tx):  # its own leaves, and a placeholder for the state of each inner transform
-        described = _of_leaves(binding, record_calls(visited.tx, visited.params).state, visited.params)
-        leaves, treedef = tree.flatten(described)
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Placeholder):
-                leaves[index] = _of_visit(binding, visited.calls[leaf.index], plans)
-        return tree.unflatten(treedef, leaves)
+    if is_wrapper(visited.tx):
+        return _of_wrapper(binding, visited, plans)
     state = fixed(visited).functions.init(visited.params)
-    # A transform that runs on the gathered tree has the same whole state on all ranks, without shards of parameters.
-    is_gathered = execution_of(visited) == "whole tree" and not binding.holds_all
-    return _of_leaves(binding, state, {} if is_gathered else visited.params, plans.get(visited))
+    if execution_of(visited) == "whole tree" and not binding.holds_all:
+        # It runs on the gathered tree, so its whole state is equal on all ranks: no leaf belongs to a parameter.
+        return _of_leaves(state, {})
+    return _of_leaves(state, visited.params, plans.get(visited))
 
 
-def _of_leaves(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
-    """Return a tree like ``state`` with a `LeafPlacement` for each leaf; ``plan`` gives the owners of matrices."""
-    shape_of = {name: leaf.shape for name, leaf in tree.named_leaves(params) if leaf is not None}
+def _of_wrapper(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) -> PyTree:
+    """Return `_placements` for a transform that has a state of its own and calls others, such as `accumulate`."""
+    # The recorded state has a placeholder for the state of each transform that it calls.
+    recorded = record_calls(visited.tx, visited.params)
+    leaves, treedef = tree.flatten(_of_leaves(recorded.state, visited.params))
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Placeholder):
+            leaves[position] = _of_visit(binding, visited.calls[leaf.index], plans)
+    return tree.unflatten(treedef, leaves)
+
+
+def _of_leaves(state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
+    """Return a tree like ``state`` with a `LeafPlacement` for each tensor; ``plan`` has the owners of matrices."""
     leaves, treedef = tree.flatten(state)
     names: Sequence[str | None] = [None] * len(leaves)
     if tree.leaves(params):
         names = parameters_of(state, params)
+    shape_of = {name: leaf.shape for name, leaf in tree.named_leaves(params) if leaf is not None}
     for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
         if not isinstance(leaf, Tensor):
             continue
-        placement = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
         if name is not None and plan is not None:
-            shards = plan.shards_of.get(name, ())
-            computed = [shard for shard in shards if shard.owner in (None, binding.layout.rank)]
-            shard = computed[0] if computed else None
-            placement = replace(placement, owned=True, shards=shards, shard=shard)
-        elif name in shape_of and leaf.shape != shape_of[name]:
-            placement = replace(placement, name=None)  # the same on all ranks, although it belongs to a parameter
-        leaves[index] = placement
+            leaves[index] = _placement_on_owners(plan, name, leaf)
+            continue
+        if name in shape_of and leaf.shape != shape_of[name]:
+            # It is the same on all ranks, like a leaf without a parameter.
+            leaves[index] = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
+        else:
+            leaves[index] = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
     return tree.unflatten(treedef, leaves)
+
+
+def _placement_on_owners(plan: RunPlan, name: str, leaf: Tensor) -> LeafPlacement:
+    """Return the placement of a leaf that each owner holds for its matrices of the parameter called `name`."""
+    shards = plan.shards_of.get(name, ())
+    shard_of_rank: MatrixShard | None = None
+    for shard in shards:  # at most one is computed by this rank
+        if shard.owner in (None, plan.rank):
+            shard_of_rank = shard
+    return LeafPlacement(name, tuple(leaf.shape), leaf.dtype, owned=True, shards=shards, shard=shard_of_rank)
 
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
@@ -130,15 +146,19 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
 def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
     """Compute the placements on meta tensors, with the shape of each leaf on this rank."""
     local_params = binding.local_like(params)
-    local_leaves = tree.leaves(binding.init(tx, local_params))
+    local_state = binding.init(tx, local_params)
+    root = root_visit(tx, binding.global_like(local_params))
     with warnings.catch_warnings():  # the first `init` has already warned
         warnings.simplefilter("ignore")
-        described = tree.leaves(_placements(binding, root_visit(tx, binding.global_like(local_params))))
-    for index, (placement, leaf) in enumerate(zip(described, local_leaves, strict=True)):
+        placements = _placements(binding, root)
+    described: list[LeafPlacement | None] = []
+    for placement, local_leaf in zip(tree.leaves(placements), tree.leaves(local_state), strict=True):
         if not isinstance(placement, LeafPlacement):
-            described[index] = None
-        elif leaf is not None:
-            described[index] = replace(placement, local=tuple(leaf.shape))
+            described.append(None)
+        elif local_leaf is None:
+            described.append(placement)
+        else:
+            described.append(replace(placement, local=tuple(local_leaf.shape)))
     return described
 
 
@@ -151,24 +171,27 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
     old_leaves: Sequence[Any] = [None] * len(leaves)
     if old is not None:
         old_leaves = tree.leaves(old)
-    for index, (placed, leaf) in enumerate(zip(describe_state(binding, tx, params), leaves, strict=True)):
-        if leaf is not None and getattr(old_leaves[index], "_local_tensor", None) is leaf:
-            leaves[index] = old_leaves[index]
-        else:
-            leaves[index] = leaf_to_dtensor(binding, placed, leaf)
+    placements = describe_state(binding, tx, params)
+    for index, (placement, leaf, old_leaf) in enumerate(zip(placements, leaves, old_leaves, strict=True)):
+        if leaf is None or getattr(old_leaf, "_local_tensor", None) is not leaf:
+            leaves[index] = leaf_to_dtensor(binding, placement, leaf)
+        else:  # the old leaf is a DTensor whose local tensor was updated in place
+            leaves[index] = old_leaf
     return tree.unflatten(treedef, leaves)
 
 
-def leaf_to_dtensor(binding: Binding, placed: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
-    """Turn one leaf of an optimizer state into a DTensor if its parameter is one. `placed` is its placement."""
+def leaf_to_dtensor(binding: Binding, placement: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
+    """Turn one leaf of an optimizer state into a DTensor if its parameter is one. `placement` has its ranks."""
     layout = binding.layout
-    if placed is None or placed.name is None or placed.name not in layout.dtensors or is_dtensor(leaf):
+    if placement is None or placement.name is None:
         return leaf
-    if not placed.owned:
-        return None if leaf is None else parameter_like(layout, placed.name, leaf)
-    if leaf is None and placed.local is not None:
+    if placement.name not in layout.dtensors or is_dtensor(leaf):
+        return leaf
+    if not placement.owned:
+        return None if leaf is None else parameter_like(layout, placement.name, leaf)
+    if leaf is None and placement.local is not None:
         return None  # the transform has no state for this parameter
-    return _owned_to_dtensor(layout, placed, placed.name, leaf)
+    return _owned_to_dtensor(layout, placement, placement.name, leaf)
 
 
 def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
@@ -178,16 +201,19 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
     leaves, treedef = tree.flatten(state)
     if PLAIN.issuperset(map(type, leaves)):
         return state
-    described = describe_state(binding, tx, params)
-    if len(described) != len(leaves):
+    placements = describe_state(binding, tx, params)
+    if len(placements) != len(leaves):
         return tree.map(local_of, state)  # the state of another transform: the check of the state reports it
-    for index, (placed, leaf) in enumerate(zip(described, leaves, strict=True)):
+    for index, (placement, leaf) in enumerate(zip(placements, leaves, strict=True)):
         if not is_dtensor(leaf):
             continue
-        local = leaf._local_tensor
-        if placed is not None and placed.owned:  # None on ranks that compute none of its matrices
-            local = None if placed.local is None else local.view(placed.local)
-        leaves[index] = local
+        local = local_of(leaf)
+        if placement is None or not placement.owned:
+            leaves[index] = local
+        elif placement.local is None:  # this rank computes none of the parameter's matrices
+            leaves[index] = None
+        else:
+            leaves[index] = local.view(placement.local)
     return tree.unflatten(treedef, leaves)
 
 
@@ -195,39 +221,45 @@ def global_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree)
     """Convert a state to its form for checkpoints, in which each leaf stores its position in the whole tensor."""
     leaves, treedef = tree.flatten(state)
     device = tree.device_of(state)
-    for index, placed in enumerate(describe_state(binding, tx, params)):
-        leaves[index] = global_leaf(binding, device, placed, leaves[index])
+    for index, placement in enumerate(describe_state(binding, tx, params)):
+        leaves[index] = global_leaf(binding, device, placement, leaves[index])
     return tree.unflatten(treedef, leaves)
 
 
 def global_leaf(
-    binding: Binding, device: torch.device, placed: LeafPlacement | None, leaf: Tensor | None
+    binding: Binding, device: torch.device, placement: LeafPlacement | None, leaf: Tensor | None
 ) -> Tensor | FlatShard | None:
     """Convert one leaf of a state for a checkpoint: return a DTensor, a `FlatShard` or a whole tensor."""
-    if placed is None or placed.name is None:
+    if placement is None or placement.name is None:  # a leaf without a parameter is whole on all ranks
         return leaf
-    if not placed.owned:
-        return None if leaf is None else global_shard(binding.layout, placed.name, leaf)
-    if placed.shard is None:
-        return FlatShard(placed.shape, 0, torch.empty(0, dtype=placed.dtype, device=device))
-    if placed.shard.owner is None or leaf is None:
+    if not placement.owned:  # each rank holds its shard, as of the parameter
+        return None if leaf is None else global_shard(binding.layout, placement.name, leaf)
+    # Owners hold the leaf for the matrices that they compute.
+    shard = placement.shard
+    if shard is None:  # this rank computes none of them: an interval without elements
+        return FlatShard(placement.shape, 0, torch.empty(0, dtype=placement.dtype, device=device))
+    if shard.owner is None or leaf is None:  # every rank computes all of them, or the leaf is None on all ranks
         return leaf
-    return FlatShard(placed.shape, interval_of(placed, placed.shard)[0], leaf.reshape(-1))
+    start, _ = interval_of(placement, shard)
+    return FlatShard(placement.shape, start, leaf.reshape(-1))
 
 
-def interval_of(placed: LeafPlacement, shard: MatrixShard) -> tuple[int, int]:
+def interval_of(placement: LeafPlacement, shard: MatrixShard) -> tuple[int, int]:
     """Return where the matrices of one owner start and end in a leaf of the state, if it is flattened."""
     # A leaf of the state may have another number of elements for each matrix than the parameter has.
-    leaf_numel = prod(placed.shape)
+    leaf_numel = prod(placement.shape)
     param_numel = max(prod(shard.whole), 1)
-    return shard.start * leaf_numel // param_numel, shard.stop * leaf_numel // param_numel
+    start = shard.start * leaf_numel // param_numel
+    stop = shard.stop * leaf_numel // param_numel
+    return start, stop
 
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree) -> PyTree:
     """Convert a state from its form for checkpoints to the local tensors of this rank. It undoes `global_state`."""
-    meta = binding.init(tx, meta_like(local_tree(params)))
+    local_params = meta_like(local_tree(params))
+    meta_leaves = tree.leaves(binding.init(tx, local_params))  # the shapes on this rank
     leaves, treedef = tree.flatten(values)
-    for index, (meta_leaf, leaf) in enumerate(zip(tree.leaves(meta), leaves, strict=True)):
+    for index, (meta_leaf, leaf) in enumerate(zip(meta_leaves, leaves, strict=True)):
         if meta_leaf is None:
             leaves[index] = None
         elif isinstance(leaf, FlatShard):
@@ -245,7 +277,7 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree)
 # torch.distributed.checkpoint neither reads nor writes it there.
 
 
-def _owned_to_dtensor(layout: Layout, placed: LeafPlacement, name: str, local: Tensor | None) -> Tensor | None:
+def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local: Tensor | None) -> Tensor | None:
     """Turn the leaf of a state that owners hold for their matrices into a DTensor.
 
     It has the mesh of the parameter called `name`, or the one rank that computes all matrices. Ranges of a stack that
@@ -254,20 +286,22 @@ def _owned_to_dtensor(layout: Layout, placed: LeafPlacement, name: str, local: T
     from torch.distributed.tensor import Replicate
 
     spec = layout.dtensors[name]
-    shape = placed.shape
+    shape = placement.shape
     stride = torch.empty(shape, device="meta").stride()
-    owners = {shard.owner for shard in placed.shards}
-    if owners <= {None}:  # every rank computes all matrices
+    is_on_all_ranks = all(shard.owner is None for shard in placement.shards)
+    if is_on_all_ranks:
         assert local is not None
         return dtensor_of(local, spec.mesh, [Replicate()] * spec.mesh.ndim, shape, stride)
-    if len(placed.shards) == 1:
-        mesh = _mesh_of_owner(layout, placed.shards[0].the_owner)
-        local = _empty_on(mesh, placed.dtype) if local is None else local.view(shape)
-        return dtensor_of(local, mesh, [Replicate()], shape, stride)
-    if not own_what_they_hold(layout, name, placed.shards, shape):
+    if len(placement.shards) == 1:  # one rank computes all matrices
+        mesh = _mesh_of_owner(layout, placement.shards[0].the_owner)
+        if local is None:
+            return dtensor_of(_empty_on(mesh, placement.dtype), mesh, [Replicate()], shape, stride)
+        return dtensor_of(local.view(shape), mesh, [Replicate()], shape, stride)
+    # Several ranks compute ranges of a stack. A DTensor expresses them if they are the shards of the parameter.
+    if not own_what_they_hold(layout, name, placement.shards, shape):
         return local
     if local is None:
-        local = _empty_on(spec.mesh, placed.dtype)
+        local = _empty_on(spec.mesh, placement.dtype)
     return dtensor_of(local.reshape(-1, *shape[1:]), spec.mesh, spec.placements, shape, stride)
 
 
@@ -289,14 +323,21 @@ def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard],
     If the parameter, or its leaf of the state with this `shape`, is not split along dim 0 alone, return False.
     """
     spec = layout.dtensors[name]
-    is_split_elsewhere = any(getattr(placement, "dim", 0) for placement in spec.placements)
-    if is_split_elsewhere or tuple(shape[:1]) != tuple(spec.shape[:1]):
+    for placement in cast("Sequence[Any]", spec.placements):
+        is_split_elsewhere = not placement.is_replicate() and placement.dim != 0
+        if is_split_elsewhere:
+            return False
+    if tuple(shape[:1]) != tuple(spec.shape[:1]):
         return False
     boxes_of: dict[int | None, tuple[Box, ...]] = {shard.owner: shard.position.boxes for shard in shards}
+    if len(boxes_of) < len(shards):  # a rank computes several ranges
+        return False
     for rank in range(layout.size):
-        if layout.position(name, rank).boxes != boxes_of.get(rank, ()):
+        held_boxes = layout.position(name, rank).boxes
+        computed_boxes = boxes_of.get(rank, ())
+        if held_boxes != computed_boxes:
             return False
-    return len(boxes_of) == len(shards)
+    return True
 
 
 def _empty_on(mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:

@@ -133,11 +133,15 @@ def sharded(
         )
     require_layout(layout)
     settings = Settings(replicas, bucket_bytes)
-    with construction(lambda: layout.group):
+    with construction(lambda: layout.group):  # an error is reported to the other ranks, which may wait for this one
         settings.check()
-    functions = _ShardedFunctions(tx, inner_of(tx), layout, settings, store_of(tx), _memory)
+    functions = _ShardedFunctions(
+        tx=tx, inner=inner_of(tx), layout=layout, settings=settings, store=store_of(tx), memory=_memory
+    )
     # A compiled graph cannot contain these collectives.
-    return cast("InitAndUpdate", (torch.compiler.disable(functions.init), torch.compiler.disable(functions.update)))
+    init = torch.compiler.disable(functions.init)
+    update = torch.compiler.disable(functions.update)
+    return cast("InitAndUpdate", (init, update))
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,8 +164,8 @@ class _ShardedFunctions:
         params = without_left_out(self.tx, params)
         binding = bind(self.layout, self.settings, self.store)
         local = local_tree(params)
-        tensors = [leaf for leaf in tree.leaves(local) if leaf is not None]
-        if tensors and all(leaf.is_meta for leaf in tensors):  # only the structure of the state: no communication
+        are_meta = [tensor.is_meta for tensor in tree.tensors(local)]
+        if are_meta and all(are_meta):  # only the structure of the state: no communication
             return binding.init(self.inner, local)
         progress = self.memory.setdefault(_PROGRESS, Progress())
         binding.progress_of[self.inner.treedef] = progress
@@ -190,17 +194,21 @@ class _ShardedFunctions:
         """
         inner = self.inner
         binding = bind(self.layout, self.settings, self.store)
-        call = Arguments(updates, state, without_left_out(self.tx, params), donate, extras)
-        if self.layout.dtensors:
-            call = call._replace(state=without_dtensors(binding, inner, call.like, state))
+        params = without_left_out(self.tx, params)
+        like = updates if params is None else params
+        local_state = without_dtensors(binding, inner, like, state)
+        call = Arguments(updates, local_state, params, donate, extras)
         problem = transform_problem("update of a sharded transform", call)
         with without_transforms():
             progress = _progress_of(self.memory, binding, inner)
-            out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
-        caller_leaves = [*tree.leaves(updates), *tree.leaves(call.params)]
-        if not self.layout.dtensors or PLAIN.issuperset(map(type, caller_leaves)):
-            return out, new_state
-        return to_dtensors(self.layout, out, updates), state_to_dtensors(binding, inner, updates, new_state, state)
+            local_out, local_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
+        if not self.layout.dtensors:
+            return local_out, local_state
+        caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
+        if PLAIN.issuperset(map(type, caller_leaves)):  # the caller uses local tensors
+            return local_out, local_state
+        out = to_dtensors(self.layout, local_out, updates)
+        return out, state_to_dtensors(binding, inner, updates, local_state, state)
 
 
 _PROGRESS = "progress"
@@ -228,19 +236,24 @@ def _progress_of(memory: Memory, binding: Binding, inner: Transform) -> Progress
 def init_sharded(
     binding: Binding, progress: Progress, tx: Transform, params: PyTree, problem: Exception | None = None
 ) -> PyTree:
-    """Return this rank's initial state. Raise on all ranks if their transforms or parameters differ."""
+    """Return this rank's initial state. Raise on all ranks if their transforms or parameters differ.
+
+    A rank with an error does not raise it at once, because the others would wait for it. It passes `problem`
+    to the next function that communicates, which raises on all ranks.
+    """
     try:
         warn_of_unmatched(patterns_in(tx), params)
-    except Exception as error:  # perhaps on this rank only: raised on all ranks together
+    except Exception as error:
         problem = problem or error
     verify_ranks(binding, tx, params, problem)
     local = local_tree(params)
     state: PyTree = None
+    init_problem: Exception | None = None
     try:
         state = binding.init(tx, local)
     except Exception as error:
-        problem = error
-    verify_params(binding.layout, local, problem, may_fail=True)
+        init_problem = error
+    verify_params(binding.layout, local, init_problem, may_fail=True)
     progress.begin(next_serial(binding.layout), state)
     return state
 
@@ -269,11 +282,12 @@ def step_sharded(
     local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
     # A donated tensor that another argument also contains would be overwritten too early: it is copied first.
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
-    extras = local.extras
+    extras = dict(local.extras)
     if apply_to_params is not None:
-        extras = {**extras, "apply_to_params": apply_to_params}
-    out, new_state = binding.placed(tx, local.like).run(updates, state, local.params, donate=donate, **extras)
-    # After an error on this rank alone, it is not counted: the next step then finds that the ranks differ.
+        extras["apply_to_params"] = apply_to_params
+    local_tx = binding.placed(tx, local.like)
+    out, new_state = local_tx.run(updates, state, local.params, donate=donate, **extras)
+    # After an error on this rank alone, the step is not counted: the next step then finds that the ranks differ.
     progress.completed += 1
     if check and not local.donate.state:  # if the new state is donated later, the old one must not change
         new_state = tree.copy_shared(new_state, local.state)
@@ -396,8 +410,9 @@ def binding_of(tx: Transform, params: PyTree) -> Bound:
     whole_tx = tx.arguments["tx"]
     inner = inner_of(whole_tx)
     binding = bind(tx.layout, settings_of(tx), store_of(whole_tx))
-    if params is not None:
-        return Bound(binding, inner, params)
-    if inner.treedef in binding.likes:
-        return Bound(binding, inner, binding.likes[inner.treedef])
-    return Bound(binding, inner, binding.local_like(tx.layout.meta()))
+    like = params
+    if like is None:
+        like = binding.likes.get(inner.treedef)  # the shapes of the parameters of an earlier call
+    if like is None:
+        like = binding.local_like(tx.layout.meta())
+    return Bound(binding, inner, like)

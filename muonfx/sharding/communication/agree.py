@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -66,46 +67,59 @@ def agree(
         explain: returns texts for the error to compare, if the calls are not the same.
         request: True to request something of all ranks, such as a comparison of replicas.
     """
-    # Each rank sends 44 bytes for one compared value, so ranks that make different calls find that out here.
     urgency = int(request)
     if problem is not None:
         urgency = _ERROR
-    message = [urgency, *_extremes((what, same), _CALL_WORDS)]
+    fields = [[urgency], _extremes((what, same), _CALL_WORDS)]
     for value in compared:
-        message += _extremes(value, _VALUE_WORDS)
-    reduced = torch.tensor(message, dtype=torch.int32, device=host_device(group))
-    with collective(what):
-        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
-    most_urgent, *maxima = reduced.tolist()
+        fields.append(_extremes(value, _VALUE_WORDS))
+    urgency_maxima, call_maxima, *value_maxima = _maxima_over_ranks(fields, what, group)
+    (most_urgent,) = urgency_maxima
     if most_urgent == _ERROR:
         _raise_errors(what, problem, group)
-    if not _are_equal(maxima[: 2 * _CALL_WORDS]):
+    if not _are_equal(call_maxima):
         _raise_difference({"calls": what, **explain()}, group)
-    are_equal: list[bool] = []
-    for start in range(2 * _CALL_WORDS, len(maxima), 2 * _VALUE_WORDS):
-        are_equal.append(_are_equal(maxima[start : start + 2 * _VALUE_WORDS]))
-    return Agreement(are_equal, bool(most_urgent))
+    return Agreement(list(map(_are_equal, value_maxima)), bool(most_urgent))
+
+
+def _maxima_over_ranks(fields: Sequence[list[int]], what: str, group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the fields of a message, lists of numbers, with the maximum of each number over all ranks."""
+    # With one compared value a message has 44 bytes in every call, so ranks that make different calls find that out.
+    message = torch.tensor(list(chain.from_iterable(fields)), dtype=torch.int32, device=host_device(group))
+    with collective(what):
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+    maxima = message.tolist()
+    maxima_of_fields: list[list[int]] = []
+    start = 0
+    for field in fields:
+        stop = start + len(field)
+        maxima_of_fields.append(maxima[start:stop])
+        start = stop
+    return maxima_of_fields
 
 
 def _extremes(value: object, count: int) -> list[int]:
     """Return `count` words of 30 bits that identify a value, and then `_LARGEST_WORD` minus each of the words.
 
-    The maximum over ranks of the first half gives the largest words, and of the second half the least words. For
-    `NO_VALUE`, return zeros, which do not change a maximum.
+    One maximum over ranks finds both extremes: of the first half the largest words, and of the second half the least.
+    They are the same if all ranks have the same value. `NO_VALUE` becomes zeros, which do not change a maximum.
     """
     if value is NO_VALUE:
         return [0] * (2 * count)
     hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
     words: list[int] = []
     for start in range(0, 4 * count, 4):
-        words.append(int.from_bytes(hashed[start : start + 4], "big") & _LARGEST_WORD)
+        word = int.from_bytes(hashed[start : start + 4], "big")
+        words.append(word & _LARGEST_WORD)
     return words + [_LARGEST_WORD - word for word in words]
 
 
 def _are_equal(maxima: Sequence[int]) -> bool:
     """Return True if all ranks passed the same value to `_extremes`, given the maximum of each number over ranks."""
     count = len(maxima) // 2
-    return all(maxima[index] == _LARGEST_WORD - maxima[index + count] for index in range(count))
+    largest = maxima[:count]
+    least = [_LARGEST_WORD - maximum for maximum in maxima[count:]]
+    return largest == least
 
 
 def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
@@ -154,6 +168,9 @@ def warn_together(message: str, group: dist.ProcessGroup) -> None:
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point}, key=str))
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
 
+_NONE = 0
+"""The code of a leaf that is None, or no floating tensor. Each dtype has a code of 1 or more."""
+
 UNPLACED = 64
 """Added to the dtype code of a gradient whose DTensor placements differ from its parameter's, such as Partial."""
 
@@ -162,7 +179,7 @@ class LeafAgreement(NamedTuple):
     """Which leaves of a tree the ranks have. All attributes are equal on all ranks."""
 
     codes: Sequence[int]
-    """For each leaf, the code of its dtype, plus `UNPLACED`; 0 if it is None on all ranks. See `dtype_of`."""
+    """For each leaf, the code of its dtype, plus `UNPLACED` for some gradients; 0 if it is None on all ranks."""
     missing: list[int]
     """The indices of the leaves that are None on some ranks only."""
     codes_of_rank: list[list[int]]
@@ -170,10 +187,17 @@ class LeafAgreement(NamedTuple):
     is_requested: bool
     """True if any rank passed a `request`."""
 
+    def dtype_of(self, index: int) -> torch.dtype:
+        """Return the dtype of a leaf that at least one rank has, by its index."""
+        return DTYPES[self.codes[index] % UNPLACED - 1]
 
-def dtype_of(code: int) -> torch.dtype:
-    """Return the dtype of a leaf, given its code in a `LeafAgreement`, which must not be 0."""
-    return DTYPES[code % UNPLACED - 1]
+    def is_unplaced(self, index: int) -> bool:
+        """Return True if a leaf is a gradient with other DTensor placements than its parameter, such as Partial."""
+        return self.codes[index] > UNPLACED
+
+    def ranks_with(self, index: int) -> list[int]:
+        """Return the ranks on which a leaf of `missing` is a tensor."""
+        return [rank for rank, codes in enumerate(self.codes_of_rank) if codes[index] != _NONE]
 
 
 def agree_on_leaves(
@@ -199,26 +223,29 @@ def agree_on_leaves(
     if layout.group is None or layout.size == 1:
         _raise_alone(layout, problem)
         return LeafAgreement(codes, [], [], request)
-
-    def explain_trees() -> Facts:
-        """Return the facts about this call, by subject, in the order to report."""
-        parameters = str([*layout.specs])
-        layout_text = f"{layout!r} ({layout.digest})"
-        return {"parameters": parameters, "layouts": layout_text, "trees": str(list(names)), **explain()}
-
     agreement = agree(
         what,
         layout.group,
         problem,
         same=(_tree_digest(layout, tuple(names)), same),
         compared=[codes],
-        explain=explain_trees,
+        explain=lambda: {**_facts_of_tree(layout, names), **explain()},
         request=request,
     )
-    if all(agreement.are_equal):
+    (have_equal_codes,) = agreement.are_equal
+    if have_equal_codes:
         return LeafAgreement(codes, [], [], agreement.is_requested)
     codes_of_rank = _codes_of_all_ranks(codes, layout.size, layout.rank, layout.group)
     return _merge_codes(names, codes_of_rank, agreement.is_requested)
+
+
+def _facts_of_tree(layout: ShardTable, names: Sequence[str]) -> Facts:
+    """Return what must be equal on all ranks about a tree and its layout, by subject, in the order to report."""
+    return {
+        "parameters": str([*layout.specs]),
+        "layouts": f"{layout!r} ({layout.digest})",
+        "trees": str(list(names)),
+    }
 
 
 def _tree_digest(layout: ShardTable, names: tuple[str, ...]) -> str:
@@ -229,8 +256,10 @@ def _tree_digest(layout: ShardTable, names: tuple[str, ...]) -> str:
 
 
 def _code_of(leaf: object) -> int:
-    """Return the code of a leaf's dtype: 1 or more, or 0 for a leaf that is no floating tensor."""
-    return _CODES.get(leaf.dtype, 0) if isinstance(leaf, Tensor) else 0
+    """Return the code of a leaf's dtype: 1 or more, or `_NONE` for a leaf that is no floating tensor."""
+    if isinstance(leaf, Tensor):
+        return _CODES.get(leaf.dtype, _NONE)
+    return _NONE
 
 
 def _raise_alone(layout: ShardTable, problem: Exception | None) -> None:
@@ -258,14 +287,14 @@ def _merge_codes(names: Sequence[str], codes_of_rank: list[list[int]], is_reques
     merged: list[int] = []
     missing: list[int] = []
     for index, name in enumerate(names):
-        codes = {codes_of_leaves[index] for codes_of_leaves in codes_of_rank}
-        present = codes - {0}
-        if len(present) > 1:
+        codes_of_leaf = {codes[index] for codes in codes_of_rank}
+        codes_of_tensors = codes_of_leaf - {_NONE}
+        if len(codes_of_tensors) > 1:
             raise ShardingError(
                 f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks, "
                 "expected equal ones: load and shard the model in the same way on all ranks"
             )
-        merged.append(max(codes))
-        if present and 0 in codes:
+        merged.append(max(codes_of_leaf))
+        if len(codes_of_leaf) > 1:  # None on some ranks, a tensor on the others
             missing.append(index)
     return LeafAgreement(merged, missing, codes_of_rank, is_requested)

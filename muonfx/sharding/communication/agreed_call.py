@@ -43,7 +43,7 @@ def agreed_call(
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem
-        return _checked_call(binding, tx, call, check=check).call
+        return _checked_call(binding, tx, call, check=check).arguments
     if progress.serial is None:
         verify_ranks(binding, tx, call.like, problem)
         progress.serial = next_serial(layout)
@@ -79,42 +79,53 @@ def agreed_call(
     return local
 
 
-class _CheckedCall(NamedTuple):
-    """A call whose arguments have been checked on this rank."""
+class _LocalCall(NamedTuple):
+    """The arguments of `update` on this rank, with local tensors in place of DTensors."""
 
-    call: Arguments
-    """The call with local tensors in place of DTensors."""
+    arguments: Arguments
     names: list[str]
-    """The name of each leaf of the updates."""
+    """The name of each gradient, in the order of the leaves of the updates."""
     gradients: LocalLeaves
-    """The leaves of the updates."""
+    """The gradients in the same order, and the names of those that are partial sums."""
 
 
-def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _CheckedCall:
+def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _LocalCall:
     """Check a call's arguments on this rank. `check` also compares the trees of updates, params and state."""
-    layout = binding.layout
     check_extras(tx, call.extras)
+    local_call = _local_call(binding.layout, call, check_params=check)
+    local = local_call.arguments
+    if check:
+        _check_trees(binding, tx, local)
+    if local.extras:
+        check_resolved_extras(binding.visits(tx, local.like), local.extras)
+    if binding.store != IN_MEMORY:
+        require_room(binding.store, local.state, local.like, local.donate)
+    if tx.treedef not in binding.likes:
+        binding.likes[tx.treedef] = meta_like(local.like)
+    return local_call
+
+
+def _local_call(layout: Layout, call: Arguments, *, check_params: bool) -> _LocalCall:
+    """Replace the DTensors of a call by their local tensors. Raise if a gradient does not fit the layout.
+
+    With `check_params`, raise also if a parameter does not fit.
+    """
     leaves, treedef = tree.flatten(call.updates)
     names = tree.names(call.updates)
     if not checks.all_usable(list(map(local_of, leaves))):
         checks.check_floating("updates", local_tree(call.updates))
     gradients = local_leaves(layout, names, leaves, as_placed=False)
-    if check and call.params is not None:
-        local_leaves(layout, tree.names(call.params), tree.leaves(call.params))
-    local = call._replace(donate=Donation.of(call.donate))
-    if not PLAIN.issuperset(map(type, leaves)):
-        local = local._replace(updates=tree.unflatten(treedef, gradients.tensors))
+    updates = call.updates
+    has_dtensors = not PLAIN.issuperset(map(type, leaves))
+    if has_dtensors:
+        updates = tree.unflatten(treedef, gradients.tensors)
+    params = call.params
+    if check_params and params is not None:
+        local_leaves(layout, tree.names(params), tree.leaves(params))
     if layout.dtensors:
-        local = local._replace(params=local_tree(call.params))
-    if check:
-        _check_trees(binding, tx, local)
-    if call.extras:
-        check_resolved_extras(binding.visits(tx, local.like), call.extras)
-    if binding.store != IN_MEMORY:
-        require_room(binding.store, local.state, local.like, local.donate)
-    if tx.treedef not in binding.likes:
-        binding.likes[tx.treedef] = meta_like(local.like)
-    return _CheckedCall(local, names, gradients)
+        params = local_tree(params)
+    local = Arguments(updates, call.state, params, Donation.of(call.donate), call.extras)
+    return _LocalCall(local, names, gradients)
 
 
 def _check_trees(binding: Binding, tx: Transform, local: Arguments) -> None:
@@ -126,9 +137,10 @@ def _check_trees(binding: Binding, tx: Transform, local: Arguments) -> None:
         checks.check_updates_fit(local.params, local.updates)
     leaves = tree.leaves(local.like)
     if any(leaf is None for leaf in leaves):
-        return
+        return  # without its shape, the state that `init` returns cannot be computed
+    names = tuple(tree.names(local.updates))
     dtypes = tuple([leaf.dtype for leaf in leaves])
-    key = tx.treedef, tuple(tree.names(local.updates)), dtypes
+    key = tx.treedef, names, dtypes
     if key not in binding.expected_states:
         meta_state = binding.init(tx, meta_like(local.like))
         binding.expected_states[key] = checks.ExpectedState.of(meta_state)
@@ -155,25 +167,31 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     the others would wait for them.
     """
     layout = binding.layout
-    if layout.group is None and layout.size > 1:
+    if layout.size == 1:
+        if problem is not None:
+            raise problem
+        _checked_parameters(binding, tx, params)
+        return
+    if layout.group is None:
         raise ShardingError(
             f"{layout!r} was created with a number of ranks and has no process group, expected a process group: create "
             "it in the running job, after init_process_group. Without a group it supports plan_for and inspection only"
         )
     facts: Facts = {}
-    try:
-        if problem is not None:
-            raise problem
-        checks.check_params(params)
-        local_leaves(layout, tree.names(params), tree.leaves(params))
-        local = local_tree(params)
-        binding.likes[tx.treedef] = meta_like(local)
-        if layout.size > 1:  # one rank has no other to compare the facts with
+    if problem is None:
+        try:
+            local = _checked_parameters(binding, tx, params)
             facts = facts_of_binding(binding, tx, local)
-    except Exception as error:
-        if layout.group is None or layout.size == 1:
-            raise
-        problem = error  # perhaps on this rank only: raised on all ranks together
-    if layout.group is not None and layout.size > 1:
-        wait_for_all(layout.group, CONSTRUCTING)  # names a rank that never arrives; the collective would only time out
-        agree("binding a transform to a layout", layout.group, problem, same=digest(facts), explain=lambda: facts)
+        except Exception as error:  # perhaps on this rank only: raised on all ranks together
+            problem = error
+    wait_for_all(layout.group, CONSTRUCTING)  # names a rank that never arrives; the collective would only time out
+    agree("binding a transform to a layout", layout.group, problem, same=digest(facts), explain=lambda: facts)
+
+
+def _checked_parameters(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
+    """Raise unless the parameters are this rank's shards. Return them as local tensors."""
+    checks.check_params(params)
+    local_leaves(binding.layout, tree.names(params), tree.leaves(params))
+    local = local_tree(params)
+    binding.likes[tx.treedef] = meta_like(local)
+    return local

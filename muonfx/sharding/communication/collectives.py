@@ -13,7 +13,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.buckets import cut_into_buckets
-from muonfx.sharding.communication.agree import DTYPES, agree_on_leaves, dtype_of
+from muonfx.sharding.communication.agree import DTYPES, agree_on_leaves
 from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
@@ -27,70 +27,66 @@ BUCKET = 1 << 25
 """The approximate bytes of whole tensors that one collective gathers or reduces."""
 
 
-def gathered(
-    layout: ShardTable,
-    local: PyTree,
-    *,
-    names: Sequence[str] | None = None,
-    differentiable: bool = False,
-) -> PyTree:
-    """Gather this rank's shards to whole tensors on every rank. With `names`, gather only these parameters."""
+def gathered(layout: ShardTable, local: PyTree) -> PyTree:
+    """Gather this rank's shards to whole tensors on every rank, without derivatives. None stays None."""
     leaves, treedef = tree.flatten(local)
-    leaf_names = tree.names(local)
-    problem: Exception | None = None
-    if not differentiable:
-        problem = transform_problem("layout.gather", local)
-    with without_transforms():
-        _agree_to_gather(layout, leaf_names, leaves, names, problem)
+    names = tree.names(local)
+    problem = transform_problem("layout.gather", local)
     shards: dict[str, Tensor] = {}
-    for name, leaf in zip(leaf_names, leaves, strict=True):
-        if leaf is None or (names is not None and name not in names):
-            continue
-        if differentiable and is_dtensor(leaf):
-            shards[name] = leaf.to_local()  # it is differentiable, so a gradient reaches the DTensor
-        else:
-            shards[name] = local_of(leaf)
-    if differentiable:
-        wholes: Sequence[Tensor] = _Linear.apply(_gather, _reduce, layout, [*shards], *shards.values())
-    else:
-        with without_transforms():
-            wholes = _gather(layout, [*shards], [*shards.values()])
+    with without_transforms():
+        _agree_to_gather(layout, names, leaves, [], problem)
+        for name, leaf in zip(names, leaves, strict=True):
+            if leaf is not None:
+                shards[name] = local_of(leaf)
+        wholes = _gather(layout, [*shards], [*shards.values()])
     whole_of = dict(zip(shards, wholes, strict=True))
-    return tree.unflatten(treedef, map(whole_of.get, leaf_names, leaves))  # a leaf that is not gathered is unchanged
+    return tree.unflatten(treedef, map(whole_of.get, names))
+
+
+def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequence[str] | None) -> PyTree:
+    """Gather this rank's shards to whole tensors on every rank. Gradients of whole tensors become those of shards.
+
+    Leaves whose names are not in `chosen` are returned unchanged. None: gather all leaves.
+    """
+    leaves, treedef = tree.flatten(local)
+    names = tree.names(local)
+    with without_transforms():
+        _agree_to_gather(layout, names, leaves, sorted(chosen or []), problem=None)
+    shards: dict[str, Tensor] = {}
+    for name, leaf in zip(names, leaves, strict=True):
+        if leaf is None or (chosen is not None and name not in chosen):
+            continue
+        # `to_local` is differentiable, so a gradient reaches the DTensor.
+        shards[name] = leaf.to_local() if is_dtensor(leaf) else leaf
+    wholes = _Linear.apply(_gather, _reduce, layout, [*shards], *shards.values())
+    whole_of = dict(zip(shards, wholes, strict=True))
+    return tree.unflatten(treedef, map(whole_of.get, names, leaves))  # a leaf that is not gathered is unchanged
 
 
 def _agree_to_gather(
-    layout: ShardTable,
-    leaf_names: Sequence[str],
-    leaves: Sequence[Any],
-    names: Sequence[str] | None,
-    problem: Exception | None,
+    layout: ShardTable, names: Sequence[str], leaves: Sequence[Any], chosen: Sequence[str], problem: Exception | None
 ) -> None:
-    """Raise on all ranks unless all of them gather the same leaves, and have this rank's shard of each.
+    """Raise on all ranks unless all of them gather the same leaves, and have the shard of each.
 
-    `problem` is an error that this rank already has. Errors of this rank are raised on all ranks together.
+    `names` has the names of all leaves, and `chosen` those that the caller passed. `problem` is an error that this rank
+    already has.
     """
-    arguments = sorted(names or ())
-    try:
-        local_leaves(layout, leaf_names, leaves)
-        unknown = sorted(set(arguments) - set(leaf_names))
-        if unknown:
-            raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
-    except Exception as error:
-        problem = problem or error
+    if problem is None:
+        try:
+            local_leaves(layout, names, leaves)
+            unknown = sorted(set(chosen) - set(names))
+            if unknown:
+                raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
+        except Exception as error:  # perhaps on this rank only: raised on all ranks together
+            problem = error
+    arguments = {"arguments": str(chosen)}
     agreement = agree_on_leaves(
-        "gathering leaves",
-        leaf_names,
-        leaves,
-        layout,
-        problem,
-        same=arguments,
-        explain=lambda: {"arguments": str(arguments)},
+        "gathering leaves", names, leaves, layout, problem, same=chosen, explain=lambda: arguments
     )
     if agreement.missing:  # equal on all ranks, so all of them raise
         raise ShardingError(
-            f"{leaf_names[agreement.missing[0]]!r} is None on some ranks, expected a shard on all ranks or None on "
-            "all: pass the shard of every rank"
+            f"{names[agreement.missing[0]]!r} is None on some ranks, expected a shard on all ranks or None on all: "
+            "pass the shard of every rank"
         )
 
 
@@ -109,15 +105,14 @@ _Collective = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tenso
 @torch.no_grad()
 def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) -> list[Tensor]:
     """Gather the named parameters. Return whole tensors on every rank, from the `shards` of this rank."""
-    wholes: list[Tensor] = []
-    for name, shard in zip(names, shards, strict=True):
-        wholes.append(shard.new_empty(layout.specs[name].shape))
+    wholes = [shard.new_empty(layout.specs[name].shape) for name, shard in zip(names, shards, strict=True)]
     for indices in in_buckets(wholes, BUCKET):
         outgoing = lists_by_rank(layout)
         incoming = lists_by_rank(layout)
         for index in indices:
             _list_messages(layout, names[index], shards[index], wholes[index], outgoing, incoming)
-        if layout.group is None or _are_on_all_ranks(layout, [names[index] for index in indices]):
+        needs_no_message = _are_on_all_ranks(layout, [names[index] for index in indices])
+        if layout.group is None or needs_no_message:
             copied(outgoing[layout.rank], incoming[layout.rank])
         else:
             exchange(layout, outgoing, incoming, wholes[indices[0]], "gathering")
@@ -138,14 +133,17 @@ def _list_messages(
     """
     for position, holders in layout.holders(name).items():
         boxes = [box.of(whole) for box in position.boxes]
-        # Rank r receives a shard from holder number r modulo the number of holders.
+        # With three holders, the first sends to ranks 0, 3, 6, ..., the second to ranks 1, 4, 7, ..., and so on.
+        num_holders = len(holders)
         if layout.rank not in holders:
-            incoming[holders[layout.rank % len(holders)]] += boxes
+            sender = holders[layout.rank % num_holders]
+            incoming[sender] += boxes
             continue
         shard_boxes = boxes_in(shard, layout.views(name))
         outgoing[layout.rank] += shard_boxes
         incoming[layout.rank] += boxes
-        for receiver in range(holders.index(layout.rank), layout.size, len(holders)):
+        first_receiver = holders.index(layout.rank)
+        for receiver in range(first_receiver, layout.size, num_holders):
             if receiver not in holders:
                 outgoing[receiver] += shard_boxes
 
@@ -176,23 +174,24 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        """Run the collective once for all entries of a batch. Return one stack for each tensor, and its dims, all 0.
+        """Run the collective once for a batch. Return one stack for each tensor, and its batch dims, all 0.
 
-        Two tensors ``a, b`` in a batch of three are sent as ``a0, b0, a1, b1, a2, b2``.
+        Two tensors ``a, b`` in a batch of three are sent as ``a0, a1, a2, b0, b1, b2``.
         """
         function, transpose, layout, names, *tensors = inputs
-        batches: list[Tensor] = []
-        for tensor, dim in zip(tensors, in_dims[4:], strict=True):  # the first four arguments are not tensors
-            if dim is None:  # the same tensor for each entry of the batch
-                batches.append(tensor.expand(info.batch_size, *tensor.shape))
-            else:
-                batches.append(tensor.movedim(dim, 0))
+        _, _, _, _, *batch_dims = in_dims
+        entry_names: list[str] = []
         entries: list[Tensor] = []
-        for index in range(info.batch_size):
-            entries += [batch[index] for batch in batches]
-        results = _Linear.apply(function, transpose, layout, [*names] * info.batch_size, *entries)
-        # Tensor number `index` of each entry: every `len(tensors)`-th result.
-        stacks = [torch.stack(results[index :: len(tensors)]) for index in range(len(tensors))]
+        for name, tensor, dim in zip(names, tensors, batch_dims, strict=True):
+            entry_names += [name] * info.batch_size
+            if dim is None:  # the same tensor for each entry of the batch
+                entries += [tensor] * info.batch_size
+            else:
+                entries += tensor.unbind(dim)
+        results = _Linear.apply(function, transpose, layout, entry_names, *entries)
+        stacks: list[Tensor] = []
+        for start in range(0, len(results), info.batch_size):
+            stacks.append(torch.stack(results[start : start + info.batch_size]))
         return tuple(stacks), (0,) * len(stacks)
 
 
@@ -210,11 +209,12 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
             problem = _problem_of_gradient(layout, name, leaf) or problem
         agreement = agree_on_leaves("reducing gradients", names, leaves, layout, problem)
         gradients: dict[str, Tensor] = {}
-        for name, leaf, code in zip(names, leaves, agreement.codes, strict=True):
+        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if leaf is not None:
                 gradients[name] = leaf.detach()
-            elif code:  # another rank has this gradient, and the mean is over all ranks
-                gradients[name] = torch.zeros(layout.specs[name].shape, dtype=dtype_of(code), device=device)
+            elif index in agreement.missing:  # another rank has this gradient, and the mean is over all ranks
+                shape = layout.specs[name].shape
+                gradients[name] = torch.zeros(shape, dtype=agreement.dtype_of(index), device=device)
         shards = _reduce(layout, [*gradients], [*gradients.values()])
     shard_of = dict(zip(gradients, shards, strict=True))
     return tree.unflatten(treedef, map(shard_of.get, names))
@@ -240,21 +240,28 @@ def _problem_of_gradient(layout: ShardTable, name: str, gradient: Any) -> Except
 def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Average whole tensors over all ranks. Return a list with this rank's shards of the means."""
     has_elements = any(whole.numel() for whole in wholes)
-    if layout.size > 1 and has_elements and _are_on_all_ranks(layout, names):
-        # Every rank needs whole means: each averages an equal part, and the parts are gathered. This sends less than
-        # every rank sending its whole tensors to every other.
-        equal = _in_equal_parts(layout, tuple(names))
-        return _gather(equal, names, _reduce(equal, names, wholes))
-    means: list[Tensor] = []
-    for name, whole in zip(names, wholes, strict=True):
-        means.append(layout.position(name).blank(whole))
+    needs_wholes = layout.size > 1 and has_elements and _are_on_all_ranks(layout, names)
+    if not needs_wholes:
+        return _reduce_to_shards(layout, names, wholes)
+    # Each rank averages an equal part, and the parts are gathered. This sends less than every rank sending its whole
+    # tensors to every other.
+    equal_parts = _in_equal_parts(layout, tuple(names))
+    means = _reduce_to_shards(equal_parts, names, wholes)
+    return _gather(equal_parts, names, means)
+
+
+def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
+    """Average whole tensors over all ranks: send each rank its shards, bucket by bucket. Return the shards of means."""
+    means = [layout.position(name).blank(whole) for name, whole in zip(names, wholes, strict=True)]
     for indices in in_buckets(wholes, BUCKET):
         outgoing = lists_by_rank(layout)
         targets: list[Tensor] = []
         for index in indices:
-            targets += boxes_in(means[index], layout.views(names[index]))
+            name = names[index]
+            targets += boxes_in(means[index], layout.views(name))
             for rank in range(layout.size):
-                outgoing[rank] += [box.of(wholes[index]) for box in layout.position(names[index], rank).boxes]
+                boxes = layout.position(name, rank).boxes
+                outgoing[rank] += [box.of(wholes[index]) for box in boxes]
         _exchange_and_average(layout, outgoing, targets, wholes[indices[0]])
     return means
 
@@ -264,22 +271,25 @@ def _exchange_and_average(
 ) -> None:
     """Send ``outgoing[r]`` to each rank r. Write the means over all ranks of the received tensors to `targets`."""
     if layout.group is None:
-        _average_each(outgoing, targets)
+        for target, *tensors in zip(targets, *outgoing, strict=True):
+            _average(tensors, target)
         return
-    shapes = [target.shape for target in targets]
-    expected = [sum(map(Tensor.numel, targets))] * layout.size
+    shapes = [target.shape for target in targets]  # each rank sends tensors of these shapes
+    numel = sum(target.numel() for target in targets)
+    expected = [numel] * layout.size
     messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
-    received = messages.arrived([shapes] * layout.size)
-    _average_each(received, targets)
+    tensors_of_rank = messages.arrived([shapes] * layout.size)
+    for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
+        _average(tensors, target)
     messages.end()
 
 
 def _are_on_all_ranks(layout: ShardTable, names: Sequence[str]) -> bool:
     """Return True if every rank holds every element of these parameters."""
-    groups: list[Sequence[int]] = []
+    num_holders: list[int] = []
     for name in names:
-        groups += layout.holders(name).values()
-    return all(len(ranks) == layout.size for ranks in groups)
+        num_holders += map(len, layout.holders(name).values())
+    return all(number == layout.size for number in num_holders)
 
 
 def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
@@ -291,27 +301,25 @@ def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
     return layout.equal_parts[names]
 
 
-def _average_each(tensors_of_rank: Sequence[Sequence[Tensor]], targets: Sequence[Tensor]) -> None:
-    """Write the mean of the tensors of all ranks to each target."""
-    for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
-        _average(tensors, target)
-
-
 def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
     """Write the mean of some tensors to `target`. Add them in order in fp32 or higher, and round once."""
-    wide = ew.wide_dtype(target.dtype)
     first, *others = tensors
-    if target.dtype == wide and others:
-        total = torch.add(first, others.pop(0), out=target)
-    else:
-        total = first.to(wide, copy=True)
+    total = target
+    wide = ew.wide_dtype(target.dtype)
+    if target.dtype != wide:
+        total = torch.empty_like(target, dtype=wide)
+    total.copy_(first)
     for tensor in others:
         total += tensor
-    target.copy_(total.div_(len(tensors)))
+    total /= len(tensors)
+    if total is not target:
+        target.copy_(total)
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
     """Group tensors of one dtype into lists of at most `limit` bytes. Yield each list, as indices of tensors."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        nbytes_of = {index: tensor.nbytes for index, tensor in enumerate(tensors) if tensor.dtype == dtype}
-        yield from cut_into_buckets(nbytes_of, limit)
+    nbytes_of_dtype: dict[torch.dtype, dict[int, int]] = {}
+    for index, tensor in enumerate(tensors):
+        nbytes_of_dtype.setdefault(tensor.dtype, {})[index] = tensor.nbytes
+    for nbytes in nbytes_of_dtype.values():
+        yield from cut_into_buckets(nbytes, limit)

@@ -30,10 +30,7 @@ def errors_by_rank(error_of_rank: Sequence[str | None]) -> str:
     for rank, error in enumerate(error_of_rank):
         if error is not None:
             ranks_with.setdefault(error, []).append(rank)
-    lines: list[str] = []
-    for error, ranks in ranks_with.items():
-        lines.append(f"{listed(ranks)}: {error}")
-    return "\n".join(lines)
+    return "\n".join([f"{listed(ranks)}: {error}" for error, ranks in ranks_with.items()])
 
 
 def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[str, list[int]] | None:
@@ -43,11 +40,10 @@ def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[st
     ('eps', [1, 2])
     """
     for subject, expected in values_of_rank[0].items():
-        ranks_with: dict[object, list[int]] = {}
-        for rank, values in enumerate(values_of_rank):
-            ranks_with.setdefault(values.get(subject), []).append(rank)
-        for value, ranks in ranks_with.items():
+        for values in values_of_rank:
+            value = values.get(subject)
             if value != expected:
+                ranks = [rank for rank, others in enumerate(values_of_rank) if others.get(subject) == value]
                 return subject, ranks
     return None
 
@@ -62,11 +58,12 @@ def difference_text(first: object, second: object, ranks: str) -> str:
         first_text, second_text = _around_difference(str(first), str(second))
         return f"rank 0 has {first_text}\n  {ranks}: {second_text}"
     for name in [*first, *second]:
-        if first.get(name) != second.get(name):
-            first_text, second_text = _around_difference(
-                str(first.get(name, "missing")), str(second.get(name, "missing"))
-            )
+        first_value = first.get(name, "missing")
+        second_value = second.get(name, "missing")
+        if first_value != second_value:
+            first_text, second_text = _around_difference(str(first_value), str(second_value))
             return f"{name!r} is {first_text} on rank 0 and {second_text} on {ranks}"
+    # All values are equal, so the names must be in another order.
     return f"rank 0 has the order {list(first)}\n  {ranks}: {list(second)}"
 
 

@@ -42,7 +42,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -87,13 +87,12 @@ class MatrixStage:
         seen: set[str] = set()
         names_of_bucket: list[list[str]] = []
         for indices in self.plan.buckets:
+            names = dict.fromkeys([self.plan.shards[index].name for index in indices])
+            names_of_bucket.append([name for name in names if name not in seen])
+            seen.update(names)
+        if not names_of_bucket:  # the transforms are initialized once, also without a matrix
             names_of_bucket.append([])
-            for index in indices:
-                name = self.plan.shards[index].name
-                if name not in seen:
-                    names_of_bucket[-1].append(name)
-                    seen.add(name)
-        return init_in_buckets(self.store, names_of_bucket or [[]], params, self._init, outside=None)
+        return init_in_buckets(self.store, names_of_bucket, params, self._init, outside=None)
 
     def _init(self, params: PyTree) -> PyTree:
         """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
@@ -101,16 +100,23 @@ class MatrixStage:
         matrices: dict[str, Tensor] = {}
         if self.reads_params and tree.device_of(params).type != "meta":
             for bucket in self.plan.local_buckets(local_params):
-                matrices.update(_Gather(self, bucket, local_params, as_params=True).wait())
+                matrices |= _Gather(self, bucket, local_params, as_params=True).wait()
         else:
-            for shard in self.plan.shards:
-                like = local_params[shard.name]
-                if shard.owner in (None, self.layout.rank) and like is not None:
-                    # `init` has declared that it does not read these values; if it does, the state becomes NaN.
-                    nan = torch.full((), math.nan, dtype=like.dtype, device=like.device)
-                    matrices[shard.name] = nan.expand(shard.shape)
+            matrices = self._params_of_nan(local_params)
         gathered = tree.unflatten(tree.flatten(params)[1], map(matrices.get, local_params))
-        return self._with_missing_leaves(self.tx.functions.init(gathered), params)
+        state = self.tx.functions.init(gathered)
+        return self._with_missing_leaves(state, params)
+
+    def _params_of_nan(self, local_params: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return NaN in the shapes of the matrices that this rank computes, by parameter name. Nothing is sent."""
+        # `init` has declared that it does not read these values; if it does, the state becomes NaN.
+        matrices: dict[str, Tensor] = {}
+        for shard in self.plan.shards:
+            param = local_params[shard.name]
+            if param is not None and shard.owner in (None, self.layout.rank):
+                nan = torch.full((), math.nan, dtype=param.dtype, device=param.device)
+                matrices[shard.name] = nan.expand(shard.shape)
+        return matrices
 
     def _with_missing_leaves(self, state: PyTree, params: PyTree) -> PyTree:
         """Add a leaf None to a state for each parameter whose matrices this rank does not hold.
@@ -120,13 +126,13 @@ class MatrixStage:
         """
         shapes = {shard.name: shard.shape for shard in self.plan.shards}
 
-        def blank(name: str, leaf: Tensor) -> Tensor:
+        def meta_tensor(name: str, leaf: Tensor) -> Tensor:
             shape = shapes.get(name, self.plan.specs[name].shape)
             return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
         with warnings.catch_warnings():  # the first `init` has already warned
             warnings.simplefilter("ignore")
-            full_state = self.tx.functions.init(map_named(blank, params))
+            full_state = self.tx.functions.init(map_named(meta_tensor, params))
         full_treedef = tree.flatten(full_state)[1]
         if full_treedef == tree.flatten(state)[1]:
             return state
@@ -148,11 +154,21 @@ class MatrixStage:
             local_params = dict(tree.named_leaves(call.params))
         buckets = self.plan.local_buckets(local_updates)
         bucketed_state: BucketedState | None = None
-        if len(buckets) > 1 or self.store != IN_MEMORY:
+        is_divided = len(buckets) > 1 or self.store != IN_MEMORY
+        if is_divided:
             device = device_of(call.updates, call.params)
             names = [bucket.computed_names for bucket in buckets]
             bucketed_state = BucketedState(self.store, device, call.state, find_parameters(), names, call.donate)
-        return _Step(self, call, treedef, local_updates, local_params, buckets, bucketed_state).run()
+        step = _Step(
+            stage=self,
+            call=call,
+            treedef=treedef,
+            local_updates=local_updates,
+            local_params=local_params,
+            buckets=buckets,
+            bucketed_state=bucketed_state,
+        )
+        return step.run()
 
 
 class _Gathers(NamedTuple):
@@ -186,34 +202,29 @@ class _Step:
     def run(self) -> tuple[PyTree, PyTree]:
         """Gather, compute and scatter all buckets. Return this rank's updates and the next state."""
         state = self.call.state
-        updated_shards: dict[str, Tensor] = {}
+        updated_shards: dict[str, Tensor] = {}  # by parameter name; each scatter adds those of its bucket
         for name, leaf in self.local_updates.items():
-            if leaf is not None and not leaf.numel():  # this rank has no elements of it, so nothing is written to it
+            if leaf is not None and not leaf.numel():  # without elements on this rank: nothing is written to it
                 updated_shards[name] = leaf
         gathers = self._start_gathers(self.buckets[0])
-        previous_scatter: _Scatter | None = None
+        scatter: _Scatter | None = None
         with self.bucketed_state or nullcontext():
             for index, bucket in enumerate(self.buckets):
                 may_write = self.call.donate.updates or gathers.updates.is_in_new_memory
-                updates = self._as_tree(gathers.updates.wait())
-                params: PyTree = None
-                if gathers.params is not None:
-                    params = self._as_tree(gathers.params.wait())
+                updates, params = self._wait_for(gathers)
                 if index + 1 < len(self.buckets):
-                    gathers = self._start_gathers(self.buckets[index + 1])
-                out, state = self._compute(index, updates, params, state, may_write=may_write)
+                    gathers = self._start_gathers(self.buckets[index + 1])  # while this bucket is computed
+                results, state = self._compute(index, updates, params, state, may_write=may_write)
                 del updates, params  # free the gathered matrices
-                results = dict(zip(self.local_updates, tree.leaves(out), strict=True))
-                if previous_scatter is not None:  # complete it first, so that this bucket's results reuse its memory
-                    previous_scatter.wait()
-                previous_scatter = _Scatter(self.stage, bucket, results, self.local_updates, updated_shards)
-                del out, results
-        if previous_scatter is not None:
-            previous_scatter.wait()
+                if scatter is not None:  # wait for the previous bucket, so that this one reuses its buffers
+                    scatter.wait()
+                scatter = _Scatter(self.stage, bucket, results, self.local_updates, updated_shards)
+                del results
+        if scatter is not None:
+            scatter.wait()
         if self.bucketed_state is not None:
             state = self.bucketed_state.end()
-        updates = {name: updated_shards[name] for name, leaf in self.local_updates.items() if leaf is not None}
-        return self._as_tree(updates), state
+        return self._as_tree(updated_shards), state
 
     def _start_gathers(self, bucket: Bucket) -> _Gathers:
         """Start to gather the updates of a bucket and, if the transforms read them, the parameters."""
@@ -222,22 +233,33 @@ class _Step:
             return _Gathers(updates, None)
         return _Gathers(updates, _Gather(self.stage, bucket, self.local_params, as_params=True))
 
+    def _wait_for(self, gathers: _Gathers) -> tuple[PyTree, PyTree]:
+        """Return the gathered updates and parameters of a bucket, as trees. Parameters may be None."""
+        updates = self._as_tree(gathers.updates.wait())
+        if gathers.params is None:
+            return updates, None
+        return updates, self._as_tree(gathers.params.wait())
+
     def _as_tree(self, values: Mapping[str, Tensor]) -> PyTree:
         """Return a tree like the updates, with None for each name that is not in `values`."""
         return tree.unflatten(self.treedef, map(values.get, self.local_updates))
 
     def _compute(
         self, index: int, updates: PyTree, params: PyTree, state: PyTree, *, may_write: bool
-    ) -> tuple[PyTree, PyTree]:
-        """Run the transforms on the gathered matrices of a bucket. Return the results and the next state.
+    ) -> tuple[dict[str, Tensor | None], PyTree]:
+        """Run the transforms on the gathered matrices of a bucket. Return the results by name, and the next state.
 
         With `may_write`, the transforms may overwrite the updates.
         """
         run = self.stage.tx.run
         extras = self.call.extras
         if self.bucketed_state is None:
-            return run(updates, state, params, donate=Donation(may_write, self.call.donate.state), **extras)
-        return self.bucketed_state.run(index, run, updates, params, extras, may_write=may_write), state
+            donate = Donation(may_write, self.call.donate.state)
+            out, state = run(updates, state, params, donate=donate, **extras)
+        else:
+            out = self.bucketed_state.run(index, run, updates, params, extras, may_write=may_write)
+        results = dict(zip(self.local_updates, tree.leaves(out), strict=True))
+        return results, state
 
 
 class _Gather:
@@ -272,13 +294,15 @@ class _Gather:
         for rank, boxes in enumerate(self._bucket.outgoing):
             for name, view in boxes:
                 outgoing[rank].append(view.of(self._local_shards[name]))
-        dtypes: set[torch.dtype] = set()
-        for local in self._bucket.gathered:
-            dtypes.add(self._local_shards[local.shard.name].dtype)
-        wire = _common_dtype(map(self._wire_dtype, dtypes))
-        device = self._local_shards[self._bucket.gathered[0].shard.name].device
-        what = "gathering matrices"
-        return Exchange(self._layout, outgoing, self._bucket.expected, dtype=wire, device=device, what=what)
+        gathered = self._bucket.gathered
+        return Exchange(
+            self._layout,
+            outgoing,
+            self._bucket.expected,
+            dtype=_common_dtype(gathered, self._local_shards, self._wire_dtype),
+            device=self._local_shards[gathered[0].shard.name].device,
+            what="gathering matrices",
+        )
 
     def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which shards of a dtype are sent: parameters in their own, updates perhaps rounded."""
@@ -295,65 +319,75 @@ class _Gather:
         return matrices
 
     def _allocate_incoming(self) -> list[list[Tensor]]:
-        """Allocate the gathered matrices. Return, for each rank, the boxes of them that it sends."""
-        boxes_of: dict[str, list[Sequence[Tensor]]] = {}
+        """Allocate the gathered matrices. Return, for each rank, the boxes that it sends: rectangular views of them."""
+        boxes_of: dict[str, list[list[Tensor]]] = {}  # by parameter name: for each transfer, its boxes
         for group in self._bucket.received_groups:
             by_dtype: dict[torch.dtype, list[LocalTransfers]] = {}
             for local in group:
-                by_dtype.setdefault(self._local_shards[local.shard.name].dtype, []).append(local)
+                dtype = self._local_shards[local.shard.name].dtype
+                by_dtype.setdefault(dtype, []).append(local)
             for dtype, members in by_dtype.items():
-                self._allocate(members, dtype, boxes_of)
-        # The messages of a rank have the boxes in the order of the matrices, and for each in the order of transfers.
+                boxes_of.update(self._allocate_stack(members, dtype))
+        # A rank sends the boxes in the order of the matrices and, for each matrix, of its transfers.
         incoming = lists_by_rank(self._layout)
         for local in self._bucket.received:
             for (transfer, _), boxes in zip(local.transfers, boxes_of[local.shard.name], strict=True):
                 incoming[transfer.sender] += boxes
         return incoming
 
-    def _allocate(
-        self, members: list[LocalTransfers], dtype: torch.dtype, boxes_of: dict[str, list[Sequence[Tensor]]]
-    ) -> None:
-        """Allocate the gathered stack of matrix shards of one shape, whose boxes are at the same positions.
+    def _allocate_stack(self, members: list[LocalTransfers], dtype: torch.dtype) -> dict[str, list[list[Tensor]]]:
+        """Allocate one stack for matrix shards of one shape, whose boxes are at the same positions.
 
-        Write to `boxes_of`, by parameter name, the boxes of each transfer as views of the stack.
+        Return a dict from parameter name to the boxes of each transfer, as views of the stack.
         """
         # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
         if len(self._plan.run) == 1:
             dtype = self._wire_dtype(dtype)
-        shard = members[0].shard
+        first = members[0]
         names = [local.shard.name for local in members]
         device = self._local_shards[names[0]].device
-        stack = torch.empty((len(members), *shard.shape), dtype=dtype, device=device)
+        stack = torch.empty((len(members), *first.shard.shape), dtype=dtype, device=device)
         self._matrices.update(zip(names, stack.unbind(), strict=True))
-        for name in names:
-            boxes_of[name] = []
-        shards = stack if shard.shape == shard.whole else stack.flatten(1)
-        for _, views in members[0].transfers:
-            boxes_of_views = [view.of_each(shards) for view in views]
-            for name, boxes in zip(names, zip(*boxes_of_views, strict=True), strict=True):
-                boxes_of[name].append(boxes)
+        if first.shard.shape != first.shard.whole:
+            stack = stack.flatten(1)  # the boxes of a range of matrices are intervals
+        boxes_of: dict[str, list[list[Tensor]]] = {name: [] for name in names}
+        for _, views in first.transfers:
+            for boxes_of_transfers in boxes_of.values():
+                boxes_of_transfers.append([])
+            for view in views:
+                # One call for the same box of all matrices is faster than a view of each.
+                for boxes_of_transfers, box in zip(boxes_of.values(), view.of_each(stack), strict=True):
+                    boxes_of_transfers[-1].append(box)
+        return boxes_of
 
 
-def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the narrowest dtype to which all of the dtypes can be promoted."""
-    return functools.reduce(torch.promote_types, dtypes)
+def _common_dtype(
+    transfers: Iterable[LocalTransfers],
+    local_shards: Mapping[str, Any],
+    wire_dtype_of: Callable[[torch.dtype], torch.dtype],
+) -> torch.dtype:
+    """Return the narrowest dtype to which the wire dtypes of some shards on this rank can all be promoted."""
+    dtypes = {local_shards[local.shard.name].dtype for local in transfers}
+    return functools.reduce(torch.promote_types, map(wire_dtype_of, dtypes))
 
 
-def _local_matrices(local: LocalTransfers, local_shard: Tensor) -> Tensor:
+def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
     """Return the matrices that this rank computes and has in its own shard, as a view of it if possible.
 
-    They have the shape ``local.shard.shape``: that of the parameter, or ``(count, rows, columns)`` for some matrices of
-    a stack. `local_shard` is this rank's shard of the whole parameter, and may have further elements.
+    They have the shape ``shard.shape`` of the matrix shard: that of the parameter, or ``(count, rows, columns)`` for
+    some matrices of a stack. `local_shard` is this rank's shard of the parameter, and may have further elements.
     """
-    shard = local.shard
-    if local.is_same_shard:  # the local shard has these matrices and no others
-        return local_shard.reshape(shard.shape)
-    if len(local.local_views) == 1:  # the matrices are one box of the local shard
-        return local.local_views[0].of(local_shard).reshape(shard.shape)
+    shape = transfers.shard.shape
+    views = transfers.local_views
+    if transfers.is_same_shard:  # the local shard has these matrices and no others
+        return local_shard.reshape(shape)
+    if len(views) == 1:  # the matrices are one box of the local shard
+        return views[0].of(local_shard).reshape(shape)
     # The matrices are several boxes, which are not adjacent in the local shard: copy each to its position.
-    matrices = local_shard.new_empty(shard.shape)
-    for local_view, matrix_view in zip(local.local_views, local.matrix_views, strict=True):
-        matrix_view.of(shard.as_shard(matrices)).copy_(local_view.of(local_shard))
+    matrices = local_shard.new_empty(shape)
+    targets = boxes_in(transfers.shard.as_shard(matrices), transfers.matrix_views)
+    for view, target in zip(views, targets, strict=True):
+        target.copy_(view.of(local_shard))
     return matrices
 
 
@@ -373,51 +407,63 @@ class _Scatter:
         updated_shards: dict[str, Tensor],
     ) -> None:
         """Store the results that no other rank needs, and start to send the others."""
+        self._stage = stage
+        self._bucket = bucket
         self._local_updates = local_updates
         self._updated_shards = updated_shards
         for local in bucket.stored:
             result = results[local.shard.name]
-            if result is not None:
-                self._store(local, result)
+            assert result is not None  # this rank computed it
+            self._store(local, result)
         self._exchange: Exchange | None = None
-        self._incoming = lists_by_rank(stage.layout)
-        if not bucket.returned:  # equal on all ranks, so all or none of them start the exchange
-            return
-        outgoing = lists_by_rank(stage.layout)
-        dtypes: set[torch.dtype] = set()
-        for local in bucket.returned:
-            shard = local.shard
-            self._incoming[shard.the_owner] += self._boxes(local)
-            dtypes.add(local_updates[shard.name].dtype)
-            result = results[shard.name]
-            if local.computes and result is not None:
-                for transfer, views in local.transfers:
-                    boxes = boxes_in(shard.as_shard(result), views)
-                    for rank in transfer.ranks:
-                        outgoing[rank] += boxes
-        wire = _common_dtype(stage.plan.wire_dtypes(dtype).results for dtype in dtypes)
-        device = local_updates[bucket.returned[0].shard.name].device
-        what = "returning matrices"
-        self._exchange = Exchange(stage.layout, outgoing, bucket.expected_results, dtype=wire, device=device, what=what)
-
-    def wait(self) -> None:
-        """Wait until this rank has its shards of all results of the bucket."""
-        if self._exchange is not None:
-            self._exchange.wait(self._incoming)
+        if bucket.returned:  # equal on all ranks, so all or none of them start the exchange
+            self._exchange = self._start_exchange(results)
 
     def _store(self, local: LocalTransfers, result: Tensor) -> None:
         """Write a result that no other rank needs to the updated shards."""
-        if not local.is_same_shard:
+        name = local.shard.name
+        if not local.is_same_shard:  # the shard has further elements, or others in another order: copy box by box
             boxes = boxes_in(local.shard.as_shard(result), local.matrix_views)
             copied(boxes, self._boxes(local))
             return
-        local_update = self._local_updates[local.shard.name]
-        update = result.reshape(local_update.shape).to(local_update.dtype)
-        # An unchanged update stays the same tensor object, so that callers do not treat it as new and writable.
-        is_unchanged = update.data_ptr() == local_update.data_ptr() and update.stride() == local_update.stride()
-        if is_unchanged and local_update.numel():
-            update = local_update
-        self._updated_shards[local.shard.name] = update
+        local_update = self._local_updates[name]
+        updated = result.reshape(local_update.shape).to(local_update.dtype)
+        # A transform may return its input: then the caller's tensor is returned too, so that it does not seem new.
+        has_same_memory = updated.data_ptr() == local_update.data_ptr() and updated.stride() == local_update.stride()
+        if has_same_memory and local_update.numel():
+            updated = local_update
+        self._updated_shards[name] = updated
+
+    def _start_exchange(self, results: Mapping[str, Tensor | None]) -> Exchange:
+        """Send the boxes of the results of this rank that other ranks hold."""
+        stage = self._stage
+        returned = self._bucket.returned
+        outgoing = lists_by_rank(stage.layout)
+        for local in returned:
+            result = results[local.shard.name]
+            if not local.computes or result is None:
+                continue
+            for transfer, views in local.transfers:
+                boxes = boxes_in(local.shard.as_shard(result), views)
+                for rank in transfer.ranks:
+                    outgoing[rank] += boxes
+        return Exchange(
+            stage.layout,
+            outgoing,
+            self._bucket.expected_results,
+            dtype=_common_dtype(returned, self._local_updates, lambda dtype: stage.plan.wire_dtypes(dtype).results),
+            device=self._local_updates[returned[0].shard.name].device,
+            what="returning matrices",
+        )
+
+    def wait(self) -> None:
+        """Wait until this rank has its shards of all results of the bucket."""
+        if self._exchange is None:
+            return
+        incoming = lists_by_rank(self._stage.layout)
+        for local in self._bucket.returned:
+            incoming[local.shard.the_owner] += self._boxes(local)
+        self._exchange.wait(incoming)
 
     def _boxes(self, local: LocalTransfers) -> list[Tensor]:
         """Return the boxes of an updated shard that come from one matrix shard. Allocate the shard if needed."""

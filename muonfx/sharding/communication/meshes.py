@@ -27,9 +27,9 @@ def group_of_meshes(ranks_of: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.Proc
         assert world is not None
         return world
     for mesh, ranks_of_mesh in ranks_of.items():
-        if list(ranks_of_mesh) == ranks:
+        if list(ranks_of_mesh) == ranks:  # a mesh with several dims has a group for each: flattened, it has one
             return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-    group = dist.new_group(ranks, use_local_synchronization=True)
+    group = dist.new_group(ranks, use_local_synchronization=True)  # ranks outside the meshes do not call this
     if not isinstance(group, dist.ProcessGroup):
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
     return group
@@ -53,11 +53,13 @@ def cuts_on_meshes(
     """Return the partition of each parameter. If the meshes have different ranks, all ranks call this together."""
     ranks = dist.get_process_group_ranks(group)
     coordinates_on = {mesh: MeshCoordinates.of(mesh, ranks) for mesh in ranks_of}
-    if len(set(ranks_of.values())) > 1:
-        on_several_meshes = _cuts_on_several_meshes(specs, dtensors, ranks_of, coordinates_on, group)
-        if on_several_meshes is not None:
-            return on_several_meshes
-    return CutsOnMeshes(cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks)), ())
+    have_different_ranks = len(set(ranks_of.values())) > 1
+    if have_different_ranks:
+        cuts_on_several = _cuts_on_several_meshes(specs, dtensors, ranks_of, coordinates_on, group)
+        if cuts_on_several is not None:
+            return cuts_on_several
+    cuts = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks))
+    return CutsOnMeshes(cuts, on_several_meshes=())
 
 
 class _MeshOnRank(NamedTuple):
@@ -72,7 +74,7 @@ class _MeshOnRank(NamedTuple):
 class _Message(NamedTuple):
     """The description of its parameters and meshes that a rank sends to the others."""
 
-    facts: str
+    placements: str
     """The digest of the parameters, of their placements, and of the shapes of the meshes."""
     meshes: list[_MeshOnRank]
 
@@ -89,27 +91,37 @@ def _cuts_on_several_meshes(
     The first mesh of a rank takes the place of the first meshes of the others, and so on. Return None if anything but
     the ranks on these meshes differs between ranks.
     """
-    all_meshes = list(ranks_of)
-    facts: list[object] = []  # they must be equal on all ranks
-    for name, spec in specs.items():
-        facts.append((name, spec))
-        if name in dtensors:
-            facts.append((all_meshes.index(dtensors[name].mesh), dtensors[name].placements))
-    meshes: list[_MeshOnRank] = []
-    for mesh, ranks in ranks_of.items():
-        facts.append(coordinates_on[mesh].shape)
-        meshes.append(_MeshOnRank(digest(ranks), coordinates_on[mesh].coordinates[dist.get_rank(group)]))
+    rank = dist.get_rank(group)
+    meshes = [_MeshOnRank(digest(ranks), coordinates_on[mesh].coordinates[rank]) for mesh, ranks in ranks_of.items()]
+    message = _Message(_digest_of_placements(specs, dtensors, coordinates_on), meshes)
     wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
-    messages: list[_Message] = all_objects(_Message(digest(facts), meshes), group, "finding out who holds what")
-    if any(message.facts != messages[0].facts for message in messages):
+    messages: list[_Message] = all_objects(message, group, "finding out who holds what")
+    if any(other.placements != message.placements for other in messages):
         return None
     coordinates_of_all: dict[DeviceMesh, MeshCoordinates] = {}
     different_meshes: set[DeviceMesh] = set()
     for number, mesh in enumerate(ranks_of):
-        meshes_of_ranks = [message.meshes[number] for message in messages]
-        coordinates = [on_rank.coordinates for on_rank in meshes_of_ranks]
+        on_ranks = [other.meshes[number] for other in messages]
+        coordinates = [on_rank.coordinates for on_rank in on_ranks]
         coordinates_of_all[mesh] = MeshCoordinates(coordinates_on[mesh].shape, coordinates)
-        if any(on_rank.ranks != meshes_of_ranks[0].ranks for on_rank in meshes_of_ranks):
+        if len({on_rank.ranks for on_rank in on_ranks}) > 1:
             different_meshes.add(mesh)
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_of_all, len(messages))
-    return CutsOnMeshes(cuts, tuple([name for name in dtensors if dtensors[name].mesh in different_meshes]))
+    on_several_meshes = [name for name, dtensor in dtensors.items() if dtensor.mesh in different_meshes]
+    return CutsOnMeshes(cuts, tuple(on_several_meshes))
+
+
+def _digest_of_placements(
+    specs: Mapping[str, Spec],
+    dtensors: Mapping[str, DTensorSpec],
+    coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
+) -> str:
+    """Return a hash of all parameters, of their placements, and of the shapes of the meshes, which have numbers."""
+    meshes = list(coordinates_on)
+    values: list[object] = [coordinates.shape for coordinates in coordinates_on.values()]
+    for name, spec in specs.items():
+        values.append((name, spec))
+        if name in dtensors:
+            number = meshes.index(dtensors[name].mesh)
+            values.append((number, dtensors[name].placements))
+    return digest(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from math import prod
 from typing import Any
 
@@ -84,14 +84,20 @@ class Exchange:
             self._work.wait()
         self._buffers.give_back(self._send_buffer)
         del self._send_buffer
-        from_others = [of_rank for rank, of_rank in enumerate(shapes) if rank != self._rank]
-        views = iter(_split_buffer(self._receive_buffer, list(chain.from_iterable(from_others))))
+        shapes_from_others: list[Sequence[int]] = []
+        for rank, shapes_of_rank in enumerate(shapes):
+            if rank != self._rank:
+                shapes_from_others += shapes_of_rank
+        views = _split_buffer(self._receive_buffer, shapes_from_others)
         received: list[list[Tensor]] = []
+        start = 0
         for rank, shapes_of_rank in enumerate(shapes):
             if rank == self._rank:
                 received.append(self._own_tensors)
-            else:
-                received.append(list(islice(views, len(shapes_of_rank))))
+                continue
+            stop = start + len(shapes_of_rank)
+            received.append(views[start:stop])
+            start = stop
         del self._own_tensors
         return received
 
@@ -141,15 +147,18 @@ def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
     """Copy tensors into a 1-d buffer, one after another, in the dtype of the buffer."""
-    if not all(tensor.dtype == buffer.dtype for tensor in tensors):
-        copied(tensors, _split_buffer(buffer, [tensor.shape for tensor in tensors]))
+    needs_cast = any(tensor.dtype != buffer.dtype for tensor in tensors)
+    if needs_cast:  # `torch.stack` does not cast
+        targets = _split_buffer(buffer, [tensor.shape for tensor in tensors])
+        copied(tensors, targets)
         return
     start = 0
     for shape, neighbours in groupby(tensors, lambda tensor: tensor.shape):
         # One call for neighbours of one shape is faster than a copy for each.
-        stack = list(neighbours)
-        end = start + len(stack) * shape.numel()
-        torch.stack(stack, out=buffer[start:end].view(len(stack), *shape))
+        tensors_of_shape = list(neighbours)
+        count = len(tensors_of_shape)
+        end = start + count * shape.numel()
+        torch.stack(tensors_of_shape, out=buffer[start:end].view(count, *shape))
         start = end
 
 

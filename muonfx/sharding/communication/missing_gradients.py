@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.sharding.communication.agree import UNPLACED, LeafAgreement, dtype_of
+from muonfx.sharding.communication.agree import LeafAgreement
 from muonfx.sharding.communication.replicas import Send, send_copies
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
@@ -21,23 +21,25 @@ def complete_gradients(
     """Return the local gradients. A gradient that only other ranks have is zero, or a copy of a replica's gradient."""
     # A gradient may be partial under tensor parallelism, and None on some ranks if only the losses of others use it.
     for index in agreement.missing:
-        if agreement.codes[index] > UNPLACED:
-            raise ShardingError(
-                f"nothing was changed on any rank: the gradient of {names[index]!r} is a partial DTensor on some ranks "
-                "and None on others, expected a gradient on all of them: use the parameter in the loss of every rank, "
-                "or redistribute its gradient before step()"
-            )
+        if agreement.is_unplaced(index):
+            raise _partial_on_some_ranks(names[index])
     gradients = [_local_gradient(layout, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
     for index in agreement.missing:
         name = names[index]
         gradient = gradients[index]
         if gradient is None:
-            dtype = dtype_of(agreement.codes[index])
-            gradient = torch.zeros(layout.position(name).shape, dtype=dtype, device=device)
+            gradient = torch.zeros(layout.position(name).shape, dtype=agreement.dtype_of(index), device=device)
             gradients[index] = gradient
-        is_present = [codes[index] > 0 for codes in agreement.codes_of_rank]
-        _copy_to_replicas(layout, name, gradient, is_present)
+        _copy_to_replicas(layout, name, gradient, agreement.ranks_with(index))
     return gradients
+
+
+def _partial_on_some_ranks(name: str) -> ShardingError:
+    return ShardingError(
+        f"nothing was changed on any rank: the gradient of {name!r} is a partial DTensor on some ranks and None on "
+        "others, expected a gradient on all of them: use the parameter in the loss of every rank, or redistribute its "
+        "gradient before step()"
+    )
 
 
 def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
@@ -48,13 +50,13 @@ def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
     return local_of(leaf)
 
 
-def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, is_present: Sequence[bool]) -> None:
+def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, ranks_with_gradient: Sequence[int]) -> None:
     """Send a gradient to the ranks that had none, from a rank that holds the same shard and had one."""
     sends: list[Send] = []
-    for ranks in layout.holders(name).values():
-        present = [rank for rank in ranks if is_present[rank]]
-        absent = [rank for rank in ranks if not is_present[rank]]
-        if present and absent:
-            sends.append(Send(gradient, present[0], absent))
+    for holders in layout.holders(name).values():
+        senders = [rank for rank in holders if rank in ranks_with_gradient]
+        receivers = [rank for rank in holders if rank not in ranks_with_gradient]
+        if senders and receivers:
+            sends.append(Send(gradient, senders[0], receivers))
     if sends:
         send_copies(sends, layout, "sharing a gradient")

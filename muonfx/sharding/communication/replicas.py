@@ -8,7 +8,7 @@ probability of about 2^-32. Bits are compared: 0.0 and -0.0 differ, and so do tw
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,15 +40,19 @@ class _Leaf(NamedTuple):
     value: Tensor | None
     """The leaf on this rank."""
     groups: Sequence[Sequence[int]]
-    """Groups of ranks; the ranks of a group must hold equal values. The order of groups is the same on all ranks."""
+    """Groups of two or more ranks; the ranks of a group must hold equal values. Their order is equal on all ranks."""
+
+    def has_replica_on(self, rank: int) -> bool:
+        """Return True if another rank must have the same value as this rank."""
+        return any(rank in ranks for ranks in self.groups)
 
 
 class _Difference(NamedTuple):
     """The first leaf whose replicas differ."""
 
     name: str
-    ranks: str
-    """The ranks, such as "has other values on rank 1 than on rank 0"."""
+    text: str
+    """How they differ, such as "has other values on rank 1 than on rank 0"."""
 
 
 def verify_params(layout: Layout, local: PyTree, problem: Exception | None = None, *, may_fail: bool = False) -> None:
@@ -56,24 +60,23 @@ def verify_params(layout: Layout, local: PyTree, problem: Exception | None = Non
 
     Set `may_fail` if any rank may pass an error. Then the ranks communicate even if there are no replicas.
     """
-    difference = _find_difference(
-        "comparing parameters", _leaves_of_layout(layout, local), layout, problem, may_fail=may_fail
-    )
+    leaves = _leaves_of_layout(layout, local)
+    difference = _find_difference("comparing parameters", leaves, layout, problem, may_fail=may_fail)
     if difference is None:
         return
+    name, text = difference
     advice = (
         "make them equal with muonfx.sharding.broadcast(params, layout), which returns the first holder's values, or "
         "writes them in place with donate=True"
     )
-    name, ranks = difference
     if name in layout.on_several_meshes:
         raise ShardingError(
-            f"{name!r} has different meshes on different ranks and {ranks}, expected equal values. If these are "
+            f"{name!r} has different meshes on different ranks and {text}, expected equal values. If these are "
             "different parameters, rename them, or place them on one mesh with more dims. If they are the same "
             f"parameter, {advice}"
         )
     raise ShardingError(
-        f"nothing was changed: parameter {name!r} {ranks}, expected equal values, because they are replicas in "
+        f"nothing was changed: parameter {name!r} {text}, expected equal values, because they are replicas in "
         f"{layout!r}. Was the model created with another seed, or loaded on some ranks only? If so, {advice}"
     )
 
@@ -91,7 +94,7 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
     difference = _find_difference("comparing states", leaves, binding.layout)
     if difference is not None:
         raise ShardingError(
-            f"nothing was changed: {difference.name!r} of the state {difference.ranks}, expected equal values on these "
+            f"nothing was changed: {difference.name!r} of the state {difference.text}, expected equal values on these "
             "ranks. Was it loaded on some ranks only, or from different checkpoints? Load one state on all ranks"
         )
 
@@ -101,7 +104,7 @@ def warn_of_gradients(layout: Layout, local: PyTree) -> None:
     difference = _find_difference("comparing gradients", _leaves_of_layout(layout, local), layout)
     if difference is not None and layout.group is not None:
         warn_together(
-            f"the gradient of {difference.name!r} {difference.ranks}, expected equal values, because the parameter is "
+            f"the gradient of {difference.name!r} {difference.text}, expected equal values, because the parameter is "
             f"replicated in {layout!r}: were gradients reduced over the ranks? If not, the replicas of the parameter "
             "will diverge",
             layout.group,
@@ -129,47 +132,52 @@ def _find_difference(
 ) -> _Difference | None:
     """Find the first leaf whose replicas differ. Return the same on each rank, or None.
 
-    If a rank passes an error (`problem`), all ranks raise.
+    If a rank passes an error (`problem`), all ranks raise. Set `may_fail` if any rank may pass one.
     """
     group = layout.group
     if group is None or layout.size == 1:
         if problem is not None:
             raise problem
         return None
-    leaves_of_groups: dict[tuple[int, ...], list[_Leaf]] = {}  # in the same order on all ranks
-    for leaf in leaves:
-        for ranks in leaf.groups:
-            if len(ranks) > 1:
-                leaves_of_groups.setdefault(tuple(ranks), []).append(leaf)
-    if not leaves_of_groups and not may_fail:
-        return None
-    # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
-    compared: list[object] = [NO_VALUE] * len(leaves_of_groups)
     checksum_of: dict[str, int] = {}
-    if problem is None:
-        checksum_of = _checksums([leaf for leaf in leaves if any(layout.rank in ranks for ranks in leaf.groups)])
-        for index, (ranks, leaves_of_group) in enumerate(leaves_of_groups.items()):
-            if layout.rank in ranks:
-                compared[index] = [checksum_of[leaf.name] for leaf in leaves_of_group]
-    agreement = agree(what, group, problem, compared=compared or [""])  # at least 44 bytes, as every call
+    if problem is None:  # with an error, all ranks raise before values are compared
+        checksum_of = checksums({leaf.name: leaf.value for leaf in leaves if leaf.has_replica_on(layout.rank)})
+    # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
+    compared = _checksums_by_group(leaves, checksum_of, layout.rank)
+    if not compared and not may_fail:
+        return None  # no leaf has replicas
+    # Without replicas, all ranks compare a constant, because a message of `agree` has one value or more.
+    agreement = agree(what, group, problem, compared=compared or [""])
     if all(agreement.are_equal):
         return None
     return _first_difference(leaves, all_objects(checksum_of, group, what))
+
+
+def _checksums_by_group(leaves: Sequence[_Leaf], checksum_of: Mapping[str, int], rank: int) -> list[object]:
+    """Return, for each group of ranks, the checksums of its leaves, or `NO_VALUE` if this rank is not in the group.
+
+    The order of groups is the same on all ranks. A leaf without a checksum has None.
+    """
+    checksums_of_group: dict[tuple[int, ...], list[int | None]] = {}
+    for leaf in leaves:
+        for ranks in leaf.groups:
+            checksums_of_group.setdefault(tuple(ranks), []).append(checksum_of.get(leaf.name))
+    return [values if rank in ranks else NO_VALUE for ranks, values in checksums_of_group.items()]
 
 
 def _first_difference(leaves: Sequence[_Leaf], checksums_of_rank: Sequence[Mapping[str, int]]) -> _Difference | None:
     """Compare the checksums of all ranks. Return the first leaf that differs, and how many other leaves do."""
     differences: list[_Difference] = []
     for leaf in leaves:
-        different = _ranks_that_differ(leaf, checksums_of_rank)
-        if different is not None:
-            differences.append(_Difference(leaf.name, different))
+        text = _ranks_that_differ(leaf, checksums_of_rank)
+        if text is not None:
+            differences.append(_Difference(leaf.name, text))
     if not differences:
         return None
-    name, ranks = differences[0]
-    if len(differences) > 1:
-        ranks = f"{ranks} (and {len(differences) - 1} other leaves differ)"
-    return _Difference(name, ranks)
+    first = differences[0]
+    if len(differences) == 1:
+        return first
+    return _Difference(first.name, f"{first.text} (and {len(differences) - 1} other leaves differ)")
 
 
 def _ranks_that_differ(leaf: _Leaf, checksums_of_rank: Sequence[Mapping[str, int]]) -> str | None:
@@ -180,12 +188,6 @@ def _ranks_that_differ(leaf: _Leaf, checksums_of_rank: Sequence[Mapping[str, int
         if different:
             return f"has other values on {listed(different)} than on rank {first}"
     return None
-
-
-def _checksums(leaves: Sequence[_Leaf]) -> dict[str, int]:
-    """Return a dict from name to the checksum of each leaf, and 0 for None. It syncs once for each device."""
-    present = {leaf.name: leaf.value for leaf in leaves if leaf.value is not None}
-    return {**{leaf.name: 0 for leaf in leaves}, **checksums(present)}
 
 
 # ----------------------------------------------------------------------------------------------------------- broadcast
@@ -220,45 +222,60 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
     """
     leaves, treedef = tree.flatten(params)
     names = tree.names(params)
-    problem: Exception | None = transform_problem("broadcast", params)
+    problem = transform_problem("broadcast", params)
     with without_transforms():
-        try:
-            local_leaves(layout, names, leaves)
-        except Exception as error:  # perhaps on this rank only: raised on all ranks together
-            problem = problem or error
-        agreement = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
+        _agree_to_broadcast(layout, names, leaves, problem)
         if layout.group is None or layout.size == 1:
             return params
-        on_all_ranks: dict[str, Tensor] = {}
-        on_some_ranks: dict[str, Tensor] = {}
+        replicas: dict[str, Tensor] = {}
         for index, name in enumerate(names):
-            copies = layout.cuts[name].copies
-            if not copies:
-                continue
-            if index in agreement.missing:  # equal on all ranks, so all of them raise
-                raise ShardingError(f"{name!r} is None on some ranks, expected a tensor on all ranks that hold it")
-            if leaves[index] is None:
+            if leaves[index] is None or not layout.cuts[name].copies:  # no other rank holds this shard
                 continue
             if not donate:
                 leaves[index] = leaves[index].detach().clone()
-            target = on_some_ranks
-            if len(copies[0]) == layout.size:
-                target = on_all_ranks
-            target[name] = local_of(leaves[index]).detach()
-        _broadcast_from_first_rank([*on_all_ranks.values()], layout.group)
-        _send_from_first_holders(on_some_ranks, layout)
+            replicas[name] = local_of(leaves[index]).detach()
+        _overwrite_replicas(replicas, layout)
         return tree.unflatten(treedef, leaves)
+
+
+def _agree_to_broadcast(layout: Layout, names: Sequence[str], leaves: Sequence[Any], problem: Exception | None) -> None:
+    """Raise on all ranks if one of them has an error (`problem`), a wrong leaf, or None where others have a replica."""
+    if problem is None:
+        try:
+            local_leaves(layout, names, leaves)
+        except Exception as error:  # perhaps on this rank only: raised on all ranks together
+            problem = error
+    agreement = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
+    for index in agreement.missing:  # equal on all ranks, so all of them raise
+        if layout.cuts[names[index]].copies:
+            raise ShardingError(f"{names[index]!r} is None on some ranks, expected a tensor on all ranks that hold it")
+
+
+def _overwrite_replicas(local: Mapping[str, Tensor], layout: Layout) -> None:
+    """Overwrite shards with the values of the lowest rank that holds them. `local` has this rank's shards by name."""
+    on_all_ranks: list[Tensor] = []
+    on_some_ranks: dict[str, Tensor] = {}
+    for name, tensor in local.items():
+        first_holders = layout.cuts[name].copies[0]
+        if len(first_holders) == layout.size:
+            on_all_ranks.append(tensor)
+        else:
+            on_some_ranks[name] = tensor
+    assert layout.group is not None
+    _broadcast_from_first_rank(on_all_ranks, layout.group)
+    _send_from_first_holders(on_some_ranks, layout)
 
 
 def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite tensors that all ranks hold with the values of rank 0, bucket by bucket."""
+    first_rank = dist.get_global_rank(group, 0)
     for indices in in_buckets(tensors, BUCKET):
         targets = [tensors[index] for index in indices]
-        packed = torch.cat([*map(Tensor.flatten, targets)])
+        packed = torch.cat([target.flatten() for target in targets])
         with collective("broadcasting parameters"):
-            dist.broadcast(packed, dist.get_global_rank(group, 0), group=group)
-        blocks = packed.split([*map(Tensor.numel, targets)])
-        copied([*map(Tensor.view_as, blocks, targets)], targets)
+            dist.broadcast(packed, first_rank, group=group)
+        blocks = packed.split([target.numel() for target in targets])
+        copied(list(map(Tensor.view_as, blocks, targets)), targets)
 
 
 class Send(NamedTuple):
@@ -272,18 +289,21 @@ class Send(NamedTuple):
 
 def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> None:
     """Overwrite shards that some ranks hold with the values of the lowest of these ranks, bucket by bucket."""
-    names = [*local]
-    largest_group = 1
+    names = list(local)
+    holders_of = {name: layout.cuts[name].copies for name in names}
+    # Buckets must be equal on all ranks, but shards may have different sizes: whole sizes are used.
     wholes: list[Tensor] = []
-    for name in names:
-        largest_group = max(largest_group, *map(len, layout.cuts[name].copies))
-        wholes.append(torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta"))
+    largest_group = 1
+    for name, tensor in local.items():
+        wholes.append(torch.empty(layout.specs[name].shape, dtype=tensor.dtype, device="meta"))
+        largest_group = max(largest_group, *map(len, holders_of[name]))
     # A rank may send a tensor to all other ranks of a group, so a bucket is smaller than one of a broadcast.
-    for indices in in_buckets(wholes, max(1, BUCKET // largest_group)):
+    limit = max(1, BUCKET // largest_group)
+    for indices in in_buckets(wholes, limit):
         sends: list[Send] = []
-        for index in indices:
-            for first, *others in layout.cuts[names[index]].copies:
-                sends.append(Send(local[names[index]], first, others))
+        for name in [names[index] for index in indices]:
+            for first, *others in holders_of[name]:
+                sends.append(Send(local[name], first, others))
         send_copies(sends, layout, "broadcasting parameters")
 
 

@@ -27,13 +27,13 @@ PATIENCE = timedelta(seconds=20)
 _WITHOUT_STORE = ("fake", "mpi")
 """Backends whose groups have no key-value store: torch's pretended ranks, and MPI. Their ranks do not wait here."""
 
-_meetings: dict[tuple[str, str], int] = {}
-"""How often the ranks of a group have met for a purpose: from (name of the group, purpose) to a number."""
+_barriers_passed: dict[tuple[str, str], int] = {}
+"""How many barriers this rank has passed: from (name of the group, purpose), such as "checkpoint.save", to a count."""
 
 
 @dataclass(frozen=True)
-class _Meeting:
-    """The next meeting of the ranks of a group for a purpose, such as "checkpoint.save"."""
+class _Barrier:
+    """The next barrier of the ranks of a group for a purpose, such as "checkpoint.save"."""
 
     group: dist.ProcessGroup
     purpose: str
@@ -44,9 +44,14 @@ class _Meeting:
         return self.group.get_group_store()
 
     @property
+    def number(self) -> int:
+        """The number of barriers for this purpose that this rank has passed."""
+        return _barriers_passed.get((self.group.group_name, self.purpose), 0)
+
+    @property
     def prefix(self) -> str:
-        """The start of the keys of this meeting: "muonfx/checkpoint.save/2" after two meetings for this purpose."""
-        return f"muonfx/{self.purpose}/{_meetings.get((self.group.group_name, self.purpose), 0)}"
+        """The start of the keys of this barrier: "muonfx/checkpoint.save/2" after two barriers for this purpose."""
+        return f"muonfx/{self.purpose}/{self.number}"
 
     @property
     def keys(self) -> list[str]:
@@ -59,9 +64,8 @@ class _Meeting:
         return f"{self.prefix}/failed"
 
     def end(self) -> None:
-        """Record that this rank has met the others, so that the next meeting has other keys."""
-        key = self.group.group_name, self.purpose
-        _meetings[key] = _meetings.get(key, 0) + 1
+        """Count the barrier as passed, so that the next barrier for this purpose has other keys."""
+        _barriers_passed[self.group.group_name, self.purpose] = self.number + 1
 
 
 def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
@@ -72,19 +76,20 @@ def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
     """
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
-    meeting = _Meeting(group, purpose)
-    own_key = meeting.keys[dist.get_rank(group)]
+    barrier = _Barrier(group, purpose)
+    store = barrier.store
+    key_of_rank = barrier.keys[dist.get_rank(group)]
     with collective(purpose):
-        meeting.store.set(own_key, "")
+        store.set(key_of_rank, "")
         try:
-            _require_all(meeting, _timeout(group))
+            _require_all(barrier, _timeout(group))
         except BaseException:  # also an interrupt: this rank no longer waits, and all can meet later
-            meeting.store.delete_key(own_key)
+            store.delete_key(key_of_rank)
             raise
-        failure_key = meeting.failure_key
-        meeting.end()
-        if meeting.store.check([failure_key]):
-            text = meeting.store.get(failure_key).decode()
+        failure_key = barrier.failure_key
+        barrier.end()  # on all ranks, also if one has failed: they pass the next barrier together
+        if store.check([failure_key]):
+            text = store.get(failure_key).decode()
             raise ShardingError(f"nothing was changed on any rank:\n{text}")
 
 
@@ -92,53 +97,57 @@ def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseExceptio
     """Let the ranks that wait in `wait_for_all`, or will, raise this rank's error at once. This rank does not wait."""
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
-    meeting = _Meeting(group, purpose)
+    barrier = _Barrier(group, purpose)
     text = f"rank {dist.get_rank(group)}: {type(problem).__name__}: {problem}"
-    meeting.store.set(meeting.failure_key, text)
-    for key in meeting.keys:  # also the keys of other ranks, so that no rank waits for another that is late
-        meeting.store.set(key, "")
-    meeting.end()
+    barrier.store.set(barrier.failure_key, text)
+    for key in barrier.keys:  # also the keys of other ranks, so that no rank waits for another that is late
+        barrier.store.set(key, "")
+    barrier.end()
 
 
 @contextmanager
 def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generator[None]:
-    """Report an error of the ``with`` block to the other ranks, if this rank has not met them in the block.
+    """Report an error of the ``with`` block to the other ranks, which may wait for this rank in `wait_for_all`.
 
-    Without the report, they would wait for this rank until the timeout of the group. `find_group` returns their group,
-    and is called after an error only; None if this rank constructs alone.
+    Without the report, they would wait until the timeout of the group. `find_group` returns their group, and is called
+    after an error only; None if this rank constructs alone.
     """
-    meetings_before = dict(_meetings)
+    passed_before = dict(_barriers_passed)
     try:
         yield
     except Exception as error:
         group = find_group()
-        if group is not None and dist.get_world_size(group) > 1:
-            key = group.group_name, CONSTRUCTING
-            if _meetings.get(key) == meetings_before.get(key):
-                report_failure(group, CONSTRUCTING, error)
+        if group is None or dist.get_world_size(group) == 1:
+            raise
+        key = group.group_name, CONSTRUCTING
+        # If this rank has passed the barrier in the block, no rank waits for it there any more.
+        if _barriers_passed.get(key) == passed_before.get(key):
+            report_failure(group, CONSTRUCTING, error)
         raise
 
 
-def _require_all(meeting: _Meeting, timeout: timedelta) -> None:
+def _require_all(barrier: _Barrier, timeout: timedelta) -> None:
     """Wait until each rank has set its key. Warn after `PATIENCE`, and raise after the timeout."""
-    missing = _missing(meeting, min(PATIENCE, timeout))
+    missing = _missing(barrier, min(PATIENCE, timeout))
     if missing and timeout > PATIENCE:
-        warnings.warn(f"{meeting.purpose} waits for {missing}: all ranks must call it together", stacklevel=5)
-        missing = _missing(meeting, timeout - PATIENCE)
+        # The warning shows the line of the caller of the public function.
+        warnings.warn(f"{barrier.purpose} waits for {missing}: all ranks must call it together", stacklevel=5)
+        missing = _missing(barrier, timeout - PATIENCE)
     if missing:
         raise ShardingError(
-            f"nothing was changed: all ranks must call {meeting.purpose} together, but {missing} did not within "
+            f"nothing was changed: all ranks must call {barrier.purpose} together, but {missing} did not within "
             f"{timeout}"
         )
 
 
-def _missing(meeting: _Meeting, patience: timedelta) -> str:
+def _missing(barrier: _Barrier, patience: timedelta) -> str:
     """Wait until each rank has set its key. Return a text of the ranks that have not, or "" if all have."""
     try:
-        meeting.store.wait(meeting.keys, patience)
+        barrier.store.wait(barrier.keys, patience)
     except RuntimeError:  # DistStoreError of most stores
-        absent = [rank for rank, key in enumerate(meeting.keys) if not meeting.store.check([key])]
-        return listed(absent) if absent else ""
+        absent = [rank for rank, key in enumerate(barrier.keys) if not barrier.store.check([key])]
+        if absent:
+            return listed(absent)
     return ""
 
 

@@ -119,7 +119,7 @@ class RunPlan:
     """A cache of the last `local_buckets`, by the names of the parameters whose update is None."""
 
     def local_buckets(self, updates: Mapping[str, Any]) -> list[Bucket]:
-        """Return each bucket that has matrices to compute, and at least one bucket, with the transfers of this rank.
+        """Return each bucket that has matrices to compute, with the transfers of this rank. There is at least one.
 
         `updates` has this rank's updates by parameter name. The matrices of an update that is None are left out.
         """
@@ -130,19 +130,17 @@ class RunPlan:
                 present = [local for local in transfers if local.shard.name not in absent]
                 if present:
                     buckets.append(Bucket(present, self.size))
+            if not buckets:  # the transforms are run once in each step, also without a matrix
+                buckets.append(Bucket([], self.size))
             self._local_buckets.clear()  # only buckets of the last step are stored: most steps have the same gradients
-            self._local_buckets[absent] = buckets or [Bucket([], self.size)]
+            self._local_buckets[absent] = buckets
         return self._local_buckets[absent]
 
     @cached_property
     def _transfers_of_buckets(self) -> list[list[LocalTransfers]]:
         """For each bucket, the transfers of this rank for all of its matrix shards."""
-        transfers: list[list[LocalTransfers]] = []
-        for bucket in self.buckets:
-            transfers.append([])
-            for index in bucket:
-                transfers[-1].append(self.shards[index].local_transfers(self.rank))
-        return transfers
+        transfers = [shard.local_transfers(self.rank) for shard in self.shards]
+        return [[transfers[index] for index in bucket] for bucket in self.buckets]
 
     @cached_property
     def shards_of(self) -> dict[str, tuple[MatrixShard, ...]]:
@@ -212,56 +210,59 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     shapes = {name: spec.shape for name, spec in specs.items()}
     # All ranks must make the same plan, so a transform's dtype "auto" is not resolved by this machine's CPU here.
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
-    machine = Machine.of(device.type, compute)
     matrices = matrices_of(run, shapes)
-    run = on_stacks(run, {name: shapes[name] for name in matrices})
-    cost_of = RunCost(run, device.type, compute)
+    run_on_stacks = on_stacks(run, {name: shapes[name] for name in matrices})
+    costs = RunCost(run_on_stacks, device.type, compute)
     unassigned: list[UnassignedShard] = []
     for name, spec in specs.items():
         for shard in unassigned_shards(matrices.get(name), name, layout):
-            cost = cost_of(name, shard.shape, spec.dtype)
+            cost = costs(name, shard.shape, spec.dtype)
             unassigned.append(shard._replace(cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
     unassigned = with_ranks_of_their_own(unassigned, layout.size)
-    owner_of = _owners(unassigned, layout.size, machine, settings)
-    shards: list[MatrixShard] = []
-    for index, shard in enumerate(unassigned):
-        whole = shapes[shard.name]
-        cut = layout.cuts[shard.name]
-        owner = owner_of.get(index)
-        shards.append(MatrixShard(shard.name, shard.start, shard.stop, shard.shape, whole, owner, shard.cost, cut))
-    buckets = _buckets(shards, specs, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET))
-    return RunPlan(run, tuple(matrices), layout.size, tuple(shards), tuple(buckets), specs, device, layout.rank)
+    owner_of = _owners(unassigned, layout.size, Machine.of(device.type, compute), settings)
+    shards = [shard.assigned_to(owner_of.get(i), layout.cuts[shard.name]) for i, shard in enumerate(unassigned)]
+    limit = max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)
+    return RunPlan(
+        run=run_on_stacks,
+        stacks=tuple(matrices),
+        size=layout.size,
+        shards=tuple(shards),
+        buckets=tuple(_buckets(shards, specs, limit)),
+        specs=specs,
+        device=device,
+        rank=layout.rank,
+    )
 
 
 def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
     """Choose the rank that computes each matrix shard, by the index of the shard. Every rank computes the others.
 
-    A shard that all ranks hold whole may be split, so that one rank computes it and sends the result, or be computed
-    by every rank. Whole assignments are compared by the busiest rank, since splitting saves nothing if there are fewer
-    matrices than ranks, for example.
+    A shard that all ranks hold whole may be computed by every rank, or by one rank that sends the result ("split").
+    Whole assignments are compared by the busiest rank, since splitting saves nothing if there are fewer matrices than
+    ranks, for example.
     """
-    everywhere: list[int] = []
-    elsewhere: list[int] = []
-    slower_than_sending: list[int] = []
+    sharded: list[int] = []
+    on_all_ranks: list[int] = []
+    slower_than_sending: list[int] = []  # those of `on_all_ranks` that take longer to compute than to send
     for index, shard in enumerate(shards):
-        if not shard.complete or len(shard.candidates) < size or size == 1:
-            elsewhere.append(index)
+        if size == 1 or not shard.complete or len(shard.candidates) < size:
+            sharded.append(index)
             continue
-        everywhere.append(index)
-        if _seconds_to_compute(shard, machine) > shard.nbytes / machine.bandwidth:
+        on_all_ranks.append(index)
+        seconds_to_send = shard.nbytes / machine.bandwidth
+        if _seconds_to_compute(shard, machine) > seconds_to_send:
             slower_than_sending.append(index)
-    if settings.replicas == "everyone":
-        choices = [[]]
-    elif settings.replicas == "split":
-        choices = [everywhere]
-    else:
-        choices = [[], slower_than_sending, everywhere]
+    choices_of_setting = {
+        "everyone": [[]],
+        "split": [on_all_ranks],
+        "auto": [[], slower_than_sending, on_all_ranks],
+    }
     fewest_seconds = math.inf
     best: dict[int, int] = {}
-    for split in choices:
-        owner_of = _assigned(shards, sorted(elsewhere + split), size)
-        seconds = _seconds_of_step(shards, owner_of, size, machine)
+    for split in choices_of_setting[settings.replicas]:
+        owner_of = _assigned(shards, sorted(sharded + split), size)
         results = [(owner_of[index], shards[index].nbytes) for index in split]
+        seconds = _seconds_of_step(shards, owner_of, size, machine)
         seconds += _seconds_to_send(results, size, machine, settings)
         if seconds < fewest_seconds:
             fewest_seconds = seconds
@@ -271,14 +272,11 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
 
 def _assigned(shards: Sequence[UnassignedShard], indices: Sequence[int], size: int) -> dict[int, int]:
     """Assign some of the shards to ranks so that all have about equal work. Return the owner by index."""
-    costs: list[float] = []
-    candidates: list[tuple[int, ...]] = []
-    sizes: list[int] = []
-    for index in indices:
-        costs.append(shards[index].cost)
-        candidates.append(shards[index].candidates)
-        sizes.append(shards[index].numel)
-    return dict(zip(indices, assign(costs, candidates, size, sizes), strict=True))
+    costs = [shards[index].cost for index in indices]
+    candidates = [shards[index].candidates for index in indices]
+    sizes = [shards[index].numel for index in indices]
+    owners = assign(costs, candidates, size, sizes)
+    return dict(zip(indices, owners, strict=True))
 
 
 def _seconds_to_compute(shard: UnassignedShard, machine: Machine) -> float:
@@ -310,9 +308,12 @@ def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Mac
     sent = [0] * size
     for owner, nbytes in results:
         sent[owner] += nbytes * (size - 1)
-    arriving = sum(sent) / size
-    exchanges = 1 + sum(sent) * BUFFERS_PER_BUCKET // (max(1, size - 1) * size * max(1, settings.bucket_bytes))
-    return machine.sending(max(*sent, arriving), exchanges)
+    received_by_each = sum(sent) / size  # about equal for all ranks
+    busiest = max(*sent, received_by_each)
+    # Each owner has its own part of a bucket, so an exchange carries `size` times the bytes of a bucket's matrices.
+    nbytes_of_results = sum(sent) // max(1, size - 1)
+    exchanges = 1 + nbytes_of_results * BUFFERS_PER_BUCKET // (size * max(1, settings.bucket_bytes))
+    return machine.sending(busiest, exchanges)
 
 
 def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: int) -> list[tuple[int, ...]]:
@@ -323,17 +324,33 @@ def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: in
     by_shape = sorted(range(len(shards)), key=lambda index: (sorted(shards[index].shape[-2:]), index))
     buckets: list[tuple[int, ...]] = []
     for dtype in dict.fromkeys(specs[shard.name].dtype for shard in shards):
-        nbytes_of_owner: dict[int | None, dict[int, int]] = {None: {}}
+        nbytes_on_every_rank: dict[int, int] = {}
+        nbytes_of_owner: dict[int, dict[int, int]] = {}
         for index in by_shape:
             shard = shards[index]
-            if specs[shard.name].dtype == dtype:
-                nbytes_of_owner.setdefault(shard.owner, {})[index] = shard.numel * dtype.itemsize
-        # Shards that every rank computes have their own batches: with other matrices the last bit could differ.
-        buckets += map(tuple, cut_into_buckets(nbytes_of_owner.pop(None), limit))
-        buckets_of_owners = [cut_into_buckets(nbytes, limit) for nbytes in nbytes_of_owner.values()]
-        for buckets_together in zip_longest(*buckets_of_owners, fillvalue=()):
-            buckets.append(tuple(sorted(itertools.chain(*buckets_together))))
+            nbytes = shard.numel * dtype.itemsize
+            if specs[shard.name].dtype != dtype:
+                continue
+            if shard.owner is None:
+                nbytes_on_every_rank[index] = nbytes
+            else:
+                nbytes_of_owner.setdefault(shard.owner, {})[index] = nbytes
+        # Shards that every rank computes have their own buckets: in a batch with others the last bit could differ.
+        buckets += map(tuple, cut_into_buckets(nbytes_on_every_rank, limit))
+        buckets += _joined([cut_into_buckets(nbytes, limit) for nbytes in nbytes_of_owner.values()])
     return buckets
+
+
+def _joined(buckets_of_owners: Sequence[list[list[int]]]) -> list[tuple[int, ...]]:
+    """Join the first buckets of all owners to one bucket, then the second ones, and so on, because ranks work together.
+
+    >>> _joined([[[0, 2], [4]], [[1, 3]]])
+    [(0, 1, 2, 3), (4,)]
+    """
+    joined: list[tuple[int, ...]] = []
+    for buckets in zip_longest(*buckets_of_owners, fillvalue=[]):
+        joined.append(tuple(sorted(itertools.chain.from_iterable(buckets))))
+    return joined
 
 
 @dataclass(frozen=True)
@@ -385,9 +402,7 @@ class Plan:
         tables: list[str | Table] = [*map(_table_of_run, self.runs)]
         flops = self.flops
         sent = self.sent
-        rows: list[tuple[str, ...]] = []
-        for rank in range(self.size):
-            rows.append((str(rank), f"{flops[rank] / 1e9:.4g}", f"{sent[rank] / 1024:.4g}"))
+        rows = [(str(rank), f"{flops[rank] / 1e9:.4g}", f"{sent[rank] / 1024:.4g}") for rank in range(self.size)]
         tables.append(Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
         return Report((*tables, f"balance: the busiest rank computes {self.balance:.3f} times the mean"))
 
@@ -407,22 +422,16 @@ def _table_of_run(run: RunPlan) -> Table:
     """Return a table with a row for each matrix shard."""
     rows: list[tuple[str, ...]] = []
     for shard in run.shards:
-        rows.append(
-            (
-                shard.name,
-                " x ".join(map(str, shard.shape)),
-                "all" if shard.owner is None else str(shard.owner),
-                shard.route,
-                f"{shard.cost / 1e9:.4g}",
-                f"{sum(run.sent_for([shard])) / 1024:.4g}",
-                shard.reason,
-            )
-        )
+        shape = " x ".join(map(str, shard.shape))
+        owner = "all" if shard.owner is None else str(shard.owner)
+        kib_sent = sum(run.sent_for([shard])) / 1024
+        row = (shard.name, shape, owner, shard.route, f"{shard.cost / 1e9:.4g}", f"{kib_sent:.4g}", shard.reason)
+        rows.append(row)
     names = ", ".join(name for name, _ in run.run)
     count = len(run.buckets)
-    title = f"run of {names} in {count} bucket{'s' * (count != 1)}"
+    buckets = "1 bucket" if count == 1 else f"{count} buckets"
     titles = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
-    return Table(titles, rows, right=(2, 4, 5), title=title)
+    return Table(titles, rows, right=(2, 4, 5), title=f"run of {names} in {buckets}")
 
 
 def plan_for(tx: Transform, layout: ShardTable, *, device: torch.device | str = "cpu", **settings: Any) -> Plan:
@@ -452,7 +461,6 @@ def plan_for(tx: Transform, layout: ShardTable, *, device: torch.device | str = 
     chosen.check()
     meta = layout.meta()
     warn_of_unmatched(patterns_in(tx), meta)
-    runs: list[RunPlan] = []
-    for run, names in runs_of(strip_transparent(tx), meta):
-        runs.append(plan_run(run, names, layout, torch.device(device), chosen))
-    return Plan(tuple(runs), layout.size)
+    runs = runs_of(strip_transparent(tx), meta)
+    plans = [plan_run(run, names, layout, torch.device(device), chosen) for run, names in runs]
+    return Plan(tuple(plans), layout.size)

@@ -27,33 +27,30 @@ class _Load(NamedTuple):
 
 def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
     """Choose one of its candidate ranks for each item, so that ranks have about equal costs. `sizes` break ties."""
+    owners = [ranks_of_item[0] for ranks_of_item in candidates]
     loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
-    owners: list[int] = []
     free: list[int] = []  # the items that more than one rank may have
-    for item, ranks_of_item in enumerate(candidates):
-        owner = ranks_of_item[0]
-        owners.append(owner)
-        if len(ranks_of_item) == 1:
+    for item, owner in enumerate(owners):
+        if len(candidates[item]) == 1:
             loads[owner] = loads[owner].plus(costs[item], sizes[item])
         else:
             free.append(item)
     free.sort(key=lambda item: (-costs[item], -sizes[item], item))
     loads_before = list(loads)
-    queue_of_ranks: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
+    groups = {tuple(candidates[item]) for item in free}
+    queue_of = {group: _Queue(loads, group) for group in groups}  # items with equal candidates share a queue
     for item in free:
-        ranks_of_item = tuple(candidates[item])
-        if ranks_of_item not in queue_of_ranks:
-            queue_of_ranks[ranks_of_item] = _Queue(loads, ranks_of_item)
-        owner = queue_of_ranks[ranks_of_item].least()
+        owner = queue_of[tuple(candidates[item])].least()
         owners[item] = owner
         loads[owner] = loads[owner].plus(costs[item], sizes[item])
-    if len(queue_of_ranks) == 1:  # packing is possible only if all free items have the same candidates
-        (group,) = queue_of_ranks
-        cost_before = {rank: loads_before[rank].cost for rank in group}
+    if len(groups) == 1:  # packing is possible only if all free items have the same candidates
+        (group,) = groups
         largest_cost = max(loads[rank].cost for rank in group)
-        packed = _packed([costs[item] for item in free], cost_before, largest_cost)
-        for item, rank in zip(free, packed, strict=False):  # `packed` is empty if it is no better
-            owners[item] = rank
+        costs_before = {rank: loads_before[rank].cost for rank in group}
+        packed = _packed([costs[item] for item in free], costs_before, largest_cost)
+        if packed is not None:
+            for item, owner in zip(free, packed, strict=True):
+                owners[item] = owner
     return owners
 
 
@@ -65,25 +62,43 @@ def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) ->
     """
     order = sorted(range(len(costs)), key=lambda item: (-costs[item], -sizes[item], item))
     with_cost = [item for item in order if costs[item] > 0]
-    largest = max([sizes[item] for item in with_cost], default=0)
-    limit = sum(sizes) // ranks + largest  # sizes are integers, so rounding the mean down changes nothing
-    owners = [0] * len(costs)
+    without_cost = [item for item in order if costs[item] <= 0]
     loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
-    queue = _Queue(loads, range(ranks))
-    for item in with_cost:
+    owner_of = _assign_to_least_cost(with_cost, costs, sizes, loads)
+    owner_of |= _assign_to_fewest_bytes(without_cost, sizes, loads)
+    return [owner_of[item] for item in range(len(costs))]
+
+
+def _assign_to_least_cost(
+    items: Sequence[int], costs: Sequence[float], sizes: Sequence[int], loads: list[_Load]
+) -> dict[int, int]:
+    """Assign each item to the rank with the lowest cost that has memory for it. Return the rank by item.
+
+    Each rank has memory for the mean of all sizes plus the largest item. The items are added to `loads`.
+    """
+    mean = sum(sizes) // len(loads)  # sizes are integers, so rounding down changes nothing
+    limit = mean + max([sizes[item] for item in items], default=0)
+    queue = _Queue(loads, range(len(loads)))
+    owner_of: dict[int, int] = {}
+    for item in items:
         owner = queue.least()
         while loads[owner].nbytes + sizes[item] > limit:
             queue.leave()  # a rank with at most the mean always stays, so the queue never empties
             owner = queue.least()
-        owners[item] = owner
+        owner_of[item] = owner
         loads[owner] = loads[owner].plus(costs[item], sizes[item])
-    by_bytes = [(load.nbytes, load.cost, load.rank) for load in loads]
-    heapq.heapify(by_bytes)
-    for item in order[len(with_cost) :]:  # the items without cost, each to the rank with the fewest bytes
-        nbytes, cost, owner = by_bytes[0]
-        owners[item] = owner
-        heapq.heapreplace(by_bytes, (nbytes + sizes[item], cost, owner))
-    return owners
+    return owner_of
+
+
+def _assign_to_fewest_bytes(items: Sequence[int], sizes: Sequence[int], loads: Sequence[_Load]) -> dict[int, int]:
+    """Assign each item, which has no cost, to the rank with the fewest bytes so far. Return the rank by item."""
+    heap = [(load.nbytes, load.cost, load.rank) for load in loads]
+    heapq.heapify(heap)
+    owner_of: dict[int, int] = {}
+    for item in items:
+        nbytes, cost, owner_of[item] = heap[0]
+        heapq.heapreplace(heap, (nbytes + sizes[item], cost, owner_of[item]))
+    return owner_of
 
 
 class _Queue:
@@ -110,26 +125,36 @@ class _Queue:
         heapq.heappop(self._heap)
 
 
-def _packed(descending: Sequence[float], loads: dict[int, float], most: float) -> list[int]:
-    """Search for an assignment of items to ranks whose largest load is below `most`. Return [] if none is found.
+_BALANCED = 1.01
+"""The largest load over its lower bound from which on packing is not tried: it could save 1 % at most."""
 
-    The result is a list with a rank per item. `descending` has the costs, and `loads` each rank's load without them.
+_MOST_TRIALS = 200_000
+"""The product of items and ranks up to which packing is tried; above it, packing would take seconds."""
+
+_BISECTIONS = 12
+
+
+def _packed(descending: Sequence[float], loads: dict[int, float], largest_load: float) -> list[int] | None:
+    """Search for an assignment of items to ranks whose largest load is below `largest_load`, by bisection.
+
+    Return a list with a rank per item, or None if no better assignment is found. `descending` has the costs of the
+    items, and `loads` each rank's load without them.
     """
     mean = (sum(descending) + sum(loads.values())) / len(loads)
-    least = max(mean, max(loads.values()), max(descending, default=0.0))
-    # More items are balanced without packing, which would take longer than a fraction of a second.
-    if most <= 1.01 * least or len(descending) * len(loads) > 200_000:
-        return []
+    lower = max(mean, max(loads.values()), max(descending, default=0.0))
+    upper = largest_load
+    if upper <= _BALANCED * lower or len(descending) * len(loads) > _MOST_TRIALS:
+        return None
     by_load = sorted(loads, key=lambda rank: (-loads[rank], rank))
-    best: list[int] = []
-    for _ in range(12):
-        limit = (least + most) / 2
+    best: list[int] | None = None
+    for _ in range(_BISECTIONS):
+        limit = (lower + upper) / 2
         owners = _first_fit(limit, descending, {rank: loads[rank] for rank in by_load})
         if owners is None:
-            least = limit
+            lower = limit
         else:
             best = owners
-            most = limit
+            upper = limit
     return best
 
 

@@ -63,13 +63,10 @@ def run_of(stage: Sequence[Visit]) -> Run:
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None) -> dict[str, float]:
     """Return the estimated operations of `tx` (None: Newton-Schulz) on matrices on a CPU, by parameter name."""
-    costs = dict.fromkeys(specs, 0.0)
     if tx is None:
-        costs.update(zip(specs, map(_newton_schulz_cost, specs.values()), strict=True))
-        return costs
-    meta: dict[str, Tensor] = {}
-    for name, spec in specs.items():
-        meta[name] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        return {name: _newton_schulz_cost(spec) for name, spec in specs.items()}
+    costs = dict.fromkeys(specs, 0.0)
+    meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     for run, names in runs_of(tx, meta):
         cost_of = RunCost(run, "cpu", torch.float32)
         for name in names:

@@ -149,24 +149,27 @@ class MatrixShard:
         held_position = self.cut[rank]
         transfer = self.transfer_of(rank)
         boxes: tuple[Box, ...] = ()
+        sends = False
         if transfer is not None:
             boxes = transfer.boxes
+            sends = transfer.sender == rank
+        transfers: list[OwnerTransfer] = []
+        if rank == self.owner:
+            for of_holder in self.transfers:
+                transfers.append(OwnerTransfer(of_holder, tuple(map(self.position.view, of_holder.boxes))))
+        numel = numel_of(boxes)
+        holds_all_matrices = numel == self.numel
+        holds_nothing_else = numel == held_position.numel
         return LocalTransfers(
-            self,
-            computes=self.owner in (None, rank),
-            is_same_shard=held_position.numel == self.numel,
+            shard=self,
+            computes=self.owner is None or self.owner == rank,
+            is_same_shard=holds_all_matrices and holds_nothing_else,
             local_views=tuple(map(held_position.view, boxes)),
             matrix_views=tuple(map(self.position.view, boxes)),
-            numel=numel_of(boxes),
-            sends=transfer is not None and transfer.sender == rank,
-            transfers=self._owner_transfers() if rank == self.owner else [],
+            numel=numel,
+            sends=sends,
+            transfers=transfers,
         )
-
-    def _owner_transfers(self) -> list[OwnerTransfer]:
-        transfers: list[OwnerTransfer] = []
-        for transfer in self.transfers:
-            transfers.append(OwnerTransfer(transfer, tuple(map(self.position.view, transfer.boxes))))
-        return transfers
 
     @property
     def the_owner(self) -> int:
@@ -180,7 +183,9 @@ class MatrixShard:
 
     @cached_property
     def _numel_at_owner(self) -> int:
-        return 0 if self._at_owner is None else self._at_owner.numel
+        if self._at_owner is None:
+            return 0
+        return self._at_owner.numel
 
     @cached_property
     def needs_gather(self) -> bool:
@@ -243,6 +248,19 @@ class UnassignedShard(NamedTuple):
         """The number of elements in these matrices."""
         return self.stop - self.start
 
+    def assigned_to(self, owner: int | None, cut: Cut) -> MatrixShard:
+        """Return the same matrices with the rank that computes them. None: every rank."""
+        return MatrixShard(
+            name=self.name,
+            start=self.start,
+            stop=self.stop,
+            shape=self.shape,
+            whole=cut.shape,
+            owner=owner,
+            cost=self.cost,
+            cut=cut,
+        )
+
 
 def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
     """Return (rows, columns) by parameter name, for parameters that all transforms treat as a stack of matrices."""
@@ -261,57 +279,62 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
 
     `matrix` is the shape of each matrix of the stack; None for a parameter that is no stack.
     """
-    shape = layout.specs[name].shape
     cut = layout.cuts[name]
     if matrix is None:
-        candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
-        return [UnassignedShard(name, 0, prod(shape), shape, candidates, complete=bool(cut.complete))]
+        return [_whole_parameter(name, cut)]
     numel = prod(matrix)
     if numel not in cut.ranges_of_stack:
         cut.ranges_of_stack[numel] = _ranges(cut, numel)
     ranges: list[_Range] = cut.ranges_of_stack[numel]
-    ranges_of_rank = Counter(matrices.candidates[0] for matrices in ranges if len(matrices.candidates) == 1)
-    if max(ranges_of_rank.values(), default=0) > 1:
-        # A rank's state of a stack must be one range, so one rank computes the whole stack.
-        stack_shape = (prod(shape) // numel, *matrix)
-        ranks = set().union(*[matrices.candidates for matrices in ranges])
-        return [UnassignedShard(name, 0, prod(shape), stack_shape, tuple(sorted(ranks)), complete=False)]
     shards: list[UnassignedShard] = []
-    for first, stop, candidates, complete in ranges:
-        stack_shape = (stop - first, *matrix)
-        shard = UnassignedShard(name, first * numel, stop * numel, stack_shape, candidates, complete)
-        shards.append(shard._replace(one_each=len(candidates) > 1))
+    for first, stop, candidates, complete, one_each in ranges:
+        shape = (stop - first, *matrix)
+        shards.append(UnassignedShard(name, first * numel, stop * numel, shape, candidates, complete, one_each))
     return shards
 
 
+def _whole_parameter(name: str, cut: Cut) -> UnassignedShard:
+    """Return a parameter as one shard. Its candidates are the ranks that hold it whole or, if none does, a part."""
+    candidates = tuple(range(cut.size))  # for a parameter without elements
+    if cut.complete:
+        candidates = cut.complete
+    elif cut.taking_part:
+        candidates = cut.taking_part
+    return UnassignedShard(name, 0, prod(cut.shape), cut.shape, candidates, complete=bool(cut.complete))
+
+
 def with_ranks_of_their_own(shards: Sequence[UnassignedShard], size: int) -> list[UnassignedShard]:
-    """Choose one rank for each shard that needs a rank of its own (`one_each`). Return all shards."""
+    """Choose one rank for each shard that needs a rank of its own (`one_each`). Return all shards.
+
+    Stacks are assigned by descending cost of their shards, each to the candidates with the lowest load so far.
+    """
     loads = [0.0] * size
-    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    indices_of_stack: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # by (name, candidates)
     for index, shard in enumerate(shards):
         if shard.one_each:
-            groups.setdefault((shard.name, shard.candidates), []).append(index)
+            indices_of_stack.setdefault((shard.name, shard.candidates), []).append(index)
         elif len(shard.candidates) == 1:
             loads[shard.candidates[0]] += shard.cost
     assigned = list(shards)
-    for indices in sorted(groups.values(), key=lambda indices: -shards[indices[0]].cost):
-        by_load = sorted(shards[indices[0]].candidates, key=lambda rank: (loads[rank], rank))
-        owners = sorted(by_load[: len(indices)])
-        for index, owner in zip(indices, owners, strict=True):
+    for indices in sorted(indices_of_stack.values(), key=lambda indices: -shards[indices[0]].cost):
+        candidates = shards[indices[0]].candidates
+        least_loaded = sorted(candidates, key=lambda rank: (loads[rank], rank))[: len(indices)]
+        for index, owner in zip(indices, sorted(least_loaded), strict=True):
             assigned[index] = shards[index]._replace(candidates=(owner,), one_each=False)
             loads[owner] += shards[index].cost
     return assigned
 
 
 class _Range(NamedTuple):
-    """Consecutive matrices of a stack, and the ranks that may compute them."""
+    """Consecutive matrices of a stack, and the ranks of which one will compute them."""
 
     first: int
     stop: int
     candidates: tuple[int, ...]
-    """The rank that computes the range; or, for a single matrix, ranks that may each compute one of the stack."""
     complete: bool
     """True if each candidate holds the whole range."""
+    one_each: bool = False
+    """True if each candidate may compute at most one of the ranges that have this flag."""
 
 
 class _Holders(NamedTuple):
@@ -327,67 +350,91 @@ class _Holders(NamedTuple):
 
 def _ranges(cut: Cut, numel: int) -> list[_Range]:
     """Divide a stack of matrices, with `numel` elements per matrix, among the ranks that hold elements of them."""
-    holders_of_matrix: list[_Holders] = []
+    holders_of_matrices: list[_Holders] = []
+    num_matrices: Counter[int] = Counter()  # by rank: of how many matrices it holds elements
     for start in range(0, prod(cut.shape), numel):
         boxes = boxes_of_interval(cut.shape, start, start + numel)
-        holders_of_matrix.append(_holders_of_matrix(cut.holders, boxes, numel))
-    matrices_of_rank = Counter(itertools.chain.from_iterable(holders.ranks for holders in holders_of_matrix))
+        holders = _holders_of_matrix(cut.holders, boxes, numel)
+        holders_of_matrices.append(holders)
+        num_matrices.update(holders.ranks)
     ranges: list[_Range] = []
     first = 0
-    for _, same_holders in itertools.groupby(holders_of_matrix, lambda holders: (holders.ranks, holders.complete)):
-        neighbours = list(same_holders)
-        for divided in _divide(neighbours, first, matrices_of_rank):
+    for _, group in itertools.groupby(holders_of_matrices, lambda holders: (holders.ranks, holders.complete)):
+        neighbours = list(group)
+        for divided in _divide(neighbours, first, num_matrices):
             _append(ranges, divided)
         first += len(neighbours)
-    return ranges
+    owners = [matrices.candidates[0] for matrices in ranges if not matrices.one_each]
+    if len(set(owners)) == len(owners):
+        return ranges
+    # A rank's state of a stack must be one range, but a rank has several: one rank computes the whole stack.
+    candidates = set().union(*[matrices.candidates for matrices in ranges])
+    return [_Range(0, len(holders_of_matrices), tuple(sorted(candidates)), complete=False)]
 
 
-def _divide(neighbours: Sequence[_Holders], first: int, matrices_of_rank: Mapping[int, int]) -> Iterator[_Range]:
+def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[int, int]) -> list[_Range]:
     """Divide neighbouring matrices that the same ranks hold evenly among these ranks.
 
     If there are more ranks than matrices, each matrix may have any of the ranks that hold most of it, if these hold
     nothing else of the stack. A few matrices that cross a boundary are assigned to the rank that holds most of each.
-    `first` is the index of the first of the matrices.
+    `first` is the index of the first matrix. `num_matrices` has, by rank, of how many matrices it holds elements.
     """
     count = len(neighbours)
     ranks = neighbours[0].ranks
     complete = neighbours[0].complete
     if count >= len(ranks):
-        for index, owner in enumerate(ranks):
-            begin = first + count * index // len(ranks)
-            stop = first + count * (index + 1) // len(ranks)
-            yield _Range(begin, stop, (owner,), complete)
-        return
-    most_of_each = set(ranks).intersection(*[holders.most for holders in neighbours])
-    hold_nothing_else = all(matrices_of_rank[rank] == count for rank in most_of_each)
-    may_choose = count <= len(most_of_each) > 1 and hold_nothing_else
+        return _equal_ranges(first, count, ranks, complete)
+    hold_most_of_each = set(ranks).intersection(*[holders.most for holders in neighbours])
+    hold_nothing_else = all(num_matrices[rank] == count for rank in hold_most_of_each)
+    are_enough = len(hold_most_of_each) >= max(count, 2)
+    one_each = are_enough and hold_nothing_else
+    ranges: list[_Range] = []
     for index, holders in enumerate(neighbours, first):
         candidates = holders.most[:1]
-        if may_choose:
-            candidates = tuple(sorted(most_of_each))
-        yield _Range(index, index + 1, candidates, complete)
+        if one_each:
+            candidates = tuple(sorted(hold_most_of_each))
+        ranges.append(_Range(index, index + 1, candidates, complete, one_each))
+    return ranges
+
+
+def _equal_ranges(first: int, count: int, ranks: Sequence[int], complete: bool) -> list[_Range]:
+    """Divide `count` matrices into one range for each rank, of about equal lengths.
+
+    >>> [(matrices.first, matrices.stop) for matrices in _equal_ranges(10, 5, ranks=[0, 1], complete=True)]
+    [(10, 12), (12, 15)]
+    """
+    ranges: list[_Range] = []
+    for index, owner in enumerate(ranks):
+        start = first + count * index // len(ranks)
+        stop = first + count * (index + 1) // len(ranks)
+        ranges.append(_Range(start, stop, (owner,), complete))
+    return ranges
 
 
 def _append(ranges: list[_Range], added: _Range) -> None:
     """Append a range of matrices to a list. If the previous range has the same single owner, extend it instead."""
-    if ranges and len(added.candidates) == 1:
+    if ranges and not added.one_each:
         previous = ranges[-1]
         if previous.candidates == added.candidates:
-            ranges[-1] = previous._replace(stop=added.stop, complete=previous.complete and added.complete)
+            complete = previous.complete and added.complete
+            ranges[-1] = _Range(previous.first, added.stop, added.candidates, complete)
             return
     ranges.append(added)
 
 
 def _holders_of_matrix(holders: Mapping[ShardPosition, Sequence[int]], boxes: Sequence[Box], numel: int) -> _Holders:
-    """Find the holders of a matrix with `numel` elements, which are in `boxes`."""
+    """Find the ranks that hold elements of a matrix, which has `numel` elements in some boxes of the parameter.
+
+    `holders` is a dict from the position of each shard of the parameter to the ranks that hold it.
+    """
     numel_of_rank: dict[int, int] = {}
-    for position, ranks in holders.items():
+    for position, ranks_of_shard in holders.items():
         overlap = numel_of(position.overlaps(boxes))
         if overlap:
-            numel_of_rank.update(dict.fromkeys(ranks, overlap))
-    ranks = tuple(sorted(numel_of_rank))
+            numel_of_rank.update(dict.fromkeys(ranks_of_shard, overlap))
     largest = max(numel_of_rank.values())
+    ranks = sorted(numel_of_rank)
     most = tuple([rank for rank in ranks if numel_of_rank[rank] == largest])
     if largest == numel:
-        return _Holders(most, True, most)
-    return _Holders(ranks, False, most)
+        return _Holders(ranks=most, complete=True, most=most)
+    return _Holders(ranks=tuple(ranks), complete=False, most=most)

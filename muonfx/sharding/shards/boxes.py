@@ -74,7 +74,7 @@ def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """
     if stop <= start:
         return []
-    if not shape:
+    if not shape:  # a 0-d tensor has one element
         return [Box((), ())]
     row_numel = prod(shape[1:])
     first_row, head = divmod(start, row_numel)
@@ -82,13 +82,14 @@ def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if first_row == last_row:
         return _boxes_in_row(shape, first_row, head, tail)
     boxes: list[Box] = []
-    if head:
+    if head:  # the end of the first row
         boxes += _boxes_in_row(shape, first_row, head, row_numel)
         first_row += 1
-    if first_row < last_row:
+    if first_row < last_row:  # whole rows
         zeros = (0,) * (len(shape) - 1)
         boxes.append(Box((first_row, *zeros), (last_row - first_row, *shape[1:])))
-    return boxes + _boxes_in_row(shape, last_row, 0, tail)
+    boxes += _boxes_in_row(shape, last_row, 0, tail)  # the start of the last row, or nothing
+    return boxes
 
 
 def _boxes_in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
@@ -97,18 +98,19 @@ def _boxes_in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list
 
 
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Check that boxes contain each element of a tensor exactly once. Return None, or the reason why they do not."""
+    """Check that boxes contain each element of a tensor exactly once. Return None, or the reason why they do not.
+
+    >>> cover((4,), [Box((0,), (3,))])
+    'hold 3 elements of 4'
+    """
+    whole = Box((0,) * len(shape), tuple(shape))
     for box in boxes:
-        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or any(map(int.__gt__, box.ends, shape)):
+        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or not whole.contains(box):
             return "go beyond its sides"
-    total = numel_of(boxes)
-    expected = prod(shape)
-    if total > expected:
-        return "overlap"
-    if total != expected:
-        return f"hold {total} elements of {expected}"
+    if numel_of(boxes) < whole.numel:
+        return f"hold {numel_of(boxes)} elements of {whole.numel}"
     nonempty = [box for box in boxes if box.numel]
-    if _do_overlap(nonempty):
+    if numel_of(boxes) > whole.numel or _do_overlap(nonempty):
         return "overlap"
     return None
 

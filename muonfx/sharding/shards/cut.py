@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -231,16 +231,17 @@ class OnMesh(Cut):
         """From the coordinates along the mesh dims that split the tensor to the shard: equal for all replicas."""
 
     def _at(self, rank: int) -> ShardPosition:
-        """Return the position of a rank's shard. Ranks with equal coordinates along splitting mesh dims share it."""
-        on_mesh = self.mesh.coordinates[rank]
-        if on_mesh is None:  # the rank is not on the mesh and holds nothing
+        """Return the position of a rank's shard. Replicas have the same coordinates along splitting mesh dims."""
+        coordinates = self.mesh.coordinates[rank]
+        if coordinates is None:  # the rank is not on the mesh and holds nothing
             return ShardPosition.interval(self.shape, 0, 0)
-        key = tuple([on_mesh[mesh_dim] for mesh_dim in self._splitting_mesh_dims])
+        key = tuple([coordinates[mesh_dim] for mesh_dim in self._splitting_mesh_dims])
         if key not in self._position_at:
-            spans: list[tuple[Span, ...]] = []
+            spans_by_dim: list[tuple[Span, ...]] = []
             for dim, mesh_dims in enumerate(self._mesh_dims_of):
-                spans.append(self._spans_of(dim, [on_mesh[mesh_dim] for mesh_dim in mesh_dims]))
-            self._position_at[key] = ShardPosition.grid(spans)
+                coordinates_of_dim = [coordinates[mesh_dim] for mesh_dim in mesh_dims]
+                spans_by_dim.append(self._spans_of(dim, coordinates_of_dim))
+            self._position_at[key] = ShardPosition.grid(spans_by_dim)
         return self._position_at[key]
 
     @cached_property
@@ -253,27 +254,30 @@ class OnMesh(Cut):
     def _spans_of(self, dim: int, coordinates: Sequence[int]) -> tuple[Span, ...]:
         """Return the index ranges (start, end) along one tensor dim that a rank holds.
 
-        `coordinates` are its coordinates along the mesh dims that split this tensor dim.
+        `coordinates` are its coordinates along the mesh dims that split this tensor dim, one after another: the last
+        coordinate is the number of its part among the parts into which the last mesh dim splits.
         """
         if not coordinates:
             return ((0, self.shape[dim]),)
-        *outer, last = coordinates
+        *outer, part = coordinates
         key = (dim, *outer)
         if key not in self._splits:
             self._splits[key] = self._split_further(dim, outer)
-        shards = self._splits[key]
-        return shards[last] if last < len(shards) else ()  # there may be fewer shards than ranks
+        parts = self._splits[key]
+        if part < len(parts):
+            return parts[part]
+        return ()  # there are fewer parts than ranks
 
     def _split_further(self, dim: int, outer: Sequence[int]) -> list[tuple[Span, ...]]:
         """Split the indices along one tensor dim that the outer mesh dims have left to a rank.
 
-        Return the index ranges of each shard. `outer` are the coordinates of the rank along the outer mesh dims.
+        Return the index ranges of each part. `outer` are the coordinates of the rank along the outer mesh dims.
         """
         mesh_dim = self._mesh_dims_of[dim][len(outer)]
         spans = self._spans_of(dim, outer) or [(0, 0)]
-        indices = torch.cat([torch.arange(*span) for span in spans])
-        shards = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
-        return list(map(_spans, shards))
+        indices = torch.cat([torch.arange(start, stop) for start, stop in spans])
+        parts = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
+        return list(map(_spans, parts))
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -311,17 +315,17 @@ def cuts_of_dtensors(
     Raises:
         TypeError: a placement is neither Shard nor Replicate.
     """
-    shared: dict[Hashable, Cut] = {}
+    shared: dict[Hashable, Cut] = {}  # parameters with the same shape and placements share one partition
     cuts: dict[str, Cut] = {}
     for name, spec in specs.items():
         dtensor = dtensors.get(name)
-        key: Hashable = spec.shape
-        if dtensor is not None:
-            key = spec.shape, dtensor.mesh, dtensor.placements
-        if key not in shared:
-            if dtensor is None:
+        if dtensor is None:
+            key: Hashable = spec.shape
+            if key not in shared:
                 shared[key] = Whole(spec.shape, size)
-            else:
+        else:
+            key = spec.shape, dtensor.mesh, dtensor.placements
+            if key not in shared:
                 _require_shard_or_replicate(name, dtensor.placements)
                 shared[key] = OnMesh(spec.shape, coordinates_on[dtensor.mesh], dtensor.placements)
         cuts[name] = shared[key]
@@ -346,21 +350,23 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     for names in names_of.values():
         starts = one_behind_another(specs, names)
         last = names[-1]
-        cuts = _equal_cuts(starts[last] + prod(specs[last].shape), size)
+        numel = starts[last] + prod(specs[last].shape)
+        ends = _equal_cuts(numel, size)
         for name in names:
-            cut_of[name] = Intervals(specs[name].shape, starts[name], cuts)
-    return {name: cut_of[name] for name in specs}
+            cut_of[name] = Intervals(specs[name].shape, starts[name], ends)
+    return {name: cut_of[name] for name in specs}  # in the order of the parameters
 
 
 def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     """Return a dict of partitions by name: each parameter is flattened and split equally, with a shorter last shard."""
-    cut_of_shape: dict[tuple[int, ...], Cut] = {}
-    cuts: dict[str, Cut] = {}
-    for name, (shape, _) in specs.items():
-        if shape not in cut_of_shape:
-            cut_of_shape[shape] = Intervals(shape, 0, _equal_cuts(prod(shape), size))
-        cuts[name] = cut_of_shape[shape]
-    return cuts
+    return cuts_by_shape(specs, lambda shape: Intervals(shape, 0, _equal_cuts(prod(shape), size)))
+
+
+def cuts_by_shape(specs: Mapping[str, Spec], cut_of: Callable[[tuple[int, ...]], Cut]) -> dict[str, Cut]:
+    """Return the partition of each parameter, by name. Parameters of one shape share it, with its cached values."""
+    shapes = {spec.shape for spec in specs.values()}
+    cut_of_shape = {shape: cut_of(shape) for shape in shapes}
+    return {name: cut_of_shape[spec.shape] for name, spec in specs.items()}
 
 
 def _equal_cuts(numel: int, size: int) -> tuple[int, ...]:

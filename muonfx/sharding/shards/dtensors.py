@@ -78,17 +78,19 @@ def local_leaves(
 
     With `as_placed`, a DTensor must also have the placements of its parameter.
     """
-    result = LocalLeaves([], [])
+    tensors: list[Tensor | None] = []
+    unplaced: list[str] = []
     for name, leaf in zip(names, leaves, strict=True):
-        local = None
-        if leaf is not None:
-            local = _fitting_tensor(layout, name, leaf)
-            if local is None:
-                local = _checked_leaf(layout, name, leaf, as_placed=as_placed)
-                if not is_placed_like(leaf, layout.dtensors.get(name)):
-                    result.unplaced.append(name)
-        result.tensors.append(local)
-    return result
+        if leaf is None:
+            tensors.append(None)
+            continue
+        local = _fitting_tensor(layout, name, leaf)  # a fast test, which nearly all leaves pass
+        if local is None:
+            local = _checked_leaf(layout, name, leaf, as_placed=as_placed)
+            if not is_placed_like(leaf, layout.dtensors.get(name)):
+                unplaced.append(name)
+        tensors.append(local)
+    return LocalLeaves(tensors, unplaced)
 
 
 def _fitting_tensor(layout: ShardTable, name: str, leaf: Any) -> Tensor | None:
@@ -98,13 +100,17 @@ def _fitting_tensor(layout: ShardTable, name: str, leaf: Any) -> Tensor | None:
         local = getattr(leaf, "_local_tensor", None)
         if local is None or not _are_equal(leaf._spec, layout.dtensors.get(name)):
             return None
-    return local if local.shape == layout.expected_shapes.get(name) else None
+    if local.shape == layout.expected_shapes.get(name):
+        return local
+    return None
 
 
 def _are_equal(spec: DTensorSpec, expected: DTensorSpec | None) -> bool:
     """Return True if two specs have the same mesh, placements and global shape. The dtype may differ."""
-    if expected is None or spec is expected:
-        return spec is expected
+    if spec is expected:
+        return True
+    if expected is None:
+        return False
     return spec.placements == expected.placements and spec.mesh == expected.mesh and spec.shape == expected.shape
 
 
@@ -114,12 +120,13 @@ def _checked_leaf(layout: ShardTable, name: str, leaf: object, *, as_placed: boo
     position = layout.position(name)
     if not isinstance(local, Tensor):
         raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
-    if is_dtensor(leaf) and not as_placed:
-        # A gradient may be a partial DTensor, which has the parameter's whole shape.
-        if tuple(leaf.shape) != layout.specs[name].shape:
-            raise _wrong_shape(name, leaf.shape, layout.specs[name].shape)
-        return local
     if is_dtensor(leaf):
+        if not as_placed:
+            # A gradient may be a partial DTensor, which has the parameter's whole shape.
+            whole_shape = layout.specs[name].shape
+            if tuple(leaf.shape) != whole_shape:
+                raise _wrong_shape(name, leaf.shape, whole_shape)
+            return local
         _require_placements(layout, name, leaf)
     if not position.fits(local):
         raise _wrong_shape(name, local.shape, position.shape)
@@ -129,10 +136,11 @@ def _checked_leaf(layout: ShardTable, name: str, leaf: object, *, as_placed: boo
 def _require_placements(layout: ShardTable, name: str, leaf: Any) -> None:
     """Raise unless a DTensor has the mesh and the placements of its parameter."""
     spec = layout.dtensors.get(name)
-    expected = "a plain tensor"
-    if spec is not None:
-        if (leaf.placements, leaf.device_mesh) == (spec.placements, spec.mesh):
-            return
+    if spec is None:
+        expected = "a plain tensor"
+    elif leaf.placements == spec.placements and leaf.device_mesh == spec.mesh:
+        return
+    else:
         expected = f"{spec.placements} on {spec.mesh}"
     raise ShardingError(
         f"{name!r} has the placements {leaf.placements} on {leaf.device_mesh}, expected {expected} as in the layout: "
@@ -205,30 +213,28 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
     """Build a DTensor from a local tensor, with the mesh and placements of the parameter with this name."""
     if is_dtensor(leaf):
         return leaf
-    spec = layout.dtensor_specs.get((name, leaf.dtype))
-    if spec is not None:
-        return _with_spec(leaf, spec)
+    key = name, leaf.dtype
+    if key in layout.dtensor_specs:
+        return _with_spec(leaf, layout.dtensor_specs[key])
     parameter = layout.dtensors[name]
     dtensor = dtensor_of(leaf, parameter.mesh, parameter.placements, parameter.shape, parameter.stride)
-    layout.dtensor_specs[name, leaf.dtype] = dtensor._spec
+    layout.dtensor_specs[key] = dtensor._spec
     return dtensor
 
 
 def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> PyTree:
     """Turn each shard of a DTensor parameter into a DTensor. If `existing` has one of the same tensor, return that."""
-    existing_leaves: dict[str, Any] = {}
-    if existing is not None:
-        existing_leaves = dict(tree.named_leaves(existing))
+    existing_leaves: dict[str, Any] = dict(tree.named_leaves(existing))
 
-    def dtensor_like(name: str, leaf: Tensor) -> Tensor | None:
+    def to_dtensor(name: str, leaf: Tensor) -> Tensor | None:
         if name not in layout.dtensors:
             return leaf
         dtensor = existing_leaves.get(name)
-        if getattr(dtensor, "_local_tensor", None) is leaf:
+        if getattr(dtensor, "_local_tensor", None) is leaf:  # it was updated in place
             return dtensor
         return parameter_like(layout, name, leaf)
 
-    return map_named(dtensor_like, local)
+    return map_named(to_dtensor, local)
 
 
 def global_shard(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatShard:

@@ -187,21 +187,18 @@ class FlatShardTensor(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Apply a copy, a conversion or a fill to the values of the shard. Raise for every other operation."""
-        target = args[0]
-        is_possible = func in _ON_VALUES
+        first = args[0]
         local_arguments: list[Any] = []
         for argument in args:
-            if isinstance(argument, Tensor):
-                is_possible = is_possible and _are_same_elements(target, argument)
+            if isinstance(argument, Tensor) and not _are_same_elements(first, argument):
+                raise _not_possible(func, first)
             local_arguments.append(argument.shard.data if isinstance(argument, cls) else argument)
-        if not is_possible:
-            raise NotImplementedError(
-                f"{func} on {target!r}: only a shard of the whole tensor is on this rank; use its attribute shard"
-            )
+        if func not in _ON_VALUES:
+            raise _not_possible(func, first)
         values = func(*local_arguments, **kwargs or {})
-        if values is target.shard.data:
-            return target
-        return cls.of(replace(target.shard, data=values))
+        if values is first.shard.data:  # the operation was in place
+            return first
+        return cls.of(replace(first.shard, data=values))
 
     # The protocol of torch.distributed._checkpointable: torch.distributed.checkpoint saves and loads the boxes.
 
@@ -217,6 +214,12 @@ class FlatShardTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # Pickle the `FlatShard`, because this tensor has no storage of its own.
         return FlatShardTensor.of, (self.shard,)
+
+
+def _not_possible(func: Any, tensor: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"{func} on {tensor!r}: only a shard of the whole tensor is on this rank; use its attribute shard"
+    )
 
 
 def _are_same_elements(first: Tensor, second: Tensor) -> bool:

@@ -124,16 +124,19 @@ class ShardPosition(NamedTuple):
         return ShardPosition((max(0, stop - start),), tuple(boxes))
 
     def _boxes_of_whole(self, local_box: Box) -> list[Box]:
-        """Return the boxes of the whole tensor with the elements of a box of the shard, in the order of the shard."""
+        """Return the boxes of the whole tensor with the elements of a box of the shard, in the order of the shard.
+
+        If the shard has columns 0, 1, 4 and 5, two of its rows are four boxes: each row has two spans of columns.
+        """
         spans_by_dim: list[list[Span]] = []
-        dims_with_several_spans = [0]
+        last_dim_with_gaps = 0
         for dim, spans in enumerate(self.spans):
             spans_of_dim = _spans_within(spans, local_box.offsets[dim], local_box.sizes[dim])
             spans_by_dim.append(spans_of_dim)
             if len(spans_of_dim) > 1:
-                dims_with_several_spans.append(dim)
-        # A box must be contiguous in the shard: before a dim with several spans, each index has its own boxes.
-        for dim in range(dims_with_several_spans[-1]):
+                last_dim_with_gaps = dim
+        # The elements of a box must follow one another in the shard: before a dim with gaps, each index has its boxes.
+        for dim in range(last_dim_with_gaps):
             spans_by_dim[dim] = _one_by_one(spans_by_dim[dim])
         return list(map(Box.of_spans, product(*spans_by_dim)))
 
@@ -183,15 +186,16 @@ class ShardPosition(NamedTuple):
         >>> position.view(box).of(torch.arange(3, 17))
         tensor([[15, 16]])
         """
-        start = 0  # of the box of the shard, if the shard is 1-d: its boxes follow one another
+        start = 0  # the index in a 1-d shard at which the elements of the current `shard_box` begin
         for shard_box in self.boxes:
-            if shard_box.contains(box):
-                if self.spans:
-                    return self._view_of_grid(box)
+            if not shard_box.contains(box):
+                start += shard_box.numel
+            elif self.spans:  # the shard was built by `grid` and has as many dims as the whole
+                return self._view_of_grid(box)
+            else:
                 offsets = tuple(map(int.__sub__, box.offsets, shard_box.offsets))
                 narrowed = _narrowed(Box(offsets, box.sizes), shard_box.sizes)
                 return ShardView((start, shard_box.numel), shard_box.sizes, narrowed)
-            start += shard_box.numel
         raise ValueError(f"found {box}, expected a box that is within one box of {self}")
 
     def _view_of_grid(self, box: Box) -> ShardView:
@@ -234,20 +238,18 @@ def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
     [(1, 2), (6, 8)]
     """
     inner_spans: list[Span] = []
-    local_start = 0  # of the current span, in the shard
+    local_start = 0  # the index in the shard of the first index of the span
     for start, stop in spans:
-        begin = max(start, start + offset - local_start)
-        end = min(stop, start + offset + size - local_start)
-        if begin < end:
-            inner_spans.append((begin, end))
+        to_whole = start - local_start  # from an index in the shard to the index in the whole
+        first = max(start, offset + to_whole)
+        end = min(stop, offset + size + to_whole)
+        if first < end:
+            inner_spans.append((first, end))
         local_start += stop - start
     return inner_spans
 
 
 def _narrowed(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """Return arguments (dim, start, length) of `torch.narrow`, for each dim in which a box is smaller than `shape`."""
-    narrowed: list[tuple[int, int, int]] = []
-    for dim, length in enumerate(box.sizes):
-        if length != shape[dim]:
-            narrowed.append((dim, box.offsets[dim], length))
-    return tuple(narrowed)
+    arguments = zip(range(len(shape)), box.offsets, box.sizes, strict=True)
+    return tuple([(dim, start, length) for dim, start, length in arguments if length != shape[dim]])

@@ -129,11 +129,8 @@ class ShardTable:
         """Return a dict from parameter name (default: of all) to a meta tensor of the global shape and dtype."""
         chosen = list(self.specs) if names is None else names
         self.require(chosen)
-        tensors: dict[str, Tensor] = {}
-        for name in chosen:
-            shape, dtype = self.specs[name]
-            tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
-        return tensors
+        specs = {name: self.specs[name] for name in chosen}
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in specs.items()}
 
 
 def specs_of(params: PyTree) -> dict[str, Spec]:
