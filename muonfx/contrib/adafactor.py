@@ -103,20 +103,18 @@ def scale_by_factored_rms(
         beta = 1.0 - torch.pow(t, -decay_rate)
         present = Present(updates)  # the leaves that have a gradient; the others keep their state
         leaves = present.pick(updates)
-        v_rows = present.pick(state.v_row)
-        v_cols = present.pick(state.v_col)
-        vs = present.pick(state.v)
-        for index, leaf in enumerate(leaves):
-            mean_squares = _MeanSquares(v_rows[index], v_cols[index], vs[index])
-            leaves[index], mean_squares = _step(leaf, mean_squares, beta, eps, min_dim_size_to_factor)
-            v_rows[index] = mean_squares.v_row
-            v_cols[index] = mean_squares.v_col
-            vs[index] = mean_squares.v
-        return present.fill(leaves), FactoredRmsState(
+        old_states = map(_MeanSquares, present.pick(state.v_row), present.pick(state.v_col), present.pick(state.v))
+        new_leaves: list[Tensor] = []
+        new_states: list[_MeanSquares] = []
+        for leaf, old_state in zip(leaves, old_states, strict=True):
+            new_leaf, new_state = _step(leaf, old_state, beta, eps, min_dim_size_to_factor)
+            new_leaves.append(new_leaf)
+            new_states.append(new_state)
+        return present.fill(new_leaves), FactoredRmsState(
             count=count,
-            v_row=present.fill(v_rows, state.v_row),
-            v_col=present.fill(v_cols, state.v_col),
-            v=present.fill(vs, state.v),
+            v_row=present.fill([new_state.v_row for new_state in new_states], state.v_row),
+            v_col=present.fill([new_state.v_col for new_state in new_states], state.v_col),
+            v=present.fill([new_state.v for new_state in new_states], state.v),
         )
 
     return init, update

@@ -151,23 +151,21 @@ def schedule_free(
 
         inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
         present = Present(inner_updates)
-        old_u = present.pick(inner_updates)
-        old_z = present.pick(state.z)
-        u, z, y = ew.widest(old_u, old_z, present.pick(params))
+        inner_leaves = present.pick(inner_updates)
+        stored_z = present.pick(state.z)
+        u, z, y = ew.widest(inner_leaves, stored_z, present.pick(params))
 
-        x = ew.lerp(z, y, 1.0 / state.b1)  # the average, from y = (1 - b1) z + b1 x
-        z = ew.add(z, u)
-        x = ew.lerp(x, z, c, reuse=True)
-        new_y = ew.lerp(z, x, new_b1)
-        moved = ew.add(new_y, y, -1.0, reuse=True)
-
-        new_z = ew.store(z, old_z, reuse=donate.state)
-        return present.fill(ew.cast_like(moved, old_u)), ScheduleFreeState(
+        x = ew.lerp(z, y, 1.0 / state.b1)  # y = z + b1 (x - z), so x = z + (y - z) / b1
+        new_z = ew.add(z, u)
+        new_x = ew.lerp(x, new_z, c, reuse=True)  # x + c (z - x); `reuse` writes into the tensors of x
+        new_y = ew.lerp(new_z, new_x, new_b1)
+        step_of_y = ew.add(new_y, y, -1.0, reuse=True)
+        return present.fill(ew.cast_like(step_of_y, inner_leaves)), ScheduleFreeState(
             count=count,
             b1=new_b1,
             max_lr=max_lr,
             weight_sum=weight_sum,
-            z=present.fill(new_z, state.z),
+            z=present.fill(ew.store(new_z, stored_z, reuse=donate.state), state.z),
             inner=inner_state,
         )
 

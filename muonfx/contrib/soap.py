@@ -54,18 +54,20 @@ class SoapState(NamedTuple):
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
     """Return a function from the shape of a matrix to the operations of its products and QR decompositions."""
-    longest = tx.arguments["max_precondition_size"]
-    is_kl = tx.arguments["factors"] == "kl"
+    max_precondition_size = tx.arguments["max_precondition_size"]
+    # Each side has three rotations of the gradient and one factor, then one product of factor and basis.
+    rectangular_products = 4
+    square_products = 1 + _QR_PRODUCTS
+    if tx.arguments["factors"] == "kl":
+        rectangular_products = 5
+        square_products = 2 + _QR_PRODUCTS
 
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
+        """Return the number of operations for one matrix; a multiply-add is two."""
         operations = 0.0
         for side in (rows, columns):
-            if side > longest:
-                continue
-            # Each side has three rotations of the gradient, one factor, and one product of factor and basis.
-            rectangular_products = (4 + is_kl) * side * rows * columns
-            square_products = (1 + is_kl + _QR_PRODUCTS) * side**3
-            operations += 2.0 * (rectangular_products + square_products)
+            if side <= max_precondition_size:
+                operations += 2.0 * (rectangular_products * side * rows * columns + square_products * side**3)
         return operations
 
     return cost
@@ -211,8 +213,8 @@ def scale_by_soap(
 
     zeros = functools.partial(_zeros, longest=max_precondition_size)
     identity = functools.partial(_identity, longest=max_precondition_size)
-    state: Any = SoapState
-    return state(
+    declared: Any = SoapState  # with slots in the places of tensors
+    return declared(
         count=MatrixSlot(),
         mu=Slot(),
         nu=Slot(),
@@ -253,44 +255,52 @@ def _averaged(factor: Tensor, g: Tensor, b2: Scalar) -> Tensor:
     return running_average(factor, g @ g.mT, b2)
 
 
-def _whitened(x: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
-    """Return a matrix whose product with its transpose is ``x`` times the inverse of ``factor`` times ``x.mT``, over n.
+def _whitened(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
+    """Return a matrix whose product with its transpose is ``g R^-1 g^T / n``, for gradients g of m by n and a factor R.
 
-    ``missing`` is the weight of the identity in ``factor``, relative to the weight of the gradients so far.
+    It is ``g Q / sqrt(n Lambda)``, with the basis Q of R and the diagonal Lambda of ``Q^T R Q``. ``missing`` is the
+    weight of the identity in R, relative to the weight of the gradients so far.
     """
-    rows, columns = x.shape[-2:]
+    rows, columns = g.shape[-2:]
     root_n = columns**0.5
-    if not factor.shape[-1]:
-        return x / root_n
-    product = factor @ basis
-    eigenvalues = (basis * product).sum(-2, keepdim=True)
+    if not factor.shape[-1]:  # a side without a factor counts as the identity
+        return g / root_n
+    eigenvalues = (basis * (factor @ basis)).sum(-2, keepdim=True)
     mean = eigenvalues.mean(-1, keepdim=True)
     largest = eigenvalues.amax(-1, keepdim=True)
     damped = eigenvalues + missing * mean + _SHIFT * largest
-    root_size = rows**0.5 * root_n
-    rms = norm(x) / root_size
+    # Before the first gradient, R is zero and counts as the identity times the root mean square of this gradient.
+    rms = norm(g) / (rows**0.5 * root_n)
     damped = torch.where(largest == 0, rms, damped)
-    divisor = torch.where(damped <= 0, 1.0, damped).sqrt()
-    return x @ basis / (divisor * root_n)
+    positive = torch.where(damped <= 0, 1.0, damped)  # all gradients have been zero, and g is zero too
+    return g @ basis / (positive.sqrt() * root_n)
 
 
 def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
     """Return the basis after a power iteration with ``factor``, if due, and the old indices of its columns."""
+    # 1. Multiply by factor + delta I. The factor is scaled to a maximum in [1, 2), so that delta is a constant.
     scaled_factor = factor * unit_power(factor)
     product = scaled_factor @ basis + _SHIFT * basis
-    # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding. The identity is
-    # not sorted: the order of its columns says nothing yet, and each change of order is a jump.
+
+    # 2. Sort the columns by falling eigenvalue. The identity is not sorted: the order of its columns says nothing yet,
+    # and each change of order is a jump.
     eigenvalues = (basis * product).sum(-2, keepdim=True)
-    rounded = (eigenvalues / _SHIFT).round()
-    by_size = rounded.argsort(dim=-1, descending=True, stable=True)
-    same_order = torch.arange(basis.shape[-1], device=basis.device).expand_as(by_size)
-    is_sorted = is_due & ~is_first
-    order = torch.where(is_sorted, by_size, same_order)
+    order = _order_of(eigenvalues, is_due & ~is_first)
     sorted_product = product.take_along_dim(order, -1)
+
+    # 3. Make the columns orthonormal. A positive diagonal of R makes the decomposition unique.
     q, r = torch.linalg.qr(sorted_product)
-    # A positive diagonal of R makes the decomposition unique.
     diagonal = r.diagonal(dim1=-2, dim2=-1)
     signs = torch.where(diagonal < 0, -1.0, 1.0).unsqueeze(-2)
     new_basis = torch.where(is_due, q * signs, basis)
     # The columns of `q` are contiguous; the state keeps the strides that `init` and `load` give it.
     return new_basis.contiguous(), order
+
+
+def _order_of(eigenvalues: Tensor, is_sorted: Tensor) -> Tensor:
+    """Return the indices of the eigenvalues (..., 1, n) in falling order; where ``is_sorted`` is False, 0 to n - 1."""
+    # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding.
+    rounded = (eigenvalues / _SHIFT).round()
+    falling = rounded.argsort(dim=-1, descending=True, stable=True)
+    unsorted = torch.arange(eigenvalues.shape[-1], device=eigenvalues.device).expand_as(falling)
+    return torch.where(is_sorted, falling, unsorted)

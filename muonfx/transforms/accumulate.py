@@ -111,17 +111,14 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         is_last = boundary
         if is_last is None:
             is_last = accumulated.count >= every
-        # If values cannot be read, only leaves with a gradient in this call are updated; else also those with a
-        # gradient in an earlier micro-batch.
-        is_compiling = torch.compiler.is_compiling()
-        is_hidden = isinstance(is_last, Tensor) and (is_compiling or is_wrapped(is_last) or is_traced())
+        is_hidden = isinstance(is_last, Tensor) and _is_hidden(is_last)
+        # Leaves whose gradient is None in this call are updated too if they had one earlier, unless a graph without
+        # values of tensors is recorded.
         updated_leaves = updates
-        if not is_compiling and not is_hidden:
+        if not is_hidden and not torch.compiler.is_compiling():
             updated_leaves = _ever_seen(updates, accumulated)
         outcomes = _Outcomes(inner, updates, updated_leaves, mean, params, extras)
-        if isinstance(is_last, Tensor) and is_hidden:  # both results are computed or compiled
-            if is_compiling:
-                return outcomes.cond(is_last, accumulated)
+        if isinstance(is_last, Tensor) and is_hidden:
             return outcomes.select(is_last, accumulated)
         if is_last:
             return outcomes.step(accumulated, donate)
@@ -130,27 +127,32 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
     return init, update
 
 
+def _is_hidden(number: Tensor) -> bool:
+    """Return True if Python cannot read the value of a tensor: in a recorded graph, and under ``torch.func``."""
+    return is_traced() or is_wrapped(number)
+
+
 def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) -> AccumulateState:
     """Return the state with the gradients of one micro-batch added to the sums, and the counts increased."""
     present = Present(updates)
     old_sums = present.pick(state.sums)
     wide_gradients, wide_sums = ew.widest(present.pick(updates), old_sums)
-    new_sums = ew.add(wide_sums, wide_gradients, reuse=donate.state)
-    sums = ew.store(new_sums, old_sums, reuse=donate.state)
+    wide_sums = ew.add(wide_sums, wide_gradients, reuse=donate.state)
+    new_sums = ew.store(wide_sums, old_sums, reuse=donate.state)
 
     leaves = tree.leaves(updates)
-    has_gradient = [leaves[index] is not None for index in _by_path(updates)]
+    has_gradient = [leaves[index] is not None for index in _indices_by_path(updates)]
     seen_now = torch.tensor(has_gradient, dtype=torch.int64, device=state.seen.device)
     return AccumulateState(
         count=state.count + 1,
         seen=state.seen + seen_now,
-        sums=present.fill(sums, state.sums),
+        sums=present.fill(new_sums, state.sums),
         inner=state.inner,
     )
 
 
-def _by_path(updates: PyTree) -> list[int]:
-    """Return the indices of the leaves of a tree, sorted by the path of each leaf."""
+def _indices_by_path(updates: PyTree) -> list[int]:
+    """Return the indices of the leaves of a tree, sorted by the path of each leaf, as in `AccumulateState.seen`."""
     if tree.is_flat(updates):
         return list(range(len(updates)))
     keys: list[tuple[list[tuple[str, Any]], int]] = []
@@ -169,9 +171,9 @@ def _ever_seen(updates: PyTree, accumulated: AccumulateState) -> PyTree:
     if all(leaf is not None for leaf in leaves):
         return updates
     sums = tree.leaves(accumulated.sums)
-    counts = accumulated.seen.tolist()  # on the CPU, so tolist() does not sync
-    for index, count in zip(_by_path(updates), counts, strict=True):
-        if leaves[index] is None and count:
+    counts = accumulated.seen.tolist()  # sorted by path, and on the CPU, so tolist() does not sync
+    for index, count in zip(_indices_by_path(updates), counts, strict=True):
+        if leaves[index] is None and count > 0:
             leaves[index] = sums[index]
     return tree.unflatten(treedef, leaves)
 
@@ -200,18 +202,18 @@ class _Outcomes(NamedTuple):
         sums = present.pick(accumulated.sums)
         if self.mean:
             number = accumulated.count.to(torch.float64)
-            gradients = [total / _scalar_for(number, total) for total in sums]
+            wide_gradients = [total / _scalar_for(number, total) for total in sums]
         else:
-            gradients = ew.clone(sums)
-        gradients = ew.cast(gradients, self._gradient_dtypes(present, sums))
-        donation = Donation(self.mean and donate.state, donate.state)
-        out, inner_state = self.inner.run(
-            present.fill(gradients), accumulated.inner, self.params, donate=donation, **self.extras
-        )
+            wide_gradients = ew.clone(sums)
+        gradients = present.fill(ew.cast(wide_gradients, self._gradient_dtypes(present, sums)))
+
+        donation = Donation(donate.state, donate.state)  # the gradients are new tensors
+        out, inner_state = self.inner.run(gradients, accumulated.inner, self.params, donate=donation, **self.extras)
+        zeros = [torch.zeros_like(total) for total in sums]
         return out, AccumulateState(
             count=torch.zeros_like(accumulated.count),
             seen=torch.zeros_like(accumulated.seen),
-            sums=present.fill([torch.zeros_like(total) for total in sums], accumulated.sums),
+            sums=present.fill(zeros, accumulated.sums),
             inner=inner_state,
         )
 
@@ -233,13 +235,20 @@ class _Outcomes(NamedTuple):
         return tree.map(torch.zeros_like, self.updates), accumulated
 
     def select(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Compute both results and select one by ``is_last`` with ``torch.where``; ``vmap`` does so for each state."""
+        """Return one of the two results by ``is_last``, whose value Python cannot read."""
+        if torch.compiler.is_compiling():
+            return self._cond(is_last, accumulated)
+        # Both are computed. Under `vmap` over several states, the choice differs between them.
         stepped = self.step(accumulated, NOTHING)
         waited = self.wait(accumulated)
         return tree.map(lambda a, b: torch.where(is_last.to(a.device), a, b), stepped, waited)
 
-    def cond(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Choose one of the two results by ``is_last`` with ``torch.cond``, in a compiled graph."""
+    def _cond(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
+        """Choose one of the two results by ``is_last`` with ``torch.cond``, in a compiled graph.
+
+        Its branches are functions of tensors and return tensors, so the trees are flattened, and leaves of None are
+        left out.
+        """
         leaves, treedef = tree.flatten(accumulated)
 
         def step(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -253,5 +262,5 @@ class _Outcomes(NamedTuple):
 
 
 def _copies(outcome: PyTree) -> tuple[Tensor, ...]:
-    """Return copies of the tensors in a tree: a branch of ``torch.cond`` returns new tensors, and no None."""
+    """Return copies of the tensors in a tree: a branch of ``torch.cond`` must not return an input or a None."""
     return tuple(leaf.clone() for leaf in tree.leaves(outcome) if leaf is not None)

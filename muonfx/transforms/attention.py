@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -162,6 +162,7 @@ class _Collector(TorchFunctionMode):
         if not self._running:
             return
         module = self._running[-1]
+        # The heads of all tensor-parallel ranks; -inf for the heads of another rank does not change a maximum.
         logits_of_ranks = [torch.full_like(logits, -math.inf)] * self._size
         logits_of_ranks[self._rank] = logits
         all_logits = torch.cat(logits_of_ranks)
@@ -238,26 +239,24 @@ def collect_max_logits(
         for name, observed in _modules_of(model, module).items():
             stack.enter_context(observed.register_forward_pre_hook(functools.partial(collector.enter_module, name)))
             stack.enter_context(observed.register_forward_hook(collector.leave_module, always_call=True))
-        stack.callback(_COLLECTOR.reset, _COLLECTOR.set(collector))
+        token = _COLLECTOR.set(collector)  # for `record_max_logits`
+        stack.callback(_COLLECTOR.reset, token)
         stack.enter_context(collector)
         yield collector.largest_logits
 
 
 def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     """Return the modules whose names match a glob, by their names without the components that wrappers add."""
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             raise ValueError(
                 f"collect_max_logits: {name or 'the model'!r} is compiled, and the logits of a compiled forward "
                 "pass cannot be observed: collect before torch.compile, or return the largest logits from the model"
             )
-    # `unwrapped` maps names of parameters, and a wrapper is a component in front of the name of a parameter.
-    plain_name_of = unwrapped(f"{name}.parameter" for name in modules if name)
-    plain_modules: dict[str, nn.Module] = {}
-    for name, module in modules.items():
-        plain_name = plain_name_of.get(f"{name}.parameter", "parameter")  # the model itself has no name
-        plain_modules[plain_name.removesuffix("parameter").removesuffix(".")] = module
+        modules[name] = module
+    plain_name_of = _plain_names(modules)
+    plain_modules = {plain_name_of[name]: module for name, module in modules.items()}
     if pattern is None:
         return plain_modules
     matching = {name: module for name, module in plain_modules.items() if matches(name, pattern)}
@@ -265,6 +264,19 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
         known = ", ".join(map(repr, plain_modules))
         raise ValueError(f"collect_max_logits: {pattern!r} matches none of the modules {known}")
     return matching
+
+
+def _plain_names(modules: Iterable[str]) -> dict[str, str]:
+    """Return the names of modules without the components that wrappers add: "module.attn" becomes "attn".
+
+    The model itself has the name "". It is also the plain name of the model within a wrapper, such as "module".
+    """
+    # `unwrapped` removes a wrapper in front of the name of a parameter, so it receives a parameter of each module.
+    plain_parameters = unwrapped(f"{module}.weight" for module in modules if module)
+    plain_names = {"": ""}
+    for parameter, plain_parameter in plain_parameters.items():
+        plain_names[parameter.removesuffix(".weight")] = plain_parameter.removesuffix("weight").removesuffix(".")
+    return plain_names
 
 
 def record_max_logits(most: Tensor) -> None:

@@ -48,24 +48,30 @@ def _functions(
         return EmptyState()
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        """Add ``sign * weight_decay * w`` to the updates of the leaves that decay."""
+        """Add ``sign * weight_decay * w`` to the update of each weight w that decays."""
         params = params_for(name, params)
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
         leaves, treedef = tree.flatten(updates)
         weights = tree.leaves(params)
-        indices: list[int] = []
+        indices: list[int] = []  # of the leaves that decay
         for index, (leaf, does_decay) in enumerate(zip(leaves, decays(params), strict=True)):
             if does_decay and leaf is not None:
                 indices.append(index)
         u = [leaves[index] for index in indices]
-        w = ew.cast_like([weights[index] for index in indices], u)
+        w = [weights[index] for index in indices]
+        decayed_updates = add_decay(u, w, reuse=donate.updates)
+        for index, decayed_update in zip(indices, decayed_updates, strict=True):
+            leaves[index] = decayed_update
+        return tree.unflatten(treedef, leaves), state
+
+    def add_decay(u: list[Tensor], w: list[Tensor], reuse: bool) -> list[Tensor]:
+        """Return ``u + sign * weight_decay * w`` in the dtypes of the updates u; ``reuse`` overwrites them."""
+        w = ew.cast_like(w, u)
         if caution:
             w = [_where_decay_agrees(u_i, w_i, sign) for u_i, w_i in zip(u, w, strict=True)]
-        decayed = ew.add(u, w, sign * weight_decay, reuse=donate.updates)
-        for index, leaf in zip(indices, ew.cast_like(decayed, u), strict=True):
-            leaves[index] = leaf
-        return tree.unflatten(treedef, leaves), state
+        decayed = ew.add(u, w, sign * weight_decay, reuse=reuse)
+        return ew.cast_like(decayed, u)  # a factor that is a tensor may widen the dtype
 
     return init, update
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, transform
+from muonfx.core import Donation, Locality, extras, transform
 from muonfx.core.donation import NOTHING
-from muonfx.core.extras import sum_over_leaves
 from muonfx.transforms.clip import Sum, norm_over_leaves
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -107,40 +106,46 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     if unknown or not metrics:
         raise ValueError(f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, METRICS))}")
 
-    def measured_trees(values: PyTree) -> dict[str, PyTree]:
-        """Return the trees that are measured, by the prefix of their keys: the whole tree, or each leaf."""
-        if not by_leaf:
-            return {name: values}
-        return {f"{name}/{leaf}": value for leaf, value in tree.named_leaves(values)}
-
-    def measured(updates: PyTree, state: MonitorState, total: Sum) -> MonitorState:
-        values: dict[str, Tensor] = {}
-        for prefix, measured_tree in measured_trees(updates).items():
-            for metric in metrics:
-                value = METRICS[metric](measured_tree, total)
-                key = f"{prefix}/{metric}"
-                values[key] = value.to(state.values[key])  # the updates may all be None, so the state has the device
-        return MonitorState(values)
-
     def init(params: PyTree) -> MonitorState:
         device = device_of(params)
         values: dict[str, Tensor] = {}
-        for prefix in measured_trees(params):
+        for prefix in _trees_by_prefix(name, params, by_leaf):
             for metric in metrics:
                 values[f"{prefix}/{metric}"] = torch.zeros((), dtype=torch.float32, device=device)
         return MonitorState(values)
 
-    def update_by_sums(
+    def measured(updates: PyTree, state: MonitorState, sum_over_leaves: Sum) -> MonitorState:
+        """Return the values of all metrics of the updates."""
+        values: dict[str, Tensor] = {}
+        for prefix, measured_tree in _trees_by_prefix(name, updates, by_leaf).items():
+            for metric in metrics:
+                value = METRICS[metric](measured_tree, sum_over_leaves)
+                key = f"{prefix}/{metric}"
+                values[key] = value.to(state.values[key])  # the updates may all be None, so the state has the device
+        return MonitorState(values)
+
+    def update_on_shards(
         updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
         return updates, measured(updates, state, sum_over_leaves)
 
     def update(updates: PyTree, state: MonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return updates, measured(updates, state, sum_over_leaves)
+        return updates, measured(updates, state, extras.sum_over_leaves)
 
-    if by_leaf or not set(metrics) <= _SUMS:
-        return init, update
-    return init, update_by_sums
+    # Sums over all leaves can be added up over ranks. All other values need whole leaves, which are gathered.
+    if not by_leaf and _SUMS.issuperset(metrics):
+        return init, update_on_shards
+    return init, update
+
+
+def _trees_by_prefix(name: str, values: PyTree, by_leaf: bool) -> dict[str, PyTree]:
+    """Return the trees that a monitor measures, by the prefix of their keys: the whole tree, or each leaf.
+
+    ``{"w": u}`` gives ``{"updates": {"w": u}}``, or ``{"updates/w": u}`` if ``by_leaf``.
+    """
+    if not by_leaf:
+        return {name: values}
+    return {f"{name}/{leaf}": value for leaf, value in tree.named_leaves(values)}
 
 
 def metrics(state: PyTree) -> dict[str, Tensor]:

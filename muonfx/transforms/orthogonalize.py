@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -88,7 +86,7 @@ def orthogonalize(
         >>> bool((u.diagonal() - 1).abs().max() < 0.2)
         True
     """
-    # Raises if an option is malformed.
+    # Only for its errors: it raises if an option is malformed.
     polar.explain((0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=products)
     orthogonalizer = Orthogonalizer(coefficients, steps, method, dtype, products)
 
@@ -105,7 +103,8 @@ def orthogonalize(
         workspace: polar.Workspace | None = None,
     ):
         """Orthogonalize all matrices in one call, which batches those of equal shape. The state is empty."""
-        orthogonalize_stacks = functools.partial(orthogonalizer, donate=donate.updates, workspace=workspace)
-        return Matrices(view, updates).replaced_by(orthogonalize_stacks), state
+        matrices = Matrices(view, updates)
+        orthogonal = orthogonalizer(matrices.stacks, donate=donate.updates, workspace=workspace)
+        return matrices.fill(orthogonal), state
 
     return init, update

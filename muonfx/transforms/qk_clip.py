@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -154,44 +154,42 @@ class AttentionHeads:
         unchanged = first_rotary + self.heads
         indices = torch.full((size,), unchanged, device=device)
         if "query" in roles:
-            blocks = self._blocks(name, indices, "query")
-            _fill_rows(blocks, self.query_dims, first_factor=0)
+            query_blocks = self._blocks(name, indices, 0, self.heads, [self.query_dims, self.rotary_dims])
+            _fill_rows(query_blocks, self.query_dims, first_factor=0)
             if self.rotary_dims is not None:
-                _fill_rows(blocks, self.rotary_dims, first_factor=first_rotary)
+                _fill_rows(query_blocks, self.rotary_dims, first_factor=first_rotary)
         if "key" in roles:
-            blocks = self._blocks(name, indices, "key")
-            _fill_rows(blocks, self.key_dims, first_factor=first_key)
+            key_blocks = self._blocks(name, indices, self.heads, self.keys, [self.key_dims])
+            _fill_rows(key_blocks, self.key_dims, first_factor=first_key)
         return indices
 
-    def _blocks(self, name: str, rows: Tensor, role: str) -> Tensor:
-        """Return a view of a vector, with an item for each row of a weight, as (heads, rows of a head).
+    def _blocks(self, name: str, rows: Tensor, first: int, heads: int, spans: list[Span | None]) -> Tensor:
+        """Return a view of a vector with an item for each row of a weight, as (heads, rows of a head).
+
+        Args:
+            name: the name of the weight, for errors.
+            rows: the vector, which a write into the view changes.
+            first: in a fused weight, the number of heads in front of these.
+            heads: the number of these heads: of all queries, or of all keys.
+            spans: the declared ranges of rows within the block of a head.
 
         Raises:
             ValueError: the rows are not equal blocks, one for each head, that contain the declared ranges of rows.
         """
-        heads = self.heads
-        spans = [self.query_dims, self.rotary_dims]
-        if role == "key":
-            heads = self.keys
-            spans = [self.key_dims]
-        all_blocks = heads
-        first_block = 0
-        if self.query == self.key and spans[0] is None:
-            # A fused weight has all queries, then all keys, then as many values as keys.
-            all_blocks = self.heads + self.keys + self.keys
-            if role == "key":
-                first_block = self.heads
+        is_fused = self.query == self.key and spans[0] is None
+        all_heads = heads
+        if is_fused:  # all queries, then all keys, then as many values as keys
+            all_heads = self.heads + self.keys + self.keys
         size = len(rows)
-        block_size = size // all_blocks  # not divmod, which a tracer cannot apply to a symbolic size
-        last_end = max([span[1] for span in spans if span is not None], default=0)
-        if size % all_blocks or last_end > block_size:
+        block_size = size // all_heads  # not divmod, which a tracer cannot apply to a symbolic size
+        ends = [span[1] for span in spans if span is not None]
+        if size % all_heads or any(end > block_size for end in ends):
             raise ValueError(
                 f"qk_clip: {name!r} has {size} rows, expected equal blocks, one for each head of {self!r}, that "
                 "contain its dims: correct the heads or the dims"
             )
-        first_row = first_block * block_size
-        end_row = first_row + heads * block_size
-        return rows[first_row:end_row].view(heads, block_size)
+        blocks = rows.view(all_heads, block_size)
+        return blocks[first : first + heads] if is_fused else blocks
 
 
 def _module_before(name: str, ending: str) -> str | None:
@@ -212,7 +210,9 @@ def _fill_rows(blocks: Tensor, span: Span | None, first_factor: int) -> None:
     Head h has the number ``first_factor + h``. ``blocks`` has the shape (heads, rows of a head).
     """
     heads, rows = blocks.shape
-    first, end = span or (0, rows)
+    if span is None:
+        span = (0, rows)
+    first, end = span
     numbers = torch.arange(first_factor, first_factor + heads, device=blocks.device)
     blocks[:, first:end] = numbers.unsqueeze(1)
 
@@ -252,7 +252,10 @@ class _Member(NamedTuple):
 
 
 def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
-    """Return the argument ``heads`` of `qk_clip` as a tuple. Raise if an item has another type."""
+    """Return the argument ``heads`` of `qk_clip` as a tuple. Raise if an item has another type.
+
+    The items are `AttentionHeads`, or after `_resolve` the parameters that hold queries or keys.
+    """
     items: Any = heads
     if type(heads) is not tuple:
         items = (heads,)
@@ -262,25 +265,39 @@ def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
     return items
 
 
+def _resolved(heads: tuple[AttentionHeads | _Member, ...]) -> list[_Member]:
+    """Return the parameters that `_resolve` has put into the argument ``heads``."""
+    return [item for item in heads if isinstance(item, _Member)]
+
+
+def _unresolved(heads: tuple[AttentionHeads | _Member, ...]) -> list[AttentionHeads]:
+    """Return the descriptions of attention modules in the argument ``heads``."""
+    return [item for item in heads if isinstance(item, AttentionHeads)]
+
+
 def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
-    """Return the parameters that hold queries or keys; after `_resolve`, ``heads`` consists of them already."""
-    members = [item for item in heads if isinstance(item, _Member)]
+    """Return the parameters that hold queries or keys."""
+    members = _resolved(heads)
     if members:
         return members
-    leaves = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+    leaves = dict(tree.named_leaves(params))
     for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
-        leaf = leaves[name]
-        is_present = leaf is not None
-        shape: tuple[int, ...] = ()
-        if is_present:
-            shape = tuple(leaf.shape)
-        for attention in heads:
-            assert isinstance(attention, AttentionHeads)
-            module, roles = attention.module_of(plain_name)
-            if roles:
-                members.append(_Member(name, module, attention, roles, shape, is_present))
-                break
+        member = _member_of(name, plain_name, leaves[name], _unresolved(heads))
+        if member is not None:
+            members.append(member)
     return members
+
+
+def _member_of(name: str, plain_name: str, leaf: Tensor | None, attentions: Sequence[AttentionHeads]) -> _Member | None:
+    """Return a parameter with the first `AttentionHeads` that describes it; None if it holds no queries or keys."""
+    shape: tuple[int, ...] = ()
+    if leaf is not None:
+        shape = tuple(leaf.shape)
+    for attention in attentions:
+        module, roles = attention.module_of(plain_name)
+        if roles:
+            return _Member(name, module, attention, roles, shape, is_present=leaf is not None)
+    return None
 
 
 def _resolve(tx: Transform, params: PyTree) -> Transform:
@@ -290,11 +307,10 @@ def _resolve(tx: Transform, params: PyTree) -> Transform:
 
 
 def _patterns(tx: Transform) -> list[NamePatterns]:
-    heads = _as_tuple(tx.arguments["heads"])
+    """Return the globs of all `AttentionHeads`, each of which must match a parameter."""
     groups: list[tuple[str, ...]] = []
-    for attention in heads:
-        if isinstance(attention, AttentionHeads):
-            groups += attention.patterns()
+    for attention in _unresolved(_as_tuple(tx.arguments["heads"])):
+        groups += attention.patterns()
     if not groups:
         return []
     return [NamePatterns("qk_clip: heads", tuple(groups), required=True)]
@@ -303,7 +319,7 @@ def _patterns(tx: Transform) -> list[NamePatterns]:
 def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
     heads = _as_tuple(tx.arguments["heads"])
     if heads and "max_logits" in extras:
-        _logits([member for member in heads if isinstance(member, _Member)], extras["max_logits"])
+        _logits(_resolved(heads), extras["max_logits"])
 
 
 def _unchanged(values: PyTree) -> PyTree:
@@ -384,33 +400,32 @@ def qk_clip(
     ):
         """Scale the query and key weights of each head whose largest logit exceeds tau.
 
-        ``shard`` returns this rank's shards of a dict of whole tensors by parameter name.
+        On sharded parameters, ``max_over_ranks`` returns the maximum of a tensor over all ranks, and ``shard`` this
+        rank's shards of a dict of whole tensors by parameter name.
         """
-        params = params_for("qk_clip", params)
-        weights = dict(tree.named_leaves(params))
+        weights = dict(tree.named_leaves(params_for("qk_clip", params)))
         members = [member for member in _members(all_heads, params) if weights[member.name] is not None]
         if not members:
             return updates, state
         wide = ew.wide_dtype(*[weights[member.name].dtype for member in members])
         device = tree.device_of(params)
-        logits = _logits(members, max_logits)
-        local_s = torch.cat([module_logits.to(device, wide) for module_logits in logits])
-        gamma = _gamma(max_over_ranks(local_s), tau)
-        factors = _factors_by_module(members, gamma, alpha)
+        local_logits = [logits.to(device, wide) for logits in _logits(members, max_logits)]
+        largest_logits = max_over_ranks(torch.cat(local_logits))
+        factors = _factors_by_module(members, _gamma(largest_logits, tau), alpha)
+
         # 1 minus the factor of each element of a weight, in its full shape, so that it is sharded like the weight.
         one_minus_factors: dict[str, Tensor] = {}
         for member in members:
             weight = weights[member.name]
             one_minus_factors[member.name] = member.one_minus_factor(factors[member.module], weight.device)
         local_one_minus_factors = shard(one_minus_factors)
-
         leaves, treedef = tree.flatten(updates)
         for index, (name, weight) in enumerate(weights.items()):
             if leaves[index] is not None and name in local_one_minus_factors:
                 leaves[index] = _scaled(leaves[index], weight, local_one_minus_factors[name])
         return tree.unflatten(treedef, leaves), state
 
-    def without_heads(
+    def update_without_heads(
         updates: PyTree,
         state: EmptyState,
         params: PyTree = None,
@@ -419,11 +434,14 @@ def qk_clip(
         donate: Donation = NOTHING,
         shard: Callable[[PyTree], PyTree] = _unchanged,
     ):
-        """Return the updates unchanged: without heads, there is nothing to clip, and no logits are required."""
+        """Return the updates unchanged: there is nothing to clip.
+
+        The logits are accepted but not required. The argument ``shard`` declares that this runs on shards.
+        """
         return updates, state
 
     if not all_heads:
-        return init, without_heads
+        return init, update_without_heads
     return init, update
 
 
