@@ -86,9 +86,7 @@ def scale_by_factored_rms(
     def init(params: PyTree) -> FactoredRmsState:
         """Return mean squares of zero: of rows and columns for a factored parameter, else of all elements."""
         present = Present(params)
-        states: list[_MeanSquares] = []
-        for param in present.pick(params):
-            states.append(_zeros(param, min_dim_size_to_factor, state_dtype(dtype, param.dtype)))
+        states = [_zeros(param, min_dim_size_to_factor, dtype) for param in present.pick(params)]
         return FactoredRmsState(
             count=ew.new_count(device_of(params)),
             v_row=present.fill([state.v_row for state in states]),
@@ -137,8 +135,9 @@ def _factored_dims(shape: Sequence[int], min_size: int) -> tuple[int, int] | Non
     return second, largest
 
 
-def _zeros(param: Tensor, min_size: int, dtype: torch.dtype) -> _MeanSquares:
+def _zeros(param: Tensor, min_size: int, dtype_option: WideStateDtype) -> _MeanSquares:
     """Return the first state: rows of shape (4,) and columns of shape (8,) for a factored parameter of (4, 8)."""
+    dtype = state_dtype(dtype_option, param.dtype)
     dims = _factored_dims(param.shape, min_size)
     empty = param.new_zeros((0,), dtype=dtype)
     if dims is None:

@@ -214,9 +214,6 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         tensor([4., 4.])
     """
 
-    def init(params: PyTree) -> PyTree:
-        return inner.functions.init(params)
-
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         """Run the inner transform, and multiply its update of each matrix by the inner product with the gradient."""
         # The gradient is needed after the inner transform, so it is not donated.
@@ -229,7 +226,7 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         scaled = ew.by_stacks(_scale_by_inner_product)(matrices.stacks, matrices.split(gradients))[0]
         return matrices.fill(scaled), state
 
-    return init, update
+    return inner.functions.init, update
 
 
 def _scale_by_inner_product(direction: Tensor, gradient: Tensor) -> Tensor:

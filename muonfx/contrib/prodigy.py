@@ -144,7 +144,7 @@ def scale_by_prodigy(
 
         # r = sqrt(b2) r + d / d0 * step_size * <g, x0 - x>
         inner_products = list(map(_inner_product, g, x0, x))
-        inner_product = _like(d, sum_over_leaves(present.fill(inner_products)))
+        inner_product = sum_over_leaves(present.fill(inner_products)).to(d)
         weight_in_r = d / d0 * step_size
         r = sqrt_b2 * state.numerator + weight_in_r * inner_product
 
@@ -164,7 +164,7 @@ def scale_by_prodigy(
         # d = max(d, estim_lr_coef r / |s|_1). The norm is over all leaves, also those without a gradient in this step:
         # they have contributed to r.
         grad_sum = present.fill(ew.store(s, old_s, reuse=reuse), state.grad_sum)
-        s_norm = _like(d, sum_over_leaves(tree.map(_norm, grad_sum)))
+        s_norm = sum_over_leaves(tree.map(_norm, grad_sum)).to(d)
         is_undefined = ~(s_norm > 0)
         estimate = divide_unless(is_undefined, estim_lr_coef * r, s_norm, otherwise=d)
         new_d = torch.maximum(d, estimate)
@@ -209,8 +209,3 @@ def _sum(x: Tensor) -> Tensor:
     if x.device.type == "mps":
         return x.sum()
     return x.sum(dtype=torch.float64)
-
-
-def _like(number: Tensor, total: Tensor) -> Tensor:
-    """Return a sum with the device and the dtype of another number."""
-    return total.to(device=number.device, dtype=number.dtype)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.contrib.norms import norm
+from muonfx.contrib.norms import norm, square_zeros
 from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.exact import solve_sylvester
@@ -124,8 +124,8 @@ def scale_by_shampoo(
             right_root=right_root,
         )
 
-    left_slot = MatrixSlot(functools.partial(_zeros, side=-2))
-    right_slot = MatrixSlot(functools.partial(_zeros, side=-1))
+    left_slot = MatrixSlot(functools.partial(square_zeros, side=-2))
+    right_slot = MatrixSlot(functools.partial(square_zeros, side=-1))
     return ShampooState(
         count=MatrixSlot(),
         left=left_slot,
@@ -133,12 +133,6 @@ def scale_by_shampoo(
         left_root=left_slot,
         right_root=right_slot,
     ), step
-
-
-def _zeros(matrix: Tensor, side: int) -> Tensor:
-    """Return zeros (..., n, n) for the length n of a side of a matrix, -2 or -1."""
-    size = matrix.shape[side]
-    return matrix.new_zeros((*matrix.shape[:-2], size, size))
 
 
 def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.contrib.norms import norm
+from muonfx.contrib.norms import norm, square_zeros
 from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
@@ -227,10 +227,9 @@ def scale_by_soap(
 
 def _zeros(matrix: Tensor, side: int, longest: int) -> Tensor:
     """Return zeros (..., n, n) for the length n of a side, -2 or -1; (..., 0, 0) if it is more than ``longest``."""
-    size = matrix.shape[side]
-    if size > longest:
-        size = 0
-    return matrix.new_zeros((*matrix.shape[:-2], size, size))
+    if matrix.shape[side] > longest:
+        return matrix.new_zeros((*matrix.shape[:-2], 0, 0))
+    return square_zeros(matrix, side)
 
 
 def _identity(matrix: Tensor, side: int, longest: int) -> Tensor:

@@ -283,13 +283,10 @@ def record_for_each(function: Callable[..., Any], *args: object, **kwargs: objec
     ``[None, 0.0, None]``. The tensors of a leaf replace None at the positions 0 and 2.
     """
     flat_args, treedef = tree.flatten((args, kwargs))
-    operands: list[Leaf] = []
-    positions: list[int] = []
-    for position, argument in enumerate(flat_args):
-        if isinstance(argument, Leaf):
-            operands.append(argument)
-            positions.append(position)
-            flat_args[position] = None  # the operation must not refer to a placeholder: its record would be a cycle
+    positions = [position for position, argument in enumerate(flat_args) if isinstance(argument, Leaf)]
+    operands = [flat_args[position] for position in positions]
+    for position in positions:
+        flat_args[position] = None  # the operation must not refer to a placeholder: its record would be a cycle
 
     def call_for_each(*lists: list[Tensor]) -> list[Tensor]:
         """Call the torch function for each leaf. ``lists`` has a list of tensors for each placeholder."""

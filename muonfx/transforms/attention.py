@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -246,17 +246,23 @@ def collect_max_logits(
 
 
 def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
-    """Return the modules whose names match a glob, by their names without the components that wrappers add."""
-    modules: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    """Return the modules whose names match a glob, by their names without the components that wrappers add.
+
+    The name of the model itself is "". In a `DistributedDataParallel`, "module.attn" becomes "attn".
+    """
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             raise ValueError(
                 f"collect_max_logits: {name or 'the model'!r} is compiled, and the logits of a compiled forward "
                 "pass cannot be observed: collect before torch.compile, or return the largest logits from the model"
             )
-        modules[name] = module
-    plain_name_of = _plain_names(modules)
-    plain_modules = {plain_name_of[name]: module for name, module in modules.items()}
+    # `unwrapped` removes wrappers in front of the name of a parameter, so it receives a parameter of each module.
+    module_of_parameter = {f"{name}.weight": module for name, module in modules.items() if name}
+    plain_modules = {"": model}
+    for parameter, plain_parameter in unwrapped(module_of_parameter).items():
+        plain_name = plain_parameter.removesuffix("weight").removesuffix(".")
+        plain_modules[plain_name] = module_of_parameter[parameter]
     if pattern is None:
         return plain_modules
     matching = {name: module for name, module in plain_modules.items() if matches(name, pattern)}
@@ -264,19 +270,6 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
         known = ", ".join(map(repr, plain_modules))
         raise ValueError(f"collect_max_logits: {pattern!r} matches none of the modules {known}")
     return matching
-
-
-def _plain_names(modules: Iterable[str]) -> dict[str, str]:
-    """Return the names of modules without the components that wrappers add: "module.attn" becomes "attn".
-
-    The model itself has the name "". It is also the plain name of the model within a wrapper, such as "module".
-    """
-    # `unwrapped` removes a wrapper in front of the name of a parameter, so it receives a parameter of each module.
-    plain_parameters = unwrapped(f"{module}.weight" for module in modules if module)
-    plain_names = {"": ""}
-    for parameter, plain_parameter in plain_parameters.items():
-        plain_names[parameter.removesuffix(".weight")] = plain_parameter.removesuffix("weight").removesuffix(".")
-    return plain_names
 
 
 def record_max_logits(most: Tensor) -> None:

@@ -53,25 +53,24 @@ def _functions(
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
         leaves, treedef = tree.flatten(updates)
-        weights = tree.leaves(params)
         indices: list[int] = []  # of the leaves that decay
-        for index, (leaf, does_decay) in enumerate(zip(leaves, decays(params), strict=True)):
+        u: list[Tensor] = []
+        w: list[Tensor] = []
+        for index, (leaf, weight, does_decay) in enumerate(
+            zip(leaves, tree.leaves(params), decays(params), strict=True)
+        ):
             if does_decay and leaf is not None:
                 indices.append(index)
-        u = [leaves[index] for index in indices]
-        w = [weights[index] for index in indices]
-        decayed_updates = add_decay(u, w, reuse=donate.updates)
-        for index, decayed_update in zip(indices, decayed_updates, strict=True):
-            leaves[index] = decayed_update
-        return tree.unflatten(treedef, leaves), state
-
-    def add_decay(u: list[Tensor], w: list[Tensor], reuse: bool) -> list[Tensor]:
-        """Return ``u + sign * weight_decay * w`` in the dtypes of the updates u; ``reuse`` overwrites them."""
+                u.append(leaf)
+                w.append(weight)
         w = ew.cast_like(w, u)
         if caution:
             w = [_where_decay_agrees(u_i, w_i, sign) for u_i, w_i in zip(u, w, strict=True)]
-        decayed = ew.add(u, w, sign * weight_decay, reuse=reuse)
-        return ew.cast_like(decayed, u)  # a factor that is a tensor may widen the dtype
+        decayed = ew.add(u, w, sign * weight_decay, reuse=donate.updates)
+        decayed = ew.cast_like(decayed, u)  # a factor that is a tensor may widen the dtype
+        for index, decayed_leaf in zip(indices, decayed, strict=True):
+            leaves[index] = decayed_leaf
+        return tree.unflatten(treedef, leaves), state
 
     return init, update
 
@@ -198,9 +197,6 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
             "chain(cautious(...), scale_by_learning_rate(...))"
         )
 
-    def init(params: PyTree) -> PyTree:
-        return inner.functions.init(params)
-
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         """Run the inner transform, and drop the elements of its updates whose sign differs from the gradient's."""
         # The gradient is needed after the inner transform, so it is not donated.
@@ -220,4 +216,4 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
 
         return tree.map(keep, out, updates), state
 
-    return init, update
+    return inner.functions.init, update

@@ -147,10 +147,10 @@ class Pattern:
 
         A leading dim with several axes, such as ``(e h)``, does not count as a batch dim.
         """
-        leading_dims = self.dims[:-2]
-        if any(len(_names_of_dim(dim)) > 1 for dim in leading_dims):
+        names_of_dims = list(map(_names_of_dim, self.dims[:-2]))
+        if any(len(names) > 1 for names in names_of_dims):
             return False
-        leading_names = _names(map(_names_of_dim, leading_dims))
+        leading_names = _names(names_of_dims)
         for result in self.results:
             batch_names = _names(result[:-2])
             if not set(leading_names).issubset(batch_names):

@@ -342,11 +342,9 @@ class MatrixStates:
         states_of_leaves: list[Tensor] = []
         for leaf, stacks_of_leaf in zip(matrices.leaves, matrices.grouped(stacks), strict=True):
             dtype = state_dtype(slot.dtype, leaf.dtype)
-            states: list[Tensor] = []
-            for stack in stacks_of_leaf:
-                state = slot.start(stack.contiguous())
-                states.append(slot.rounded(state, dtype))
-            states_of_leaves.append(slot.join(states, stacks_of_leaf))
+            starts = [slot.start(stack.contiguous()) for stack in stacks_of_leaf]
+            rounded_starts = [slot.rounded(start, dtype) for start in starts]
+            states_of_leaves.append(slot.join(rounded_starts, stacks_of_leaf))
         return matrices.present.fill(states_of_leaves)
 
     def read(self, state: PyTree, matrices: Matrices) -> list[Tensor]:
@@ -405,9 +403,10 @@ class _MatrixFormula:
         run_on_stack = functools.partial(self._run_on_stack, containers)
         run_on_all_stacks = ew.by_stacks(run_on_stack, results=1 + len(self._fields))
         new_updates, *new_states = run_on_all_stacks(*operands)
-        new_fields: list[PyTree] = []
-        for field, new_state, old_field in zip(self._fields, new_states, old_fields, strict=True):
-            new_fields.append(field.write(new_state, old_field, matrices))
+        new_fields = [
+            field.write(new_state, old_field, matrices)
+            for field, new_state, old_field in zip(self._fields, new_states, old_fields, strict=True)
+        ]
         return matrices.fill(new_updates), tree.unflatten(containers, new_fields)
 
     def _run_on_stack(self, containers: Structure, update: Tensor, *fields_and_params: Tensor) -> list[Tensor]:

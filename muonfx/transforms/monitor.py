@@ -37,10 +37,8 @@ def _rms(updates: PyTree, total: Sum) -> Tensor:
 def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
     """Return the mean relative distance of the leaves, flattened to matrices, from orthonormal matrices."""
     device = device_of(updates)
-    errors: list[Tensor] = []
-    for u in tree.tensors(updates):
-        if u.ndim >= 2 and u.numel() > 0:
-            errors.append(_distance_from_orthonormal(u).to(device))
+    matrices = [u for u in tree.tensors(updates) if u.ndim >= 2 and u.numel() > 0]
+    errors = [_distance_from_orthonormal(u).to(device) for u in matrices]
     if not errors:
         return torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack(errors).mean()
@@ -106,22 +104,27 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     if unknown or not metrics:
         raise ValueError(f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, METRICS))}")
 
-    def init(params: PyTree) -> MonitorState:
-        device = device_of(params)
-        values: dict[str, Tensor] = {}
-        for prefix in _trees_by_prefix(name, params, by_leaf):
+    def measurements(values: PyTree) -> dict[str, tuple[Metric, PyTree]]:
+        """Return a dict from each key, such as "updates/rms", to the metric and the tree that it measures."""
+        trees = {name: values}
+        if by_leaf:
+            trees = {f"{name}/{leaf}": value for leaf, value in tree.named_leaves(values)}
+        metric_and_tree: dict[str, tuple[Metric, PyTree]] = {}
+        for prefix, measured_tree in trees.items():
             for metric in metrics:
-                values[f"{prefix}/{metric}"] = torch.zeros((), dtype=torch.float32, device=device)
-        return MonitorState(values)
+                metric_and_tree[f"{prefix}/{metric}"] = (metric, measured_tree)
+        return metric_and_tree
+
+    def init(params: PyTree) -> MonitorState:
+        zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
+        return MonitorState({key: zero.clone() for key in measurements(params)})
 
     def measured(updates: PyTree, state: MonitorState, sum_over_leaves: Sum) -> MonitorState:
         """Return the values of all metrics of the updates."""
         values: dict[str, Tensor] = {}
-        for prefix, measured_tree in _trees_by_prefix(name, updates, by_leaf).items():
-            for metric in metrics:
-                value = METRICS[metric](measured_tree, sum_over_leaves)
-                key = f"{prefix}/{metric}"
-                values[key] = value.to(state.values[key])  # the updates may all be None, so the state has the device
+        for key, (metric, measured_tree) in measurements(updates).items():
+            value = METRICS[metric](measured_tree, sum_over_leaves)
+            values[key] = value.to(state.values[key])  # the updates may all be None, so the state has the device
         return MonitorState(values)
 
     def update_on_shards(
@@ -136,16 +139,6 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     if not by_leaf and _SUMS.issuperset(metrics):
         return init, update_on_shards
     return init, update
-
-
-def _trees_by_prefix(name: str, values: PyTree, by_leaf: bool) -> dict[str, PyTree]:
-    """Return the trees that a monitor measures, by the prefix of their keys: the whole tree, or each leaf.
-
-    ``{"w": u}`` gives ``{"updates": {"w": u}}``, or ``{"updates/w": u}`` if ``by_leaf``.
-    """
-    if not by_leaf:
-        return {name: values}
-    return {f"{name}/{leaf}": value for leaf, value in tree.named_leaves(values)}
 
 
 def metrics(state: PyTree) -> dict[str, Tensor]:

@@ -95,12 +95,14 @@ def skip_nonfinite(inner: Transform):
 def _are_finite(gradients: PyTree, sum_over_leaves: Sum) -> Tensor:
     """Return True, as a 0-d tensor, if all gradients on all ranks are finite."""
     present = Present(gradients)
-    flags: list[Tensor] = []
-    for peak in ew.peaks(present.pick(gradients)):
-        flag = torch.where(peak.isfinite(), 0.0, torch.inf)
-        flags.append(flag.to(device=peak.device, dtype=torch.float32))
+    flags = [_infinity_unless_finite(peak) for peak in ew.peaks(present.pick(gradients))]
     # A collective: every rank sees the infinity of any rank in the sum.
     return sum_over_leaves(present.fill(flags)) == 0
+
+
+def _infinity_unless_finite(peak: Tensor) -> Tensor:
+    """Return 0 if the largest magnitude of a leaf is finite, else infinity, as a 0-d fp32 tensor."""
+    return torch.where(peak.isfinite(), 0.0, torch.inf).to(peak.device, torch.float32)
 
 
 def _select(is_finite: Tensor, new: Any, old: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -281,23 +281,21 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
     if members:
         return members
     leaves = dict(tree.named_leaves(params))
+    attentions = _unresolved(heads)
     for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
-        member = _member_of(name, plain_name, leaves[name], _unresolved(heads))
-        if member is not None:
-            members.append(member)
+        for attention in attentions:
+            module, roles = attention.module_of(plain_name)
+            if roles:
+                members.append(_member(name, leaves[name], module, attention, roles))
+                break
     return members
 
 
-def _member_of(name: str, plain_name: str, leaf: Tensor | None, attentions: Sequence[AttentionHeads]) -> _Member | None:
-    """Return a parameter with the first `AttentionHeads` that describes it; None if it holds no queries or keys."""
-    shape: tuple[int, ...] = ()
-    if leaf is not None:
-        shape = tuple(leaf.shape)
-    for attention in attentions:
-        module, roles = attention.module_of(plain_name)
-        if roles:
-            return _Member(name, module, attention, roles, shape, is_present=leaf is not None)
-    return None
+def _member(name: str, leaf: Tensor | None, module: str, heads: AttentionHeads, roles: tuple[str, ...]) -> _Member:
+    """Describe a parameter of an attention module. Its leaf is None if another label of a `partition` has it."""
+    if leaf is None:
+        return _Member(name, module, heads, roles, shape=(), is_present=False)
+    return _Member(name, module, heads, roles, tuple(leaf.shape), is_present=True)
 
 
 def _resolve(tx: Transform, params: PyTree) -> Transform:
@@ -414,10 +412,10 @@ def qk_clip(
         factors = _factors_by_module(members, _gamma(largest_logits, tau), alpha)
 
         # 1 minus the factor of each element of a weight, in its full shape, so that it is sharded like the weight.
-        one_minus_factors: dict[str, Tensor] = {}
-        for member in members:
-            weight = weights[member.name]
-            one_minus_factors[member.name] = member.one_minus_factor(factors[member.module], weight.device)
+        one_minus_factors = {
+            member.name: member.one_minus_factor(factors[member.module], weights[member.name].device)
+            for member in members
+        }
         local_one_minus_factors = shard(one_minus_factors)
         leaves, treedef = tree.flatten(updates)
         for index, (name, weight) in enumerate(weights.items()):
@@ -510,13 +508,12 @@ def _gamma(s: Tensor, tau: float | Tensor) -> Tensor:
 def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Tensor) -> dict[str, Tensor]:
     """Return the vector of `_factors` for each module; ``gamma`` has the heads of one module after another."""
     heads_of_module = {member.module: member.heads for member in members}
-    factors: dict[str, Tensor] = {}
-    start = 0
-    for module, heads in heads_of_module.items():
-        end = start + heads.heads
-        factors[module] = _factors(gamma[start:end], heads.keys, alpha)
-        start = end
-    return factors
+    gammas = gamma.split([heads.heads for heads in heads_of_module.values()])
+    factors = [
+        _factors(gamma_of_module, heads.keys, alpha)
+        for heads, gamma_of_module in zip(heads_of_module.values(), gammas, strict=True)
+    ]
+    return dict(zip(heads_of_module, factors, strict=True))
 
 
 def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:
