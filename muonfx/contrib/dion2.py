@@ -119,7 +119,7 @@ def scale_by_dion2(
         new_m = m.scatter(side, element_indices, decay * selected)
         return update, Dion2State(trace=new_m)
 
-    return Dion2State(Slot(dtype)), step
+    return Dion2State(trace=Slot(dtype)), step
 
 
 def _number(side: int, shrink: int) -> int:

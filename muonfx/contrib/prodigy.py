@@ -170,7 +170,8 @@ def scale_by_prodigy(
         new_d = torch.maximum(d, estimate)
 
         # u = step_size * (m / (sqrt(v) + new_d eps) + weight_decay x)
-        divisors = ew.shift(ew.apply("sqrt", v), new_d * eps, reuse=True)
+        roots = ew.apply("sqrt", v)
+        divisors = ew.shift(roots, new_d * eps, reuse=True)
         u = ew.div(m, divisors, reuse=True)
         if isinstance(weight_decay, Tensor) or weight_decay != 0.0:
             u = ew.add(u, x, weight_decay, reuse=True)

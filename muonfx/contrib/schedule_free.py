@@ -180,8 +180,8 @@ def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
     inner_rates: list[object] = []
     for tx in within(inner):
         if tx.position == "learning_rate":
-            inner_rates.append(_number_of(tx.arguments.get("learning_rate")))
-    rate = _number_of(learning_rate)
+            inner_rates.append(_number_if_constant(tx.arguments.get("learning_rate")))
+    rate = _number_if_constant(learning_rate)
     are_comparable = all(isinstance(value, float | Schedule) for value in (*inner_rates, rate))
     if inner_rates and are_comparable and rate not in inner_rates:
         warn_caller(
@@ -196,7 +196,7 @@ def _warn_of_momentum(inner: Transform) -> None:
         argument = _momentum_argument(tx)
         if argument is None:
             continue
-        momentum = _number_of(tx.arguments.get(argument, 0.0))
+        momentum = _number_if_constant(tx.arguments.get(argument, 0.0))
         if isinstance(momentum, float | Schedule) and momentum != 0.0:
             warn_caller(
                 f"schedule_free: {tx.name} in the inner transform has a momentum, {argument}={momentum!r}, which the "
@@ -217,8 +217,8 @@ def _momentum_argument(tx: Transform) -> str | None:
     return arguments
 
 
-def _number_of(value: object) -> object:
-    """Return the number that a constant schedule always returns. Return any other object unchanged."""
+def _number_if_constant(value: object) -> object:
+    """Return the number that a constant schedule returns at every step. Return any other object unchanged."""
     if not isinstance(value, Schedule):
         return value
     first_value = value(0)
@@ -252,18 +252,14 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             f"schedule_free_eval_params: found no ScheduleFreeState in a {type(state).__name__}; give the state that "
             "the update of schedule_free, or of a transform around it, returned"
         )
-    z_and_b1: dict[str, tuple[Tensor, Tensor]] = {}
+    ys = dict(tree.named_leaves(params))
+    averages = ys.copy()
     for averaging in states:
         for name, z in tree.named_leaves(averaging.z):
-            if z is not None:
-                z_and_b1[name] = (z, averaging.b1)
-
-    leaves, treedef = tree.flatten(params)
-    for index, name in enumerate(tree.names(params)):
-        y = leaves[index]
-        if y is not None and name in z_and_b1:
-            z, b1 = z_and_b1[name]
-            wide_z, wide_y = ew.widest([z], [y])
-            (x,) = ew.lerp(wide_z, wide_y, 1.0 / b1)  # the average, from y = (1 - b1) z + b1 x
-            leaves[index] = x.to(y.dtype)
-    return tree.unflatten(treedef, leaves)
+            y = ys.get(name)
+            if z is not None and y is not None:
+                wide_z, wide_y = ew.widest([z], [y])
+                x = ew.lerp(wide_z, wide_y, 1.0 / averaging.b1)[0]  # y = z + b1 (x - z), so x = z + (y - z) / b1
+                averages[name] = x.to(y.dtype)
+    treedef = tree.flatten(params)[1]
+    return tree.unflatten(treedef, averages.values())

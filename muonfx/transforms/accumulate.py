@@ -111,9 +111,9 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         is_last = boundary
         if is_last is None:
             is_last = accumulated.count >= every
-        is_hidden = isinstance(is_last, Tensor) and _is_hidden(is_last)
-        # Leaves whose gradient is None in this call are updated too if they had one earlier, unless a graph without
-        # values of tensors is recorded.
+        # Python cannot read the value of a tensor in a recorded graph, and under ``torch.func``.
+        is_hidden = isinstance(is_last, Tensor) and (is_traced() or is_wrapped(is_last))
+        # Leaves whose gradient is None in this call are updated too if they had one earlier, if counts can be read.
         updated_leaves = updates
         if not is_hidden and not torch.compiler.is_compiling():
             updated_leaves = _ever_seen(updates, accumulated)
@@ -125,11 +125,6 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         return outcomes.wait(accumulated)
 
     return init, update
-
-
-def _is_hidden(number: Tensor) -> bool:
-    """Return True if Python cannot read the value of a tensor: in a recorded graph, and under ``torch.func``."""
-    return is_traced() or is_wrapped(number)
 
 
 def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) -> AccumulateState:

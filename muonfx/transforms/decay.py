@@ -53,17 +53,11 @@ def _functions(
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
         leaves, treedef = tree.flatten(updates)
-        indices: list[int] = []  # of the leaves that decay
-        u: list[Tensor] = []
-        w: list[Tensor] = []
-        for index, (leaf, weight, does_decay) in enumerate(
-            zip(leaves, tree.leaves(params), decays(params), strict=True)
-        ):
-            if does_decay and leaf is not None:
-                indices.append(index)
-                u.append(leaf)
-                w.append(weight)
-        w = ew.cast_like(w, u)
+        weights = tree.leaves(params)
+        mask = decays(params)  # a bool for each leaf
+        indices = [index for index, leaf in enumerate(leaves) if mask[index] and leaf is not None]
+        u = [leaves[index] for index in indices]
+        w = ew.cast_like([weights[index] for index in indices], u)
         if caution:
             w = [_where_decay_agrees(u_i, w_i, sign) for u_i, w_i in zip(u, w, strict=True)]
         decayed = ew.add(u, w, sign * weight_decay, reuse=donate.updates)

@@ -460,9 +460,6 @@ class _Formula:
         step_plan = self._plan(old_fields, extras)
         values.run(step_plan.plan, overwrite=True)
 
-        for output in (step_plan.update, *step_plan.state):
-            if isinstance(output, Replacement) and output.is_unchanged:
-                values.keep(output.operand)
         new_fields: list[PyTree] = []
         for field, old_field, output in zip(self._fields, old_fields, step_plan.state, strict=True):
             if isinstance(field, SlotTrees):
@@ -597,6 +594,8 @@ class Values:
                     self._computed[index] = self._compute(operation, overwrite=overwrite)
                     # The result of a torch function may be a view of an operand.
                     self._may_write[index] = not operation.is_for_each
+                if overwrite:
+                    self._count_uses(operation.operands)
 
     def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
         """Return the function ``sum_over_leaves`` for a step, which it calls with a `Leaf` instead of a tree."""
@@ -639,8 +638,6 @@ class Values:
             result = operation.function(*lists, *operation.scalars, reuse=reuse)
             if reuse:
                 self._may_write[target] = False  # its storage is the result's
-        if overwrite:
-            self._count_uses(operation.operands)
         return result
 
     def _count_uses(self, operands: Sequence[int]) -> None:
@@ -667,18 +664,16 @@ class Values:
                     f"{tuple(old.shape)}: use muonfx.transform if intermediate results change shapes"
                 )
 
-    def keep(self, operand: int) -> None:
-        """Reserve the storage of an operand that is returned as it is, so that no other output gets it."""
-        self._may_write[operand] = False
-
     def take(self, index: int, copy_into: int | None = None) -> list[Tensor]:
         """Return the tensors of a value that the step returns, for an output that shares storage with nothing else.
 
-        They are copied if the caller owns their storage, or if another output has them. The operand ``copy_into`` gives
-        its storage to the copy if nothing else needs it.
+        They are copied if the caller owns their storage, or if they are a further output too. The operand ``copy_into``
+        gives its storage to the copy if nothing else needs it.
         """
         tensors = self.read(index)
-        if self._may_write[index]:
+        is_last_output = self._remaining_uses[index] == 1
+        self._remaining_uses[index] -= 1
+        if is_last_output and self._may_write[index]:
             self._may_write[index] = False
             return tensors
         if copy_into is not None and self._may_write[copy_into] and not self._remaining_uses[copy_into]:

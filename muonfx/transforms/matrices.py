@@ -101,8 +101,7 @@ class MatrixView:
 
     def of(self, names: Sequence[str]) -> list[Pattern | None]:
         """Return a list with the parsed pattern that applies to each parameter name; None if no pattern applies."""
-        texts = [self.text(name) for name in names]
-        return [self._parsed.get(text) for text in texts]
+        return [self._parsed.get(self.text(name)) for name in names]
 
     def text(self, name: str) -> str | None:
         """Return the pattern that applies to a parameter name, as text; None if no pattern applies."""

@@ -223,7 +223,8 @@ class Pattern:
         Raises:
             ValueError: the shape does not fit the pattern.
         """
-        dot_names = [f"dim_{index}" for index in range(len(shape) - len(self.dims) + 1)]  # for the dims of ``...``
+        number_of_names = len(self.dims) - 1  # if one of them is ``...``
+        dot_names = [f"dim_{index}" for index in range(len(shape) - number_of_names)]  # for the dims of ``...``
         dims: list[Dim] = []
         for dim in self.dims:
             if _names_of_dim(dim) == [_DOTS]:
@@ -443,7 +444,10 @@ def _items(text: str) -> list[_Item]:
 
 
 def _dim(item: _Item) -> Dim:
-    """Return the axes in one dim of the tensor: two for ``(a b)``, and one axis with two parts for ``(a + b)``."""
+    """Return the axes in one dim of the tensor: two for ``(a b)``, and one axis with two parts for ``(a + b)``.
+
+    They are ``((Part("a"),), (Part("b"),))`` and ``((Part("a"), Part("b")),)``.
+    """
     if isinstance(item, str):
         return ((_part(item),),)
     if "+" in item:

@@ -116,7 +116,7 @@ class AttentionHeads:
             globs: list[str] = []
             if self.module:
                 globs += [f"{self.module}.{projection}{ending}" for ending in _ENDINGS]
-            if matches("", self.module):
+            if matches("", self.module):  # the model itself is an attention module
                 globs += [f"{projection}{ending}" for ending in _ENDINGS]
             groups.append(tuple(globs))
         return tuple(groups)
@@ -227,6 +227,7 @@ class _Member(NamedTuple):
     shape: tuple[int, ...]
     """The full shape of the parameter, not of a shard."""
     is_present: bool
+    """False if the leaf is None, as in a tree with the parameters of another label of a `partition`."""
 
     def factor_indices(self, device: torch.device | str) -> Tensor:
         """Return `AttentionHeads.places` in a shape that broadcasts to the parameter: (rows, 1) or (rows,)."""
@@ -283,19 +284,17 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
     leaves = dict(tree.named_leaves(params))
     attentions = _unresolved(heads)
     for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
+        leaf = leaves[name]
+        is_present = leaf is not None
+        shape: tuple[int, ...] = ()
+        if is_present:
+            shape = tuple(leaf.shape)
         for attention in attentions:
             module, roles = attention.module_of(plain_name)
             if roles:
-                members.append(_member(name, leaves[name], module, attention, roles))
+                members.append(_Member(name, module, attention, roles, shape, is_present))
                 break
     return members
-
-
-def _member(name: str, leaf: Tensor | None, module: str, heads: AttentionHeads, roles: tuple[str, ...]) -> _Member:
-    """Describe a parameter of an attention module. Its leaf is None if another label of a `partition` has it."""
-    if leaf is None:
-        return _Member(name, module, heads, roles, shape=(), is_present=False)
-    return _Member(name, module, heads, roles, tuple(leaf.shape), is_present=True)
 
 
 def _resolve(tx: Transform, params: PyTree) -> Transform:
