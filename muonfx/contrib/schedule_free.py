@@ -143,10 +143,12 @@ def schedule_free(
         rate = learning_rate
         if callable(rate):
             rate = rate(count)
+        # c is the weight of the next z relative to the sum of all weights.
         max_lr = torch.maximum(state.max_lr, ew.new_number(rate, device))
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
-        c = divide_unless(~(weight_sum > 0), weight, weight_sum, otherwise=0.0)
+        is_undefined = ~(weight_sum > 0)
+        c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)
         new_b1 = ew.new_number(b1, device)
 
         inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)

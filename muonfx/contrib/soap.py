@@ -155,74 +155,87 @@ def scale_by_soap(
     checks.positive_int("refresh", refresh)
     checks.positive_int("max_precondition_size", max_precondition_size)
 
-    def step(u: Tensor, s: SoapState) -> tuple[Tensor, SoapState]:
-        """Return Adam's update in the current bases, then average the factors and refresh the bases.
-
-        The names are as in the docstring of `scale_by_soap`: bases p and q, moments m and v, factors left (L) and right
-        (R). The shapes are (..., rows, columns) for u, m and v, (..., rows, rows) for p and left, and (..., columns,
-        columns) for q and right. A basis and a factor are empty if the side is too long.
-        """
-        is_first = s.count == 0
-        is_due = s.count.remainder(refresh) == 0
-        t = s.count.clamp(min=1.0)  # the first gradient is not averaged
-        c1 = 1.0 - torch.pow(b1, t)
-        c2 = 1.0 - torch.pow(b2, t)
-        # Products round by the strides and the alignment of their factors, which copies have in common.
-        g = u.clone(memory_format=torch.contiguous_format)
-        p = s.left_basis.clone(memory_format=torch.contiguous_format)
-        q = s.right_basis.clone(memory_format=torch.contiguous_format)
-
-        # m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) (p^T g q)^2. The first gradient changes neither.
-        rotated_g = _rotate(g, p, q)
-        new_m = running_average(s.mu, g, b1)
-        new_v = running_average(s.nu, rotated_g.square(), b2)
-        m = torch.where(is_first, s.mu, new_m)
-        v = torch.where(is_first, s.nu, new_v)
-
-        # update = p (p^T (m / c1) q / (sqrt(v / c2) + eps)) q^T. For the first gradient, it is zero.
-        root = ew.safe_sqrt(v / c2)
-        divisor = torch.where(is_first, 1.0, root + eps)
-        rotated_update = _rotate(m, p, q) / divisor / c1
-        update = torch.where(is_first, 0.0, _rotate(rotated_update, p.mT, q.mT))
-
-        # The factors, and the bases that follow from them. A new basis has another order of columns, and the second
-        # moment is sorted likewise.
-        g_for_left = g
-        g_for_right = g.mT
-        if factors == "kl":
-            missing = 1.0 / c2 - 1.0
-            g_for_left = _whitened(g, s.right, q, missing)
-            g_for_right = _whitened(g.mT, s.left, p, missing)
-        left = _averaged(s.left, g_for_left, b2)
-        right = _averaged(s.right, g_for_right, b2)
-        if left.shape[-1]:
-            p, order = _refreshed(left, p, is_due, is_first)
-            v = v.take_along_dim(order.mT, -2)
-        if right.shape[-1]:
-            q, order = _refreshed(right, q, is_due, is_first)
-            v = v.take_along_dim(order, -1)
-        return update, SoapState(
-            count=s.count + 1.0,
-            mu=m,
-            nu=v,
-            left=left,
-            right=right,
-            left_basis=p,
-            right_basis=q,
-        )
-
-    zeros = functools.partial(_zeros, longest=max_precondition_size)
-    identity = functools.partial(_identity, longest=max_precondition_size)
+    step = functools.partial(_step, b1=b1, b2=b2, eps=eps, is_kl=factors == "kl", refresh=refresh)
+    longest = max_precondition_size
     declared: Any = SoapState  # with slots in the places of tensors
     return declared(
         count=MatrixSlot(),
         mu=Slot(),
         nu=Slot(),
-        left=MatrixSlot(functools.partial(zeros, side=-2)),
-        right=MatrixSlot(functools.partial(zeros, side=-1)),
-        left_basis=MatrixSlot(functools.partial(identity, side=-2)),
-        right_basis=MatrixSlot(functools.partial(identity, side=-1)),
+        left=MatrixSlot(functools.partial(_zeros, side=-2, longest=longest)),
+        right=MatrixSlot(functools.partial(_zeros, side=-1, longest=longest)),
+        left_basis=MatrixSlot(functools.partial(_identity, side=-2, longest=longest)),
+        right_basis=MatrixSlot(functools.partial(_identity, side=-1, longest=longest)),
     ), step
+
+
+def _step(
+    u: Tensor, s: SoapState, *, b1: Scalar, b2: Scalar, eps: Scalar, is_kl: bool, refresh: int
+) -> tuple[Tensor, SoapState]:
+    """Return Adam's update in the current bases, then average the factors and refresh the bases.
+
+    The names are as in the docstring of `scale_by_soap`: bases p and q, moments m and v, factors left (L) and right
+    (R). The shapes are (..., rows, columns) for u, m and v, (..., rows, rows) for p and left, and (..., columns,
+    columns) for q and right. A basis and a factor are empty if the side is too long.
+    """
+    is_first = s.count == 0
+    is_due = s.count.remainder(refresh) == 0
+    t = s.count.clamp(min=1.0)  # the first gradient is not averaged
+    c1 = 1.0 - torch.pow(b1, t)
+    c2 = 1.0 - torch.pow(b2, t)
+    # Products round by the strides and the alignment of their factors, which copies have in common.
+    g = u.clone(memory_format=torch.contiguous_format)
+    p = s.left_basis.clone(memory_format=torch.contiguous_format)
+    q = s.right_basis.clone(memory_format=torch.contiguous_format)
+
+    # m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) (p^T g q)^2. The first gradient changes neither.
+    rotated_g = _rotate(g, p, q)
+    new_m = running_average(s.mu, g, b1)
+    new_v = running_average(s.nu, rotated_g.square(), b2)
+    m = torch.where(is_first, s.mu, new_m)
+    v = torch.where(is_first, s.nu, new_v)
+
+    # update = p (p^T (m / c1) q / (sqrt(v / c2) + eps)) q^T. For the first gradient, it is zero.
+    root = ew.safe_sqrt(v / c2)
+    divisor = torch.where(is_first, 1.0, root + eps)
+    rotated_update = _rotate(m, p, q) / divisor / c1
+    update = torch.where(is_first, 0.0, _rotate(rotated_update, p.mT, q.mT))
+
+    # A new basis has another order of columns, and the second moment is sorted likewise.
+    left, right = _averaged_factors(g, p, q, s, b2, c2, is_kl)
+    if left.shape[-1]:
+        p, order = _refreshed(left, p, is_due, is_first)
+        v = v.take_along_dim(order.mT, -2)
+    if right.shape[-1]:
+        q, order = _refreshed(right, q, is_due, is_first)
+        v = v.take_along_dim(order, -1)
+    return update, SoapState(
+        count=s.count + 1.0,
+        mu=m,
+        nu=v,
+        left=left,
+        right=right,
+        left_basis=p,
+        right_basis=q,
+    )
+
+
+def _averaged_factors(
+    g: Tensor, p: Tensor, q: Tensor, s: SoapState, b2: Scalar, c2: Tensor, is_kl: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the factors L and R with the m by n gradients g: the averages of g g^T and g^T g.
+
+    If ``is_kl``, they are the averages of ``g R^-1 g^T / n`` and ``g^T L^-1 g / m``, for the old factors.
+    """
+    g_for_left = g
+    g_for_right = g.mT
+    if is_kl:
+        missing = 1.0 / c2 - 1.0
+        g_for_left = _whitened(g, s.right, q, missing)
+        g_for_right = _whitened(g.mT, s.left, p, missing)
+    left = _averaged(s.left, g_for_left, b2)
+    right = _averaged(s.right, g_for_right, b2)
+    return left, right
 
 
 def _zeros(matrix: Tensor, side: int, longest: int) -> Tensor:

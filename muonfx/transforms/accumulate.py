@@ -214,15 +214,13 @@ class _Outcomes(NamedTuple):
 
     def _gradient_dtypes(self, present: Present, sums: list[Tensor]) -> list[torch.dtype]:
         """Return the dtype of each gradient, or of its parameter or sum if the gradient is None in this call."""
-        params = self.updates if self.params is None else self.params
-        dtypes: list[torch.dtype] = []
-        for update, param, total in zip(present.pick(self.updates), present.pick(params), sums, strict=True):
-            if update is not None:
-                dtypes.append(update.dtype)
-            elif param is not None:
-                dtypes.append(param.dtype)
-            else:
-                dtypes.append(total.dtype)
+        dtypes = [total.dtype for total in sums]
+        for values in (self.params, self.updates):
+            if values is None:  # no parameters were given
+                continue
+            for index, leaf in enumerate(present.pick(values)):
+                if leaf is not None:
+                    dtypes[index] = leaf.dtype
         return dtypes
 
     def wait(self, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:

@@ -17,6 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_not
 from typing import Any, Literal, ParamSpec, cast, overload
 
@@ -414,8 +415,7 @@ class _Formula:
         if not torch.compiler.is_compiling():  # the signature was read when the transform was created
             signature = inspect.signature(self.update)
             parameters = list(signature.parameters.values())
-            for name in self._extra_names:
-                parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
+            parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._extra_names]
             update.__signature__ = signature.replace(parameters=parameters)
         return update
 
@@ -493,9 +493,10 @@ class _Formula:
         for field, old_field in zip(self._fields, old_fields, strict=True):
             numbers.append(old_field if isinstance(field, SharedNumber) else None)
         step_plan = record_step(self._name, self._declared, self._step, numbers, bool(self._reads_params), extras)
-        # Tensors in the plan, such as a step count, a loss or a scheduled rate, are of this call only.
-        reads_tensors = extras or step_plan.may_vary or any(number is not None for number in numbers)
-        if not reads_tensors and not torch.compiler.is_compiling():
+        # A plan that depends on a step count, a loss or another tensor is for this call only.
+        has_numbers = any(number is not None for number in numbers)
+        is_constant = not (has_numbers or extras or step_plan.may_vary)
+        if is_constant and not torch.compiler.is_compiling():
             self._saved_plan = step_plan
         return step_plan
 
@@ -535,10 +536,7 @@ def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.d
     """
     dtypes_of_operands = [{tensor.dtype for tensor in tensors} for tensors in lists]
     if all(len(dtypes) <= 1 for dtypes in dtypes_of_operands):  # the usual case takes no call for each leaf
-        all_dtypes: set[torch.dtype] = set()
-        for dtypes in dtypes_of_operands:
-            all_dtypes |= dtypes
-        return ew.wide_dtype(*all_dtypes)
+        return ew.wide_dtype(*chain.from_iterable(dtypes_of_operands))
     dtypes_of_leaves: list[torch.dtype] = []
     for tensors in zip(*lists, strict=True):
         dtypes_of_leaves.append(ew.wide_dtype(*[tensor.dtype for tensor in tensors]))

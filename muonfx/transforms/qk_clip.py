@@ -108,18 +108,15 @@ class AttentionHeads:
 
     def patterns(self) -> tuple[tuple[str, ...], ...]:
         """Return globs over parameter names: a tuple for the queries and one for the keys, or a single one if fused."""
-        projections = [self.query, self.key]
-        if self.query == self.key:
-            projections = [self.query]
-        groups: list[tuple[str, ...]] = []
-        for projection in projections:
+        groups: dict[str, tuple[str, ...]] = {}
+        for projection in (self.query, self.key):  # one name if they are fused
             globs: list[str] = []
             if self.module:
                 globs += [f"{self.module}.{projection}{ending}" for ending in _ENDINGS]
             if matches("", self.module):  # the model itself is an attention module
                 globs += [f"{projection}{ending}" for ending in _ENDINGS]
-            groups.append(tuple(globs))
-        return tuple(groups)
+            groups[projection] = tuple(globs)
+        return tuple(groups.values())
 
     def module_of(self, name: str) -> tuple[str, tuple[str, ...]]:
         """Return the attention module of a parameter, and a tuple of its contents: "query", "key", both or none.
