@@ -354,8 +354,8 @@ class Replacement(NamedTuple):
     """The number of the operand."""
     value: int
     """The number of the new value."""
-    needs_check: bool
-    """True if the value may be complex or have other shapes than the operand."""
+    has_shape_of_leaf: bool
+    """False if the value may be complex or have other shapes than the operand; see `has_shape_of_leaf`."""
 
     @property
     def is_unchanged(self) -> bool:
@@ -418,14 +418,11 @@ def record_step(
     for field, new_field in zip(fields, _new_fields(name, declared, numbers, new_state), strict=True):
         if isinstance(field, Leaf):
             outputs.append(new_field)
-            state.append(_replacement(field, new_field))
+            state.append(Replacement(field.index, new_field.index, has_shape_of_leaf(new_field)))
         else:
             state.append(new_field)
-    return StepPlan(Plan.of(record, outputs), _replacement(update, new_update), state)
-
-
-def _replacement(operand: Leaf, value: Leaf) -> Replacement:
-    return Replacement(operand.index, value.index, needs_check=not has_shape_of_leaf(value))
+    replacement = Replacement(update.index, new_update.index, has_shape_of_leaf(new_update))
+    return StepPlan(Plan.of(record, outputs), replacement, state)
 
 
 def _update_and_state(name: str, returned: object) -> tuple[Leaf, object]:

@@ -84,7 +84,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
 
     def init(params: PyTree) -> AccumulateState:
         """Return sums of zero, with both counts in CPU memory."""
-        host = torch.device("meta") if device_of(params).type == "meta" else torch.device("cpu")
+        host = "meta" if device_of(params).type == "meta" else "cpu"
         number = len(tree.leaves(params))
         return AccumulateState(
             torch.zeros((), dtype=torch.int64, device=host),
@@ -256,4 +256,4 @@ class _Outcomes(NamedTuple):
 
 def _copies(outcome: PyTree) -> tuple[Tensor, ...]:
     """Return copies of the tensors in a tree: a branch of ``torch.cond`` must not return an input or a None."""
-    return tuple(leaf.clone() for leaf in tree.leaves(outcome) if leaf is not None)
+    return tuple(leaf.clone() for leaf in tree.tensors(outcome))

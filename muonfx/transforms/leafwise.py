@@ -460,12 +460,10 @@ class _Formula:
         step_plan = self._plan(old_fields, extras)
         values.run(step_plan.plan, overwrite=True)
 
-        new_fields: list[PyTree] = []
-        for field, old_field, output in zip(self._fields, old_fields, step_plan.state, strict=True):
-            if isinstance(field, SlotTrees):
-                new_fields.append(self._new_field(field, cast("Replacement", output), old_field, values, donate))
-            else:
-                new_fields.append(field.write(cast("Tensor", output), old_field))
+        new_fields = [
+            self._new_field(field, output, old_field, values, donate)
+            for field, output, old_field in zip(self._fields, step_plan.state, old_fields, strict=True)
+        ]
         new_updates = self._new_updates(step_plan.update, updates, values)
         return new_updates, tree.unflatten(containers, new_fields)
 
@@ -501,9 +499,14 @@ class _Formula:
         return step_plan
 
     def _new_field(
-        self, field: SlotTrees, output: Replacement, old_field: PyTree, values: Values, donate: Donation
+        self, field: SlotTrees | SharedNumber, output: Any, old_field: PyTree, values: Values, donate: Donation
     ) -> PyTree:
-        """Return the new state tree of a field with a tensor for each leaf."""
+        """Return the new value of a field of the state: a tree, or one number for all leaves.
+
+        ``output`` is what the step returns for it: a `Replacement`, or the new number as a tensor.
+        """
+        if isinstance(field, SharedNumber):
+            return field.write(output, old_field)
         if output.is_unchanged:
             return old_field
         values.check(output, f"{self._name}: the step returns a state")
@@ -647,7 +650,7 @@ class Values:
 
     def check(self, output: Replacement, beginning: str) -> None:
         """Raise an error with this beginning if a value that the step returns is complex, or has the wrong shape."""
-        if not output.needs_check:
+        if output.has_shape_of_leaf:
             return
         old_tensors = self.operands[output.operand]
         for index, (new, old) in enumerate(zip(self.read(output.value), old_tensors, strict=True)):

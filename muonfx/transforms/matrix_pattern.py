@@ -150,12 +150,9 @@ class Pattern:
         names_of_dims = list(map(_names_of_dim, self.dims[:-2]))
         if any(len(names) > 1 for names in names_of_dims):
             return False
-        leading_names = _names(names_of_dims)
-        for result in self.results:
-            batch_names = _names(result[:-2])
-            if not set(leading_names).issubset(batch_names):
-                return False
-        return len(leading_names) > 0
+        leading_names = set(_names(names_of_dims))
+        batch_names_of_results = [_names(result[:-2]) for result in self.results]
+        return len(leading_names) > 0 and all(map(leading_names.issubset, batch_names_of_results))
 
     @property
     def flattens_more_dims(self) -> bool:
@@ -329,10 +326,7 @@ def _selected_part(axis: _SizedAxis, names: list[str]) -> tuple[str, int]:
 
 def _names_in_matrices(results: Sequence[Sequence[Group]]) -> set[str]:
     """Return the names that belong to the rows or columns of a matrix: the last two dims of a result."""
-    names: set[str] = set()
-    for result in results:
-        names.update(_names(result[-2:]))
-    return names
+    return set(chain.from_iterable(_names(result[-2:]) for result in results))
 
 
 def _without_names(results: list[list[Group]], names: set[str]) -> list[list[Group]]:

@@ -76,8 +76,10 @@ def on_stacks(
 def name_patterns(tx: Transform) -> list[NamePatterns]:
     """Return the globs over parameter names in a transform's ``view``, for the option ``name_patterns``."""
     pattern = tx.arguments["view"].pattern
-    globs = tuple((glob,) for glob in pattern) if isinstance(pattern, Mapping) else ()
-    return [NamePatterns("view", globs, first_counts=True)] if globs else []
+    if not isinstance(pattern, Mapping) or not pattern:
+        return []
+    globs = tuple((glob,) for glob in pattern)
+    return [NamePatterns("view", globs, first_counts=True)]
 
 
 def cost_of_matrices(view: MatrixView, of_matrix: MatrixCost) -> LeafCost:

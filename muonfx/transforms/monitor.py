@@ -100,8 +100,7 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
         >>> mfx.metrics(state)
         {'grad/w/rms': tensor(3.5355)}
     """
-    unknown = [metric for metric in metrics if metric not in METRICS]
-    if unknown or not metrics:
+    if not metrics or not METRICS.keys() >= set(metrics):
         raise ValueError(f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, METRICS))}")
 
     def measurements(values: PyTree) -> dict[str, tuple[Metric, PyTree]]:
@@ -121,11 +120,12 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
 
     def measured(updates: PyTree, state: MonitorState, sum_over_leaves: Sum) -> MonitorState:
         """Return the values of all metrics of the updates."""
-        values: dict[str, Tensor] = {}
-        for key, (metric, measured_tree) in measurements(updates).items():
-            value = METRICS[metric](measured_tree, sum_over_leaves)
-            values[key] = value.to(state.values[key])  # the updates may all be None, so the state has the device
-        return MonitorState(values)
+        values = {
+            key: METRICS[metric](measured_tree, sum_over_leaves)
+            for key, (metric, measured_tree) in measurements(updates).items()
+        }
+        # The updates may all be None, so the state has the device.
+        return MonitorState({key: value.to(state.values[key]) for key, value in values.items()})
 
     def update_on_shards(
         updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -397,6 +398,8 @@ def qk_clip(
         On sharded parameters, ``max_over_ranks`` returns the maximum of a tensor over all ranks, and ``shard`` this
         rank's shards of a dict of whole tensors by parameter name.
         """
+        if not all_heads:
+            return updates, state
         weights = dict(tree.named_leaves(params_for("qk_clip", params)))
         members = [member for member in _members(all_heads, params) if weights[member.name] is not None]
         if not members:
@@ -419,23 +422,8 @@ def qk_clip(
                 leaves[index] = _scaled(leaves[index], weight, local_one_minus_factors[name])
         return tree.unflatten(treedef, leaves), state
 
-    def update_without_heads(
-        updates: PyTree,
-        state: EmptyState,
-        params: PyTree = None,
-        *,
-        max_logits: PyTree = None,
-        donate: Donation = NOTHING,
-        shard: Callable[[PyTree], PyTree] = _unchanged,
-    ):
-        """Return the updates unchanged: there is nothing to clip.
-
-        The logits are accepted but not required. The argument ``shard`` declares that this runs on shards.
-        """
-        return updates, state
-
     if not all_heads:
-        return init, update_without_heads
+        return init, functools.partial(update, max_logits=None)  # the logits are no longer required
     return init, update
 
 
@@ -505,11 +493,10 @@ def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Ten
     """Return the vector of `_factors` for each module; ``gamma`` has the heads of one module after another."""
     heads_of_module = {member.module: member.heads for member in members}
     gammas = gamma.split([heads.heads for heads in heads_of_module.values()])
-    factors = [
-        _factors(gamma_of_module, heads.keys, alpha)
-        for heads, gamma_of_module in zip(heads_of_module.values(), gammas, strict=True)
-    ]
-    return dict(zip(heads_of_module, factors, strict=True))
+    return {
+        module: _factors(gamma_of_module, heads.keys, alpha)
+        for (module, heads), gamma_of_module in zip(heads_of_module.items(), gammas, strict=True)
+    }
 
 
 def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:
