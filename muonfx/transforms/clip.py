@@ -147,7 +147,7 @@ def _total_squares(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
 
 
 def _squares(norms: Tensor) -> Tensor:
-    """Return the squares of norms n and of small multiples of them: pairs (n^2, (n _small)^2) in a new last dim."""
+    """Return the squares of norms n and of small multiples of them: pairs (n^2, (small n)^2) in a new last dim."""
     # The square overflows beyond 1e154. A fixed power of two needs no collective for the largest norm.
     small_norms = norms * _small(norms)
     return torch.stack([norms, small_norms], dim=-1).square()

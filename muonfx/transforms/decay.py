@@ -54,8 +54,8 @@ def _functions(
             return updates, state
         leaves, treedef = tree.flatten(updates)
         weights = tree.leaves(params)
-        mask = decays(params)  # a bool for each leaf
-        indices = [index for index, leaf in enumerate(leaves) if mask[index] and leaf is not None]
+        does_decay = decays(params)  # a bool for each leaf
+        indices = [index for index, leaf in enumerate(leaves) if does_decay[index] and leaf is not None]
         u = [leaves[index] for index in indices]
         w = ew.cast_like([weights[index] for index in indices], u)
         if caution:

@@ -121,11 +121,10 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     def measured(updates: PyTree, state: MonitorState, sum_over_leaves: Sum) -> MonitorState:
         """Return the values of all metrics of the updates."""
         values = {
-            key: METRICS[metric](measured_tree, sum_over_leaves)
+            key: METRICS[metric](measured_tree, sum_over_leaves).to(state.values[key])  # on the device of the state
             for key, (metric, measured_tree) in measurements(updates).items()
         }
-        # The updates may all be None, so the state has the device.
-        return MonitorState({key: value.to(state.values[key]) for key, value in values.items()})
+        return MonitorState(values)
 
     def update_on_shards(
         updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING

@@ -32,6 +32,7 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
     settings["may_take_fp16"] = arguments["dtype"] == "auto" and device == "cuda"
 
     def of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
+        """Return the estimated time for one matrix, as the operations that full products do in this time."""
         product_dtype = arguments["dtype"]
         if product_dtype == "auto":
             product_dtype = torch.float64 if dtype == torch.float64 else compute

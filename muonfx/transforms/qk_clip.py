@@ -456,7 +456,7 @@ def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
             "qk_clip: max_logits must be a dict with a tensor for each attention module, as "
             f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
         )
-    all_logits = dict(zip(tree.names(max_logits), tree.leaves(max_logits), strict=True))
+    all_logits = dict(tree.named_leaves(max_logits))
     logits_of_module: dict[str, Tensor] = {}
     for member in members:
         size = member.heads.heads
