@@ -150,13 +150,12 @@ def _indices_by_path(updates: PyTree) -> list[int]:
     """Return the indices of the leaves of a tree, sorted by the path of each leaf, as in `AccumulateState.seen`."""
     if tree.is_flat(updates):
         return list(range(len(updates)))
-    paths = tree.paths(updates)
-
-    def sort_key(index: int) -> list[tuple[str, Any]]:
-        """Return the path with the type of each entry in front of it, so that no int is compared with a string."""
-        return [(type(entry).__name__, entry) for entry in paths[index]]
-
-    return sorted(range(len(paths)), key=sort_key)
+    keys_and_indices: list[tuple[list[tuple[str, Any]], int]] = []
+    for index, path in enumerate(tree.paths(updates)):
+        # The name of its type precedes an entry, so that an int is never compared with a string.
+        key = [(type(entry).__name__, entry) for entry in path]
+        keys_and_indices.append((key, index))
+    return [index for _, index in sorted(keys_and_indices)]
 
 
 def _ever_seen(updates: PyTree, accumulated: AccumulateState) -> PyTree:
