@@ -90,7 +90,7 @@ def scion(
             ("matrices", masked(chain(average, *directions[norm], scale(radius)), ndim(min=2))),
             ("vectors", masked(chain(average, normalize_leaves()), ndim(max=1))),
         )
-    apply_rate = scale_by_learning_rate(learning_rate)
+    members = [partition(parts, labels)]
     if constrained:
-        return chain(partition(parts, labels), add_decayed_weights(1.0), apply_rate)
-    return chain(partition(parts, labels), apply_rate)
+        members.append(add_decayed_weights(1.0))
+    return chain(*members, scale_by_learning_rate(learning_rate))

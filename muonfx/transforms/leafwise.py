@@ -459,6 +459,9 @@ class _Formula:
             extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
         step_plan = self._plan(old_fields, extras)
         values.run(step_plan.plan, overwrite=True)
+        for output in (step_plan.update, *step_plan.state):
+            if isinstance(output, Replacement) and output.is_unchanged:
+                values.keep(output.operand)
 
         new_fields = [
             self._new_field(field, output, old_field, values, donate)
@@ -665,17 +668,19 @@ class Values:
                     f"{tuple(old.shape)}: use muonfx.transform if intermediate results change shapes"
                 )
 
+    def keep(self, operand: int) -> None:
+        """Reserve the storage of an operand that is returned as it is, so that no other output receives it."""
+        self._may_write[operand] = False
+
     def take(self, index: int, copy_into: int | None = None) -> list[Tensor]:
         """Return the tensors of a value that the step returns, for an output that shares storage with nothing else.
 
-        They are copied if the caller owns their storage, or if they are a further output too. The operand ``copy_into``
-        gives its storage to the copy if nothing else needs it.
+        They are copied if the caller owns their storage, or if another output has them. The operand ``copy_into`` gives
+        its storage to the copy if nothing else needs it.
         """
         tensors = self.read(index)
-        is_last_output = self._remaining_uses[index] == 1
-        self._remaining_uses[index] -= 1
-        if is_last_output and self._may_write[index]:
-            self._may_write[index] = False
+        if self._may_write[index]:
+            self._may_write[index] = False  # a further output that is this value receives a copy
             return tensors
         if copy_into is not None and self._may_write[copy_into] and not self._remaining_uses[copy_into]:
             return ew.copy(tensors, into=self.read(copy_into))

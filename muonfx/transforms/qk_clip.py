@@ -264,23 +264,13 @@ def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
     return items
 
 
-def _resolved(heads: tuple[AttentionHeads | _Member, ...]) -> list[_Member]:
-    """Return the parameters that `_resolve` has put into the argument ``heads``."""
-    return [item for item in heads if isinstance(item, _Member)]
-
-
-def _unresolved(heads: tuple[AttentionHeads | _Member, ...]) -> list[AttentionHeads]:
-    """Return the descriptions of attention modules in the argument ``heads``."""
-    return [item for item in heads if isinstance(item, AttentionHeads)]
-
-
 def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
-    """Return the parameters that hold queries or keys."""
-    members = _resolved(heads)
+    """Return the parameters that hold queries or keys: those that `_resolve` has found, or else those in ``params``."""
+    members = [item for item in heads if isinstance(item, _Member)]
     if members:
         return members
     leaves = dict(tree.named_leaves(params))
-    attentions = _unresolved(heads)
+    attentions = [item for item in heads if isinstance(item, AttentionHeads)]
     for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
         leaf = leaves[name]
         is_present = leaf is not None
@@ -304,8 +294,9 @@ def _resolve(tx: Transform, params: PyTree) -> Transform:
 def _patterns(tx: Transform) -> list[NamePatterns]:
     """Return the globs of all `AttentionHeads`, each of which must match a parameter."""
     groups: list[tuple[str, ...]] = []
-    for attention in _unresolved(_as_tuple(tx.arguments["heads"])):
-        groups += attention.patterns()
+    for item in _as_tuple(tx.arguments["heads"]):
+        if isinstance(item, AttentionHeads):
+            groups += item.patterns()
     if not groups:
         return []
     return [NamePatterns("qk_clip: heads", tuple(groups), required=True)]
@@ -314,7 +305,8 @@ def _patterns(tx: Transform) -> list[NamePatterns]:
 def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
     heads = _as_tuple(tx.arguments["heads"])
     if heads and "max_logits" in extras:
-        _logits(_resolved(heads), extras["max_logits"])
+        members = [item for item in heads if isinstance(item, _Member)]
+        _logits(members, extras["max_logits"])
 
 
 def _unchanged(values: PyTree) -> PyTree:
