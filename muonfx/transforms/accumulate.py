@@ -257,4 +257,4 @@ class _Outcomes(NamedTuple):
 
 def _copies(outcome: PyTree) -> tuple[Tensor, ...]:
     """Return copies of the tensors in a tree: a branch of ``torch.cond`` must not return an input or a None."""
-    return tuple(leaf.clone() for leaf in tree.tensors(outcome))
+    return tuple(leaf.clone() for leaf in tree.leaves(outcome) if leaf is not None)

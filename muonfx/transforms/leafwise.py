@@ -488,7 +488,8 @@ class _Formula:
 
     def _plan(self, old_fields: list[PyTree], extras: Mapping[str, object]) -> StepPlan:
         """Return the recorded operations of the step. They are saved if they are the same at every call."""
-        if self._saved_plan is not None and not torch.compiler.is_compiling():  # a graph would guard on a saved plan
+        # A compiled graph that reads the saved plan would be compiled again when it changes, so this comes first.
+        if not torch.compiler.is_compiling() and self._saved_plan is not None:
             return self._saved_plan
         numbers: list[Tensor | None] = []
         for field, old_field in zip(self._fields, old_fields, strict=True):
@@ -497,7 +498,7 @@ class _Formula:
         # A plan that depends on a step count, a loss or another tensor is for this call only.
         has_numbers = any(number is not None for number in numbers)
         is_constant = not (has_numbers or extras or step_plan.may_vary)
-        if is_constant and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and is_constant:
             self._saved_plan = step_plan
         return step_plan
 
