@@ -86,9 +86,7 @@ def scale_by_factored_rms(
     def init(params: PyTree) -> FactoredRmsState:
         """Return mean squares of zero: of rows and columns for a factored parameter, else of all elements."""
         present = Present(params)
-        states: list[_MeanSquares] = []
-        for param in present.pick(params):
-            states.append(_zeros(param, min_dim_size_to_factor, state_dtype(dtype, param.dtype)))
+        states = [_zeros(param, min_dim_size_to_factor, dtype) for param in present.pick(params)]
         return FactoredRmsState(
             count=ew.new_count(device_of(params)),
             v_row=present.fill([state.v_row for state in states]),
@@ -103,20 +101,18 @@ def scale_by_factored_rms(
         beta = 1.0 - torch.pow(t, -decay_rate)
         present = Present(updates)  # the leaves that have a gradient; the others keep their state
         leaves = present.pick(updates)
-        v_rows = present.pick(state.v_row)
-        v_cols = present.pick(state.v_col)
-        vs = present.pick(state.v)
-        for index, leaf in enumerate(leaves):
-            mean_squares = _MeanSquares(v_rows[index], v_cols[index], vs[index])
-            leaves[index], mean_squares = _step(leaf, mean_squares, beta, eps, min_dim_size_to_factor)
-            v_rows[index] = mean_squares.v_row
-            v_cols[index] = mean_squares.v_col
-            vs[index] = mean_squares.v
-        return present.fill(leaves), FactoredRmsState(
+        old_states = map(_MeanSquares, present.pick(state.v_row), present.pick(state.v_col), present.pick(state.v))
+        new_leaves: list[Tensor] = []
+        new_states: list[_MeanSquares] = []
+        for leaf, old_state in zip(leaves, old_states, strict=True):
+            new_leaf, new_state = _step(leaf, old_state, beta, eps, min_dim_size_to_factor)
+            new_leaves.append(new_leaf)
+            new_states.append(new_state)
+        return present.fill(new_leaves), FactoredRmsState(
             count=count,
-            v_row=present.fill(v_rows, state.v_row),
-            v_col=present.fill(v_cols, state.v_col),
-            v=present.fill(vs, state.v),
+            v_row=present.fill([new_state.v_row for new_state in new_states], state.v_row),
+            v_col=present.fill([new_state.v_col for new_state in new_states], state.v_col),
+            v=present.fill([new_state.v for new_state in new_states], state.v),
         )
 
     return init, update
@@ -139,8 +135,9 @@ def _factored_dims(shape: Sequence[int], min_size: int) -> tuple[int, int] | Non
     return second, largest
 
 
-def _zeros(param: Tensor, min_size: int, dtype: torch.dtype) -> _MeanSquares:
+def _zeros(param: Tensor, min_size: int, dtype_option: WideStateDtype) -> _MeanSquares:
     """Return the first state: rows of shape (4,) and columns of shape (8,) for a factored parameter of (4, 8)."""
+    dtype = state_dtype(dtype_option, param.dtype)
     dims = _factored_dims(param.shape, min_size)
     empty = param.new_zeros((0,), dtype=dtype)
     if dims is None:

@@ -97,7 +97,7 @@ def scale_by_dion(
         return p @ q.mT, DionState(trace=new_m, basis=basis)
 
     first_basis = functools.partial(_random_basis, rank=rank)
-    return DionState(Slot(dtype), MatrixSlot(first_basis, dtype)), step
+    return DionState(trace=Slot(dtype), basis=MatrixSlot(first_basis, dtype)), step
 
 
 def _random_basis(matrix: Tensor, rank: int) -> Tensor:

@@ -17,6 +17,9 @@ from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrixwise import MatrixCost, matrixwise
 from muonfx.tree import PyTree
 
+_LEVELS = 2.0**24
+"""The inverse of the step to which magnitudes are rounded, relative to the largest power of two among them."""
+
 
 class Dion2State(NamedTuple):
     """State of the transform `scale_by_dion2`: the momentum, a sum of gradients."""
@@ -116,7 +119,7 @@ def scale_by_dion2(
         new_m = m.scatter(side, element_indices, decay * selected)
         return update, Dion2State(trace=new_m)
 
-    return Dion2State(Slot(dtype)), step
+    return Dion2State(trace=Slot(dtype)), step
 
 
 def _number(side: int, shrink: int) -> int:
@@ -130,11 +133,11 @@ def _largest(x: Tensor, side: int, number: int) -> Tensor:
     The result has the shape (..., number, 1) or (..., 1, number).
     """
     x = x.detach()
-    scaled = x * unit_power(x) * 2.0**24
-    magnitudes = scaled.abs().trunc()  # integers
-    # Sums of integers below 2^25 are exact in fp64 for up to 2^28 elements.
-    other_side = -3 - side
-    sums = magnitudes.sum(other_side, keepdim=True, dtype=torch.float64)
+    # Integers below 2^25, as elements times `unit_power` are below 2. In fp64, their sums are exact for up to 2^28
+    # elements, so that no rounding depends on the order of the summands.
+    magnitudes = (x * unit_power(x) * _LEVELS).abs().trunc()
+    summed_side = -1 if side == -2 else -2
+    sums = magnitudes.sum(summed_side, keepdim=True, dtype=torch.float64)
     sums = sums.nan_to_num(nan=torch.inf, posinf=torch.inf)  # select a row with NaN, so that the update shows it
     order = sums.argsort(dim=side, descending=True, stable=True)
     largest = order.narrow(side, 0, number)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.contrib.norms import norm
-from muonfx.core import Donation, MatrixWork, Transform, checks, transform
+from muonfx.core import Donation, Locality, MatrixWork, Transform, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
@@ -36,9 +36,18 @@ class NamoState(NamedTuple):
     """The state of the inner transform."""
 
 
+def _locality(inner: Transform, *_: object, view: MatrixView, **__: object) -> Locality:
+    """Return the locality of a transform that computes on matrices and calls the transform ``inner``."""
+    return max(matrix_locality(view=view), inner.locality)
+
+
+def _reads_params(inner: Transform, *_: object, **__: object) -> bool:
+    return inner.reads_params
+
+
 @transform(
-    locality=lambda inner, *_, view, **__: max(matrix_locality(view=view), inner.locality),
-    reads_params=lambda inner, *_, **__: inner.reads_params,
+    locality=_locality,
+    reads_params=_reads_params,
     matrices=MatrixWork(on_stacks=lambda tx, shapes: (tx, {})),  # the inner transform has a state for each leaf
     name_patterns=name_patterns,
     short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
@@ -110,37 +119,32 @@ def scale_by_namo(
         the squared norm of each matrix.
         """
         matrices = Matrices(view, updates)  # of the leaves that have a gradient; the others keep their state
-        present = matrices.at
+        present = matrices.present
         count = state.count + 1
 
         # m = b1 m + (1 - b1) g
         old_m = present.pick(state.mu)
         wide_g, wide_m = ew.widest(matrices.leaves, old_m)
         m = ew.lerp(wide_m, wide_g, 1.0 - b1)
-        mu = present.fill(ew.store(m, old_m, reuse=False), state.mu)
 
         # v = b2 v + (1 - b2) |g|^2,  alpha = sqrt(1 - b2^t) / (1 - b1^t) * |m| / (sqrt(v) + eps)
-        c1 = bias_correction(b1, count)
-        c2 = bias_correction(b2, count)
-        correction = c2.sqrt() / c1
+        correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
         v_and_alpha = functools.partial(_v_and_alpha, b2=b2, eps=eps, correction=correction)
-        for_all_stacks = ew.by_stacks(v_and_alpha, results=2)
+        v_and_alpha_of_stacks = ew.by_stacks(v_and_alpha, results=2)
         old_v = moments.read(state.nu, matrices)
-        v, alphas = for_all_stacks(matrices.stacks, matrices.split(m), old_v)
-        nu = moments.write(v, state.nu, matrices)
+        v, alphas = v_and_alpha_of_stacks(matrices.stacks, matrices.split(m), old_v)
 
         # update = alpha D(m)
         averages = present.fill(ew.cast_like(m, matrices.leaves))
-        keeping = Donation(False, donate.state)  # the averages may share storage with the state
-        directions, inner_state = inner.run(averages, state.inner, params, donate=keeping, **extras)
+        donation = Donation(False, donate.state)  # the averages may share storage with the new state
+        directions, inner_state = inner.run(averages, state.inner, params, donate=donation, **extras)
         _require_no_further_updates(directions, updates)
         direction_stacks = matrices.split(present.pick(directions))
-        scale_stacks = ew.by_stacks(_scale)
-        (scaled,) = scale_stacks(direction_stacks, alphas)
+        scaled = ew.by_stacks(_scale)(direction_stacks, alphas)[0]
         return matrices.fill(scaled), NamoState(
             count=count,
-            mu=mu,
-            nu=nu,
+            mu=present.fill(ew.cast_like(m, old_m), state.mu),
+            nu=moments.write(v, state.nu, matrices),
             inner=inner_state,
         )
 
@@ -180,8 +184,8 @@ def _scale(direction: Tensor, alpha: Tensor) -> Tensor:
 
 
 @transform(
-    locality=lambda inner, *, view, **_: max(matrix_locality(view=view), inner.locality),
-    reads_params=lambda inner, **_: inner.reads_params,
+    locality=_locality,
+    reads_params=_reads_params,
     name_patterns=name_patterns,
 )
 def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
@@ -210,25 +214,19 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         tensor([4., 4.])
     """
 
-    def init(params: PyTree) -> PyTree:
-        return inner.functions.init(params)
-
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         """Run the inner transform, and multiply its update of each matrix by the inner product with the gradient."""
         # The gradient is needed after the inner transform, so it is not donated.
         directions, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
         matrices = Matrices(view, directions)
-        # An accumulating inner transform may update a leaf without a gradient, which counts as zero.
-        gradients = matrices.at.pick(updates)
-        for index, direction in enumerate(matrices.leaves):
-            if gradients[index] is None:
-                gradients[index] = torch.zeros_like(direction)
-        gradient_stacks = matrices.split(gradients)
-        scale_stacks = ew.by_stacks(_scale_by_inner_product)
-        (scaled,) = scale_stacks(matrices.stacks, gradient_stacks)
+        gradients = matrices.present.pick(updates)
+        for index, gradient in enumerate(gradients):
+            if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
+                gradients[index] = torch.zeros_like(matrices.leaves[index])
+        scaled = ew.by_stacks(_scale_by_inner_product)(matrices.stacks, matrices.split(gradients))[0]
         return matrices.fill(scaled), state
 
-    return init, update
+    return inner.functions.init, update
 
 
 def _scale_by_inner_product(direction: Tensor, gradient: Tensor) -> Tensor:

@@ -57,11 +57,12 @@ def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0
     checks.state_dtype("dtype", dtype)
 
     def step(u: Leaf, s: EmaNesterovState):
+        """Return the step of the parameters, u + beta m, with the new average motion m."""
         motion = u.add(s.average, alpha=s.lookahead)  # theta_t+1 - theta_t, since y_t = theta_t + beta_t m_t
         average = s.average.lerp(motion, 1.0 - decay)
         new_lookahead = ew.new_number(lookahead, s.lookahead.device)
         ahead = u.add(average, alpha=new_lookahead)
         return ahead, EmaNesterovState(lookahead=new_lookahead, average=average)
 
-    number: Any = Number()
-    return EmaNesterovState(lookahead=number, average=Slot(dtype)), step
+    declared: Any = EmaNesterovState  # with a number and a slot in the places of tensors
+    return declared(lookahead=Number(), average=Slot(dtype)), step

@@ -298,6 +298,12 @@ def _with_norm(u: Tensor, p: Tensor, new_norm: Tensor, radius: Tensor, is_free: 
     return torch.where(is_free, u, new_p - p)
 
 
+def square_zeros(matrix: Tensor, side: int) -> Tensor:
+    """Return zeros (..., n, n) for a stack of matrices with n rows (``side=-2``) or n columns (-1)."""
+    n = matrix.shape[side]
+    return matrix.new_zeros((*matrix.shape[:-2], n, n))
+
+
 def norm(matrix: Tensor) -> Tensor:
     """Return the Frobenius norms of a stack of matrices, as (..., 1, 1) in fp32 or wider, without overflow."""
     wide = matrix.to(ew.wide_dtype(matrix.dtype))

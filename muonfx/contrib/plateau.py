@@ -31,8 +31,11 @@ class ReduceOnPlateauState(NamedTuple):
 def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
     """Raise unless the extra argument ``value`` is a real number or a real tensor of one element."""
     value = extras.get("value", 0.0)
-    is_real = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_real and (not isinstance(value, Tensor) or value.is_complex() or value.dtype == torch.bool):
+    if isinstance(value, Tensor):
+        is_real = not value.is_complex() and value.dtype != torch.bool
+    else:
+        is_real = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_real:
         raise TypeError(f"reduce_on_plateau: found value={value!r}, expected the loss as a real number or real tensor")
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(
@@ -117,8 +120,8 @@ def reduce_on_plateau(
             cooldown_count=cooldown_count,
         )
 
-    state: Any = ReduceOnPlateauState
-    return state(
+    declared: Any = ReduceOnPlateauState  # with numbers and counts in the places of tensors
+    return declared(
         scale=Number(1.0),
         best_value=Number(float("inf")),
         plateau_count=StepCount(),

@@ -16,6 +16,7 @@ from muonfx.transforms.formulas import bias_correction, divide_unless
 from muonfx.transforms.leafwise import WideStateDtype, copies, params_for, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
+from muonfx.tree.elementwise import Scalar
 
 
 class ProdigyState(NamedTuple):
@@ -131,23 +132,19 @@ def scale_by_prodigy(
         old_m = present.pick(state.mu)
         old_v = present.pick(state.nu)
         old_s = present.pick(state.grad_sum)
-        x_now = present.pick(params)
-        x_start = present.pick(state.start)
-        g, x, x0, m, v, s = ew.widest(gradients, x_now, x_start, old_m, old_v, old_s)
+        g, x, x0, m, v, s = ew.widest(gradients, present.pick(params), present.pick(state.start), old_m, old_v, old_s)
         reuse = donate.state
 
         count = state.count + 1
         d = state.estim_lr
         d0 = estim_lr0
         sqrt_b2 = ew.new_number(b2, d.device).sqrt()  # Python's power rounds differently than torch's
-        c1 = bias_correction(b1, count)
-        c2 = bias_correction(b2, count)
-        correction = c2.sqrt() / c1
+        correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
         step_size = ew.new_number(d * learning_rate * correction, d.device)
 
         # r = sqrt(b2) r + d / d0 * step_size * <g, x0 - x>
         inner_products = list(map(_inner_product, g, x0, x))
-        inner_product = _like(d, sum_over_leaves(present.fill(inner_products)))
+        inner_product = sum_over_leaves(present.fill(inner_products)).to(d)
         weight_in_r = d / d0 * step_size
         r = sqrt_b2 * state.numerator + weight_in_r * inner_product
 
@@ -155,12 +152,10 @@ def scale_by_prodigy(
         weight_in_s = d * step_size / d0
         if safeguard_warmup:
             weight_in_s = d * d / d0
-        s = ew.mul(s, sqrt_b2, reuse=reuse)
-        s = ew.add(s, g, weight_in_s, reuse=True)
+        s = _decayed_sum(s, sqrt_b2, g, weight_in_s, reuse)
 
         # m = b1 m + (1 - b1) d g
-        m = ew.mul(m, b1, reuse=reuse)
-        m = ew.add(m, g, (1.0 - b1) * d, reuse=True)
+        m = _decayed_sum(m, b1, g, (1.0 - b1) * d, reuse)
 
         # v = b2 v + (1 - b2) d^2 g^2
         v = ew.mul(v, b2, reuse=reuse)
@@ -169,12 +164,14 @@ def scale_by_prodigy(
         # d = max(d, estim_lr_coef r / |s|_1). The norm is over all leaves, also those without a gradient in this step:
         # they have contributed to r.
         grad_sum = present.fill(ew.store(s, old_s, reuse=reuse), state.grad_sum)
-        s_norm = _like(d, sum_over_leaves(tree.map(_norm, grad_sum)))
-        estimate = divide_unless(~(s_norm > 0), estim_lr_coef * r, s_norm, otherwise=d)
+        s_norm = sum_over_leaves(tree.map(_norm, grad_sum)).to(d)
+        is_undefined = ~(s_norm > 0)
+        estimate = divide_unless(is_undefined, estim_lr_coef * r, s_norm, otherwise=d)
         new_d = torch.maximum(d, estimate)
 
         # u = step_size * (m / (sqrt(v) + new_d eps) + weight_decay x)
-        divisors = ew.shift(ew.apply("sqrt", v), new_d * eps, reuse=True)
+        roots = ew.apply("sqrt", v)
+        divisors = ew.shift(roots, new_d * eps, reuse=True)
         u = ew.div(m, divisors, reuse=True)
         if isinstance(weight_decay, Tensor) or weight_decay != 0.0:
             u = ew.add(u, x, weight_decay, reuse=True)
@@ -192,6 +189,12 @@ def scale_by_prodigy(
     return init, update
 
 
+def _decayed_sum(sums: list[Tensor], decay: Scalar, terms: list[Tensor], weight: Scalar, reuse: bool) -> list[Tensor]:
+    """Return ``decay * sum + weight * term`` for each tensor; ``reuse`` overwrites the sums."""
+    decayed = ew.mul(sums, decay, reuse=reuse)
+    return ew.add(decayed, terms, weight, reuse=True)
+
+
 def _inner_product(g: Tensor, x0: Tensor, x: Tensor) -> Tensor:
     """Return ``<g, x0 - x>`` for one leaf."""
     return _sum(g * (x0 - x))
@@ -207,8 +210,3 @@ def _sum(x: Tensor) -> Tensor:
     if x.device.type == "mps":
         return x.sum()
     return x.sum(dtype=torch.float64)
-
-
-def _like(number: Tensor, total: Tensor) -> Tensor:
-    """Return a sum with the device and the dtype of another number."""
-    return total.to(device=number.device, dtype=number.dtype)

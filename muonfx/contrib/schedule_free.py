@@ -143,31 +143,31 @@ def schedule_free(
         rate = learning_rate
         if callable(rate):
             rate = rate(count)
+        # c is the weight of the next z relative to the sum of all weights.
         max_lr = torch.maximum(state.max_lr, ew.new_number(rate, device))
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
-        c = divide_unless(~(weight_sum > 0), weight, weight_sum, otherwise=0.0)
+        is_undefined = ~(weight_sum > 0)
+        c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)
         new_b1 = ew.new_number(b1, device)
 
         inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
         present = Present(inner_updates)
-        old_u = present.pick(inner_updates)
-        old_z = present.pick(state.z)
-        u, z, y = ew.widest(old_u, old_z, present.pick(params))
+        inner_leaves = present.pick(inner_updates)
+        stored_z = present.pick(state.z)
+        u, z, y = ew.widest(inner_leaves, stored_z, present.pick(params))
 
-        x = ew.lerp(z, y, 1.0 / state.b1)  # the average, from y = (1 - b1) z + b1 x
-        z = ew.add(z, u)
-        x = ew.lerp(x, z, c, reuse=True)
-        new_y = ew.lerp(z, x, new_b1)
-        moved = ew.add(new_y, y, -1.0, reuse=True)
-
-        new_z = ew.store(z, old_z, reuse=donate.state)
-        return present.fill(ew.cast_like(moved, old_u)), ScheduleFreeState(
+        x = ew.lerp(z, y, 1.0 / state.b1)  # y = z + b1 (x - z), so x = z + (y - z) / b1
+        new_z = ew.add(z, u)
+        new_x = ew.lerp(x, new_z, c, reuse=True)  # x + c (z - x); `reuse` writes into the tensors of x
+        new_y = ew.lerp(new_z, new_x, new_b1)
+        step_of_y = ew.add(new_y, y, -1.0, reuse=True)
+        return present.fill(ew.cast_like(step_of_y, inner_leaves)), ScheduleFreeState(
             count=count,
             b1=new_b1,
             max_lr=max_lr,
             weight_sum=weight_sum,
-            z=present.fill(new_z, state.z),
+            z=present.fill(ew.store(new_z, stored_z, reuse=donate.state), state.z),
             inner=inner_state,
         )
 
@@ -182,8 +182,8 @@ def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
     inner_rates: list[object] = []
     for tx in within(inner):
         if tx.position == "learning_rate":
-            inner_rates.append(_number_of(tx.arguments.get("learning_rate")))
-    rate = _number_of(learning_rate)
+            inner_rates.append(_number_if_constant(tx.arguments.get("learning_rate")))
+    rate = _number_if_constant(learning_rate)
     are_comparable = all(isinstance(value, float | Schedule) for value in (*inner_rates, rate))
     if inner_rates and are_comparable and rate not in inner_rates:
         warn_caller(
@@ -198,7 +198,7 @@ def _warn_of_momentum(inner: Transform) -> None:
         argument = _momentum_argument(tx)
         if argument is None:
             continue
-        momentum = _number_of(tx.arguments.get(argument, 0.0))
+        momentum = _number_if_constant(tx.arguments.get(argument, 0.0))
         if isinstance(momentum, float | Schedule) and momentum != 0.0:
             warn_caller(
                 f"schedule_free: {tx.name} in the inner transform has a momentum, {argument}={momentum!r}, which the "
@@ -219,8 +219,8 @@ def _momentum_argument(tx: Transform) -> str | None:
     return arguments
 
 
-def _number_of(value: object) -> object:
-    """Return the number that a constant schedule always returns. Return any other object unchanged."""
+def _number_if_constant(value: object) -> object:
+    """Return the number that a constant schedule returns at every step. Return any other object unchanged."""
     if not isinstance(value, Schedule):
         return value
     first_value = value(0)
@@ -254,18 +254,14 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             f"schedule_free_eval_params: found no ScheduleFreeState in a {type(state).__name__}; give the state that "
             "the update of schedule_free, or of a transform around it, returned"
         )
-    z_and_b1: dict[str, tuple[Tensor, Tensor]] = {}
+    ys = dict(tree.named_leaves(params))
+    averages = ys.copy()
     for averaging in states:
         for name, z in tree.named_leaves(averaging.z):
-            if z is not None:
-                z_and_b1[name] = (z, averaging.b1)
-
-    leaves, treedef = tree.flatten(params)
-    for index, name in enumerate(tree.names(params)):
-        y = leaves[index]
-        if y is not None and name in z_and_b1:
-            z, b1 = z_and_b1[name]
-            wide_z, wide_y = ew.widest([z], [y])
-            (x,) = ew.lerp(wide_z, wide_y, 1.0 / b1)  # the average, from y = (1 - b1) z + b1 x
-            leaves[index] = x.to(y.dtype)
-    return tree.unflatten(treedef, leaves)
+            y = ys.get(name)
+            if z is not None and y is not None:
+                wide_z, wide_y = ew.widest([z], [y])
+                x = ew.lerp(wide_z, wide_y, 1.0 / averaging.b1)[0]  # y = z + b1 (x - z), so x = z + (y - z) / b1
+                averages[name] = x.to(y.dtype)
+    treedef = tree.flatten(params)[1]
+    return tree.unflatten(treedef, averages.values())

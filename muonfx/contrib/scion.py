@@ -72,11 +72,11 @@ def scion(
     average = momentum(decay, nesterov=False)
     view = view_of(orthogonalize)
     directions = {
-        "spectral": (average, orthogonalize, scale_by_shape("spectral", view=view)),
-        "sign": (average, scale_by_sign(), scale_by_shape("fan_in", view=view)),
-        "rows": (average, normalize_rows(view=view), scale_by_shape("fan_in", view=view)),
-        "columns": (average, normalize_columns(view=view)),
-        "embedding": (average, normalize_rows(view=view)),
+        "spectral": (orthogonalize, scale_by_shape("spectral", view=view)),
+        "sign": (scale_by_sign(), scale_by_shape("fan_in", view=view)),
+        "rows": (normalize_rows(view=view), scale_by_shape("fan_in", view=view)),
+        "columns": (normalize_columns(view=view),),
+        "embedding": (normalize_rows(view=view),),
     }
     parts: dict[str, Transform] = {}
     for label, (norm, radius) in norms.items():
@@ -87,10 +87,10 @@ def scion(
         if radius < 0:
             raise ValueError(f"scion: norms[{label!r}] has the radius {radius!r}, expected 0 or more")
         parts[label] = chain(
-            ("matrices", masked(chain(*directions[norm], scale(radius)), ndim(min=2))),
+            ("matrices", masked(chain(average, *directions[norm], scale(radius)), ndim(min=2))),
             ("vectors", masked(chain(average, normalize_leaves()), ndim(max=1))),
         )
-    apply_rate = scale_by_learning_rate(learning_rate)
+    members = [partition(parts, labels)]
     if constrained:
-        return chain(partition(parts, labels), add_decayed_weights(1.0), apply_rate)
-    return chain(partition(parts, labels), apply_rate)
+        members.append(add_decayed_weights(1.0))
+    return chain(*members, scale_by_learning_rate(learning_rate))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.contrib.norms import norm
+from muonfx.contrib.norms import norm, square_zeros
 from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.exact import solve_sylvester
@@ -124,8 +124,8 @@ def scale_by_shampoo(
             right_root=right_root,
         )
 
-    left_slot = MatrixSlot(functools.partial(_zeros, side=-2))
-    right_slot = MatrixSlot(functools.partial(_zeros, side=-1))
+    left_slot = MatrixSlot(functools.partial(square_zeros, side=-2))
+    right_slot = MatrixSlot(functools.partial(square_zeros, side=-1))
     return ShampooState(
         count=MatrixSlot(),
         left=left_slot,
@@ -135,28 +135,20 @@ def scale_by_shampoo(
     ), step
 
 
-def _zeros(matrix: Tensor, side: int) -> Tensor:
-    """Return zeros (..., n, n) for the length n of a side of a matrix, -2 or -1."""
-    size = matrix.shape[side]
-    return matrix.new_zeros((*matrix.shape[:-2], size, size))
-
-
 def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:
     """Return the inverse fourth root of ``factor / correction`` with damped eigenvalues; the identity for zero."""
     size = norm(factor)
     # `eigh` raises an error for NaN. A matrix with NaN or infinity gets a root of NaN, and others are not affected.
     is_usual = size.isfinite() & (size > 0)
-    n = factor.shape[-1]
-    identity = torch.eye(n, dtype=factor.dtype, device=factor.device)
+    identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     unit_factor = divide_unless(~is_usual, factor, size, otherwise=0.0)
     damped_factor = unit_factor + damping * identity
     root = _InverseRoot.apply(torch.where(is_usual, damped_factor, identity))
-    # Roots before the division: the quotient overflows for a tiny factor.
+    # The factor is size * unit_factor, so its root is multiplied by (correction / size)^(1/4), which is 1 for a factor
+    # of zero. The roots precede the division: the quotient overflows for a tiny factor.
     usual_size = torch.where(is_usual, size, correction)
-    fourth_root_of_size = usual_size.sqrt().sqrt()
-    fourth_root_of_correction = correction.sqrt().sqrt()
-    scaled_root = root * (fourth_root_of_correction / fourth_root_of_size)
-    return torch.where(size.isfinite(), scaled_root, torch.nan)
+    scale = correction.sqrt().sqrt() / usual_size.sqrt().sqrt()
+    return torch.where(size.isfinite(), root * scale, torch.nan)
 
 
 class _InverseRoot(torch.autograd.Function):

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.contrib.norms import norm
+from muonfx.contrib.norms import norm, square_zeros
 from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
@@ -54,18 +54,20 @@ class SoapState(NamedTuple):
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
     """Return a function from the shape of a matrix to the operations of its products and QR decompositions."""
-    longest = tx.arguments["max_precondition_size"]
-    is_kl = tx.arguments["factors"] == "kl"
+    max_precondition_size = tx.arguments["max_precondition_size"]
+    # Each side has three rotations of the gradient and one factor, then one product of factor and basis.
+    rectangular_products = 4
+    square_products = 1 + _QR_PRODUCTS
+    if tx.arguments["factors"] == "kl":
+        rectangular_products = 5
+        square_products = 2 + _QR_PRODUCTS
 
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
+        """Return the number of operations for one matrix; a multiply-add is two."""
         operations = 0.0
         for side in (rows, columns):
-            if side > longest:
-                continue
-            # Each side has three rotations of the gradient, one factor, and one product of factor and basis.
-            rectangular_products = (4 + is_kl) * side * rows * columns
-            square_products = (1 + is_kl + _QR_PRODUCTS) * side**3
-            operations += 2.0 * (rectangular_products + square_products)
+            if side <= max_precondition_size:
+                operations += 2.0 * (rectangular_products * side * rows * columns + square_products * side**3)
         return operations
 
     return cost
@@ -153,82 +155,94 @@ def scale_by_soap(
     checks.positive_int("refresh", refresh)
     checks.positive_int("max_precondition_size", max_precondition_size)
 
-    def step(u: Tensor, s: SoapState) -> tuple[Tensor, SoapState]:
-        """Return Adam's update in the current bases, then average the factors and refresh the bases.
-
-        The names are as in the docstring of `scale_by_soap`: bases p and q, moments m and v, factors left (L) and right
-        (R). The shapes are (..., rows, columns) for u, m and v, (..., rows, rows) for p and left, and (..., columns,
-        columns) for q and right. A basis and a factor are empty if the side is too long.
-        """
-        is_first = s.count == 0
-        is_due = s.count.remainder(refresh) == 0
-        t = s.count.clamp(min=1.0)  # the first gradient is not averaged
-        c1 = 1.0 - torch.pow(b1, t)
-        c2 = 1.0 - torch.pow(b2, t)
-        # Products round by the strides and the alignment of their factors, which copies have in common.
-        g = u.clone(memory_format=torch.contiguous_format)
-        p = s.left_basis.clone(memory_format=torch.contiguous_format)
-        q = s.right_basis.clone(memory_format=torch.contiguous_format)
-
-        # m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) (p^T g q)^2. The first gradient changes neither.
-        rotated_g = _rotate(g, p, q)
-        new_m = running_average(s.mu, g, b1)
-        new_v = running_average(s.nu, rotated_g.square(), b2)
-        m = torch.where(is_first, s.mu, new_m)
-        v = torch.where(is_first, s.nu, new_v)
-
-        # update = p (p^T (m / c1) q / (sqrt(v / c2) + eps)) q^T. For the first gradient, it is zero.
-        root = ew.safe_sqrt(v / c2)
-        divisor = torch.where(is_first, 1.0, root + eps)
-        rotated_update = _rotate(m, p, q) / divisor / c1
-        update = torch.where(is_first, 0.0, _rotate(rotated_update, p.mT, q.mT))
-
-        # The factors, and the bases that follow from them. A new basis has another order of columns, and the second
-        # moment is sorted likewise.
-        g_for_left = g
-        g_for_right = g.mT
-        if factors == "kl":
-            missing = 1.0 / c2 - 1.0
-            g_for_left = _whitened(g, s.right, q, missing)
-            g_for_right = _whitened(g.mT, s.left, p, missing)
-        left = _averaged(s.left, g_for_left, b2)
-        right = _averaged(s.right, g_for_right, b2)
-        if left.shape[-1]:
-            p, order = _refreshed(left, p, is_due, is_first)
-            v = v.take_along_dim(order.mT, -2)
-        if right.shape[-1]:
-            q, order = _refreshed(right, q, is_due, is_first)
-            v = v.take_along_dim(order, -1)
-        return update, SoapState(
-            count=s.count + 1.0,
-            mu=m,
-            nu=v,
-            left=left,
-            right=right,
-            left_basis=p,
-            right_basis=q,
-        )
-
-    zeros = functools.partial(_zeros, longest=max_precondition_size)
-    identity = functools.partial(_identity, longest=max_precondition_size)
-    state: Any = SoapState
-    return state(
+    step = functools.partial(_step, b1=b1, b2=b2, eps=eps, is_kl=factors == "kl", refresh=refresh)
+    longest = max_precondition_size
+    declared: Any = SoapState  # with slots in the places of tensors
+    return declared(
         count=MatrixSlot(),
         mu=Slot(),
         nu=Slot(),
-        left=MatrixSlot(functools.partial(zeros, side=-2)),
-        right=MatrixSlot(functools.partial(zeros, side=-1)),
-        left_basis=MatrixSlot(functools.partial(identity, side=-2)),
-        right_basis=MatrixSlot(functools.partial(identity, side=-1)),
+        left=MatrixSlot(functools.partial(_zeros, side=-2, longest=longest)),
+        right=MatrixSlot(functools.partial(_zeros, side=-1, longest=longest)),
+        left_basis=MatrixSlot(functools.partial(_identity, side=-2, longest=longest)),
+        right_basis=MatrixSlot(functools.partial(_identity, side=-1, longest=longest)),
     ), step
+
+
+def _step(
+    u: Tensor, s: SoapState, *, b1: Scalar, b2: Scalar, eps: Scalar, is_kl: bool, refresh: int
+) -> tuple[Tensor, SoapState]:
+    """Return Adam's update in the current bases, then average the factors and refresh the bases.
+
+    The names are as in the docstring of `scale_by_soap`: bases p and q, moments m and v, factors left (L) and right
+    (R). The shapes are (..., rows, columns) for u, m and v, (..., rows, rows) for p and left, and (..., columns,
+    columns) for q and right. A basis and a factor are empty if the side is too long.
+    """
+    is_first = s.count == 0
+    is_due = s.count.remainder(refresh) == 0
+    t = s.count.clamp(min=1.0)  # the first gradient is not averaged
+    c1 = 1.0 - torch.pow(b1, t)
+    c2 = 1.0 - torch.pow(b2, t)
+    # Products round by the strides and the alignment of their factors, which copies have in common.
+    g = u.clone(memory_format=torch.contiguous_format)
+    p = s.left_basis.clone(memory_format=torch.contiguous_format)
+    q = s.right_basis.clone(memory_format=torch.contiguous_format)
+
+    # m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) (p^T g q)^2. The first gradient changes neither.
+    rotated_g = _rotate(g, p, q)
+    new_m = running_average(s.mu, g, b1)
+    new_v = running_average(s.nu, rotated_g.square(), b2)
+    m = torch.where(is_first, s.mu, new_m)
+    v = torch.where(is_first, s.nu, new_v)
+
+    # update = p (p^T (m / c1) q / (sqrt(v / c2) + eps)) q^T. For the first gradient, it is zero.
+    root = ew.safe_sqrt(v / c2)
+    divisor = torch.where(is_first, 1.0, root + eps)
+    rotated_update = _rotate(m, p, q) / divisor / c1
+    update = torch.where(is_first, 0.0, _rotate(rotated_update, p.mT, q.mT))
+
+    # A new basis has another order of columns, and the second moment is sorted likewise.
+    left, right = _averaged_factors(g, p, q, s, b2, c2, is_kl)
+    if left.shape[-1]:
+        p, order = _refreshed(left, p, is_due, is_first)
+        v = v.take_along_dim(order.mT, -2)
+    if right.shape[-1]:
+        q, order = _refreshed(right, q, is_due, is_first)
+        v = v.take_along_dim(order, -1)
+    return update, SoapState(
+        count=s.count + 1.0,
+        mu=m,
+        nu=v,
+        left=left,
+        right=right,
+        left_basis=p,
+        right_basis=q,
+    )
+
+
+def _averaged_factors(
+    g: Tensor, p: Tensor, q: Tensor, s: SoapState, b2: Scalar, c2: Tensor, is_kl: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the factors L and R with the m by n gradients g: the averages of g g^T and g^T g.
+
+    If ``is_kl``, they are the averages of ``g R^-1 g^T / n`` and ``g^T L^-1 g / m``, for the old factors.
+    """
+    g_for_left = g
+    g_for_right = g.mT
+    if is_kl:
+        missing = 1.0 / c2 - 1.0
+        g_for_left = _whitened(g, s.right, q, missing)
+        g_for_right = _whitened(g.mT, s.left, p, missing)
+    left = _averaged(s.left, g_for_left, b2)
+    right = _averaged(s.right, g_for_right, b2)
+    return left, right
 
 
 def _zeros(matrix: Tensor, side: int, longest: int) -> Tensor:
     """Return zeros (..., n, n) for the length n of a side, -2 or -1; (..., 0, 0) if it is more than ``longest``."""
-    size = matrix.shape[side]
-    if size > longest:
-        size = 0
-    return matrix.new_zeros((*matrix.shape[:-2], size, size))
+    if matrix.shape[side] > longest:
+        return matrix.new_zeros((*matrix.shape[:-2], 0, 0))
+    return square_zeros(matrix, side)
 
 
 def _identity(matrix: Tensor, side: int, longest: int) -> Tensor:
@@ -253,44 +267,52 @@ def _averaged(factor: Tensor, g: Tensor, b2: Scalar) -> Tensor:
     return running_average(factor, g @ g.mT, b2)
 
 
-def _whitened(x: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
-    """Return a matrix whose product with its transpose is ``x`` times the inverse of ``factor`` times ``x.mT``, over n.
+def _whitened(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
+    """Return a matrix whose product with its transpose is ``g R^-1 g^T / n``, for gradients g of m by n and a factor R.
 
-    ``missing`` is the weight of the identity in ``factor``, relative to the weight of the gradients so far.
+    It is ``g Q / sqrt(n Lambda)``, with the basis Q of R and the diagonal Lambda of ``Q^T R Q``. ``missing`` is the
+    weight of the identity in R, relative to the weight of the gradients so far.
     """
-    rows, columns = x.shape[-2:]
+    rows, columns = g.shape[-2:]
     root_n = columns**0.5
-    if not factor.shape[-1]:
-        return x / root_n
-    product = factor @ basis
-    eigenvalues = (basis * product).sum(-2, keepdim=True)
+    if not factor.shape[-1]:  # a side without a factor counts as the identity
+        return g / root_n
+    eigenvalues = (basis * (factor @ basis)).sum(-2, keepdim=True)
     mean = eigenvalues.mean(-1, keepdim=True)
     largest = eigenvalues.amax(-1, keepdim=True)
     damped = eigenvalues + missing * mean + _SHIFT * largest
-    root_size = rows**0.5 * root_n
-    rms = norm(x) / root_size
+    # Before the first gradient, R is zero and counts as the identity times the root mean square of this gradient.
+    rms = norm(g) / (rows**0.5 * root_n)
     damped = torch.where(largest == 0, rms, damped)
-    divisor = torch.where(damped <= 0, 1.0, damped).sqrt()
-    return x @ basis / (divisor * root_n)
+    positive = torch.where(damped <= 0, 1.0, damped)  # all gradients have been zero, and g is zero too
+    return g @ basis / (positive.sqrt() * root_n)
 
 
 def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
     """Return the basis after a power iteration with ``factor``, if due, and the old indices of its columns."""
+    # 1. Multiply by factor + delta I. The factor is scaled to a maximum in [1, 2), so that delta is a constant.
     scaled_factor = factor * unit_power(factor)
     product = scaled_factor @ basis + _SHIFT * basis
-    # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding. The identity is
-    # not sorted: the order of its columns says nothing yet, and each change of order is a jump.
+
+    # 2. Sort the columns by falling eigenvalue. The identity is not sorted: the order of its columns says nothing yet,
+    # and each change of order is a jump.
     eigenvalues = (basis * product).sum(-2, keepdim=True)
-    rounded = (eigenvalues / _SHIFT).round()
-    by_size = rounded.argsort(dim=-1, descending=True, stable=True)
-    same_order = torch.arange(basis.shape[-1], device=basis.device).expand_as(by_size)
-    is_sorted = is_due & ~is_first
-    order = torch.where(is_sorted, by_size, same_order)
+    order = _order_of(eigenvalues, is_due & ~is_first)
     sorted_product = product.take_along_dim(order, -1)
+
+    # 3. Make the columns orthonormal. A positive diagonal of R makes the decomposition unique.
     q, r = torch.linalg.qr(sorted_product)
-    # A positive diagonal of R makes the decomposition unique.
     diagonal = r.diagonal(dim1=-2, dim2=-1)
     signs = torch.where(diagonal < 0, -1.0, 1.0).unsqueeze(-2)
     new_basis = torch.where(is_due, q * signs, basis)
     # The columns of `q` are contiguous; the state keeps the strides that `init` and `load` give it.
     return new_basis.contiguous(), order
+
+
+def _order_of(eigenvalues: Tensor, is_sorted: Tensor) -> Tensor:
+    """Return the indices of the eigenvalues (..., 1, n) in falling order; where ``is_sorted`` is False, 0 to n - 1."""
+    # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding.
+    rounded = (eigenvalues / _SHIFT).round()
+    falling = rounded.argsort(dim=-1, descending=True, stable=True)
+    unsorted = torch.arange(eigenvalues.shape[-1], device=eigenvalues.device).expand_as(falling)
+    return torch.where(is_sorted, falling, unsorted)

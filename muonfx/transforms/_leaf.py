@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -29,10 +30,12 @@ class Operation(NamedTuple):
     """One recorded tensor operation of a `leafwise` step, which runs later on lists with the tensors of all leaves."""
 
     function: Callable[..., list[Tensor]]
-    """Called with one list of tensors for each operand, then the scalars; returns a list of results."""
+    """Called with a list of tensors for each operand, then the scalars, and returns a list of results. A torch function
+    that is called for each leaf receives the lists only; it contains its scalars."""
     operands: list[int]
     """The numbers of the values that it reads; a value has its position in the record as its number."""
     scalars: Sequence[object]
+    """The other arguments, such as 0.9."""
     overwrites: int | None
     """Which of its operands the function overwrites if it is called with ``reuse=True``, by the position in
     ``operands``. None for a torch function that is called for each leaf."""
@@ -114,6 +117,7 @@ class Leaf:
     def __init__(self, record: list[Operation | None], operation: Operation | None = None) -> None:
         self.record = record
         self.index = len(record)
+        self.operation = operation  # None for an operand of the step
         record.append(operation)
 
     @classmethod
@@ -125,17 +129,15 @@ class Leaf:
         kwargs: Mapping[str, object] | None = None,
     ) -> Leaf:
         """Record a call of a torch function on placeholders, such as ``torch.sqrt(x)``; return a placeholder."""
+        if kwargs is None:
+            kwargs = {}
         name = function.__name__
-        options = kwargs or {}
-        writes = options.get("out") is not None or options.get("inplace")
-        if not torch.compiler.is_compiling():  # a compiler cannot trace the name
-            writes = writes or name in _WRITES or (name.endswith("_") and not name.startswith("__"))
-        if writes:
+        if _writes_in_place(name, kwargs):
             raise TypeError(f"leafwise: {name} writes in place here; use the form that returns a new tensor")
-        method = getattr(cls, name, None)
+        method = getattr(cls, name, None)  # such as Leaf.sqrt for torch.sqrt, which runs on lists of tensors
         if method is not None and args and isinstance(args[0], Leaf):
-            return method(*args, **options)
-        return record_for_each(function, *args, **options)
+            return method(*args, **kwargs)
+        return record_for_each(function, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
         """Return a function that records a call of the tensor method ``name`` and returns a placeholder."""
@@ -218,6 +220,16 @@ class Leaf:
     __float__ = __int__ = __index__ = __matmul__ = __rmatmul__ = _refuse
 
 
+def _writes_in_place(name: str, options: Mapping[str, object]) -> bool:
+    """Return True for a torch function that writes into a tensor, such as "add_", or any with the option ``out``."""
+    if options.get("out") is not None or options.get("inplace"):
+        return True
+    if torch.compiler.is_compiling():  # a compiler cannot trace the name
+        return False
+    is_special = name.startswith("__")
+    return name in _WRITES or (name.endswith("_") and not is_special)
+
+
 def _listed(
     function: Callable[..., list[Tensor]],
     for_one_leaf: Callable[..., Tensor],
@@ -237,15 +249,19 @@ def _listed(
         scalars: further arguments of both functions.
         overwrites: which of the operands ``function`` may overwrite, by its position in ``operands``.
     """
-    record = operands[0].record
-    indices = [operand.index for operand in operands]
-    for index in indices:
-        operation = record[index]  # None for an operand of the step, which has the shape of its leaf
-        if operation is not None and operation.is_for_each:
-            return record_for_each(for_one_leaf, *operands, *scalars)
-    if not all(map(_is_number, scalars)):
+    if not all(map(has_shape_of_leaf, operands)) or not all(map(_is_number, scalars)):
         return record_for_each(for_one_leaf, *operands, *scalars)
-    return Leaf(record, Operation(function, indices, scalars, overwrites))
+    indices = [operand.index for operand in operands]
+    return Leaf(operands[0].record, Operation(function, indices, scalars, overwrites))
+
+
+def has_shape_of_leaf(value: Leaf) -> bool:
+    """Return False for the result of a torch function that is called for each leaf, such as ``u.sum()``.
+
+    It may have any shape, and its dtype may be complex. All other values have the shapes of the leaves.
+    """
+    operation = value.operation
+    return operation is None or not operation.is_for_each
 
 
 def _is_number(value: object) -> bool:
@@ -261,22 +277,22 @@ def record_on_list(function: Callable[[list[Tensor]], list[Tensor]], operand: Le
 
 
 def record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
-    """Record a torch function that is called once for each leaf, and return a placeholder for the results."""
-    flat_args, treedef = tree.flatten((args, kwargs))
-    operands: list[Leaf] = []
-    positions: list[int] = []  # of the operands among the arguments
-    for position, argument in enumerate(flat_args):
-        if isinstance(argument, Leaf):
-            operands.append(argument)
-            positions.append(position)
-            flat_args[position] = None  # the operation must not refer to a placeholder: its record would be a cycle
+    """Record a torch function that is called once for each leaf, and return a placeholder for the results.
 
-    def call_for_each(*lists_and_constants: Any) -> list[Tensor]:
-        """Call the torch function for each leaf, with the leaf's tensors at ``positions`` among its arguments."""
-        lists = lists_and_constants[: len(positions)]
-        leaf_args = list(lists_and_constants[len(positions) :])
+    For ``torch.where(mask, 0.0, u)`` with the placeholders ``mask`` and ``u``, the flat arguments are
+    ``[None, 0.0, None]``. The tensors of a leaf replace None at the positions 0 and 2.
+    """
+    flat_args, treedef = tree.flatten((args, kwargs))
+    positions = [position for position, argument in enumerate(flat_args) if isinstance(argument, Leaf)]
+    operands = [flat_args[position] for position in positions]
+    for position in positions:
+        flat_args[position] = None  # the operation must not refer to a placeholder: its record would be a cycle
+
+    def call_for_each(*lists: list[Tensor]) -> list[Tensor]:
+        """Call the torch function for each leaf. ``lists`` has a list of tensors for each placeholder."""
         results: list[Tensor] = []
         for tensors in zip(*lists, strict=True):
+            leaf_args = [*flat_args]
             for position, tensor in zip(positions, tensors, strict=True):
                 leaf_args[position] = tensor
             positional, named = tree.unflatten(treedef, leaf_args)
@@ -287,7 +303,7 @@ def record_for_each(function: Callable[..., Any], *args: object, **kwargs: objec
         return results
 
     indices = [operand.index for operand in operands]
-    return Leaf(operands[0].record, Operation(call_for_each, indices, flat_args, None))
+    return Leaf(operands[0].record, Operation(call_for_each, indices, flat_args, overwrites=None))
 
 
 def _not_a_tensor(function: Callable[..., object], result: object) -> TypeError:
@@ -310,10 +326,9 @@ class Plan(NamedTuple):
     """For each value, how many operations and outputs read it. It may be overwritten after the last of them."""
 
     @property
-    def may_vary(self) -> bool:
-        """True if a scalar is a tensor. Its value may change, so the step is recorded again at the next call."""
-        scalars = [scalar for _, operation in self.operations for scalar in operation.scalars]
-        return any(isinstance(scalar, Tensor) for scalar in scalars)
+    def scalars(self) -> list[object]:
+        """The scalars of all operations, such as 0.9."""
+        return list(chain.from_iterable(operation.scalars for _, operation in self.operations))
 
     @classmethod
     def of(cls, record: Sequence[Operation | None], outputs: Sequence[Leaf]) -> Plan:
@@ -332,34 +347,46 @@ class Plan(NamedTuple):
         return cls(operations, uses)
 
 
+class Replacement(NamedTuple):
+    """The value that takes the place of an operand of the step: of the update, or of a field of the state."""
+
+    operand: int
+    """The number of the operand."""
+    value: int
+    """The number of the new value."""
+    has_shape_of_leaf: bool
+    """False if the value may be complex or have other shapes than the operand; see `has_shape_of_leaf`."""
+
+    @property
+    def is_unchanged(self) -> bool:
+        """True if the step returns the operand itself."""
+        return self.value == self.operand
+
+
 class StepPlan(NamedTuple):
-    """The recorded operations of a `leafwise` step, and the numbers of the values that it returns."""
+    """The recorded operations of a `leafwise` step, and the values that it returns."""
 
     plan: Plan
-    update: int
-    """The number of the value that is the update."""
-    state: list[int | Tensor]
-    """For each field of the new state, the number of its value; for a number that all leaves share, its new tensor."""
+    update: Replacement
+    """The new update."""
+    state: list[Replacement | Tensor]
+    """For each field of the state, the new value; for a number that all leaves share, its new tensor."""
 
-    def unchanged_operands(self) -> list[int]:
-        """Return the operands that are returned in their own place. They keep their storage."""
-        outputs = [self.update]
-        for output in self.state:
-            if isinstance(output, int):
-                outputs.append(output)
-        return [operand for operand, output in enumerate(outputs) if output == operand]
+    @property
+    def may_vary(self) -> bool:
+        """True if a scalar is a tensor. Its value may change, so the step is recorded again at the next call."""
+        return any(isinstance(scalar, Tensor) for scalar in self.plan.scalars)
 
 
 def record_step(
     name: str,
     declared: PyTree,
     step: Callable[..., object],
-    state: Sequence[PyTree],
-    is_tree: Sequence[bool],
+    numbers: Sequence[Tensor | None],
     reads_params: bool,
     extras: Mapping[str, object],
 ) -> StepPlan:
-    """Call a `leafwise` step with placeholders, check the form of its result, and return the recorded operations.
+    """Call a `leafwise` step with placeholders, and return the operations that it records.
 
     The record is a list with one item for each value: None for an operand of the step, and an `Operation` for a
     result. For ``step(u, s)`` with ``s.trace`` and the line ``m = s.trace * 0.9 + u``, it is ``[None, None, mul(1),
@@ -369,50 +396,53 @@ def record_step(
         name: the name of the transform, for errors.
         declared: the declared state.
         step: the step.
-        state: the old value of each field of the state.
-        is_tree: for each field, True if it has one tensor for each leaf, and False if it is one number.
+        numbers: for each field of the state, the tensor of a number that all leaves share, which the step receives as
+            it is; None for a field with one tensor for each leaf.
         reads_params: whether the step receives the parameter.
         extras: the extra arguments of the step.
     """
     record: list[Operation | None] = []
-    # The operands in order: the update, each field of the state with a tensor for each leaf, the parameter. Numbers
-    # that all leaves share are passed as the tensors that they are.
-    operands = [Leaf(record)]
-    fields = list(state)
-    for index, of_leaves in enumerate(is_tree):
-        if of_leaves:
+    update = Leaf(record)
+    fields: list[Any] = list(numbers)
+    for index, number in enumerate(numbers):
+        if number is None:
             fields[index] = Leaf(record)
-    operands.append(tree.unflatten(tree.flatten(declared)[1], fields))
+    containers = tree.flatten(declared)[1]
+    operands = [update, tree.unflatten(containers, fields)]
     if reads_params:
         operands.append(Leaf(record))
-    returned = step(*operands, **extras)
+    new_update, new_state = _update_and_state(name, step(*operands, **extras))
 
+    outputs = [new_update]
+    state: list[Replacement | Tensor] = []
+    for field, new_field in zip(fields, _new_fields(name, declared, numbers, new_state), strict=True):
+        if isinstance(field, Leaf):
+            outputs.append(new_field)
+            state.append(Replacement(field.index, new_field.index, has_shape_of_leaf(new_field)))
+        else:
+            state.append(new_field)
+    replacement = Replacement(update.index, new_update.index, has_shape_of_leaf(new_update))
+    return StepPlan(Plan.of(record, outputs), replacement, state)
+
+
+def _update_and_state(name: str, returned: object) -> tuple[Leaf, object]:
+    """Return the update and the state that a step returned. Raise an error if they are not a pair of these."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(f"{name}: the step must return (update, state), found a {type(returned).__name__}")
-    new_update, new_state = returned
-    if not isinstance(new_update, Leaf):
-        raise TypeError(
-            f"{name}: the step returns an update of type {type(new_update).__name__}, not one made of operands"
-        )
-    outputs = [new_update]
-    state_outputs: list[int | Tensor] = []
-    for field in _new_fields(name, declared, is_tree, new_state):
-        if isinstance(field, Leaf):
-            outputs.append(field)
-            state_outputs.append(field.index)
-        else:
-            state_outputs.append(field)
-    return StepPlan(Plan.of(record, outputs), new_update.index, state_outputs)
+    update, state = returned
+    if not isinstance(update, Leaf):
+        raise TypeError(f"{name}: the step returns an update of type {type(update).__name__}, not one made of operands")
+    return update, state
 
 
-def _new_fields(name: str, declared: PyTree, is_tree: Sequence[bool], state: object) -> list[Leaf | Tensor]:
+def _new_fields(name: str, declared: PyTree, numbers: Sequence[Tensor | None], state: object) -> list[Any]:
     """Return the fields of the state that a step returned. Raise an error unless it has the declared form."""
     try:
         fields = tree.subtrees(tree.flatten(declared)[1], state)
     except ValueError as error:
         raise TypeError(f"{name}: the step returns another state than declared. {error}") from error
-    for index, (of_leaves, field) in enumerate(zip(is_tree, fields, strict=True)):
-        expected_type = Leaf if of_leaves else Tensor
+    for index, (number, field) in enumerate(zip(numbers, fields, strict=True)):
+        expected_type = Leaf if number is None else Tensor
         if not isinstance(field, expected_type):
             raise TypeError(
                 f"{name}: the step returns a {type(field).__name__} for {tree.names(declared)[index]!r} of its state, "

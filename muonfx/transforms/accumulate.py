@@ -84,7 +84,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
 
     def init(params: PyTree) -> AccumulateState:
         """Return sums of zero, with both counts in CPU memory."""
-        host = torch.device("meta") if device_of(params).type == "meta" else torch.device("cpu")
+        host = "meta" if device_of(params).type == "meta" else "cpu"
         number = len(tree.leaves(params))
         return AccumulateState(
             torch.zeros((), dtype=torch.int64, device=host),
@@ -111,17 +111,14 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         is_last = boundary
         if is_last is None:
             is_last = accumulated.count >= every
-        # If values cannot be read, only leaves with a gradient in this call are updated; else also those with a
-        # gradient in an earlier micro-batch.
-        is_compiling = torch.compiler.is_compiling()
-        is_hidden = isinstance(is_last, Tensor) and (is_compiling or is_wrapped(is_last) or is_traced())
+        # Python cannot read the value of a tensor in a recorded graph, and under ``torch.func``.
+        is_hidden = isinstance(is_last, Tensor) and (is_traced() or is_wrapped(is_last))
+        # Leaves whose gradient is None in this call are updated too if they had one earlier, if counts can be read.
         updated_leaves = updates
-        if not is_compiling and not is_hidden:
+        if not is_hidden and not torch.compiler.is_compiling():
             updated_leaves = _ever_seen(updates, accumulated)
         outcomes = _Outcomes(inner, updates, updated_leaves, mean, params, extras)
-        if isinstance(is_last, Tensor) and is_hidden:  # both results are computed or compiled
-            if is_compiling:
-                return outcomes.cond(is_last, accumulated)
+        if isinstance(is_last, Tensor) and is_hidden:
             return outcomes.select(is_last, accumulated)
         if is_last:
             return outcomes.step(accumulated, donate)
@@ -135,29 +132,30 @@ def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) ->
     present = Present(updates)
     old_sums = present.pick(state.sums)
     wide_gradients, wide_sums = ew.widest(present.pick(updates), old_sums)
-    new_sums = ew.add(wide_sums, wide_gradients, reuse=donate.state)
-    sums = ew.store(new_sums, old_sums, reuse=donate.state)
+    wide_sums = ew.add(wide_sums, wide_gradients, reuse=donate.state)
+    new_sums = ew.store(wide_sums, old_sums, reuse=donate.state)
 
     leaves = tree.leaves(updates)
-    has_gradient = [leaves[index] is not None for index in _by_path(updates)]
+    has_gradient = [leaves[index] is not None for index in _indices_by_path(updates)]
     seen_now = torch.tensor(has_gradient, dtype=torch.int64, device=state.seen.device)
     return AccumulateState(
         count=state.count + 1,
         seen=state.seen + seen_now,
-        sums=present.fill(sums, state.sums),
+        sums=present.fill(new_sums, state.sums),
         inner=state.inner,
     )
 
 
-def _by_path(updates: PyTree) -> list[int]:
-    """Return the indices of the leaves of a tree, sorted by the path of each leaf."""
+def _indices_by_path(updates: PyTree) -> list[int]:
+    """Return the indices of the leaves of a tree, sorted by the path of each leaf, as in `AccumulateState.seen`."""
     if tree.is_flat(updates):
         return list(range(len(updates)))
-    keys: list[tuple[list[tuple[str, Any]], int]] = []
+    keys_and_indices: list[tuple[list[tuple[str, Any]], int]] = []
     for index, path in enumerate(tree.paths(updates)):
         # The name of its type precedes an entry, so that an int is never compared with a string.
-        keys.append(([(type(entry).__name__, entry) for entry in path], index))
-    return [index for _, index in sorted(keys)]
+        key = [(type(entry).__name__, entry) for entry in path]
+        keys_and_indices.append((key, index))
+    return [index for _, index in sorted(keys_and_indices)]
 
 
 def _ever_seen(updates: PyTree, accumulated: AccumulateState) -> PyTree:
@@ -169,9 +167,9 @@ def _ever_seen(updates: PyTree, accumulated: AccumulateState) -> PyTree:
     if all(leaf is not None for leaf in leaves):
         return updates
     sums = tree.leaves(accumulated.sums)
-    counts = accumulated.seen.tolist()  # on the CPU, so tolist() does not sync
-    for index, count in zip(_by_path(updates), counts, strict=True):
-        if leaves[index] is None and count:
+    counts = accumulated.seen.tolist()  # sorted by path, and on the CPU, so tolist() does not sync
+    for index, count in zip(_indices_by_path(updates), counts, strict=True):
+        if leaves[index] is None and count > 0:
             leaves[index] = sums[index]
     return tree.unflatten(treedef, leaves)
 
@@ -200,32 +198,30 @@ class _Outcomes(NamedTuple):
         sums = present.pick(accumulated.sums)
         if self.mean:
             number = accumulated.count.to(torch.float64)
-            gradients = [total / _scalar_for(number, total) for total in sums]
+            wide_gradients = [total / _scalar_for(number, total) for total in sums]
         else:
-            gradients = ew.clone(sums)
-        gradients = ew.cast(gradients, self._gradient_dtypes(present, sums))
-        donation = Donation(self.mean and donate.state, donate.state)
-        out, inner_state = self.inner.run(
-            present.fill(gradients), accumulated.inner, self.params, donate=donation, **self.extras
-        )
+            wide_gradients = ew.clone(sums)
+        gradients = present.fill(ew.cast(wide_gradients, self._gradient_dtypes(present, sums)))
+
+        donation = Donation(donate.state, donate.state)  # the gradients are new tensors
+        out, inner_state = self.inner.run(gradients, accumulated.inner, self.params, donate=donation, **self.extras)
+        zeros = [torch.zeros_like(total) for total in sums]
         return out, AccumulateState(
             count=torch.zeros_like(accumulated.count),
             seen=torch.zeros_like(accumulated.seen),
-            sums=present.fill([torch.zeros_like(total) for total in sums], accumulated.sums),
+            sums=present.fill(zeros, accumulated.sums),
             inner=inner_state,
         )
 
     def _gradient_dtypes(self, present: Present, sums: list[Tensor]) -> list[torch.dtype]:
         """Return the dtype of each gradient, or of its parameter or sum if the gradient is None in this call."""
-        params = self.updates if self.params is None else self.params
-        dtypes: list[torch.dtype] = []
-        for update, param, total in zip(present.pick(self.updates), present.pick(params), sums, strict=True):
-            if update is not None:
-                dtypes.append(update.dtype)
-            elif param is not None:
-                dtypes.append(param.dtype)
-            else:
-                dtypes.append(total.dtype)
+        dtypes = [total.dtype for total in sums]
+        for values in (self.params, self.updates):
+            if values is None:  # no parameters were given
+                continue
+            for index, leaf in enumerate(present.pick(values)):
+                if leaf is not None:
+                    dtypes[index] = leaf.dtype
         return dtypes
 
     def wait(self, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
@@ -233,13 +229,20 @@ class _Outcomes(NamedTuple):
         return tree.map(torch.zeros_like, self.updates), accumulated
 
     def select(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Compute both results and select one by ``is_last`` with ``torch.where``; ``vmap`` does so for each state."""
+        """Return one of the two results by ``is_last``, whose value Python cannot read."""
+        if torch.compiler.is_compiling():
+            return self._cond(is_last, accumulated)
+        # Both are computed. Under `vmap` over several states, the choice differs between them.
         stepped = self.step(accumulated, NOTHING)
         waited = self.wait(accumulated)
         return tree.map(lambda a, b: torch.where(is_last.to(a.device), a, b), stepped, waited)
 
-    def cond(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Choose one of the two results by ``is_last`` with ``torch.cond``, in a compiled graph."""
+    def _cond(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
+        """Choose one of the two results by ``is_last`` with ``torch.cond``, in a compiled graph.
+
+        Its branches are functions of tensors and return tensors, so the trees are flattened, and leaves of None are
+        left out.
+        """
         leaves, treedef = tree.flatten(accumulated)
 
         def step(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -253,5 +256,5 @@ class _Outcomes(NamedTuple):
 
 
 def _copies(outcome: PyTree) -> tuple[Tensor, ...]:
-    """Return copies of the tensors in a tree: a branch of ``torch.cond`` returns new tensors, and no None."""
+    """Return copies of the tensors in a tree: a branch of ``torch.cond`` must not return an input or a None."""
     return tuple(leaf.clone() for leaf in tree.leaves(outcome) if leaf is not None)

@@ -162,6 +162,7 @@ class _Collector(TorchFunctionMode):
         if not self._running:
             return
         module = self._running[-1]
+        # The heads of all tensor-parallel ranks; -inf for the heads of another rank does not change a maximum.
         logits_of_ranks = [torch.full_like(logits, -math.inf)] * self._size
         logits_of_ranks[self._rank] = logits
         all_logits = torch.cat(logits_of_ranks)
@@ -238,13 +239,17 @@ def collect_max_logits(
         for name, observed in _modules_of(model, module).items():
             stack.enter_context(observed.register_forward_pre_hook(functools.partial(collector.enter_module, name)))
             stack.enter_context(observed.register_forward_hook(collector.leave_module, always_call=True))
-        stack.callback(_COLLECTOR.reset, _COLLECTOR.set(collector))
+        token = _COLLECTOR.set(collector)  # for `record_max_logits`
+        stack.callback(_COLLECTOR.reset, token)
         stack.enter_context(collector)
         yield collector.largest_logits
 
 
 def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
-    """Return the modules whose names match a glob, by their names without the components that wrappers add."""
+    """Return the modules whose names match a glob, by their names without the components that wrappers add.
+
+    The name of the model itself is "". In a `DistributedDataParallel`, "module.attn" becomes "attn".
+    """
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
@@ -252,12 +257,12 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
                 f"collect_max_logits: {name or 'the model'!r} is compiled, and the logits of a compiled forward "
                 "pass cannot be observed: collect before torch.compile, or return the largest logits from the model"
             )
-    # `unwrapped` maps names of parameters, and a wrapper is a component in front of the name of a parameter.
-    plain_name_of = unwrapped(f"{name}.parameter" for name in modules if name)
-    plain_modules: dict[str, nn.Module] = {}
-    for name, module in modules.items():
-        plain_name = plain_name_of.get(f"{name}.parameter", "parameter")  # the model itself has no name
-        plain_modules[plain_name.removesuffix("parameter").removesuffix(".")] = module
+    # `unwrapped` removes wrappers in front of the name of a parameter, so it receives a parameter of each module.
+    module_of_parameter = {f"{name}.weight": module for name, module in modules.items() if name}
+    plain_modules = {"": model}
+    for parameter, plain_parameter in unwrapped(module_of_parameter).items():
+        plain_name = plain_parameter.removesuffix("weight").removesuffix(".")
+        plain_modules[plain_name] = module_of_parameter[parameter]
     if pattern is None:
         return plain_modules
     matching = {name: module for name, module in plain_modules.items() if matches(name, pattern)}

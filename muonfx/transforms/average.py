@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from operator import is_not
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform
 from muonfx.internal.tracing import as_start
 from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, WideStateDtype, copies, leafwise, params_for
-from muonfx.tree import Present, PyTree, map
+from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 
 
@@ -128,27 +131,28 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         """Update the master copy by the inner transform; return the steps of the parameters to its rounded values."""
         params = params_for("master_params", params)
         present = Present(updates)
-        grads = present.pick(updates)
-        old_copies = present.pick(state.master)
-        corrected_copies: list[Tensor] = []
-        for copy, param in zip(old_copies, present.pick(params), strict=True):
-            corrected_copies.append(_corrected(copy, param, reuse=donate.state))
+        correct = functools.partial(_corrected, reuse=donate.state)
+        corrected_copies = list(map(correct, present.pick(state.master), present.pick(params)))
         master = present.fill(corrected_copies, state.master)
 
-        wide_grads = ew.cast_like(grads, corrected_copies)
-        # A gradient that was cast is a new tensor. If all are, the inner transform may overwrite them in any case.
-        are_new = all(wide_grad is not grad for wide_grad, grad in zip(wide_grads, grads, strict=True))
-        donation = Donation(donate.updates or are_new, donate.state)
-        gradients = present.fill(wide_grads)
-        inner_updates, inner_state = inner.run(gradients, state.inner, master, donate=donation, **extras)
+        gradients = present.pick(updates)
+        wide_gradients = ew.cast_like(gradients, corrected_copies)
+        are_new = all(map(is_not, wide_gradients, gradients))  # all were cast, so they may be overwritten
+        inner_updates, inner_state = inner.run(
+            present.fill(wide_gradients),
+            state.inner,
+            master,
+            donate=Donation(donate.updates or are_new, donate.state),
+            **extras,
+        )
         new_master = apply_updates(master, inner_updates, donate=donate.state)
-
-        def step_to_rounded(update: Tensor, copy: Tensor, param: Tensor) -> Tensor:
-            """Return the rounded copy minus the parameter. It is not called for a leaf whose ``update`` is None."""
-            rounded_copy = copy.to(param.dtype)
-            return rounded_copy.to(copy.dtype) - param.to(copy.dtype)
-
-        out = map(step_to_rounded, inner_updates, new_master, params)
+        out = tree.map(_step_to_rounded, inner_updates, new_master, params)
         return out, MasterParamsState(new_master, inner_state)
 
     return init, update
+
+
+def _step_to_rounded(update: Tensor, copy: Tensor, param: Tensor) -> Tensor:
+    """Return the rounded new master copy minus the parameter. Leaves whose ``update`` is None are left out."""
+    rounded_copy = copy.to(param.dtype)
+    return rounded_copy.to(copy.dtype) - param.to(copy.dtype)

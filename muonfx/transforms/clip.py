@@ -64,16 +64,17 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
     threshold = checks.positive("threshold", threshold)
 
     def clip(leaf: Tensor) -> Tensor:
-        """Divide by max(1, rms / threshold), with the root mean square over the last dim."""
+        """Return ``u / max(1, rms(u) / threshold)`` for a flattened leaf u, or for each row of a stack of leaves."""
         if leaf.numel() == 0:
             return leaf
-        wide = leaf.to(ew.wide_dtype(leaf.dtype))
-        # Scale by an exact power of two before squaring, so that nothing overflows or underflows.
-        power = unit_power(wide, (-1,))
-        small = wide * power
-        rms = ew.safe_sqrt(small.square().mean(-1, keepdim=True))
-        ratio = rms / ew.scalar_like(threshold, rms)
-        clipped = small / torch.maximum(ratio, power)
+        u = leaf.to(ew.wide_dtype(leaf.dtype))
+        # Scale by an exact power of two before squaring, so that nothing overflows or underflows. The divisor is scaled
+        # likewise: u / max(1, rms(u) / threshold) = power u / max(power, rms(power u) / threshold).
+        power = unit_power(u, (-1,))
+        scaled_u = u * power
+        scaled_rms = ew.safe_sqrt(scaled_u.square().mean(-1, keepdim=True))
+        divisor = torch.maximum(power, scaled_rms / ew.scalar_like(threshold, scaled_rms))
+        clipped = scaled_u / divisor
         return clipped.to(leaf.dtype)
 
     return of_leaves(clip)
@@ -107,7 +108,9 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
         leaves = present.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.
         norm = norm_over_leaves(updates, sum_over_leaves)
-        factor = divide_unless(norm <= max_norm, ew.scalar_like(max_norm, norm), norm, otherwise=1.0)
+        bound = ew.scalar_like(max_norm, norm)
+        is_within = norm <= max_norm
+        factor = divide_unless(is_within, bound, norm, otherwise=1.0)
         # Not `leafwise`: a single product is rounded once in any dtype, so all updates need no copies in fp32.
         clipped = ew.mul(leaves, factor, reuse=donate.updates)
         return present.fill(ew.cast_like(clipped, leaves)), state
@@ -126,12 +129,13 @@ def norm_over_leaves(updates: PyTree | Leaf, sum_over_leaves: Sum) -> Tensor:
         total = _total_squares(updates, sum_over_leaves)
     if total.ndim == 0:  # there are no leaves
         return total
-    plain, scaled = ew.safe_sqrt(total).unbind()
-    return torch.where(plain.isfinite(), plain, scaled / _small(total))
+    # The root of the sum of squares, and the same for small multiples of the norms, in case the squares overflow.
+    norm, small_norm = ew.safe_sqrt(total).unbind()
+    return torch.where(norm.isfinite(), norm, small_norm / _small(total))
 
 
 def _total_squares(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
-    """Return the sum of the `_squares` of all leaves on all ranks."""
+    """Return the sum of the `_squares` of all leaves on all ranks, of shape (2,)."""
     present = Present(updates)
     norms = ew.norms(present.pick(updates))
     types = {(norm.device, norm.dtype) for norm in norms}
@@ -143,9 +147,10 @@ def _total_squares(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
 
 
 def _squares(norms: Tensor) -> Tensor:
-    """Return the squares of norms, and of small multiples of them, as pairs in a new last dim."""
+    """Return the squares of norms n and of small multiples of them: pairs (n^2, (small n)^2) in a new last dim."""
     # The square overflows beyond 1e154. A fixed power of two needs no collective for the largest norm.
-    return torch.stack([norms, norms * _small(norms)], dim=-1).square()
+    small_norms = norms * _small(norms)
+    return torch.stack([norms, small_norms], dim=-1).square()
 
 
 def _small(like: Tensor) -> float:

@@ -48,23 +48,22 @@ def _functions(
         return EmptyState()
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        """Add ``sign * weight_decay * w`` to the updates of the leaves that decay."""
+        """Add ``sign * weight_decay * w`` to the update of each weight w that decays."""
         params = params_for(name, params)
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
         leaves, treedef = tree.flatten(updates)
         weights = tree.leaves(params)
-        indices: list[int] = []
-        for index, (leaf, does_decay) in enumerate(zip(leaves, decays(params), strict=True)):
-            if does_decay and leaf is not None:
-                indices.append(index)
+        does_decay = decays(params)  # a bool for each leaf
+        indices = [index for index, leaf in enumerate(leaves) if does_decay[index] and leaf is not None]
         u = [leaves[index] for index in indices]
         w = ew.cast_like([weights[index] for index in indices], u)
         if caution:
             w = [_where_decay_agrees(u_i, w_i, sign) for u_i, w_i in zip(u, w, strict=True)]
         decayed = ew.add(u, w, sign * weight_decay, reuse=donate.updates)
-        for index, leaf in zip(indices, ew.cast_like(decayed, u), strict=True):
-            leaves[index] = leaf
+        decayed = ew.cast_like(decayed, u)  # a factor that is a tensor may widen the dtype
+        for index, decayed_leaf in zip(indices, decayed, strict=True):
+            leaves[index] = decayed_leaf
         return tree.unflatten(treedef, leaves), state
 
     return init, update
@@ -192,9 +191,6 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
             "chain(cautious(...), scale_by_learning_rate(...))"
         )
 
-    def init(params: PyTree) -> PyTree:
-        return inner.functions.init(params)
-
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         """Run the inner transform, and drop the elements of its updates whose sign differs from the gradient's."""
         # The gradient is needed after the inner transform, so it is not donated.
@@ -214,4 +210,4 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
 
         return tree.map(keep, out, updates), state
 
-    return init, update
+    return inner.functions.init, update

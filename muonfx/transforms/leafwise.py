@@ -17,6 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_not
 from typing import Any, Literal, ParamSpec, cast, overload
 
@@ -31,7 +32,15 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Position
 from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
-from muonfx.transforms._leaf import Leaf, Operation, Plan, StepPlan, record_step
+from muonfx.transforms._leaf import (
+    Leaf,
+    Operation,
+    Plan,
+    Replacement,
+    StepPlan,
+    has_shape_of_leaf,
+    record_step,
+)
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -283,37 +292,45 @@ def leafwise(
         raise TypeError(f'leafwise: reads_params must be True, False or "updated", found {reads_params!r}')
 
     def decorate(constructor: Callable[..., StateAndStep]) -> Callable[..., Transform]:
-        """Return the factory. Its inner functions receive the constructor's arguments, and call it to read the step."""
-
-        def formula(*args: object, **kwargs: object) -> _Formula:
-            """Call the constructor, and return its declared state and step after a check."""
-            step_reads_params = reads_params
-            if callable(step_reads_params):
-                step_reads_params = step_reads_params(*args, **kwargs)
-            returned = constructor(*args, **kwargs)
-            name = constructor.__name__
-            state, step = state_and_step(f"{name}: a leafwise", returned, (Slot, StepCount, Number), step_reads_params)
-            return _Formula(name, state, step, step_reads_params)
+        """Return the factory of transforms, with the options of `leafwise`."""
+        # Both functions below receive the arguments of the constructor.
+        formula_for = functools.partial(_formula, constructor, reads_params)
 
         @functools.wraps(constructor)
-        def build(*args: object, **kwargs: object) -> InitAndUpdate:
-            return _functions(formula(*args, **kwargs))
+        def init_and_update(*args: object, **kwargs: object) -> InitAndUpdate:
+            return formula_for(*args, **kwargs).functions()
 
-        def locality_of(*args: object, **kwargs: object) -> Locality:
-            return formula(*args, **kwargs).locality(locality)
+        def locality_of_transform(*args: object, **kwargs: object) -> Locality:
+            return formula_for(*args, **kwargs).locality_of_transform(locality)
 
         decorator = transform(
-            locality=locality_of,
+            locality=locality_of_transform,
             reads_params=reads_params if callable(reads_params) else bool(reads_params),
             position=position,
             short_names=short_names,
             check_extras=check_extras,
         )
-        return decorator(build)
+        return decorator(init_and_update)
 
     if constructor is None:
         return decorate
     return decorate(constructor)
+
+
+def _formula(
+    constructor: Callable[..., StateAndStep],
+    reads_params: ReadsParams | Callable[..., bool],
+    /,
+    *args: object,
+    **kwargs: object,
+) -> _Formula:
+    """Call a constructor with its arguments, and return its declared state and step after a check."""
+    if callable(reads_params):
+        reads_params = reads_params(*args, **kwargs)
+    returned = constructor(*args, **kwargs)
+    name = constructor.__name__
+    state, step = state_and_step(f"{name}: a leafwise", returned, (Slot, StepCount, Number), reads_params)
+    return _Formula(name, state, step, reads_params)
 
 
 def state_and_step(
@@ -330,16 +347,22 @@ def state_and_step(
     if not (type(returned) is tuple and len(returned) == 2 and callable(returned[1])):
         raise TypeError(f"{caller} constructor returns a state and a step, found {returned!r}")
     state = returned[0]
-    for name, field in zip(tree.names(state), tree.leaves(state), strict=True):
-        if not isinstance(field, types):
-            *first_names, last_name = [expected.__name__ for expected in types]
-            expected_names = f"{', '.join(first_names)} and {last_name}"
-            raise TypeError(f"{caller} constructor returns a state of {expected_names}, found {field!r} at {name!r}")
-        if isinstance(field, Slot) and field.start == "params" and not reads_params:
+    for name, item in tree.named_leaves(state):
+        if not isinstance(item, types):
+            raise _wrong_item(caller, name, item, types)
+        starts_at_params = isinstance(item, Slot) and item.start == "params"
+        if starts_at_params and not reads_params:
             raise TypeError(
                 f"{caller} constructor whose slot {name!r} starts at the parameters declares reads_params=True"
             )
     return returned
+
+
+def _wrong_item(caller: str, name: str, item: object, types: tuple[type, ...]) -> TypeError:
+    """Return an error for an item of the declared state that has none of these types."""
+    type_names = [expected.__name__ for expected in types]
+    expected_names = f"{', '.join(type_names[:-1])} and {type_names[-1]}"
+    return TypeError(f"{caller} constructor returns a state of {expected_names}, found {item!r} at {name!r}")
 
 
 def _extra_names(step: Step) -> tuple[str, ...]:
@@ -351,87 +374,101 @@ def _extra_names(step: Step) -> tuple[str, ...]:
     return code.co_varnames[first : first + code.co_kwonlyargcount]
 
 
-def _functions(formula: _Formula) -> InitAndUpdate:
-    """Return ``init`` and ``update`` of a `leafwise` transform."""
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
-    ) -> tuple[PyTree, PyTree]:
-        return formula.run(updates, state, params, donate, {})
-
-    def update_with_extras(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
-    ) -> tuple[PyTree, PyTree]:
-        extras = {name: extras[name] for name in formula.extra_names}
-        return formula.run(updates, state, params, donate, extras)
-
-    if not formula.extra_names:
-        return formula.init, update
-    if not torch.compiler.is_compiling():  # the signature was read when the transform was created
-        signature = inspect.signature(update)
-        parameters = list(signature.parameters.values())
-        for name in formula.extra_names:
-            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
-        update_with_extras.__signature__ = signature.replace(parameters=parameters)
-    return formula.init, update_with_extras
-
-
 class _Formula:
     """A step and its declared state, which runs the step on the lists of all leaves."""
 
     def __init__(self, name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> None:
-        self.extra_names = _extra_names(step)
-        """The names of the extra arguments of the step, such as "sum_over_leaves"."""
         self._name = name
         self._declared = declared
         self._step = step
+        self._extra_names = _extra_names(step)
+        """The names of the extra arguments of the step, such as "sum_over_leaves"."""
         self._reads_params = reads_params
         self._saved_plan: StepPlan | None = None
         """The recorded operations, if they are the same at every call."""
         self._fields: list[SlotTrees | SharedNumber] = []
         """The fields of the state in order: one tensor for each leaf, or one number for all."""
-        for field, role in zip(tree.leaves(declared), tree.names(declared), strict=True):
-            self._fields.append(SlotTrees(field, role) if isinstance(field, Slot) else SharedNumber(field))
-        self._is_tree = [isinstance(field, SlotTrees) for field in self._fields]
-        """For each field, whether it has one tensor for each leaf."""
+        for name_of_field, declared_field in tree.named_leaves(declared):
+            if isinstance(declared_field, Slot):
+                self._fields.append(SlotTrees(declared_field, name_of_field))
+            else:
+                self._fields.append(SharedNumber(declared_field))
 
-    def locality(self, of_formula: Locality) -> Locality:
-        """Return the locality of the transform: the locality of its formula, or TREE if the step sums over leaves."""
-        for field in tree.leaves(self._declared):
-            if isinstance(field, Slot) and isinstance(field.dtype, QuantizedDtype):
-                of_formula = max(of_formula, Locality.LEAF)  # the elements of a block share a scale
-        if "sum_over_leaves" not in self.extra_names:
-            return of_formula
-        if of_formula is not Locality.ELEMENT:
+    def functions(self) -> InitAndUpdate:
+        """Return ``init`` and ``update`` of the transform."""
+        if self._extra_names:
+            return self.init, self._update_with_extras()
+        return self.init, self.update
+
+    def _update_with_extras(self) -> Callable[..., tuple[PyTree, PyTree]]:
+        """Return an ``update`` that passes the extra arguments to the step, such as ``value``.
+
+        Its signature names them, because `Transform` reads there which arguments a transform accepts.
+        """
+
+        def update(
+            updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
+        ) -> tuple[PyTree, PyTree]:
+            step_extras = {name: extras[name] for name in self._extra_names}
+            return self._run(updates, state, params, donate, step_extras)
+
+        if not torch.compiler.is_compiling():  # the signature was read when the transform was created
+            signature = inspect.signature(self.update)
+            parameters = list(signature.parameters.values())
+            parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._extra_names]
+            update.__signature__ = signature.replace(parameters=parameters)
+        return update
+
+    def locality_of_transform(self, locality_of_step: Locality) -> Locality:
+        """Return the locality of the transform: TREE if the step sums over leaves, else that of the step.
+
+        Quantized state raises ELEMENT to LEAF, because the elements of a block share a scale.
+        """
+        locality = locality_of_step
+        for slot in tree.leaves(self._declared):
+            if isinstance(slot, Slot) and isinstance(slot.dtype, QuantizedDtype):
+                locality = max(locality, Locality.LEAF)
+        if "sum_over_leaves" not in self._extra_names:
+            return locality
+        if locality is not Locality.ELEMENT:
             raise TypeError(
-                f"{self._name}: found the locality {of_formula.name} and a step with sum_over_leaves, which runs on "
+                f"{self._name}: found the locality {locality.name} and a step with sum_over_leaves, which runs on "
                 "shards, expected ELEMENT: leave out quantized dtypes, or use muonfx.transform"
             )
         return Locality.TREE
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state."""
-        return tree.unflatten(tree.flatten(self._declared)[1], [field.init(params) for field in self._fields])
+        containers = tree.flatten(self._declared)[1]
+        return tree.unflatten(containers, [field.init(params) for field in self._fields])
 
-    def run(
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
+    ) -> tuple[PyTree, PyTree]:
+        """Return the new updates and the new state, for a step without extra arguments."""
+        return self._run(updates, state, params, donate, {})
+
+    def _run(
         self, updates: PyTree, state: PyTree, params: PyTree, donate: Donation, extras: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
-        """Return the new updates and the new state."""
+        """Record the step, run the recorded operations on all leaves, and return the new updates and the new state."""
         containers = tree.flatten(self._declared)[1]  # it has another type under torch.compile, so it is not saved
         old_fields = tree.subtrees(containers, state)
         values = self._operands(updates, old_fields, params, donate)
         if "sum_over_leaves" in extras:
             extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
-        recorded = self._record(old_fields, extras)
-        values.run(recorded.plan, overwrite=True)
+        step_plan = self._plan(old_fields, extras)
+        values.run(step_plan.plan, overwrite=True)
+        for output in (step_plan.update, *step_plan.state):
+            if isinstance(output, Replacement) and output.is_unchanged:
+                values.keep(output.operand)
 
-        returned = recorded.unchanged_operands()
-        new_fields = self._write_state(values, recorded, old_fields, returned, donate)
-        if recorded.update != 0:
-            values.check(recorded.update, 0, f"{self._name}: the step returns an update")
-            new_updates = values.take(recorded.update, returned, spare=0)
-            updates = values.present.fill(ew.cast_like(new_updates, values.operands[0]))
-        return updates, tree.unflatten(containers, new_fields)
+        new_fields = [
+            self._new_field(field, output, old_field, values, donate)
+            for field, output, old_field in zip(self._fields, step_plan.state, old_fields, strict=True)
+        ]
+        new_updates = self._new_updates(step_plan.update, updates, values)
+        return new_updates, tree.unflatten(containers, new_fields)
 
     def _operands(self, updates: PyTree, old_fields: list[PyTree], params: PyTree, donate: Donation) -> Values:
         """Return the operands of the step: the updates, each field with a tensor for each leaf, and the parameters."""
@@ -449,42 +486,47 @@ class _Formula:
             values.add_operand(present.pick(params), may_write=False)
         return values
 
-    def _record(self, state: list[PyTree], extras: Mapping[str, object]) -> StepPlan:
-        """Return the recorded operations of the step, from an earlier call if they are the same at every call."""
-        # A step without numbers and extra arguments does the same at every call, unless a schedule or an argument is a
-        # tensor (`may_vary`). A compiled graph would guard on a saved plan.
-        may_save = all(self._is_tree) and not extras and not torch.compiler.is_compiling()
-        if may_save and self._saved_plan is not None:
+    def _plan(self, old_fields: list[PyTree], extras: Mapping[str, object]) -> StepPlan:
+        """Return the recorded operations of the step. They are saved if they are the same at every call."""
+        # A compiled graph that reads the saved plan would be compiled again when it changes, so this comes first.
+        if not torch.compiler.is_compiling() and self._saved_plan is not None:
             return self._saved_plan
-        recorded = record_step(
-            self._name, self._declared, self._step, state, self._is_tree, bool(self._reads_params), extras
-        )
-        if may_save and not recorded.plan.may_vary:
-            self._saved_plan = recorded
-        return recorded
+        numbers: list[Tensor | None] = []
+        for field, old_field in zip(self._fields, old_fields, strict=True):
+            numbers.append(old_field if isinstance(field, SharedNumber) else None)
+        step_plan = record_step(self._name, self._declared, self._step, numbers, bool(self._reads_params), extras)
+        # A plan that depends on a step count, a loss or another tensor is for this call only.
+        has_numbers = any(number is not None for number in numbers)
+        is_constant = not (has_numbers or extras or step_plan.may_vary)
+        if not torch.compiler.is_compiling() and is_constant:
+            self._saved_plan = step_plan
+        return step_plan
 
-    def _write_state(
-        self, values: Values, recorded: StepPlan, old_fields: list[PyTree], returned: list[int], donate: Donation
-    ) -> list[PyTree]:
-        """Return the new value of each field, and add the numbers of their values to ``returned``."""
-        new_fields: list[PyTree] = []
-        source = 0  # the operand that the field replaces; the first one is the update
-        for field, old_field, output in zip(self._fields, old_fields, recorded.state, strict=True):
-            if isinstance(field, SharedNumber):
-                new_fields.append(field.write(cast("Tensor", output), old_field))
-                continue
-            assert isinstance(output, int)
-            source += 1
-            if output == source:
-                new_fields.append(old_field)
-                continue
-            values.check(output, source, f"{self._name}: the step returns a state")
-            new_tensors = values.take(output, returned)
-            old_tensors = values.operands[source]
-            reuse = donate.state and values.was_cast[source]
-            new_fields.append(field.write(values.present, new_tensors, old_tensors, old_field, reuse=reuse))
-            returned.append(output)
-        return new_fields
+    def _new_field(
+        self, field: SlotTrees | SharedNumber, output: Any, old_field: PyTree, values: Values, donate: Donation
+    ) -> PyTree:
+        """Return the new value of a field of the state: a tree, or one number for all leaves.
+
+        ``output`` is what the step returns for it: a `Replacement`, or the new number as a tensor.
+        """
+        if isinstance(field, SharedNumber):
+            return field.write(output, old_field)
+        if output.is_unchanged:
+            return old_field
+        values.check(output, f"{self._name}: the step returns a state")
+        new_tensors = values.take(output.value)
+        old_tensors = values.operands[output.operand]
+        # Else the operations have overwritten the old tensors already, where they could.
+        reuse = donate.state and values.was_cast(output.operand)
+        return field.write(values.present, new_tensors, old_tensors, old_field, reuse=reuse)
+
+    def _new_updates(self, output: Replacement, updates: PyTree, values: Values) -> PyTree:
+        """Return the tree of the new updates, in the dtypes of the incoming updates."""
+        if output.is_unchanged:
+            return updates
+        values.check(output, f"{self._name}: the step returns an update")
+        new_tensors = values.take(output.value, copy_into=output.operand)
+        return values.present.fill(ew.cast_like(new_tensors, values.operands[output.operand]))
 
 
 def params_for(name: str, params: PyTree) -> PyTree:
@@ -495,27 +537,24 @@ def params_for(name: str, params: PyTree) -> PyTree:
 
 
 def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.dtype]:
-    """Return for each leaf the widest dtype of its operands, at least fp32; one dtype if all leaves have the same."""
-    all_dtypes: set[torch.dtype] = set()
-    is_uniform = True  # each operand has one dtype for all leaves, as usual
-    for tensors in lists:
-        dtypes = {tensor.dtype for tensor in tensors}
-        is_uniform = is_uniform and len(dtypes) <= 1
-        all_dtypes |= dtypes
-    if is_uniform:
-        return ew.wide_dtype(*all_dtypes)
-    wide_dtypes: list[torch.dtype] = []
-    for tensors_of_leaf in zip(*lists, strict=True):
-        wide_dtypes.append(ew.wide_dtype(*[tensor.dtype for tensor in tensors_of_leaf]))
-    return wide_dtypes
+    """Return the widest dtype of each leaf's operands, at least fp32; one dtype if each operand has one for all leaves.
+
+    ``lists`` has the tensors of all leaves for each operand.
+    """
+    dtypes_of_operands = [{tensor.dtype for tensor in tensors} for tensors in lists]
+    if all(len(dtypes) <= 1 for dtypes in dtypes_of_operands):  # the usual case takes no call for each leaf
+        return ew.wide_dtype(*chain.from_iterable(dtypes_of_operands))
+    dtypes_of_leaves: list[torch.dtype] = []
+    for tensors in zip(*lists, strict=True):
+        dtypes_of_leaves.append(ew.wide_dtype(*[tensor.dtype for tensor in tensors]))
+    return dtypes_of_leaves
 
 
 def _require_one_shape(leaf: object) -> None:
     """Raise an error if the argument of ``sum_over_leaves`` is no placeholder, or has the shapes of the leaves."""
     if not isinstance(leaf, Leaf):
         raise TypeError(f"leafwise: sum_over_leaves adds up a value of each leaf, found {leaf!r}")
-    operation = leaf.record[leaf.index]
-    if operation is None or not operation.is_for_each:
+    if has_shape_of_leaf(leaf):
         raise ValueError(
             "leafwise: sum_over_leaves adds up values of one shape, found a value with the shapes of the leaves: "
             "reduce it first, as in sum_over_leaves((u * u).sum())"
@@ -523,21 +562,20 @@ def _require_one_shape(leaf: object) -> None:
 
 
 class Values:
-    """The values of a `leafwise` step by their numbers in a `Plan`, each as a list with one tensor for each leaf."""
+    """The values of a `leafwise` step by their numbers in a `Plan`, each as a list with one tensor for each leaf.
+
+    The numbers begin with the operands of the step: the update, the state and the parameters.
+    """
 
     def __init__(self, present: Present) -> None:
         self.present = present
         """The leaves that have a gradient."""
         self.operands: list[list[Tensor]] = []
-        """The operands of the step in their own dtypes; they have the first numbers."""
-        self.was_cast: list[bool] = []
-        """For each operand, whether converting its dtype made copies of all its tensors."""
-        self._lists: dict[int, list[Tensor]] = {}
-        """The values that have been computed, and the operands that have been converted to the compute dtype."""
+        """The operands of the step in their own dtypes."""
+        self._computed: dict[int, list[Tensor]] = {}
+        """The results so far, and the operands that have been read, in the compute dtype."""
         self._may_write: dict[int, bool] = {}
         """For each value, True if nothing else needs its storage, so that it may be overwritten after its last use."""
-        self._unsure: set[int] = set()
-        """The values that may be complex or have other shapes than their leaves, until `check` has examined them."""
         self._remaining_uses: dict[int, int] = {}
         """For each value, how many operations and outputs still read it."""
         self._dtypes: torch.dtype | list[torch.dtype] | None = None
@@ -547,20 +585,22 @@ class Values:
         """Add an operand of the step, whose number is the number of operands before it."""
         self._may_write[len(self.operands)] = may_write
         self.operands.append(tensors)
-        self.was_cast.append(False)
 
     def run(self, plan: Plan, *, overwrite: bool) -> None:
-        """Compute all values of a plan that are not computed yet. ``overwrite`` reuses storage after its last use."""
+        """Compute all values of a plan that are not computed yet.
+
+        With ``overwrite``, a result may take the storage of an operand after its last use, and values that nothing
+        reads any more are freed.
+        """
         self._remaining_uses = dict(enumerate(plan.uses))
-        scalars = [scalar for _, operation in plan.operations for scalar in operation.scalars]
-        with ew.unrecorded(*self.operands, scalars):
+        with ew.unrecorded(*self.operands, plan.scalars):
             for index, operation in plan.operations:
-                if index in self._lists:
-                    continue
-                self._lists[index] = self._compute(operation, overwrite=overwrite)
-                self._may_write[index] = not operation.is_for_each
-                if operation.is_for_each:
-                    self._unsure.add(index)
+                if index not in self._computed:  # else a sum over leaves has needed it already
+                    self._computed[index] = self._compute(operation, overwrite=overwrite)
+                    # The result of a torch function may be a view of an operand.
+                    self._may_write[index] = not operation.is_for_each
+                if overwrite:
+                    self._count_uses(operation.operands)
 
     def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
         """Return the function ``sum_over_leaves`` for a step, which it calls with a `Leaf` instead of a tree."""
@@ -574,22 +614,26 @@ class Values:
         return sum_of
 
     def read(self, index: int) -> list[Tensor]:
-        """Return the value of number ``index``, a list with one tensor for each leaf, in the compute dtype."""
-        if index not in self._lists:
+        """Return the tensors of a value in the compute dtype. An operand is converted when it is read first."""
+        if index not in self._computed:
             if self._dtypes is None:
                 self._dtypes = _compute_dtypes(self.operands)
-            operand = self.operands[index]
-            values = ew.cast(operand, self._dtypes)
-            self._lists[index] = values
-            self.was_cast[index] = all(map(is_not, values, operand))
-            self._may_write[index] = self._may_write[index] or self.was_cast[index]
-        return self._lists[index]
+            self._computed[index] = ew.cast(self.operands[index], self._dtypes)
+            if self.was_cast(index):
+                self._may_write[index] = True
+        return self._computed[index]
+
+    def was_cast(self, operand: int) -> bool:
+        """Return True if an operand has been read, and converting its dtype made new tensors for all leaves."""
+        if operand not in self._computed:
+            return False
+        return all(map(is_not, self._computed[operand], self.operands[operand]))
 
     def _compute(self, operation: Operation, *, overwrite: bool) -> list[Tensor]:
         """Run one operation on the lists of all leaves; overwrite an operand if allowed and no longer needed."""
         lists = [self.read(index) for index in operation.operands]
-        if operation.overwrites is None:
-            result = operation.function(*lists, *operation.scalars)
+        if operation.overwrites is None:  # a torch function that is called for each leaf
+            result = operation.function(*lists)
             for index in operation.operands:
                 self._may_write[index] = False  # the result may be a view of it
         else:
@@ -599,8 +643,6 @@ class Values:
             result = operation.function(*lists, *operation.scalars, reuse=reuse)
             if reuse:
                 self._may_write[target] = False  # its storage is the result's
-        if overwrite:
-            self._count_uses(operation.operands)
         return result
 
     def _count_uses(self, operands: Sequence[int]) -> None:
@@ -608,32 +650,39 @@ class Values:
         for index in operands:
             self._remaining_uses[index] -= 1
             if not self._remaining_uses[index] and index >= len(self.operands):
-                del self._lists[index]
+                del self._computed[index]
 
-    def check(self, index: int, operand: int, beginning: str) -> None:
-        """Raise an error with this beginning if a value is complex or has other shapes than an operand."""
-        if index not in self._unsure:
+    def check(self, output: Replacement, beginning: str) -> None:
+        """Raise an error with this beginning if a value that the step returns is complex, or has the wrong shape."""
+        if output.has_shape_of_leaf:
             return
-        for position, (value, expected) in enumerate(zip(self.read(index), self.operands[operand], strict=True)):
-            if value.is_complex():
+        old_tensors = self.operands[output.operand]
+        for index, (new, old) in enumerate(zip(self.read(output.value), old_tensors, strict=True)):
+            if new.is_complex():
                 raise TypeError(
-                    f"{beginning} of {value.dtype} for {self.present.names()[position]!r}, expected real numbers; "
-                    "take torch.abs or torch.real first"
+                    f"{beginning} of {new.dtype} for {self.present.names()[index]!r}, expected real numbers; take "
+                    "torch.abs or torch.real first"
                 )
-            if value.shape != expected.shape:
+            if new.shape != old.shape:
                 raise ValueError(
-                    f"{beginning} of shape {tuple(value.shape)} for {self.present.names()[position]!r}, expected its "
-                    f"shape {tuple(expected.shape)}: use muonfx.transform if intermediate results change shapes"
+                    f"{beginning} of shape {tuple(new.shape)} for {self.present.names()[index]!r}, expected its shape "
+                    f"{tuple(old.shape)}: use muonfx.transform if intermediate results change shapes"
                 )
 
-    def take(self, index: int, returned: Sequence[int], spare: int | None = None) -> list[Tensor]:
-        """Return an output as a list of tensors, copied if the caller owns their storage or another output has them.
+    def keep(self, operand: int) -> None:
+        """Reserve the storage of an operand that is returned as it is, so that no other output receives it."""
+        self._may_write[operand] = False
 
-        ``returned`` are the numbers of the other outputs. ``spare`` is an operand whose storage the copy may reuse.
+    def take(self, index: int, copy_into: int | None = None) -> list[Tensor]:
+        """Return the tensors of a value that the step returns, for an output that shares storage with nothing else.
+
+        They are copied if the caller owns their storage, or if another output has them. The operand ``copy_into`` gives
+        its storage to the copy if nothing else needs it.
         """
-        values = self.read(index)
-        if self._may_write[index] and index not in returned:
-            return values
-        if spare is not None and self._may_write[spare] and not self._remaining_uses[spare]:
-            return ew.copy(values, into=self.read(spare))
-        return ew.clone(values)
+        tensors = self.read(index)
+        if self._may_write[index]:
+            self._may_write[index] = False  # a further output that is this value receives a copy
+            return tensors
+        if copy_into is not None and self._may_write[copy_into] and not self._remaining_uses[copy_into]:
+            return ew.copy(tensors, into=self.read(copy_into))
+        return ew.clone(tensors)

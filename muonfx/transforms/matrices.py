@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
@@ -101,8 +101,7 @@ class MatrixView:
 
     def of(self, names: Sequence[str]) -> list[Pattern | None]:
         """Return a list with the parsed pattern that applies to each parameter name; None if no pattern applies."""
-        texts = [self.text(name) for name in names]
-        return [self._parsed.get(text) for text in texts]
+        return [self._parsed.get(self.text(name)) for name in names]
 
     def text(self, name: str) -> str | None:
         """Return the pattern that applies to a parameter name, as text; None if no pattern applies."""
@@ -152,7 +151,7 @@ class Matrices:
     """The tensors of a tree, divided into matrices by a `MatrixView`; `fill` joins results into such a tree.
 
     Lists of matrices are flat: the stacks of matrices (..., rows, columns) of the first tensor come first, then the
-    stacks of the second tensor, and so on. `grouped` divides such a list by tensor.
+    stacks of the second tensor, and so on. `grouped` turns such a list into a list for each tensor.
 
     ``names`` are the names of the tensors, for error messages. They are empty unless ``named`` is True or the view
     depends on names, because naming the leaves takes time at every step.
@@ -161,13 +160,15 @@ class Matrices:
     def __init__(self, view: MatrixView, values: PyTree, *, named: bool = False) -> None:
         """Split the tensors of the tree ``values``; None stays None."""
         self.values = values
-        self.at = Present(values)
-        self.leaves: list[Tensor] = self.at.pick(values)
+        self.present = Present(values)
+        """The positions of the tensors in the tree."""
+        self.leaves: list[Tensor] = self.present.pick(values)
         self.names = [""] * len(self.leaves)
         if named or isinstance(view.pattern, Mapping):
-            self.names = self.at.names()
+            self.names = self.present.names()
+        self._view = view
         self._patterns = view.of(self.names)
-        self._is_plain = view.pattern is None
+        """The pattern of each tensor; None if it is one matrix."""
         self.stacks = self.split(self.leaves)
         """The stacks of matrices of all tensors, such as one stack for query and one for key of each tensor."""
 
@@ -194,27 +195,27 @@ class Matrices:
 
     def _are_matrices(self, leaves: list[Tensor]) -> bool:
         """Return True if each tensor is one matrix as it is."""
-        return self._is_plain and all(leaf.ndim == 2 for leaf in leaves)
+        return self._view.pattern is None and all(leaf.ndim == 2 for leaf in leaves)
 
     def grouped(self, stacks: list[Tensor]) -> list[list[Tensor]]:
-        """Divide a list with an item for each stack of matrices by tensor: return a list for each tensor."""
-        groups: list[list[Tensor]] = []
+        """Return for each tensor the list of its stacks, from a flat list of the stacks of all tensors.
+
+        If the pattern of the first tensor is ``(q + k) in -> q in, k in``, ``[q, k, weight]`` becomes
+        ``[[q, k], [weight]]``.
+        """
+        stacks_of_tensors: list[list[Tensor]] = []
         start = 0
         for pattern in self._patterns:
-            end = start + 1
+            number = 1
             if pattern is not None:
-                end = start + len(pattern.results)
-            groups.append(stacks[start:end])
-            start = end
-        return groups
-
-    def replaced_by(self, function: Callable[[list[Tensor]], list[Tensor]]) -> PyTree:
-        """Return the tree with all matrices replaced by a function, which is called once with a list of all stacks."""
-        return self.fill(function(self.stacks))
+                number = len(pattern.results)
+            stacks_of_tensors.append(stacks[start : start + number])
+            start += number
+        return stacks_of_tensors
 
     def fill(self, stacks: list[Tensor]) -> PyTree:
         """Return the tree with new matrices, given as `split` returns them."""
-        return self.at.fill(self.join(stacks, self.leaves))
+        return self.present.fill(self.join(stacks, self.leaves))
 
 
 def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -117,21 +117,17 @@ class Pattern:
         """
         axes, results = self._sized(tensor.shape)
         tensor_axes = tensor.reshape([axis.size for axis in axes])
-        matrices: list[Tensor] = []
-        for result in results:
-            stack = _stack_of(axes, result)
-            matrices.append(stack.cut(tensor_axes))
-        return matrices
+        return [_stack_of(axes, result).cut(tensor_axes) for result in results]
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape."""
         axes, results = self._sized(shape)
-        part_at: dict[int, Tensor] = {}  # by its start on the divided axis
         divided_axis = None
-        for result, tensor in zip(results, matrices, strict=True):
+        part_at: dict[int, Tensor] = {}  # by the index on the divided axis at which the part begins
+        for result, stacked_matrices in zip(results, matrices, strict=True):
             stack = _stack_of(axes, result)
-            part_at[stack.start] = stack.restore(tensor)
-            divided_axis = stack.divided_axis
+            divided_axis = stack.divided_axis  # the same for all results
+            part_at[stack.start] = stack.restore(stacked_matrices)
         if divided_axis is None:
             return part_at[0].reshape(shape)
         parts = [part_at[start] for start in sorted(part_at)]
@@ -147,16 +143,16 @@ class Pattern:
 
     @property
     def is_stack(self) -> bool:
-        """True if the pattern is for a stack of matrices: all dims of the tensor but the last two are batch dims."""
-        leading_names: list[str] = []
-        for dim in self.dims[:-2]:
-            names = _names_of_dim(dim)
-            if len(names) > 1:
-                return False
-            leading_names += names
-        if not leading_names:
+        """True if all leading dims of the tensor are batch dims of every result, as in ``"e out in -> e out in"``.
+
+        A leading dim with several axes, such as ``(e h)``, does not count as a batch dim.
+        """
+        names_of_dims = list(map(_names_of_dim, self.dims[:-2]))
+        if any(len(names) > 1 for names in names_of_dims):
             return False
-        return all(set(leading_names).issubset(_names(result[:-2])) for result in self.results)
+        leading_names = set(_names(names_of_dims))
+        batch_names_of_results = [_names(result[:-2]) for result in self.results]
+        return len(leading_names) > 0 and all(map(leading_names.issubset, batch_names_of_results))
 
     @property
     def flattens_more_dims(self) -> bool:
@@ -182,39 +178,40 @@ class Pattern:
         """Divide a tensor of this shape into units: equal, contiguous parts that contain whole matrices.
 
         A rank whose shard contains a unit can update it without other ranks. None if the tensor is empty or is one
-        unit.
+        unit, or if its shape does not fit the pattern.
 
         In ``"(heads=8 (k=3 + v=5)) in -> heads k in, heads v in"``, ``heads`` is the only axis in front of the rows and
         columns of the matrices. So there are 8 units, the heads. For the shape (64, 16), the result is
         ``Units((8, 16), "units (k=3 + v=5) in=16 -> units k in, units v in", False)``.
         """
-        if 0 in shape:
+        if 0 in shape or not self.fits(shape):
             return None
         axes, results = self._sized(shape)
         # The axes in front of the first one that belongs to the rows or columns of a matrix count the units.
         names_in_matrices = _names_in_matrices(results)
-        counting_axes: list[_SizedAxis] = []
-        unit_axes = axes.copy()
-        while names_in_matrices.isdisjoint(unit_axes[0].part_sizes):
-            counting_axes.append(unit_axes.pop(0))
+        number = 0
+        while names_in_matrices.isdisjoint(axes[number].part_sizes):
+            number += 1
+        counting_axes = axes[:number]
+        unit_axes = axes[number:]
         # The rows of a unit are the rest of the dim of its first axis, and the columns are all further dims.
         row_dim = unit_axes[0].dim
         if not counting_axes or row_dim == len(shape) - 1:
             return None
         row_axes = [axis for axis in unit_axes if axis.dim == row_dim]
-        column_axes = unit_axes[len(row_axes) :]
+        column_axes = [axis for axis in unit_axes if axis.dim > row_dim]
 
-        counting_names = set(chain.from_iterable([axis.part_sizes for axis in counting_axes]))
+        counting_names = set(chain.from_iterable(axis.part_sizes for axis in counting_axes))
         unit_results = _without_names(results, counting_names)
-        has_parts = any(len(axis.part_sizes) > 1 for axis in unit_axes)
-        if len(unit_results) > 1 and not has_parts:  # some units are divided in another way than others
+        is_concatenated = any(len(axis.part_sizes) > 1 for axis in unit_axes)  # by `+`, as k and v
+        if len(unit_results) > 1 and not is_concatenated:  # some units are divided in another way than others
             return None
-        is_one_matrix = not has_parts and len(unit_results[0]) == 2
-        counts_whole_dims = counting_axes[-1].dim < row_dim
+        is_one_matrix = len(unit_results) == 1 and len(unit_results[0]) == 2
+        begins_a_dim = counting_axes[-1].dim < row_dim
         return Units(
             shape=(_size(row_axes), _size(column_axes)),
             pattern=_pattern_of_units(row_axes, column_axes, unit_results),
-            are_matrices=is_one_matrix and counts_whole_dims,
+            are_matrices=is_one_matrix and begins_a_dim,
         )
 
     def _sized(self, shape: Sequence[int]) -> tuple[list[_SizedAxis], list[list[Group]]]:
@@ -223,7 +220,8 @@ class Pattern:
         Raises:
             ValueError: the shape does not fit the pattern.
         """
-        dot_names = [f"dim_{index}" for index in range(len(shape) - len(self.dims) + 1)]  # for the dims of ``...``
+        number_of_names = len(self.dims) - 1  # if one of them is ``...``
+        dot_names = [f"dim_{index}" for index in range(len(shape) - number_of_names)]  # for the dims of ``...``
         dims: list[Dim] = []
         for dim in self.dims:
             if _names_of_dim(dim) == [_DOTS]:
@@ -245,16 +243,20 @@ class Pattern:
 
         For the dim ``(heads (k=3 + v=5))`` of size 16, their part sizes are ``{"heads": 2}`` and ``{"k": 3, "v": 5}``.
         """
-        size_of_other_axis = size  # of the axis with the part without a size, if there is one
+        size_left = size  # 16 / 8 in the example, for the axis that contains the part without a size
         for axis in dim:
             if all(part.size is not None for part in axis):
-                size_of_other_axis //= _known_size(axis)
+                size_left //= _known_size(axis)
         sized_axes: list[_SizedAxis] = []
         for axis in dim:
-            missing_size = size_of_other_axis - _known_size(axis)
-            part_sizes = {part.name: missing_size if part.size is None else part.size for part in axis}
-            if min(part_sizes.values()) < 0:
-                raise self._wrong_size(dim, size)
+            part_sizes: dict[str, int] = {}
+            for part in axis:
+                part_size = part.size
+                if part_size is None:
+                    part_size = size_left - _known_size(axis)
+                if part_size < 0:
+                    raise self._wrong_size(dim, size)
+                part_sizes[part.name] = part_size
             sized_axes.append(_SizedAxis(index, part_sizes))
         if _size(sized_axes) != size:
             raise self._wrong_size(dim, size)
@@ -284,25 +286,27 @@ def _size(axes: Sequence[_SizedAxis]) -> int:
 
 
 def _stack_of(axes: list[_SizedAxis], result: list[Group]) -> _Stack:
-    """Return how one result of a pattern is cut from a tensor with these axes."""
+    """Return how one result of a pattern is cut from a tensor with these axes, as in the example of `_Stack`.
+
+    The axes of that example are ``{"q": 2, "k": 3}`` and ``{"in": 4}``, and the result is ``[("in",), ("k",)]``.
+    """
     names = _names(result)
-    size_of_name: dict[str, int] = {}
     axis_of_name: dict[str, int] = {}
     sizes: list[int] = []
     divided_axis = None
     start = 0
     for index, axis in enumerate(axes):
-        name = next(iter(axis.part_sizes))
-        if len(axis.part_sizes) > 1:
-            divided_axis = index
+        if len(axis.part_sizes) == 1:
+            (name,) = axis.part_sizes
+        else:
             name, start = _selected_part(axis, names)
+            divided_axis = index
         axis_of_name[name] = index
-        size_of_name[name] = axis.part_sizes[name]
         sizes.append(axis.part_sizes[name])
     order = [axis_of_name[name] for name in names]
     shape: list[int] = []
     for group in result:
-        shape.append(prod([size_of_name[name] for name in group]))
+        shape.append(prod([sizes[axis_of_name[name]] for name in group]))
     return _Stack(divided_axis, start, sizes, order, shape)
 
 
@@ -322,10 +326,7 @@ def _selected_part(axis: _SizedAxis, names: list[str]) -> tuple[str, int]:
 
 def _names_in_matrices(results: Sequence[Sequence[Group]]) -> set[str]:
     """Return the names that belong to the rows or columns of a matrix: the last two dims of a result."""
-    names: set[str] = set()
-    for result in results:
-        names.update(_names(result[-2:]))
-    return names
+    return set(chain.from_iterable(_names(result[-2:]) for result in results))
 
 
 def _without_names(results: list[list[Group]], names: set[str]) -> list[list[Group]]:
@@ -357,17 +358,22 @@ def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:
     With two such dims, ``... out in`` becomes ``dim_0 dim_1 out in``, and ``out (...)`` becomes ``out (dim_0 dim_1)``.
     """
     groups: list[Group] = []
-    for index, group in enumerate(result):
-        is_batch_dim = index < len(result) - 2
-        if is_batch_dim and group == (_DOTS,):
+    for group in result[:-2]:
+        if group == (_DOTS,):  # each name is a batch dim of its own
             groups += [(name,) for name in dot_names]
-            continue
-        names = list(group)
-        if _DOTS in names:
-            position = names.index(_DOTS)
-            names[position : position + 1] = dot_names
-        groups.append(tuple(names))
+        else:
+            groups.append(_group_with_dots(group, dot_names))
+    for group in result[-2:]:
+        groups.append(_group_with_dots(group, dot_names))
     return groups
+
+
+def _group_with_dots(group: Group, dot_names: list[str]) -> Group:
+    """Return one dim of a result with ``...`` replaced by names: ("in", "dim_0", "dim_1") for ``(in ...)``."""
+    if _DOTS not in group:
+        return group
+    position = group.index(_DOTS)
+    return (*group[:position], *dot_names, *group[position + 1 :])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -432,7 +438,10 @@ def _items(text: str) -> list[_Item]:
 
 
 def _dim(item: _Item) -> Dim:
-    """Return the axes in one dim of the tensor: two for ``(a b)``, and one axis with two parts for ``(a + b)``."""
+    """Return the axes in one dim of the tensor: two for ``(a b)``, and one axis with two parts for ``(a + b)``.
+
+    They are ``((Part("a"),), (Part("b"),))`` and ``((Part("a"), Part("b")),)``.
+    """
     if isinstance(item, str):
         return ((_part(item),),)
     if "+" in item:
@@ -516,15 +525,7 @@ def _check_dims(dims: Sequence[Dim]) -> None:
 
 def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> None:
     """Raise an error unless there is one result for each part, and every result has each other name once."""
-    plain_names: list[str] = []
-    part_names: list[str] = []  # of the axis that is divided by '+'
-    for axis in chain.from_iterable(dims):
-        if len(axis) == 1:
-            plain_names.append(axis[0].name)
-        elif part_names:
-            raise _Malformed("several axes are divided by '+'; expected at most one")
-        else:
-            part_names = [part.name for part in axis]
+    plain_names, part_names = _plain_and_part_names(dims)
     if part_names:
         _check_parts(part_names, results)
     elif len(results) > 1:
@@ -533,12 +534,30 @@ def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> N
         )
     for result in results:
         names = _names(result)
-        expected_names = sorted([*plain_names, *set(part_names).intersection(names)])
+        selected_part = [name for name in part_names if name in names]
+        expected_names = sorted([*plain_names, *selected_part])
         if sorted(names) != expected_names:
             text = " ".join(map(_group_text, result))
             raise _Malformed(
                 f"found the result {text!r}, expected each of {', '.join(expected_names)} in it once: correct it"
             )
+
+
+def _plain_and_part_names(dims: Sequence[Dim]) -> tuple[list[str], list[str]]:
+    """Return the names of the plain axes, and of the parts of the axis that is divided by '+'.
+
+    For ``(h=8 (k=128 + v=64)) in``, they are ["h", "in"] and ["k", "v"].
+    """
+    plain_names: list[str] = []
+    part_names: list[str] = []
+    for axis in chain.from_iterable(dims):
+        if len(axis) == 1:
+            plain_names.append(axis[0].name)
+        elif part_names:
+            raise _Malformed("several axes are divided by '+'; expected at most one")
+        else:
+            part_names = [part.name for part in axis]
+    return plain_names, part_names
 
 
 def _check_parts(part_names: list[str], results: Sequence[Sequence[Group]]) -> None:
@@ -562,7 +581,7 @@ def _wrong_parts(names: list[str]) -> _Malformed:
     )
 
 
-def _names(groups: Sequence[Group]) -> list[str]:
+def _names(groups: Iterable[Sequence[str]]) -> list[str]:
     return list(chain.from_iterable(groups))
 
 

@@ -21,8 +21,8 @@ from muonfx.core.transform import LeafCost, Position, arguments_at
 from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
 from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype
-from muonfx.transforms.matrices import Matrices, MatrixView, split
-from muonfx.transforms.matrix_pattern import Units, parse
+from muonfx.transforms.matrices import Matrices, MatrixView
+from muonfx.transforms.matrix_pattern import parse
 from muonfx.tree import PyTree, Structure
 from muonfx.tree import elementwise as ew
 
@@ -57,36 +57,41 @@ def on_stacks(
         have units to (rows, columns).
     """
     view: MatrixView = tx.arguments["view"]
-    units_of_param: dict[str, Units] = {}
+    pattern_of_units: dict[str, str] = {}  # from a glob that matches one parameter
+    shape_of_units: dict[str, tuple[int, int]] = {}
     for name, pattern in zip(shapes, view.of(list(shapes)), strict=True):
-        if pattern is None or not pattern.fits(shapes[name]):  # `init` reports a pattern that does not fit
+        if pattern is None:
             continue
         units = pattern.independent(shapes[name])
-        if units is not None and (units.are_matrices or not only_matrices):
-            units_of_param[name] = units
-    if not units_of_param:
+        if units is None or (only_matrices and not units.are_matrices):
+            continue
+        pattern_of_units[escape(name)] = units.pattern
+        shape_of_units[name] = units.shape
+    if not shape_of_units:
         return tx, {}
-    view_of_units = MatrixView({escape(name): units.pattern for name, units in units_of_param.items()})
-    stacked = tx.replace(view=view_of_units.extended(view.pattern))
-    return stacked, {name: units.shape for name, units in units_of_param.items()}
+    new_view = MatrixView(pattern_of_units).extended(view.pattern)  # other parameters have the same pattern as before
+    return tx.replace(view=new_view), shape_of_units
 
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
     """Return the globs over parameter names in a transform's ``view``, for the option ``name_patterns``."""
     pattern = tx.arguments["view"].pattern
-    globs = tuple((glob,) for glob in pattern) if isinstance(pattern, Mapping) else ()
-    return [NamePatterns("view", globs, first_counts=True)] if globs else []
+    if not isinstance(pattern, Mapping) or not pattern:
+        return []
+    globs = tuple((glob,) for glob in pattern)
+    return [NamePatterns("view", globs, first_counts=True)]
 
 
 def cost_of_matrices(view: MatrixView, of_matrix: MatrixCost) -> LeafCost:
     """Return a function that sums the cost of the matrices of a leaf, for the option ``cost`` of `MatrixWork`."""
 
     def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
-        (pattern,) = view.of([name])
+        leaf = torch.empty(shape, device="meta")  # has a shape, but no memory
         total = 0.0
-        for stack in split(pattern, torch.empty(shape, device="meta"), name):
-            *batch, rows, columns = stack.shape
-            total += prod(batch) * of_matrix(rows, columns, dtype)
+        for stack in Matrices(view, {name: leaf}, named=True).stacks:
+            rows, columns = stack.shape[-2:]
+            number = prod(stack.shape[:-2])
+            total += number * of_matrix(rows, columns, dtype)
         return total
 
     return cost
@@ -139,19 +144,21 @@ class MatrixSlot:
         checks.state_dtype("dtype", self.dtype)
 
     def split(self, stored: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Divide the stored state of one parameter: return a list with the state of each stack of its matrices."""
+        """Divide the stored state of one parameter: return a list with the state of each stack of its matrices.
+
+        Two stacks with states of shape (8, 3, 3) and (8, 2, 2), for 8 heads, are stored as (8, 9 + 4).
+        """
         if len(matrices) == 1:
             return [stored]
         batch_dims = _shared_dims(matrices)
-        shapes: list[torch.Size] = []
-        lengths: list[int] = []
-        for stack in matrices:
-            on_meta = stack.new_empty(stack.shape, device="meta")
-            shape = self.start(on_meta).shape
-            shapes.append(shape)
-            lengths.append(prod(shape[batch_dims:]))
+        shapes = [self._shape_of_state(stack) for stack in matrices]
+        lengths = [prod(shape[batch_dims:]) for shape in shapes]  # all dims after the batch dims were flattened
         flat_states = stored.split(lengths, dim=-1)
         return [state.reshape(shape) for state, shape in zip(flat_states, shapes, strict=True)]
+
+    def _shape_of_state(self, stack: Tensor) -> torch.Size:
+        """Return the shape of the state of a stack of matrices, computed on the meta device."""
+        return self.start(stack.new_empty(stack.shape, device="meta")).shape
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
         """Convert a state to its storage dtype. If the slot ``saturates``, clamp it to the dtype's range first."""
@@ -250,36 +257,48 @@ def matrixwise(
             )
 
         @functools.wraps(constructor)
-        def build(*args: object, view: MatrixView = parameters["view"].default, **kwargs: object) -> InitAndUpdate:
+        def init_and_update(
+            *args: object, view: MatrixView = parameters["view"].default, **kwargs: object
+        ) -> InitAndUpdate:
             returned = constructor(*args, view=view, **kwargs)
             name = constructor.__name__
             state, step = state_and_step(f"{name}: a matrixwise", returned, (Slot, MatrixSlot), reads_params)
-            return _functions(name, view, state, step, reads_params=reads_params)
+            formula = _MatrixFormula(name, view, state, step, reads_params)
+            return formula.init, formula.update
 
-        def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-            """Return the transform for stacks of independent matrices, as `MatrixWork.on_stacks` describes."""
-            state, _ = constructor(**arguments_at(tx, 0))
-            # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
-            is_simple = not any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
-            return on_stacks(tx, shapes, only_matrices=not is_simple)
-
-        def cost_of_leaf(tx: Transform, device: str, dtype: torch.dtype) -> LeafCost:
-            assert cost is not None
-            return cost_of_matrices(tx.arguments["view"], cost(tx, device, dtype))
-
+        cost_of_leaf = None
+        if cost is not None:
+            cost_of_leaf = functools.partial(_cost_of_leaf, cost)
         decorator = transform(
             locality=matrix_locality,
             reads_params=reads_params,
-            matrices=MatrixWork(on_stacks=independent, cost=cost_of_leaf if cost is not None else None),
+            matrices=MatrixWork(on_stacks=functools.partial(_on_stacks, constructor), cost=cost_of_leaf),
             name_patterns=name_patterns,
             position=position,
             short_names=short_names,
         )
-        return decorator(build)
+        return decorator(init_and_update)
 
     if constructor is None:
         return decorate
     return decorate(constructor)
+
+
+def _on_stacks(
+    constructor: Callable[..., StateAndMatrixStep], tx: Transform, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Transform, dict[str, tuple[int, int]]]:
+    """Call `on_stacks` for a transform of a constructor that is decorated with `matrixwise`."""
+    state, _ = constructor(**arguments_at(tx, 0))
+    # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
+    has_matrix_state = any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
+    return on_stacks(tx, shapes, only_matrices=has_matrix_state)
+
+
+def _cost_of_leaf(
+    cost: Callable[[Transform, str, torch.dtype], MatrixCost], tx: Transform, device: str, dtype: torch.dtype
+) -> LeafCost:
+    """Return the function of `cost_of_matrices` for a transform, from the option ``cost`` of `matrixwise`."""
+    return cost_of_matrices(tx.arguments["view"], cost(tx, device, dtype))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -300,15 +319,15 @@ class _SlotStates:
         return self._trees.init(matrices.values)
 
     def read(self, state: PyTree, matrices: Matrices) -> list[Tensor]:
-        return matrices.split(self._trees.read(matrices.at, state))
+        return matrices.split(self._trees.read(matrices.present, state))
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
         return state  # `write` rounds instead, because a quantized dtype rounds a whole leaf, not a matrix
 
     def write(self, states: list[Tensor], old_state: PyTree, matrices: Matrices) -> PyTree:
-        old_tensors = self._trees.read(matrices.at, old_state)
+        old_tensors = self._trees.read(matrices.present, old_state)
         new_tensors = matrices.join(states, old_tensors)
-        return self._trees.write(matrices.at, new_tensors, old_tensors, old_state, reuse=False)
+        return self._trees.write(matrices.present, new_tensors, old_tensors, old_state, reuse=False)
 
 
 class MatrixStates:
@@ -321,104 +340,106 @@ class MatrixStates:
     def init(self, matrices: Matrices) -> PyTree:
         """Return the initial state tree for the matrices of the parameters."""
         slot = self._slot
-        states: list[Tensor] = []
-        for leaf, stacks in zip(matrices.leaves, matrices.grouped(matrices.stacks), strict=True):
+        stacks = matrices.split([as_start(leaf) for leaf in matrices.leaves])
+        states_of_leaves: list[Tensor] = []
+        for leaf, stacks_of_leaf in zip(matrices.leaves, matrices.grouped(stacks), strict=True):
             dtype = state_dtype(slot.dtype, leaf.dtype)
-            is_detached = leaf.requires_grad and not as_start(leaf).requires_grad  # the matrices are views of the leaf
-            starts: list[Tensor] = []
-            for stack in stacks:
-                params = (stack.detach() if is_detached else stack).contiguous()
-                starts.append(slot.rounded(slot.start(params), dtype))
-            states.append(slot.join(starts, stacks))
-        return matrices.at.fill(states)
+            starts = [slot.start(stack.contiguous()) for stack in stacks_of_leaf]
+            rounded_starts = [slot.rounded(start, dtype) for start in starts]
+            states_of_leaves.append(slot.join(rounded_starts, stacks_of_leaf))
+        return matrices.present.fill(states_of_leaves)
 
     def read(self, state: PyTree, matrices: Matrices) -> list[Tensor]:
         """Return the state of each stack of matrices, for the leaves that have a gradient."""
         states: list[Tensor] = []
-        for tensor, stacks in zip(matrices.at.pick(state), matrices.grouped(matrices.stacks), strict=True):
-            states += self._slot.split(tensor, stacks)
+        stored_states = matrices.present.pick(state)
+        for stored, stacks in zip(stored_states, matrices.grouped(matrices.stacks), strict=True):
+            states += self._slot.split(stored, stacks)
         return states
 
     def write(self, states: list[Tensor], old_state: PyTree, matrices: Matrices) -> PyTree:
         """Return a state tree with new states for the leaves that have a gradient."""
         states_of_leaves = matrices.grouped(states)
         tensors = list(map(self._slot.join, states_of_leaves, matrices.grouped(matrices.stacks)))
-        return matrices.at.fill(tensors, old_state)
+        return matrices.present.fill(tensors, old_state)
 
 
-def _run_step(
-    name: str,
-    step: Callable[..., Any],
-    containers: Structure,
-    fields: Sequence[_SlotStates | MatrixStates],
-    *operands: Tensor,
-) -> list[Tensor]:
-    """Run the step on one stack of matrices; return its update, then the new value of each field of the state.
+class _MatrixFormula:
+    """A step and its declared state, which runs the step on stacks of matrices."""
 
-    Args:
-        name: the name of the transform, for errors.
-        step: the step.
-        containers: the NamedTuple, dict or tuple that contains the fields of the state.
-        fields: the fields, which round their new values.
-        operands: the update, the value of each field, and the parameters if the step reads them.
-    """
-    old_values = operands[: 1 + len(fields)]  # the results have their shapes and dtypes
-    if operands[0].numel() == 0:
-        return [value.clone() for value in old_values]
-    wide = ew.wide_dtype(*[operand.dtype for operand in operands])
-    inputs = [operand.to(wide) for operand in operands]
-    state = tree.unflatten(containers, inputs[1 : 1 + len(fields)])
-    params = inputs[1 + len(fields) :]
-    new_update, new_state = step(inputs[0], state, *params)
+    def __init__(
+        self, name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], reads_params: bool
+    ) -> None:
+        self._name = name
+        self._view = view
+        self._declared = declared
+        self._step = step
+        self._reads_params = reads_params
+        self._fields: list[_SlotStates | MatrixStates] = []
+        """The fields of the state in order."""
+        for name_of_field, slot in tree.named_leaves(declared):
+            if isinstance(slot, Slot):
+                self._fields.append(_SlotStates(slot, name_of_field))
+            else:
+                self._fields.append(MatrixStates(slot))
 
-    new_values = [new_update, *tree.subtrees(containers, new_state)]
-    rounding_functions: list[Callable[[Tensor, torch.dtype], Tensor]] = [Tensor.to]
-    rounding_functions += [field.rounded for field in fields]
-    results: list[Tensor] = []
-    for new_value, old_value, rounded in zip(new_values, old_values, rounding_functions, strict=True):
-        if new_value.shape != old_value.shape:
-            raise ValueError(
-                f"{name}: the step returns shape {tuple(new_value.shape)}, expected {tuple(old_value.shape)}"
-            )
-        if any(new_value is operand for operand in inputs):
-            new_value = new_value.clone()  # the results must not share storage with an operand
-        results.append(rounded(new_value, old_value.dtype))
-    return results
-
-
-def _functions(
-    name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], *, reads_params: bool
-) -> InitAndUpdate:
-    """Build ``init`` and ``update`` of a `matrixwise` transform from its declared state and its step."""
-    fields: list[_SlotStates | MatrixStates] = []
-    for slot, role in zip(tree.leaves(declared), tree.names(declared), strict=True):
-        if isinstance(slot, Slot):
-            fields.append(_SlotStates(slot, role))
-        else:
-            fields.append(MatrixStates(slot))
-
-    def init(params: PyTree) -> PyTree:
-        matrices = Matrices(view, params, named=True)
-        return tree.unflatten(tree.flatten(declared)[1], [field.init(matrices) for field in fields])
+    def init(self, params: PyTree) -> PyTree:
+        """Return the initial state. Raise an error if a parameter does not fit the view."""
+        matrices = Matrices(self._view, params, named=True)
+        containers = tree.flatten(self._declared)[1]
+        return tree.unflatten(containers, [field.init(matrices) for field in self._fields])
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
+        self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
         """Split updates, states and parameters into matrices, run the step on stacks, and join the results."""
-        matrices = Matrices(view, updates)
-        containers = tree.flatten(declared)[1]
+        matrices = Matrices(self._view, updates)
+        containers = tree.flatten(self._declared)[1]
         old_fields = tree.subtrees(containers, state)
         operands = [matrices.stacks]
-        for field, old_field in zip(fields, old_fields, strict=True):
-            operands.append(field.read(old_field, matrices))
-        if reads_params:
-            operands.append(matrices.split(matrices.at.pick(params_for(name, params))))
-        run_step = functools.partial(_run_step, name, step, containers, fields)
-        run_on_all = ew.by_stacks(run_step, results=1 + len(fields))
-        new_updates, *new_states = run_on_all(*operands)
-        new_fields: list[PyTree] = []
-        for field, new_state, old_field in zip(fields, new_states, old_fields, strict=True):
-            new_fields.append(field.write(new_state, old_field, matrices))
+        operands += [field.read(old_field, matrices) for field, old_field in zip(self._fields, old_fields, strict=True)]
+        if self._reads_params:
+            leaves = matrices.present.pick(params_for(self._name, params))
+            operands.append(matrices.split(leaves))
+
+        run_on_stack = functools.partial(self._run_on_stack, containers)
+        run_on_all_stacks = ew.by_stacks(run_on_stack, results=1 + len(self._fields))
+        new_updates, *new_states = run_on_all_stacks(*operands)
+        new_fields = [
+            field.write(new_state, old_field, matrices)
+            for field, new_state, old_field in zip(self._fields, new_states, old_fields, strict=True)
+        ]
         return matrices.fill(new_updates), tree.unflatten(containers, new_fields)
 
-    return init, update
+    def _run_on_stack(self, containers: Structure, update: Tensor, *fields_and_params: Tensor) -> list[Tensor]:
+        """Run the step on one stack of matrices; return its new update, then the new value of each field.
+
+        ``containers`` are the NamedTuple, dict or tuple of the state. ``fields_and_params`` are the old value of each
+        field, and the parameters if the step reads them.
+        """
+        number = len(self._fields)
+        old_fields = fields_and_params[:number]
+        if update.numel() == 0:
+            return ew.clone([update, *old_fields])
+        wide = ew.wide_dtype(update.dtype, *[operand.dtype for operand in fields_and_params])
+        inputs = ew.cast([update, *fields_and_params], wide)
+        wide_update, *wide_operands = inputs
+        state = tree.unflatten(containers, wide_operands[:number])
+        new_update, new_state = self._step(wide_update, state, *wide_operands[number:])
+
+        results = [self._checked(new_update, update, inputs).to(update.dtype)]
+        new_fields = tree.subtrees(containers, new_state)
+        for field, new_field, old_field in zip(self._fields, new_fields, old_fields, strict=True):
+            checked_field = self._checked(new_field, old_field, inputs)
+            results.append(field.rounded(checked_field, old_field.dtype))
+        return results
+
+    def _checked(self, result: Tensor, old_value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """Return a result of the step after a check of its shape; a copy if it is one of the inputs of the step."""
+        if result.shape != old_value.shape:
+            raise ValueError(
+                f"{self._name}: the step returns shape {tuple(result.shape)}, expected {tuple(old_value.shape)}"
+            )
+        if any(result is operand for operand in inputs):
+            return result.clone()
+        return result

@@ -94,21 +94,22 @@ def momentum(
         return m, MomentumState(m)
 
     def debiased_average(g: Leaf, s: DebiasedMomentumState):
-        """Return m / (1 - decay^t), as Adam does; with Nesterov momentum, as NAdam does, m counts for step t + 1."""
+        """Return m / (1 - decay^t), as Adam does; with Nesterov momentum, m counts for step t + 1, as in NAdam."""
         t = s.count + 1
         m = s.trace.lerp(g, 1.0 - decay)
         correction = bias_correction(decay, t)
         if not nesterov:
             return m * (1.0 / correction), DebiasedMomentumState(t, m)
+        # (1 - decay) g / (1 - decay^t) + decay m / (1 - decay^(t + 1))
         next_correction = bias_correction(decay, t + 1)
-        g_weight = ew.scalar_like(1.0 - decay, correction) / correction
-        m_weight = ew.scalar_like(decay, next_correction) / next_correction
-        out = (g * g_weight).add(m, alpha=m_weight)
+        weight_of_g = ew.scalar_like(1.0 - decay, correction) / correction
+        weight_of_m = ew.scalar_like(decay, next_correction) / next_correction
+        out = (g * weight_of_g).add(m, alpha=weight_of_m)
         return out, DebiasedMomentumState(t, m)
 
     if debias:
-        count: Any = StepCount()
-        return DebiasedMomentumState(count, slot), debiased_average
+        declared: Any = DebiasedMomentumState  # with a count and a slot in the places of tensors
+        return declared(StepCount(), slot), debiased_average
     if heavy_ball:
         return MomentumState(slot), sum_up
     return MomentumState(slot), average
@@ -177,8 +178,6 @@ def scale_by_adam(
     eps = checks.at_least("eps", eps, 0.0)
     eps_root = checks.at_least("eps_root", eps_root, 0.0)
 
-    has_eps_root = not isinstance(eps_root, float) or eps_root != 0.0
-
     def step(g: Leaf, s: AdamState):
         """Return Adam's update; the names are as in the docstring of `scale_by_adam`."""
         t = s.count + 1
@@ -187,22 +186,25 @@ def scale_by_adam(
         c1 = bias_correction(b1, t)
         c2 = bias_correction(b2, t)
 
-        numerator = m  # of the formula below, and with Nesterov momentum the average of m and g
+        # m / c1; with Nesterov momentum, (b1 c1 / next_c1 m + (1 - b1) g) / c1
+        numerator = m
         if nesterov:
             next_c1 = bias_correction(b1, t + 1)
             numerator = (m * (b1 * c1 / next_c1)).add(g, alpha=1.0 - b1)
 
-        # m / c1 / (sqrt(v / c2 + eps_root) + eps), numerator and denominator multiplied by sqrt(c2) to save a pass
+        # sqrt(v / c2 + eps_root) + eps, multiplied by sqrt(c2) to save a pass
         radicand = v
-        if has_eps_root:
+        if isinstance(eps_root, Tensor) or eps_root != 0.0:
             radicand = v + eps_root * c2
         root_c2 = c2.sqrt()
         denominator = radicand.sqrt() + eps * root_c2
+
         out = numerator / denominator * (root_c2 / c1)
         return out, AdamState(count=t, mu=m, nu=v)
 
-    count: Any = StepCount()
-    return AdamState(count, Slot(mu_dtype, "mu_dtype"), Slot(nu_dtype, "nu_dtype", signed=False)), step
+    declared: Any = AdamState  # with a count and slots in the places of tensors
+    nu_slot = Slot(nu_dtype, "nu_dtype", signed=False)
+    return declared(count=StepCount(), mu=Slot(mu_dtype, "mu_dtype"), nu=nu_slot), step
 
 
 class RmsState(NamedTuple):
@@ -267,24 +269,29 @@ def scale_by_rms(
     eps = checks.at_least("eps", eps, 0.0)
     slot = Slot(nu_dtype, "nu_dtype", signed=False)
 
+    def average(g: Leaf, v: Leaf) -> Leaf:
+        """Return ``decay * v + (1 - decay) * g^2``."""
+        return (v * decay).addcmul(g, g, value=1.0 - decay)
+
     def divide(g: Leaf, v: Leaf) -> Leaf:
+        """Return the update for the gradient g and its mean square v."""
         if eps_in_sqrt:
             return g / (v + eps).sqrt()
         return g / (v.sqrt() + eps)
 
     def step(g: Leaf, s: RmsState):
-        v = (s.nu * decay).addcmul(g, g, value=1.0 - decay)
+        v = average(g, s.nu)
         return divide(g, v), RmsState(v)
 
-    def debiased(g: Leaf, s: DebiasedRmsState):
+    def debiased_step(g: Leaf, s: DebiasedRmsState):
         t = s.count + 1
-        v = (s.nu * decay).addcmul(g, g, value=1.0 - decay)
-        correction = bias_correction(decay, t)
-        return divide(g, v * (1.0 / correction)), DebiasedRmsState(t, v)
+        v = average(g, s.nu)
+        debiased_v = v * (1.0 / bias_correction(decay, t))
+        return divide(g, debiased_v), DebiasedRmsState(t, v)
 
     if debias:
-        count: Any = StepCount()
-        return DebiasedRmsState(count, slot), debiased
+        declared: Any = DebiasedRmsState  # with a count and a slot in the places of tensors
+        return declared(StepCount(), slot), debiased_step
     return RmsState(slot), step
 
 

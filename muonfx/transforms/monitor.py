@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, transform
+from muonfx.core import Donation, Locality, extras, transform
 from muonfx.core.donation import NOTHING
-from muonfx.core.extras import sum_over_leaves
 from muonfx.transforms.clip import Sum, norm_over_leaves
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -38,10 +37,8 @@ def _rms(updates: PyTree, total: Sum) -> Tensor:
 def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
     """Return the mean relative distance of the leaves, flattened to matrices, from orthonormal matrices."""
     device = device_of(updates)
-    errors: list[Tensor] = []
-    for u in tree.tensors(updates):
-        if u.ndim >= 2 and u.numel() > 0:
-            errors.append(_distance_from_orthonormal(u).to(device))
+    matrices = [u for u in tree.tensors(updates) if u.ndim >= 2 and u.numel() > 0]
+    errors = [_distance_from_orthonormal(u).to(device) for u in matrices]
     if not errors:
         return torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack(errors).mean()
@@ -103,44 +100,44 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
         >>> mfx.metrics(state)
         {'grad/w/rms': tensor(3.5355)}
     """
-    unknown = [metric for metric in metrics if metric not in METRICS]
-    if unknown or not metrics:
+    if not metrics or not METRICS.keys() >= set(metrics):
         raise ValueError(f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, METRICS))}")
 
-    def measured_trees(values: PyTree) -> dict[str, PyTree]:
-        """Return the trees that are measured, by the prefix of their keys: the whole tree, or each leaf."""
-        if not by_leaf:
-            return {name: values}
-        return {f"{name}/{leaf}": value for leaf, value in tree.named_leaves(values)}
-
-    def measured(updates: PyTree, state: MonitorState, total: Sum) -> MonitorState:
-        values: dict[str, Tensor] = {}
-        for prefix, measured_tree in measured_trees(updates).items():
+    def measurements(values: PyTree) -> dict[str, tuple[Metric, PyTree]]:
+        """Return a dict from each key, such as "updates/rms", to the metric and the tree that it measures."""
+        trees = {name: values}
+        if by_leaf:
+            trees = {f"{name}/{leaf}": value for leaf, value in tree.named_leaves(values)}
+        metric_and_tree: dict[str, tuple[Metric, PyTree]] = {}
+        for prefix, measured_tree in trees.items():
             for metric in metrics:
-                value = METRICS[metric](measured_tree, total)
-                key = f"{prefix}/{metric}"
-                values[key] = value.to(state.values[key])  # the updates may all be None, so the state has the device
-        return MonitorState(values)
+                metric_and_tree[f"{prefix}/{metric}"] = (metric, measured_tree)
+        return metric_and_tree
 
     def init(params: PyTree) -> MonitorState:
-        device = device_of(params)
-        values: dict[str, Tensor] = {}
-        for prefix in measured_trees(params):
-            for metric in metrics:
-                values[f"{prefix}/{metric}"] = torch.zeros((), dtype=torch.float32, device=device)
+        zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
+        return MonitorState({key: zero.clone() for key in measurements(params)})
+
+    def measured(updates: PyTree, state: MonitorState, sum_over_leaves: Sum) -> MonitorState:
+        """Return the values of all metrics of the updates."""
+        values = {
+            key: METRICS[metric](measured_tree, sum_over_leaves).to(state.values[key])  # on the device of the state
+            for key, (metric, measured_tree) in measurements(updates).items()
+        }
         return MonitorState(values)
 
-    def update_by_sums(
+    def update_on_shards(
         updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
         return updates, measured(updates, state, sum_over_leaves)
 
     def update(updates: PyTree, state: MonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return updates, measured(updates, state, sum_over_leaves)
+        return updates, measured(updates, state, extras.sum_over_leaves)
 
-    if by_leaf or not set(metrics) <= _SUMS:
-        return init, update
-    return init, update_by_sums
+    # Sums over all leaves can be added up over ranks. All other values need whole leaves, which are gathered.
+    if not by_leaf and _SUMS.issuperset(metrics):
+        return init, update_on_shards
+    return init, update
 
 
 def metrics(state: PyTree) -> dict[str, Tensor]:

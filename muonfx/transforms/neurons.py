@@ -93,10 +93,9 @@ def normalize_neurons(
 
 def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
     """Divide each row by the root of its average mean square ``v``, and keep the norm of the matrix; return both."""
-    # Scale by exact powers of two before squaring, so that no square overflows or underflows.
+    # Squares of u times an exact power of two neither overflow nor underflow.
     power = unit_power(u)
-    small = u * power
-    small_square = small.square()
+    small_square = (u * power).square()
     mean_square = small_square.mean(dim=-1, keepdim=True) / power / power
     mean_square = mean_square.clamp(max=torch.finfo(u.dtype).max)
     v = running_average(old_v, mean_square, decay)
@@ -104,12 +103,15 @@ def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Ten
     divisor = ew.safe_sqrt(v) + eps
     # Compared with zero by `==`: a NaN then takes the usual way and stays visible.
     normalized = divide_unless(divisor == 0, u, divisor, otherwise=0.0)
+    squared_norm = small_square.sum(dim=(-2, -1), keepdim=True)
+    return _with_norm(normalized, squared_norm, power), v
 
-    # normalized * |u| / |normalized|
-    small_normalized = normalized * unit_power(normalized)
-    u_norm2 = small_square.sum(dim=(-2, -1), keepdim=True)
-    normalized_norm2 = small_normalized.square().sum(dim=(-2, -1), keepdim=True)
-    is_zero = (normalized_norm2 == 0) | (u_norm2 == 0)
-    ratio = divide_unless(is_zero, u_norm2, normalized_norm2, otherwise=1.0)
-    scaled = small_normalized * ratio.sqrt() / power
-    return torch.where(is_zero, normalized, scaled), v
+
+def _with_norm(x: Tensor, squared_norm: Tensor, power: Tensor) -> Tensor:
+    """Scale each matrix of ``x`` to the Frobenius norm ``squared_norm.sqrt() / power``, except matrices of zeros."""
+    small_x = x * unit_power(x)
+    squared_norm_of_x = small_x.square().sum(dim=(-2, -1), keepdim=True)
+    is_zero = (squared_norm_of_x == 0) | (squared_norm == 0)
+    ratio = divide_unless(is_zero, squared_norm, squared_norm_of_x, otherwise=1.0)
+    scaled = small_x * ratio.sqrt() / power
+    return torch.where(is_zero, x, scaled)

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import require_transform
 from muonfx.transforms.clip import Sum
-from muonfx.tree import Present, PyTree, device_of, map
+from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
 
@@ -66,32 +67,42 @@ def skip_nonfinite(inner: Transform):
 
         No branch depends on a value: both outcomes are computed, and ``torch.where`` selects.
         """
-        present = Present(updates)
-        leaves = present.pick(updates)
-        # A collective: every rank sees the infinity of any rank in the sum.
-        flags = [_infinity_unless_finite(peak) for peak in ew.peaks(leaves)]
-        is_finite = sum_over_leaves(present.fill(flags)).to(state.skipped.device) == 0
-        select = functools.partial(_select, is_finite)
+        is_finite = _are_finite(updates, sum_over_leaves).to(state.skipped.device)
         zero_unless_finite = functools.partial(_zero_unless, is_finite)
+        finite_gradients = tree.map(zero_unless_finite, updates)
 
-        clean = map(zero_unless_finite, updates)
         extras["sum_over_leaves"] = sum_over_leaves
-        if "only_if" in inner.extras.named:  # the state is offloaded: a selection would load the old and the new state
-            donation = Donation(True, donate.state)
-            out, inner_state = inner.run(clean, state.inner, params, donate=donation, only_if=is_finite, **extras)
-        else:
-            # The old state is needed for the selection, so it is not donated.
-            out, new_state = inner.run(clean, state.inner, params, donate=Donation(True, False), **extras)
-            inner_state = map(select, new_state, state.inner)
+        selects_itself = "only_if" in inner.extras.named  # it is offloaded, and loads no state for a skipped step
+        if selects_itself:
+            extras["only_if"] = is_finite
+        # The gradients above are new tensors. The old state is needed for a selection afterwards.
+        donation = Donation(updates=True, state=donate.state and selects_itself)
+        out, inner_state = inner.run(finite_gradients, state.inner, params, donate=donation, **extras)
+        if not selects_itself:
+            inner_state = tree.map(functools.partial(_select, is_finite), inner_state, state.inner)
 
         is_skipped = (~is_finite).to(torch.int64)
-        return map(zero_unless_finite, out), SkipNonfiniteState(
+        # Weight decay, for example, also returns updates for gradients of zero.
+        return tree.map(zero_unless_finite, out), SkipNonfiniteState(
             skipped=state.skipped + is_skipped,
             in_a_row=(state.in_a_row + 1) * is_skipped,
             inner=inner_state,
         )
 
     return init, update
+
+
+def _are_finite(gradients: PyTree, sum_over_leaves: Sum) -> Tensor:
+    """Return True, as a 0-d tensor, if all gradients on all ranks are finite."""
+    present = Present(gradients)
+    flags = [_infinity_unless_finite(peak) for peak in ew.peaks(present.pick(gradients))]
+    # A collective: every rank sees the infinity of any rank in the sum.
+    return sum_over_leaves(present.fill(flags)) == 0
+
+
+def _infinity_unless_finite(peak: Tensor) -> Tensor:
+    """Return 0 if the largest magnitude of a leaf is finite, else infinity, as a 0-d fp32 tensor."""
+    return torch.where(peak.isfinite(), 0.0, torch.inf).to(peak.device, torch.float32)
 
 
 def _select(is_finite: Tensor, new: Any, old: Any) -> Any:
@@ -105,8 +116,3 @@ def _select(is_finite: Tensor, new: Any, old: Any) -> Any:
 def _zero_unless(is_finite: Tensor, leaf: Tensor) -> Tensor:
     """Return a gradient or an update if all gradients of the step are finite, else zeros."""
     return _select(is_finite, leaf, torch.zeros_like(leaf))
-
-
-def _infinity_unless_finite(peak: Tensor) -> Tensor:
-    """Return 0 if the largest magnitude of a leaf is finite, else infinity, as a 0-d fp32 tensor."""
-    return torch.where(peak.isfinite(), 0.0, torch.inf).to(device=peak.device, dtype=torch.float32)

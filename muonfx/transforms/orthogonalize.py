@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -34,6 +32,7 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
     settings["may_take_fp16"] = arguments["dtype"] == "auto" and device == "cuda"
 
     def of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
+        """Return the estimated time for one matrix, as the operations that full products do in this time."""
         product_dtype = arguments["dtype"]
         if product_dtype == "auto":
             product_dtype = torch.float64 if dtype == torch.float64 else compute
@@ -88,7 +87,7 @@ def orthogonalize(
         >>> bool((u.diagonal() - 1).abs().max() < 0.2)
         True
     """
-    # Raises if an option is malformed.
+    # Only for its errors: it raises if an option is malformed.
     polar.explain((0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=products)
     orthogonalizer = Orthogonalizer(coefficients, steps, method, dtype, products)
 
@@ -105,7 +104,8 @@ def orthogonalize(
         workspace: polar.Workspace | None = None,
     ):
         """Orthogonalize all matrices in one call, which batches those of equal shape. The state is empty."""
-        orthogonalize_stacks = functools.partial(orthogonalizer, donate=donate.updates, workspace=workspace)
-        return Matrices(view, updates).replaced_by(orthogonalize_stacks), state
+        matrices = Matrices(view, updates)
+        orthogonal = orthogonalizer(matrices.stacks, donate=donate.updates, workspace=workspace)
+        return matrices.fill(orthogonal), state
 
     return init, update

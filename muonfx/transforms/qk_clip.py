@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -108,18 +109,15 @@ class AttentionHeads:
 
     def patterns(self) -> tuple[tuple[str, ...], ...]:
         """Return globs over parameter names: a tuple for the queries and one for the keys, or a single one if fused."""
-        projections = [self.query, self.key]
-        if self.query == self.key:
-            projections = [self.query]
-        groups: list[tuple[str, ...]] = []
-        for projection in projections:
+        groups: dict[str, tuple[str, ...]] = {}
+        for projection in (self.query, self.key):  # one name if they are fused
             globs: list[str] = []
             if self.module:
                 globs += [f"{self.module}.{projection}{ending}" for ending in _ENDINGS]
-            if matches("", self.module):
+            if matches("", self.module):  # the model itself is an attention module
                 globs += [f"{projection}{ending}" for ending in _ENDINGS]
-            groups.append(tuple(globs))
-        return tuple(groups)
+            groups[projection] = tuple(globs)
+        return tuple(groups.values())
 
     def module_of(self, name: str) -> tuple[str, tuple[str, ...]]:
         """Return the attention module of a parameter, and a tuple of its contents: "query", "key", both or none.
@@ -154,44 +152,42 @@ class AttentionHeads:
         unchanged = first_rotary + self.heads
         indices = torch.full((size,), unchanged, device=device)
         if "query" in roles:
-            blocks = self._blocks(name, indices, "query")
-            _fill_rows(blocks, self.query_dims, first_factor=0)
+            query_blocks = self._blocks(name, indices, 0, self.heads, [self.query_dims, self.rotary_dims])
+            _fill_rows(query_blocks, self.query_dims, first_factor=0)
             if self.rotary_dims is not None:
-                _fill_rows(blocks, self.rotary_dims, first_factor=first_rotary)
+                _fill_rows(query_blocks, self.rotary_dims, first_factor=first_rotary)
         if "key" in roles:
-            blocks = self._blocks(name, indices, "key")
-            _fill_rows(blocks, self.key_dims, first_factor=first_key)
+            key_blocks = self._blocks(name, indices, self.heads, self.keys, [self.key_dims])
+            _fill_rows(key_blocks, self.key_dims, first_factor=first_key)
         return indices
 
-    def _blocks(self, name: str, rows: Tensor, role: str) -> Tensor:
-        """Return a view of a vector, with an item for each row of a weight, as (heads, rows of a head).
+    def _blocks(self, name: str, rows: Tensor, first: int, heads: int, spans: list[Span | None]) -> Tensor:
+        """Return a view of a vector with an item for each row of a weight, as (heads, rows of a head).
+
+        Args:
+            name: the name of the weight, for errors.
+            rows: the vector, which a write into the view changes.
+            first: in a fused weight, the number of heads in front of these.
+            heads: the number of these heads: of all queries, or of all keys.
+            spans: the declared ranges of rows within the block of a head.
 
         Raises:
             ValueError: the rows are not equal blocks, one for each head, that contain the declared ranges of rows.
         """
-        heads = self.heads
-        spans = [self.query_dims, self.rotary_dims]
-        if role == "key":
-            heads = self.keys
-            spans = [self.key_dims]
-        all_blocks = heads
-        first_block = 0
-        if self.query == self.key and spans[0] is None:
-            # A fused weight has all queries, then all keys, then as many values as keys.
-            all_blocks = self.heads + self.keys + self.keys
-            if role == "key":
-                first_block = self.heads
+        is_fused = self.query == self.key and spans[0] is None
+        all_heads = heads
+        if is_fused:  # all queries, then all keys, then as many values as keys
+            all_heads = self.heads + self.keys + self.keys
         size = len(rows)
-        block_size = size // all_blocks  # not divmod, which a tracer cannot apply to a symbolic size
-        last_end = max([span[1] for span in spans if span is not None], default=0)
-        if size % all_blocks or last_end > block_size:
+        block_size = size // all_heads  # not divmod, which a tracer cannot apply to a symbolic size
+        ends = [span[1] for span in spans if span is not None]
+        if size % all_heads or any(end > block_size for end in ends):
             raise ValueError(
                 f"qk_clip: {name!r} has {size} rows, expected equal blocks, one for each head of {self!r}, that "
                 "contain its dims: correct the heads or the dims"
             )
-        first_row = first_block * block_size
-        end_row = first_row + heads * block_size
-        return rows[first_row:end_row].view(heads, block_size)
+        blocks = rows.view(all_heads, block_size)
+        return blocks[first : first + heads] if is_fused else blocks
 
 
 def _module_before(name: str, ending: str) -> str | None:
@@ -212,7 +208,9 @@ def _fill_rows(blocks: Tensor, span: Span | None, first_factor: int) -> None:
     Head h has the number ``first_factor + h``. ``blocks`` has the shape (heads, rows of a head).
     """
     heads, rows = blocks.shape
-    first, end = span or (0, rows)
+    if span is None:
+        span = (0, rows)
+    first, end = span
     numbers = torch.arange(first_factor, first_factor + heads, device=blocks.device)
     blocks[:, first:end] = numbers.unsqueeze(1)
 
@@ -227,6 +225,7 @@ class _Member(NamedTuple):
     shape: tuple[int, ...]
     """The full shape of the parameter, not of a shard."""
     is_present: bool
+    """False if the leaf is None, as in a tree with the parameters of another label of a `partition`."""
 
     def factor_indices(self, device: torch.device | str) -> Tensor:
         """Return `AttentionHeads.places` in a shape that broadcasts to the parameter: (rows, 1) or (rows,)."""
@@ -252,7 +251,10 @@ class _Member(NamedTuple):
 
 
 def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
-    """Return the argument ``heads`` of `qk_clip` as a tuple. Raise if an item has another type."""
+    """Return the argument ``heads`` of `qk_clip` as a tuple. Raise if an item has another type.
+
+    The items are `AttentionHeads`, or after `_resolve` the parameters that hold queries or keys.
+    """
     items: Any = heads
     if type(heads) is not tuple:
         items = (heads,)
@@ -263,19 +265,19 @@ def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
 
 
 def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
-    """Return the parameters that hold queries or keys; after `_resolve`, ``heads`` consists of them already."""
+    """Return the parameters that hold queries or keys: those that `_resolve` has found, or else those in ``params``."""
     members = [item for item in heads if isinstance(item, _Member)]
     if members:
         return members
-    leaves = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+    leaves = dict(tree.named_leaves(params))
+    attentions = [item for item in heads if isinstance(item, AttentionHeads)]
     for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
         leaf = leaves[name]
         is_present = leaf is not None
         shape: tuple[int, ...] = ()
         if is_present:
             shape = tuple(leaf.shape)
-        for attention in heads:
-            assert isinstance(attention, AttentionHeads)
+        for attention in attentions:
             module, roles = attention.module_of(plain_name)
             if roles:
                 members.append(_Member(name, module, attention, roles, shape, is_present))
@@ -290,11 +292,11 @@ def _resolve(tx: Transform, params: PyTree) -> Transform:
 
 
 def _patterns(tx: Transform) -> list[NamePatterns]:
-    heads = _as_tuple(tx.arguments["heads"])
+    """Return the globs of all `AttentionHeads`, each of which must match a parameter."""
     groups: list[tuple[str, ...]] = []
-    for attention in heads:
-        if isinstance(attention, AttentionHeads):
-            groups += attention.patterns()
+    for item in _as_tuple(tx.arguments["heads"]):
+        if isinstance(item, AttentionHeads):
+            groups += item.patterns()
     if not groups:
         return []
     return [NamePatterns("qk_clip: heads", tuple(groups), required=True)]
@@ -303,7 +305,8 @@ def _patterns(tx: Transform) -> list[NamePatterns]:
 def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
     heads = _as_tuple(tx.arguments["heads"])
     if heads and "max_logits" in extras:
-        _logits([member for member in heads if isinstance(member, _Member)], extras["max_logits"])
+        members = [item for item in heads if isinstance(item, _Member)]
+        _logits(members, extras["max_logits"])
 
 
 def _unchanged(values: PyTree) -> PyTree:
@@ -384,46 +387,35 @@ def qk_clip(
     ):
         """Scale the query and key weights of each head whose largest logit exceeds tau.
 
-        ``shard`` returns this rank's shards of a dict of whole tensors by parameter name.
+        On sharded parameters, ``max_over_ranks`` returns the maximum of a tensor over all ranks, and ``shard`` this
+        rank's shards of a dict of whole tensors by parameter name.
         """
-        params = params_for("qk_clip", params)
-        weights = dict(tree.named_leaves(params))
+        if not all_heads:
+            return updates, state
+        weights = dict(tree.named_leaves(params_for("qk_clip", params)))
         members = [member for member in _members(all_heads, params) if weights[member.name] is not None]
         if not members:
             return updates, state
         wide = ew.wide_dtype(*[weights[member.name].dtype for member in members])
         device = tree.device_of(params)
-        logits = _logits(members, max_logits)
-        local_s = torch.cat([module_logits.to(device, wide) for module_logits in logits])
-        gamma = _gamma(max_over_ranks(local_s), tau)
-        factors = _factors_by_module(members, gamma, alpha)
-        # 1 minus the factor of each element of a weight, in its full shape, so that it is sharded like the weight.
-        one_minus_factors: dict[str, Tensor] = {}
-        for member in members:
-            weight = weights[member.name]
-            one_minus_factors[member.name] = member.one_minus_factor(factors[member.module], weight.device)
-        local_one_minus_factors = shard(one_minus_factors)
+        local_logits = [logits.to(device, wide) for logits in _logits(members, max_logits)]
+        largest_logits = max_over_ranks(torch.cat(local_logits))
+        factors = _factors_by_module(members, _gamma(largest_logits, tau), alpha)
 
+        # 1 minus the factor of each element of a weight, in its full shape, so that it is sharded like the weight.
+        one_minus_factors = {
+            member.name: member.one_minus_factor(factors[member.module], weights[member.name].device)
+            for member in members
+        }
+        local_one_minus_factors = shard(one_minus_factors)
         leaves, treedef = tree.flatten(updates)
         for index, (name, weight) in enumerate(weights.items()):
             if leaves[index] is not None and name in local_one_minus_factors:
                 leaves[index] = _scaled(leaves[index], weight, local_one_minus_factors[name])
         return tree.unflatten(treedef, leaves), state
 
-    def without_heads(
-        updates: PyTree,
-        state: EmptyState,
-        params: PyTree = None,
-        *,
-        max_logits: PyTree = None,
-        donate: Donation = NOTHING,
-        shard: Callable[[PyTree], PyTree] = _unchanged,
-    ):
-        """Return the updates unchanged: without heads, there is nothing to clip, and no logits are required."""
-        return updates, state
-
     if not all_heads:
-        return init, without_heads
+        return init, functools.partial(update, max_logits=None)  # the logits are no longer required
     return init, update
 
 
@@ -456,7 +448,7 @@ def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
             "qk_clip: max_logits must be a dict with a tensor for each attention module, as "
             f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
         )
-    all_logits = dict(zip(tree.names(max_logits), tree.leaves(max_logits), strict=True))
+    all_logits = dict(tree.named_leaves(max_logits))
     logits_of_module: dict[str, Tensor] = {}
     for member in members:
         size = member.heads.heads
@@ -492,13 +484,11 @@ def _gamma(s: Tensor, tau: float | Tensor) -> Tensor:
 def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Tensor) -> dict[str, Tensor]:
     """Return the vector of `_factors` for each module; ``gamma`` has the heads of one module after another."""
     heads_of_module = {member.module: member.heads for member in members}
-    factors: dict[str, Tensor] = {}
-    start = 0
-    for module, heads in heads_of_module.items():
-        end = start + heads.heads
-        factors[module] = _factors(gamma[start:end], heads.keys, alpha)
-        start = end
-    return factors
+    gammas = gamma.split([heads.heads for heads in heads_of_module.values()])
+    return {
+        module: _factors(gamma_of_module, heads.keys, alpha)
+        for (module, heads), gamma_of_module in zip(heads_of_module.items(), gammas, strict=True)
+    }
 
 
 def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:

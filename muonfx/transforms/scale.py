@@ -56,7 +56,7 @@ def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
 
 
 def _position_of_factor(factor: object) -> Position | None:
-    """Return the position of `scale` in a chain: "turns" for a negative factor, None for a positive factor.
+    """Return the position of `scale` in a chain: "turns" for a negative factor, which turns updates around, else None.
 
     A schedule has the signs of the numbers in it. It is "either_sign" if both signs are possible.
     """
@@ -64,13 +64,12 @@ def _position_of_factor(factor: object) -> Position | None:
     if isinstance(factor, Schedule):
         numbers = [number for _, number in parts_of(factor)]
     floats = [number for number in numbers if isinstance(number, float)]
-    has_negative = min(floats, default=0.0) < 0
-    has_positive = max(floats, default=0.0) > 0
-    if has_negative and has_positive:
-        return "either_sign"
-    if has_negative:
+    has_negative = any(number < 0 for number in floats)
+    has_positive = any(number > 0 for number in floats)
+    has_unknown_sign = not floats or len(floats) < len(numbers)  # of a tensor or a function
+    if has_negative and not has_positive:
         return "turns"
-    if not floats or len(floats) < len(numbers):  # the sign of a tensor or a function is not known
+    if has_negative or has_unknown_sign:
         return "either_sign"
     return None
 
@@ -208,12 +207,9 @@ def scale_by_shape(lr_scaling: ShapeRule = "match_rms_adamw", *, view: MatrixVie
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         """Multiply each matrix by the factor of its shape."""
-
-        def scale_stacks(stacks: list[Tensor]) -> list[Tensor]:
-            """Multiply the stacks of all tensors, in one call."""
-            factors = [shape_factor(lr_scaling, stack) for stack in stacks]
-            return ew.mul_each(stacks, factors, reuse=donate.updates)
-
-        return Matrices(view, updates).replaced_by(scale_stacks), state
+        matrices = Matrices(view, updates)
+        factors = [shape_factor(lr_scaling, stack) for stack in matrices.stacks]
+        scaled = ew.mul_each(matrices.stacks, factors, reuse=donate.updates)
+        return matrices.fill(scaled), state
 
     return no_state, update
