@@ -209,33 +209,44 @@ def _request(
     """
     optimizer: SavedOptimizer | None = None
     if is_optimizer(state):
+        _require_no_transform(tx)
         optimizer = state
-        if tx is not None:
-            raise TypeError("tx: an optimizer is saved with its transform: leave tx out")
         tx = optimizer.transform
         state = optimizer.transform_state
     if group is None and isinstance(tx, Sharded):
-        group = tx.layout.group
-        if group is not None and copy:  # training continues, and communicates on this group
-            raise ValueError(
-                "save_async of a sharded state requires a process group that nothing else uses: pass "
-                'group=dist.new_group(backend="gloo")'
-            )
+        group = _group_of_layout(tx, is_async=copy)
     folder = Path()  # in the request if `folder_named` raises
     try:
-        finish_earlier_save()  # inside try: under `python -W error` it raises, which must reach all ranks
+        finish_earlier_save()  # a warning that is an error must reach all ranks, too
         folder = folder_named(path)  # absolute, so that a later chdir() does not change it
         require_valid(folder, tx, step, keep)
         with no_collection():
             leaves = _leaves_of(state, params, tx, is_alone=group is None)
             head = replace(head_of(tx, leaves, step, extra), objects=_objects_of(optimizer, scheduler))
-        if copy:  # training may change the originals
+        if copy:
             leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
     except Exception as error:
-        if group is None:  # no other rank waits
+        if group is None:
             raise
         return SaveRequest(folder, group=group, problem=error)
     return SaveRequest(folder, head, leaves, keep, group)
+
+
+def _require_no_transform(tx: Transform | None) -> None:
+    """Raise if a transform is given beside an optimizer."""
+    if tx is not None:
+        raise TypeError("tx: an optimizer is saved with its transform: leave tx out")
+
+
+def _group_of_layout(tx: Sharded, *, is_async: bool) -> ProcessGroup | None:
+    """Return the process group over which a transform is sharded; raise if a save in the background would use it."""
+    group = tx.layout.group
+    if group is not None and is_async:  # training continues, and communicates on this group
+        raise ValueError(
+            "save_async of a sharded state requires a process group that nothing else uses: pass "
+            'group=dist.new_group(backend="gloo")'
+        )
+    return group
 
 
 def require_valid(path: Path, tx: object, step: int | None, keep: int | None) -> None:
@@ -261,7 +272,7 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
     if state is not None:
         named += named_tensors(state)
     if params is not None:
-        named += named_tensors(params, PARAMS)
+        named += named_tensors(params, section=PARAMS)
     leaves = {name: leaf for name, leaf in named if leaf is not None}
     for name, leaf in leaves.items():
         require_writable(name, leaf, is_alone=is_alone)
@@ -301,13 +312,17 @@ def head_of(
     tx: Transform | None, leaves: Mapping[str, Any], step: int | None, extra: Mapping[str, Any] | None
 ) -> Index:
     """Return the part of the index that is known before the leaves are written."""
-    # Modules inside the package must not import it, so the version is looked up in sys.modules.
+    record = Index()
+    if tx is not None:
+        record = _record_of(tx, leaves)
+    return replace(record, step=step, extra=_as_json(dict(extra or {})), versions=_versions())
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of this package and of torch."""
+    # Modules inside the package must not import it, so it is looked up among the imported modules.
     package = sys.modules[__name__.partition(".")[0]]
-    versions = {"muonfx": str(getattr(package, "__version__", "unknown")), "torch": str(torch.__version__)}
-    head = Index(step=step, extra=_as_json(dict(extra or {})), versions=versions)
-    if tx is None:
-        return head
-    return replace(head, **_record_of(tx, leaves))
+    return {"muonfx": str(getattr(package, "__version__", "unknown")), "torch": str(torch.__version__)}
 
 
 def _as_json(extra: dict[str, object]) -> dict[str, object]:
@@ -327,26 +342,36 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
     return copied
 
 
-def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of the index about a transform: its fingerprint, ``repr``, and dtypes of matrix products."""
+def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> Index:
+    """Return an index with the fields about a transform only, cached by the dtypes and the device of the leaves."""
     state_dtypes: set[torch.dtype] = set()
     param_dtypes: set[torch.dtype] = set()
-    device: torch.device | None = None  # of the first leaf
+    device: torch.device | None = None
     for name, leaf in leaves.items():
-        device = device or torch.device(leaf.device)
-        if leaf.dtype.is_floating_point:
-            dtypes = param_dtypes if in_section(name, PARAMS) else state_dtypes
-            dtypes.add(leaf.dtype)
+        if device is None:
+            device = torch.device(leaf.device)
+        if not leaf.dtype.is_floating_point:
+            continue
+        if in_section(name, PARAMS):
+            param_dtypes.add(leaf.dtype)
+        else:
+            state_dtypes.add(leaf.dtype)
     # Parameters that are not saved are assumed to have the dtypes of the state.
-    product_inputs = frozenset(param_dtypes or state_dtypes)
-    key = "checkpoint", product_inputs, device
-    if key not in tx.derived or tx.tensors:  # a number in a tensor may have changed in place
-        plain = strip_transparent(tx)
-        products: dict[str, str] = {}
-        if device is not None and product_inputs:
-            products = product_dtypes(plain, product_inputs, device)
-        tx.derived[key] = {"fingerprint": tx.fingerprint, "chain": repr(plain), "products": products}
+    dtypes = frozenset(param_dtypes or state_dtypes)
+    key = "checkpoint", dtypes, device
+    has_tensors = bool(tx.tensors)  # numbers of the transform, which may have changed in place
+    if has_tensors or key not in tx.derived:
+        tx.derived[key] = _new_record(tx, dtypes, device)
     return tx.derived[key]
+
+
+def _new_record(tx: Transform, param_dtypes: frozenset[torch.dtype], device: torch.device | None) -> Index:
+    """Return an index with the fields about a transform only, for parameters with these dtypes on a device."""
+    plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
+    products: dict[str, str] = {}
+    if device is not None and param_dtypes:
+        products = product_dtypes(plain_tx, param_dtypes, device)
+    return Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
 
 
 def _copy(leaf: Any) -> Any:
@@ -357,6 +382,7 @@ def _copy(leaf: Any) -> Any:
         # Imported here, since torch.distributed.checkpoint takes longer to import than muonfx.
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+        # No pinned or shared memory, no other process and no stream; torch 2.13 has renamed the last argument.
         stager = DefaultStager(StagingOptions(False, False, False, False))
         staged: Any = stager.stage({"leaf": leaf.detach()})
         stager.close()
