@@ -30,11 +30,11 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
@@ -141,25 +141,22 @@ _PAUSE = 0.001
 """Seconds between two attempts to lock a file."""
 
 
-def lock(file: FileIO, *, shared: bool = False) -> bool:
-    """Lock an open file without waiting; return False if another process has locked it, or it cannot be locked.
+def lock(file: FileIO, *, shared: bool = False) -> bool | None:
+    """Lock an open file without waiting; return False if another process has locked it.
 
-    Several processes can hold a ``shared`` lock. The lock ends when the file is closed.
+    Return None if it cannot be locked, because the system or the file system has no locks. Several processes can hold a
+    ``shared`` lock. The lock ends when the file is closed.
     """
-    return _try_to_lock(file, shared=shared) == "locked"
-
-
-def _try_to_lock(file: FileIO, *, shared: bool = False) -> Literal["locked", "refused", "impossible"]:
-    """Lock an open file; "refused" if another process has locked it, "impossible" if its file system has no locks."""
     if fcntl is None:
-        return "impossible"
+        return None
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_NB | (fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
+        fcntl.flock(file.fileno(), fcntl.LOCK_NB | kind)
     except BlockingIOError:
-        return "refused"
+        return False
     except OSError:
-        return "impossible"
-    return "locked"
+        return None
+    return True
 
 
 def open_to_wait(index_path: Path) -> FileIO | None:
@@ -176,7 +173,7 @@ def wait_for_readers(replaced_index: FileIO | None) -> None:
         return
     with replaced_index:
         end = time.monotonic() + _LONGEST_WAIT
-        while _try_to_lock(replaced_index) == "refused" and time.monotonic() < end:
+        while lock(replaced_index) is False and time.monotonic() < end:
             time.sleep(_PAUSE)
 
 
@@ -224,10 +221,12 @@ def _locked_file(path: Path) -> FileIO:
     # file could be left, which does not record its machine.
     unnamed_file = _unnamed_file(path.parent)
     if unnamed_file is not None:
-        _lock_and_sign(unnamed_file)
-        if _give_name(unnamed_file, path):
-            return unnamed_file
-        unnamed_file.close()
+        with ExitStack() as closing:
+            closing.enter_context(unnamed_file)
+            _lock_and_sign(unnamed_file)
+            if _give_name(unnamed_file, path):
+                closing.pop_all()  # the file stays open, and so locked
+                return unnamed_file
     file = FileIO(path, "xb")
     _lock_and_sign(file)
     return file

@@ -519,9 +519,9 @@ def _names_by_save(folder: Path) -> dict[str, list[str]]:
     """
     names_of_save: dict[str, list[str]] = {}
     with suppress(OSError):
-        names = [name for name in os.listdir(folder) if is_own_name(name)]
-        for name in sorted(names, key=lambda name: (name == lock_name(save_id_of(name)), name)):
-            names_of_save.setdefault(save_id_of(name), []).append(name)
+        for name in sorted(os.listdir(folder), key=lambda name: (name.endswith(".lock"), name)):
+            if is_own_name(name):
+                names_of_save.setdefault(save_id_of(name), []).append(name)
     return names_of_save
 
 

@@ -166,13 +166,11 @@ def is_own_name(name: str) -> bool:
 
 
 def save_id_of(name: str) -> str:
-    """Return the id of the save in a file name of `is_own_name`."""
-    match = _SAVE_ID.search(name)
-    assert match is not None
-    return match[0]
+    """Return the id of the save in a file name of `is_own_name`: the 16 characters after the first "-"."""
+    _, _, id_and_rest = name.partition("-")
+    return id_and_rest[:16]
 
 
-_SAVE_ID = re.compile(r"(?<=-)[0-9a-f]{16}(?=[-.])")
 _OWN_NAME = re.compile(
     rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.escape(INDEX)}-[0-9a-f]{{16}}\.part"
     r"|\.save-[0-9a-f]{16}\.lock"

@@ -60,12 +60,10 @@ class Rules:
     rename: Rename
 
     def arguments(self) -> dict[str, str]:
-        """Return a dict from argument name to text, to compare between ranks; all functions have the same text."""
+        """Return a dict from argument name to text, to compare between ranks."""
         texts: dict[str, str] = {}
         for name, value in vars(self).items():
-            if callable(value):
-                texts[name] = "a function"
-            elif isinstance(value, Mapping):
+            if isinstance(value, Mapping):
                 texts[name] = repr(sorted(value.items()))
             else:
                 texts[name] = repr(value)
@@ -148,8 +146,8 @@ def moved_states(stored: Mapping[str, Spec], expected: StateSpec, rules: Rules) 
     ``{"partition/muon": "muon"}``. It is empty unless exactly one pairing fits, in which all names below these levels,
     shapes and dtypes are equal.
     """
-    missing = _unmatched(expected, stored, rules.allow_missing)
-    extra = _unmatched(stored, expected, rules.allow_extra)
+    missing = _unmatched(expected, stored, _without_star(rules.allow_missing))
+    extra = _unmatched(stored, expected, _without_star(rules.allow_extra))
     # Leaves of the checkpoint by spec and end of the name: "muon/momentum/trace/w" ends in "momentum/trace/w".
     extra_by_end: dict[tuple[Spec, str], list[str]] = {}
     for name in extra:
@@ -191,10 +189,14 @@ def _without_end(name: str, end: str) -> str:
     return name.removesuffix(end).rstrip("/")
 
 
+def _without_star(patterns: Iterable[str]) -> list[str]:
+    """Return the patterns without "*", which allows any difference, and so does not show that no state has moved."""
+    return [pattern for pattern in patterns if pattern != "*"]
+
+
 def _unmatched(names: Iterable[str], partners: Collection[str], allowed: Iterable[str]) -> list[str]:
-    """Return the names that have no partner, except those that the caller has allowed by a pattern other than "*"."""
-    patterns = [pattern for pattern in allowed if pattern != "*"]
-    return [name for name in names if name not in partners and not matches_any(patterns, name)]
+    """Return the names that have no partner and match none of the ``allowed`` patterns."""
+    return [name for name in names if name not in partners and not matches_any(allowed, name)]
 
 
 def _ends(name: str) -> list[str]:
@@ -350,16 +352,12 @@ class _Comparison:
 
     def check_names(self) -> None:
         """Report leaves that only the checkpoint or only the requested state has."""
-        missing: list[str] = []
-        for name in self.expected:
-            if name not in self.stored_name_of and not matches_any(self.rules.allow_missing, name):
-                missing.append(name)
-                self.problems.append(f"missing:   {name!r}, {described(self.expected[name])}, is not in the checkpoint")
-        extra: list[str] = []
-        for name in self.stored_name_of:
-            if name not in self.expected and not matches_any(self.rules.allow_extra, name):
-                extra.append(name)
-                self.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
+        missing = _unmatched(self.expected, self.stored_name_of, self.rules.allow_missing)
+        for name in missing:
+            self.problems.append(f"missing:   {name!r}, {described(self.expected[name])}, is not in the checkpoint")
+        extra = _unmatched(self.stored_name_of, self.expected, self.rules.allow_extra)
+        for name in extra:
+            self.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
         self._advise_about_names(missing, extra)
 
     def check_objects(self, objects: Collection[str]) -> None:

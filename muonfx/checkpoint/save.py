@@ -209,7 +209,8 @@ def _request(
     """
     optimizer: SavedOptimizer | None = None
     if is_optimizer(state):
-        _require_no_transform(tx)
+        if tx is not None:
+            raise TypeError("tx: an optimizer is saved with its transform: leave tx out")
         optimizer = state
         tx = optimizer.transform
         state = optimizer.transform_state
@@ -230,12 +231,6 @@ def _request(
             raise
         return SaveRequest(folder, group=group, problem=error)
     return SaveRequest(folder, head, leaves, keep, group)
-
-
-def _require_no_transform(tx: Transform | None) -> None:
-    """Raise if a transform is given beside an optimizer."""
-    if tx is not None:
-        raise TypeError("tx: an optimizer is saved with its transform: leave tx out")
 
 
 def _group_of_layout(tx: Sharded, *, is_async: bool) -> ProcessGroup | None:
@@ -343,34 +338,17 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
 
 
 def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> Index:
-    """Return an index with the fields about a transform only, cached by the dtypes and the device of the leaves."""
-    state_dtypes: set[torch.dtype] = set()
-    param_dtypes: set[torch.dtype] = set()
-    device: torch.device | None = None
-    for name, leaf in leaves.items():
-        if device is None:
-            device = torch.device(leaf.device)
-        if not leaf.dtype.is_floating_point:
-            continue
-        if in_section(name, PARAMS):
-            param_dtypes.add(leaf.dtype)
-        else:
-            state_dtypes.add(leaf.dtype)
-    # Parameters that are not saved are assumed to have the dtypes of the state.
-    dtypes = frozenset(param_dtypes or state_dtypes)
-    key = "checkpoint", dtypes, device
-    has_tensors = bool(tx.tensors)  # numbers of the transform, which may have changed in place
-    if has_tensors or key not in tx.derived:
-        tx.derived[key] = _new_record(tx, dtypes, device)
-    return tx.derived[key]
-
-
-def _new_record(tx: Transform, param_dtypes: frozenset[torch.dtype], device: torch.device | None) -> Index:
-    """Return an index with the fields about a transform only, for parameters with these dtypes on a device."""
+    """Return an index with the fields about a transform only: its fingerprint, ``repr``, and dtypes of its products."""
+    float_names = [name for name, leaf in leaves.items() if leaf.dtype.is_floating_point]
+    param_names = [name for name in float_names if in_section(name, PARAMS)]
+    if not param_names:  # parameters that are not saved are assumed to have the dtypes of the state
+        param_names = float_names
     plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
     products: dict[str, str] = {}
-    if device is not None and param_dtypes:
-        products = product_dtypes(plain_tx, param_dtypes, device)
+    if param_names:
+        dtypes = {leaves[name].dtype for name in param_names}
+        first_leaf = next(iter(leaves.values()))
+        products = product_dtypes(plain_tx, dtypes, torch.device(first_leaf.device))
     return Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
 
 

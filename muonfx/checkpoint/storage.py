@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from muonfx.checkpoint.draft import Draft, Entry, WrittenShards, block_checksums
+from muonfx.checkpoint.draft import Draft, WrittenShards, block_checksums
 from muonfx.checkpoint.errors import CheckpointError, ReplacedError
 from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried
 from muonfx.checkpoint.index import Chunk, Index, Leaf
@@ -59,7 +59,7 @@ from muonfx.checkpoint.writer import (
     Proposal,
     ProposedLeaf,
     SaveRequest,
-    key_in_file,
+    entry_of,
     merged,
     require_consistent,
 )
@@ -236,10 +236,7 @@ class Writer(StorageWriter):
         """Write shards of tensors to the data file of this rank; without shards, write no file."""
         if not shards:
             return WrittenShards(None, [])
-        entries: list[Entry] = []
-        for shard in shards:
-            key = key_in_file(shard.name, shard.box, shard.spec.shape)
-            entries.append(Entry(key, shard.name, shard.box, shard.values))
+        entries = [entry_of(shard.name, shard.box, shard.spec.shape, shard.values) for shard in shards]
         draft = self._draft or Draft(assigned.file.parent, assigned.save_id)
         with draft.write_errors():
             return draft.write(assigned.file, entries)

@@ -7,6 +7,7 @@ value, and errors are raised as they are.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -212,18 +213,9 @@ def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: s
         if len(ranks_of_text) == 1:
             continue
         # Of long texts, such as a chain's, only the part around the first difference is shown.
-        start = max(0, _common_length([*ranks_of_text]) - 100)
+        common_text = os.path.commonprefix(list(ranks_of_text))  # noqa: RUF071 - of characters, not of paths
+        start = max(0, len(common_text) - 100)
         shown = [f"{listed(ranks)}: {text[start : start + 200]}" for text, ranks in ranks_of_text.items()]
         raise CheckpointError(
             f"{outcome}: the ranks {action} with different {name}= ({'; '.join(shown)}): pass the same everywhere"
         )
-
-
-def _common_length(texts: Sequence[str]) -> int:
-    """Return the number of characters with which all texts begin."""
-    length = 0
-    for characters in zip(*texts, strict=False):
-        if len(set(characters)) > 1:
-            break
-        length += 1
-    return length

@@ -122,8 +122,8 @@ class Saver:
         entries: list[Entry] = []
         with no_collection():
             for name, box in assignment.keys:
-                key = key_in_file(name, box, self.request.leaves[name].shape)
-                entries.append(Entry(key, name, box, self.shards[name][box]))
+                shape = self.request.leaves[name].shape
+                entries.append(entry_of(name, box, shape, self.shards[name][box]))
         with draft.write_errors():
             return draft.write(assignment.file, entries)
 
@@ -184,11 +184,15 @@ def merged(written: Sequence[WrittenShards], specs: Mapping[str, Spec]) -> tuple
     return tuple(files), leaves
 
 
-def key_in_file(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """Return the key of a shard in a data file: "trace/w" for a whole leaf, "trace/w~[0:4,0:8]" for a part."""
-    if box.sizes == shape:
-        return name
-    return f"{name}~[{','.join(slices_of(box))}]"
+def entry_of(name: str, box: Box, shape: tuple[int, ...], values: Tensor) -> Entry:
+    """Return the entry of a data file for a shard: the box of a leaf that has a shape, with the values in it.
+
+    Its key is "trace/w" for a whole leaf, and "trace/w~[0:4,0:8]" for a part.
+    """
+    key = name
+    if box.sizes != shape:
+        key += f"~[{','.join(slices_of(box))}]"
+    return Entry(key, name, box, values)
 
 
 def write_checkpoint(request: SaveRequest) -> None:

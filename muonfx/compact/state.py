@@ -6,7 +6,7 @@ name of its parameter (``trace.codes.blocks.0.up.weight``), which checkpoints, l
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -66,23 +66,34 @@ class Holder:
 
     def read(self, present: Present, state: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
         """Decode the leaves of ``state`` at the positions ``present``; return a list of new fp32 tensors."""
-        pairs = zip(present.pick(state.codes), present.pick(state.scales), strict=True)
-        return [self.codec.decode(codes, scales) for codes, scales in pairs]
+        codes = present.pick(state.codes)
+        scales = present.pick(state.scales)
+        return list(map(self.codec.decode, codes, scales))
 
     def write(
         self, present: Present, values: list[Tensor], state: QuantizedState | KeyedQuantizedState
     ) -> QuantizedState | KeyedQuantizedState:
-        """Return ``state`` with new ``values``, encoded in eight bits, at the positions ``present``."""
-        keys: list[Any] = [None] * len(values)
-        if isinstance(state, KeyedQuantizedState):
-            keys = present.pick(state.keys)
-        leaves = list(map(self.codec.encode, values, keys))
-        codes = present.fill(_codes(leaves), state.codes)
-        scales = present.fill(_scales(leaves), state.scales)
+        """Return ``state`` with new ``values`` encoded in eight bits, one for each position in ``present``.
+
+        The leaves of ``state`` at other positions, at which a parameter has no gradient, stay.
+        """
         if not isinstance(state, KeyedQuantizedState):
-            return QuantizedState(codes, scales)
+            leaves = list(map(self.codec.encode, values))
+            return QuantizedState(*_filled(present, leaves, state))
+        keys = present.pick(state.keys)
+        leaves = list(map(self.codec.encode, values, keys))
+        codes, scales = _filled(present, leaves, state)
         next_keys = [key + 1 for key in keys]
         return KeyedQuantizedState(codes, scales, present.fill(next_keys, state.keys))
+
+
+def _filled(
+    present: Present, leaves: list[Encoded], state: QuantizedState | KeyedQuantizedState
+) -> tuple[PyTree, PyTree]:
+    """Return the trees of codes and scales of ``state`` with new leaves at the positions ``present``."""
+    codes = present.fill(_codes(leaves), state.codes)
+    scales = present.fill(_scales(leaves), state.scales)
+    return codes, scales
 
 
 def _codes(leaves: list[Encoded]) -> list[Tensor]:

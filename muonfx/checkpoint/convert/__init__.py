@@ -129,12 +129,10 @@ def write(
             )
         new_values = dict(entry.values)  # those without a counterpart here, such as "use_muon", stay
         keys = form.keys[entry.kind]
-        if leaf.first is not None:
-            new_values[keys.first] = leaf.first
-        if leaf.second is not None and keys.second is not None:
-            new_values[keys.second] = leaf.second
-        if leaf.step is not None and keys.step is not None:
-            new_values[keys.step] = form.make_step(leaf.step)
+        step = None if leaf.step is None else form.make_step(leaf.step)
+        for key, value in ((keys.first, leaf.first), (keys.second, leaf.second), (keys.step, step)):
+            if key is not None and value is not None:
+                new_values[key] = value
         states[entry.number] = new_values
     return {**saved, "state": states}
 

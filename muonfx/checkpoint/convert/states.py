@@ -85,9 +85,13 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     state = tx.init(params)  # new tensors, which are filled in place
     filled_names: set[str] = set()
     for path, part in _states_in(state):
-        filled_names.update(_parameter_names(part, path))
+        names = _parameter_names(part, path)
+        filled_names.update(names)
         problems += _fill_moments(part, path, leaves)
-        problems += _fill_count(part, path, step_of, step)
+        if "count" in part._fields:
+            # The state of a schedule has no parameters, and those of another state may not be counted.
+            counted = {name: step_of[name] for name in names if name in step_of}
+            problems += _fill_count(part.count, f"{path}count", counted or step_of, step)
     for name in leaves.keys() - filled_names:
         problems.append(f"{name!r} has a {leaves[name].kind} state that the transform does not keep")
     if problems:
@@ -96,28 +100,20 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     return state
 
 
-def _fill_count(part: Any, path: str, step_of: Mapping[str, int], step: int | None) -> list[str]:
-    """Set the step count of a state, if it has one, to the count of its parameters; return a text if there is no such.
-
-    ``step_of`` has the counts of the other optimizer by parameter. If they differ or there are none, ``step`` is used.
-    """
-    if "count" not in part._fields:
-        return []
-    names = [name for name in _parameter_names(part, path) if name in step_of]
-    if not names:  # the state of a schedule, or of parameters whose steps are not counted
-        names = list(step_of)
+def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> list[str]:
+    """Set a step count to the one that all parameters have in ``step_of``, else to ``step``; without, return a text."""
     name_of_count: dict[int, str] = {}  # the first parameter with each count
-    for name in names:
-        name_of_count.setdefault(step_of[name], name)
+    for name, steps in step_of.items():
+        name_of_count.setdefault(steps, name)
     if len(name_of_count) == 1:
         (step,) = name_of_count
     if step is not None:
-        part.count.fill_(step)
+        count.fill_(step)
         return []
     if not name_of_count:
-        return [f"{path}count: the source does not count steps; give step="]
-    texts = ", ".join([f"{count} ({name!r})" for count, name in sorted(name_of_count.items())])
-    return [f"{path}count is one for all parameters, the source has {texts}; give step= to choose"]
+        return [f"{path}: the source does not count steps; give step="]
+    texts = ", ".join([f"{steps} ({name!r})" for steps, name in sorted(name_of_count.items())])
+    return [f"{path} is one for all parameters, the source has {texts}; give step= to choose"]
 
 
 def _parameter_names(part: Any, path: str) -> list[str]:
