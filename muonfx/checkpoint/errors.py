@@ -65,12 +65,14 @@ def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
     """
     problems_by_kind: dict[str, list[str]] = {}
     for problem in problems:
-        word, colon, _ = problem.partition(":")
-        kind = f"{word}:" if colon and word.isidentifier() else ""
+        kind, _, _ = problem.partition(":")
+        if not kind.isidentifier():  # a text without a kind, such as "'w' has no state"
+            kind = ""
         problems_by_kind.setdefault(kind, []).append(problem)
     lines: list[str] = []
     for kind, texts in problems_by_kind.items():
         lines += texts[:most]
-        if len(texts) > most:
-            lines.append(f"{kind} ... and {len(texts) - most} more".strip())
+        more = len(texts) - most
+        if more > 0:
+            lines.append(f"{kind}: ... and {more} more" if kind else f"... and {more} more")
     return lines

@@ -376,7 +376,7 @@ def clean(path: str | os.PathLike[str]) -> list[Path]:
     removed: list[Path] = []
     for folder in [path, *_by_step(path)]:
         try:
-            removed += remove_ended_files(folder)
+            removed += _unnamed_files(folder, ("dead", "unknown"), remove=True)
         except OSError as error:
             raise CheckpointError(f"{error.filename}: cannot be removed: {error.strerror}") from error
         if folder != path:
@@ -544,8 +544,3 @@ def remove_dead_files(folder: Path) -> list[Path]:
     if not has_lock and _may_exist(folder / INDEX):  # an ordinary checkpoint, whose index need not be read
         return []
     return _unnamed_files(folder, ("dead",), remove=True)
-
-
-def remove_ended_files(folder: Path) -> list[Path]:
-    """Remove the files of all saves that are not known to be running, also of other machines; return them."""
-    return _unnamed_files(folder, ("dead", "unknown"), remove=True)

@@ -162,7 +162,7 @@ def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
             raise TypeError(f"found a {type(values).__name__}, expected a tree of tensors: pass {code}")
     named = named_leaves(values, section)
     for name, leaf in named:
-        if leaf is not None and not isinstance(leaf, Tensor) and not hasattr(leaf, "__create_chunk_list__"):
+        if leaf is not None and not isinstance(leaf, Tensor) and not is_sharded(leaf):
             raise TypeError(
                 f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint stores tensors and "
                 "JSON; store a number as a 0-d tensor, or pass it in extra="

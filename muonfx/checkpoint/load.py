@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -348,8 +348,10 @@ class Loader:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # After an error, which is equal on all ranks, an error of closing a file on this rank does not replace it.
-        with suppress(CheckpointError) if kind is not None else nullcontext():
+        if kind is None:
+            self._stack.close()
+            return
+        with suppress(CheckpointError):  # the error of the block is raised, which is equal on all ranks
             self._stack.close()
 
     def share_index(self, ranks: Alone | Together) -> None:

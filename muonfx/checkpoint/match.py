@@ -63,10 +63,9 @@ class Rules:
         """Return a dict from argument name to text, to compare between ranks."""
         texts: dict[str, str] = {}
         for name, value in vars(self).items():
-            if isinstance(value, Mapping):
+            texts[name] = repr(value)
+            if isinstance(value, Mapping):  # equal dicts may have other orders
                 texts[name] = repr(sorted(value.items()))
-            else:
-                texts[name] = repr(value)
         return texts
 
 
@@ -102,14 +101,9 @@ def match(
         moved = moved_states(stored_specs, expected, rules)
     if rules.allow_other_chain:
         stored_name_of = _with_moved_states(stored_name_of, expected, moved)
-    comparison = _Comparison(index, expected, rules, section, stored_name_of, moved)
+    comparison = _Comparison(index, expected, rules, section, objects, stored_name_of, moved)
     comparison.check_renaming(problems)
-    comparison.check_chain()
-    comparison.check_patterns([*new_name_of.values(), *expected, *index.objects, *(objects or ())])
-    comparison.check_names()
-    if objects is not None:
-        comparison.check_objects(objects)
-    comparison.check_leaves()
+    comparison.check_all(new_name_of.values())
     comparison.raise_if_different(where)
     if moved and rules.allow_other_chain:
         warn_caller(f"{where}: found other names than in `like`, loaded {_moved_text(moved)}")
@@ -283,6 +277,8 @@ class _Comparison:
     rules: Rules
     section: str
     """The section of the names: "params" for parameters, "" for a state."""
+    objects: Collection[str] | None
+    """The names of values that are no tensors and that an optimizer loads; None if none are loaded."""
     stored_name_of: Mapping[str, str]
     """The name in the checkpoint of each leaf, by its name after renaming."""
     moved: Mapping[str, str]
@@ -291,6 +287,14 @@ class _Comparison:
     """A sentence about each difference that the rules do not allow."""
     advice: list[str] = field(default_factory=list)
     """Sentences about how the caller can solve the problems."""
+
+    def check_all(self, new_names: Iterable[str]) -> None:
+        """Report all differences; ``new_names`` are the names in the checkpoint after renaming, of all sections."""
+        self._check_chain()
+        self._check_patterns([*new_names, *self.expected, *self.index.objects, *(self.objects or ())])
+        self._check_names()
+        self._check_objects()
+        self._check_leaves()
 
     def raise_if_different(self, where: str) -> None:
         """Raise one `MismatchError` with all problems; ``where`` is the path of the checkpoint."""
@@ -311,7 +315,7 @@ class _Comparison:
             "such as {'*/encoder.*': '*/model.encoder.*'}"
         )
 
-    def check_chain(self) -> None:
+    def _check_chain(self) -> None:
         """Report that another chain wrote the state, and which states could be loaded under other names."""
         if self.rules.allow_other_chain:
             return
@@ -332,7 +336,7 @@ class _Comparison:
             names = f", which loads {_moved_text(self.moved)}" if self.moved else ""
             self.advice.append(f"if the state has the same meaning for this chain: allow_other_chain=True{names}")
 
-    def check_patterns(self, names: Collection[str]) -> None:
+    def _check_patterns(self, names: Collection[str]) -> None:
         """Report patterns of the caller that match none of the leaf names."""
         rules = self.rules
         arguments = {"allow_missing": rules.allow_missing, "allow_extra": rules.allow_extra, "cast": rules.cast}
@@ -350,7 +354,7 @@ class _Comparison:
         self.problems.append(problem)
         self.advice.append(f"correct or remove {pattern!r} in {argument}: a name, the first levels of names, or a glob")
 
-    def check_names(self) -> None:
+    def _check_names(self) -> None:
         """Report leaves that only the checkpoint or only the requested state has."""
         missing = _unmatched(self.expected, self.stored_name_of, self.rules.allow_missing)
         for name in missing:
@@ -360,17 +364,19 @@ class _Comparison:
             self.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
         self._advise_about_names(missing, extra)
 
-    def check_objects(self, objects: Collection[str]) -> None:
+    def _check_objects(self) -> None:
         """Report groups and schedulers that only the checkpoint or only the optimizer to load has."""
+        if self.objects is None:
+            return
         stored_objects = self.index.objects
-        for name in objects:
+        for name in self.objects:
             if name not in stored_objects and not matches_any(self.rules.allow_missing, name):
                 self.problems.append(f"missing:   {name!r} is not in the checkpoint")
                 self.advice.append(
                     f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer itself, "
                     "not its transform_state, with scheduler= if it has one"
                 )
-        is_scheduler_extra = SCHEDULER in stored_objects and SCHEDULER not in objects
+        is_scheduler_extra = SCHEDULER in stored_objects and SCHEDULER not in self.objects
         if is_scheduler_extra and not matches_any(self.rules.allow_extra, SCHEDULER):
             self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
             self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
@@ -400,7 +406,7 @@ class _Comparison:
             renaming = prefix_renaming(extra, missing)
         return repr(renaming) if renaming else "{name in the checkpoint: name in `like`}"
 
-    def check_leaves(self) -> None:
+    def _check_leaves(self) -> None:
         """Report leaves whose shape or dtype differs in a way that the rules do not allow."""
         narrowed: list[str] = []
         for name, spec in self.expected.leaves.items():
@@ -408,20 +414,28 @@ class _Comparison:
             if stored_name is None:  # missing, or kept as it is in `like`
                 continue
             stored = self.index.leaves[stored_name].spec
+            cast_dtypes = {dtype for pattern, dtype in self.rules.cast.items() if matches(pattern, name)}
             self._check_shape(name, stored, spec)
             if stored.dtype != spec.dtype and self._has_codes(stored_name):
                 self.problems.append(
                     f"codes:     {name!r} holds codes of {stored.dtype}, which have no meaning as {spec.dtype}"
                 )
-            elif not self._is_cast(name, spec) and not widens(stored.dtype, spec.dtype):
+            elif cast_dtypes:
+                self._check_cast(name, spec, cast_dtypes)
+            elif not widens(stored.dtype, spec.dtype):
                 narrowed.append(name)
                 self.problems.append(f"narrowing: {name!r} is {stored.dtype} in the checkpoint, expected {spec.dtype}")
         if narrowed:
-            more = ", ..." if len(narrowed) > 1 else ""
-            self.advice.append(
-                f"to round: cast={{{narrowed[0]!r}: {self.expected[narrowed[0]].dtype}{more}}} (keys are names, first "
-                "levels of names, or globs); to keep the values: use a chain with the state dtype of the checkpoint"
-            )
+            self._advise_cast(narrowed)
+
+    def _advise_cast(self, narrowed: Sequence[str]) -> None:
+        """Add the argument that allows to round leaves to a narrower dtype."""
+        name = narrowed[0]
+        more = ", ..." if len(narrowed) > 1 else ""
+        self.advice.append(
+            f"to round: cast={{{name!r}: {self.expected[name].dtype}{more}}} (keys are names, first "
+            "levels of names, or globs); to keep the values: use a chain with the state dtype of the checkpoint"
+        )
 
     def _check_shape(self, name: str, stored: Spec, spec: Spec) -> None:
         """Report a leaf whose shape differs."""
@@ -430,16 +444,13 @@ class _Comparison:
         self.problems.append(f"reshaped:  {name!r} has shape {stored.shape} in the checkpoint, expected {spec.shape}")
         self.advice.append("to load other shapes: create `like` for parameters with the shapes in the checkpoint")
 
-    def _is_cast(self, name: str, spec: Spec) -> bool:
-        """Return whether ``cast=`` allows to round a leaf; report it if ``cast=`` has another dtype than ``like``."""
-        cast_dtypes = {dtype for pattern, dtype in self.rules.cast.items() if matches(pattern, name)}
-        if cast_dtypes - {spec.dtype}:
-            texts = ", ".join(sorted(map(str, cast_dtypes)))
-            self.problems.append(f"cast:      {name!r} has dtype {spec.dtype} in `like`, and cast= gives {texts}")
-            self.advice.append(
-                "cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it"
-            )
-        return bool(cast_dtypes)
+    def _check_cast(self, name: str, spec: Spec, cast_dtypes: set[torch.dtype]) -> None:
+        """Report that ``cast=`` has another dtype than ``like``; it allows rounding, but does not choose the dtype."""
+        if cast_dtypes == {spec.dtype}:
+            return
+        texts = ", ".join(sorted(map(str, cast_dtypes)))
+        self.problems.append(f"cast:      {name!r} has dtype {spec.dtype} in `like`, and cast= gives {texts}")
+        self.advice.append("cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it")
 
     def _has_codes(self, stored_name: str) -> bool:
         """Return whether a leaf has the codes of a quantized state, as "trace/codes/w" if "trace/scales/w" exists."""
@@ -464,10 +475,8 @@ def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[st
     chosen: list[str] = []
     for name in names:
         unique_levels = [levels for levels in _first_levels(name) if levels not in other_levels]
-        shortest = unique_levels[0] if unique_levels else name
-        if shortest not in chosen:
-            chosen.append(shortest)
-    return chosen
+        chosen.append(unique_levels[0] if unique_levels else name)
+    return list(dict.fromkeys(chosen))  # each once
 
 
 def _first_levels(name: str) -> list[str]:

@@ -9,7 +9,7 @@ import errno
 import os
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from itertools import groupby
 from operator import attrgetter
@@ -134,7 +134,10 @@ class DataReader:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        with suppress(CheckpointError) if kind is not None else nullcontext():
+        if kind is None:
+            self.close()
+            return
+        with suppress(CheckpointError):  # the error of the block is raised
             self.close()
 
     def close(self) -> None:
@@ -156,22 +159,24 @@ class DataReader:
         """Return the data file with this number in the index, open; check its size and header when it is opened."""
         if number not in self._files:
             if len(self._files) >= _MOST_OPEN:  # no read of another file is in progress
-                self._files.pop(next(iter(self._files)))[1].close()
+                oldest = next(iter(self._files))
+                _, closing = self._files.pop(oldest)
+                closing.close()
             self._files[number] = self._open(self.index.files[number])
         return self._files[number][0]
 
-    def _open(self, described: DataFile) -> tuple[FileIO, ExitStack]:
+    def _open(self, data_file: DataFile) -> tuple[FileIO, ExitStack]:
         """Open a data file, and check its size and header; return it with a stack that closes it."""
-        path = self.folder / described.name
+        path = self.folder / data_file.name
         with ExitStack() as stack:
             stack.enter_context(_reading(path))
             file = stack.enter_context(open_regular(path))
             nbytes = file.seek(0, os.SEEK_END)
-            if nbytes != described.nbytes:
-                raise CorruptError(f"{path}: the data file has {nbytes} bytes, expected {described.nbytes}")
-            header = bytearray(described.header_nbytes)
+            if nbytes != data_file.nbytes:
+                raise CorruptError(f"{path}: the data file has {nbytes} bytes, expected {data_file.nbytes}")
+            header = bytearray(data_file.header_nbytes)
             _fill(file, 0, memoryview(header))
-            if checksum_of(header) != described.header_crc32:
+            if checksum_of(header) != data_file.header_crc32:
                 raise CorruptError(f"{path}: the header of the data file is damaged")
             return file, stack.pop_all()  # without errors, the file stays open when this block ends
 
@@ -204,7 +209,7 @@ class DataReader:
         stored_chunk = torch.empty(chunk.box.sizes, dtype=dtype, device="meta")
         stored_box = _relative(box, chunk.box).of(stored_chunk)
         begin, end = _range_of(stored_box)
-        block_numel = BLOCK // dtype.itemsize
+        block_numel = BLOCK // dtype.itemsize  # whole blocks are read, since each has one checksum
         first_block = begin // block_numel
         last_block = (end - 1) // block_numel
         buffer_begin = first_block * block_numel

@@ -315,9 +315,8 @@ def head_of(
 
 def _versions() -> dict[str, str]:
     """Return the versions of this package and of torch."""
-    # Modules inside the package must not import it, so it is looked up among the imported modules.
-    package = sys.modules[__name__.partition(".")[0]]
-    return {"muonfx": str(getattr(package, "__version__", "unknown")), "torch": str(torch.__version__)}
+    package = sys.modules["muonfx"]  # modules inside the package must not import it
+    return {"muonfx": package.__version__, "torch": str(torch.__version__)}
 
 
 def _as_json(extra: dict[str, object]) -> dict[str, object]:

@@ -237,7 +237,9 @@ class Writer(StorageWriter):
         if not shards:
             return WrittenShards(None, [])
         entries = [entry_of(shard.name, shard.box, shard.spec.shape, shard.values) for shard in shards]
-        draft = self._draft or Draft(assigned.file.parent, assigned.save_id)
+        draft = self._draft
+        if draft is None:  # on ranks other than the coordinator
+            draft = Draft(assigned.file.parent, assigned.save_id)
         with draft.write_errors():
             return draft.write(assigned.file, entries)
 
@@ -245,8 +247,10 @@ class Writer(StorageWriter):
         """On the coordinator, compare replicas and write the index, which completes the checkpoint."""
         draft = self._draft
         assert draft is not None
+        # `write_data` has returned one result on each rank.
+        written_by_rank = [results_of_rank[0].storage_data for results_of_rank in results]
         try:
-            index = self._index_of([result.storage_data for (result,) in results], draft.save_id)
+            index = self._index_of(written_by_rank, draft.save_id)
             with draft.write_errors():
                 draft.commit(index)
         except BaseException:

@@ -164,7 +164,7 @@ def _communication() -> Generator[None]:
 def check_group(group: Any, action: str) -> dist.ProcessGroup:
     """Return ``group``; raise unless it is a process group with this rank. ``action`` begins the error message."""
     try:
-        if dist.is_initialized() and dist.get_rank(group) >= 0:
+        if dist.is_initialized() and dist.get_rank(group) >= 0:  # -1 for a process that is not in the group
             return group
     except (ValueError, RuntimeError, TypeError, AttributeError):
         pass  # torch does not know the group

@@ -85,10 +85,11 @@ class Saver:
         for name, leaf in self.request.leaves.items():
             shards = shards_of(leaf)
             self.shards[name] = shards
-            checksums: dict[Box, str | None] = dict.fromkeys(shards)
-            if not is_held_once(leaf, self.ranks):
-                for box, values in shards.items():
-                    checksums[box] = checksum_of_shard(values)
+            checksums: dict[Box, str | None]
+            if is_held_once(leaf, self.ranks):
+                checksums = dict.fromkeys(shards)
+            else:
+                checksums = {box: checksum_of_shard(values) for box, values in shards.items()}
             spec = Spec(tuple(leaf.shape), leaf.dtype)
             leaves[name] = ProposedLeaf(spec, not is_sharded(leaf), checksums)
         arguments: dict[str, str] = {}
@@ -114,9 +115,13 @@ class Saver:
         return assignments
 
     def write(self, assignment: Assignment) -> WrittenShards:
-        """Write the shards that were assigned to this rank to its data file."""
-        draft = self.draft or Draft(self.request.path, assignment.save_id)
-        self.draft = draft
+        """Write the shards that were assigned to this rank to its data file.
+
+        A rank without shards writes no file. A single rank always writes one, also for a state without tensors.
+        """
+        if self.draft is None:  # on ranks other than 0, which has created it in `assign`
+            self.draft = Draft(self.request.path, assignment.save_id)
+        draft = self.draft
         if not assignment.keys and self.ranks > 1:
             return WrittenShards(None, [])
         entries: list[Entry] = []
@@ -336,10 +341,10 @@ def _require_on_all_ranks(name: str, holders: Holders, ranks: int) -> None:
     """Raise if some ranks hold a leaf as a plain tensor, and the trees of other ranks do not have it at all."""
     if len(holders) == ranks or not any(leaf.is_plain for leaf in holders.values()):
         return
-    with_shards = [rank for rank, leaf in holders.items() if leaf.checksums]
+    holding = [rank for rank, leaf in holders.items() if leaf.checksums]  # a checksum for each shard on the rank
     missing = [rank for rank in range(ranks) if rank not in holders]
     raise CheckpointError(
-        f"nothing was written: the leaf {name!r} is a plain tensor on {listed(with_shards)} and missing on "
+        f"nothing was written: the leaf {name!r} is a plain tensor on {listed(holding)} and missing on "
         f"{listed(missing)}, expected equal values on all ranks: save it on all ranks or on none. If each rank has "
         "its own parameters, as in a pipeline, mark those that it holds by FlatShard.cut(tensor, 0, tensor.numel())"
     )

@@ -6,6 +6,7 @@ name of its parameter (``trace.codes.blocks.0.up.weight``), which checkpoints, l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -46,16 +47,16 @@ class Holder:
 
     def zeros(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
         """Return a tree of zeros in eight bits, in the shapes of the parameters."""
-        present = Present(params)
-        return self._fresh(present, list(map(self.codec.zeros, present.pick(params))))
+        return self._fresh(params, self.codec.zeros)
 
     def of(self, values: PyTree) -> QuantizedState | KeyedQuantizedState:
         """Encode a tree of tensors in eight bits, rounded to nearest."""
-        present = Present(values)
-        return self._fresh(present, list(map(self.codec.encode, present.pick(values))))
+        return self._fresh(values, self.codec.encode)
 
-    def _fresh(self, present: Present, leaves: list[Encoded]) -> QuantizedState | KeyedQuantizedState:
-        """Return the tree with the given leaves at the positions ``present``, and with first seeds for rounding."""
+    def _fresh(self, values: PyTree, encode: Callable[[Tensor], Encoded]) -> QuantizedState | KeyedQuantizedState:
+        """Return a tree with ``encode(leaf)`` for each leaf of another, and with first seeds for rounding."""
+        present = Present(values)
+        leaves = list(map(encode, present.pick(values)))
         codes = _codes(leaves)
         code_tree = present.fill(codes)
         scale_tree = present.fill(_scales(leaves))

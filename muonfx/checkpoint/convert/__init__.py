@@ -182,7 +182,7 @@ def recipe(
         except ValueError as problem:
             raise ValueError(f"{name!r}: {problem}") from None
         label = _label_for(tx, entry.kind, chains)
-        chains.setdefault(label, tx)
+        chains[label] = tx
         label_of[name] = label
     if len(chains) == 1:
         (chain,) = chains.values()
