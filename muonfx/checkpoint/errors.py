@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class CheckpointError(RuntimeError):
@@ -28,7 +29,7 @@ class WriteError(CheckpointError):
         self.written = written
         """True if the new checkpoint is complete at the path. If that cannot be known, the message says so."""
 
-    def __reduce__(self) -> tuple[type[WriteError], tuple[str, bool]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle both arguments, since errors are sent from one rank to the others."""
         return type(self), (str(self), self.written)
 
@@ -53,7 +54,7 @@ class MismatchError(CheckpointError, ValueError):
         self.problems = tuple(problems)
         """All differences between the checkpoint and the requested state, one sentence each."""
 
-    def __reduce__(self) -> tuple[type[MismatchError], tuple[str, tuple[str, ...]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle both arguments, since errors are sent from one rank to the others."""
         return type(self), (str(self), self.problems)
 

@@ -313,7 +313,7 @@ class StateSpec:
 
     def __str__(self) -> str:
         """Return one line for each leaf: name, shape, dtype."""
-        name_width = max([len(name) for name in self.leaves], default=0)
+        name_width = max(map(len, self.leaves), default=0)
         shape_width = max([len(str(spec.shape)) for spec in self.leaves.values()], default=0)
         lines: list[str] = []
         for name, spec in self.leaves.items():

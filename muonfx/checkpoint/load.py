@@ -543,13 +543,11 @@ class Target:
         if not index.products:
             return
         device = torch.device(self.device or self._device_of_like())
-        # A state's leaves do not give the parameters' dtype, but the record does: products are float64 exactly for
-        # parameters that are float64.
-        products_of_float64 = self.expected.products(torch.float64, device)
-        products_of_others = self.expected.products(torch.float32, device)
         for name, saved_dtype in index.products.items():
-            products = products_of_float64 if saved_dtype == "float64" else products_of_others
-            dtype = products.get(name, saved_dtype)
+            # A state's leaves do not give the parameters' dtype, but the record does: products are float64 exactly for
+            # parameters that are float64. They are one dtype for all others.
+            param_dtype = torch.float64 if saved_dtype == "float64" else torch.float32
+            dtype = self.expected.products(param_dtype, device).get(name, saved_dtype)
             if dtype != saved_dtype:
                 warnings.warn(
                     f"{where}: the matrix products of {name!r} were computed in {saved_dtype} and are now in {dtype}, "

@@ -74,10 +74,8 @@ def _dict_to_json(values: dict[Any, Any], name: str) -> dict[str, Any]:
         json_of_key[key] = to_json(value, f"{name}/{key}")
     if type(values) is not Counter and all(map(_is_plain_key, values)):
         return json_of_key
-    items: list[list[Any]] = []
-    for key, value in json_of_key.items():
-        items.append([to_json(key, f"{name}/{key}"), value])
-    return {"~counter": items} if type(values) is Counter else {"~dict": items}
+    tag = "~counter" if type(values) is Counter else "~dict"
+    return {tag: [[to_json(key, f"{name}/{key}"), value] for key, value in json_of_key.items()]}
 
 
 def _is_plain_key(key: object) -> bool:
@@ -96,18 +94,17 @@ def from_json(written: Any) -> Any:
     if not isinstance(written, dict):
         return written
     if not any(key.startswith("~") for key in written):
-        return {key: from_json(entry) for key, entry in written.items()}
-    ((tag, content),) = written.items()
+        return {key: from_json(value) for key, value in written.items()}
+    ((tag, content),) = written.items()  # one member
     if tag == "~float":
         return float(content)
     if tag == "~bytes":
         return base64.b64decode(content, validate=True)
     if tag == "~tuple":
         return tuple(from_json(content))
-    if tag == "~dict":
-        return {from_json(key): from_json(entry) for key, entry in content}
-    if tag == "~counter":
-        return Counter({from_json(key): from_json(entry) for key, entry in content})
+    if tag in ("~dict", "~counter"):
+        values = {from_json(key): from_json(value) for key, value in content}
+        return values if tag == "~dict" else Counter(values)
     if tag == "~tensor":
         dtype_name, number = content
         try:

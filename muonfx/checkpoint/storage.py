@@ -59,9 +59,9 @@ from muonfx.checkpoint.writer import (
     Proposal,
     ProposedLeaf,
     SaveRequest,
+    consistent_specs,
     entry_of,
     merged,
-    require_consistent,
 )
 from muonfx.sharding.shards.boxes import Box
 from muonfx.tree import Spec
@@ -261,12 +261,8 @@ class Writer(StorageWriter):
 
     def _index_of(self, written_by_rank: list[_WrittenByRank], save_id: str) -> Index:
         """Return the index of a checkpoint; raise if ranks hold different values, or do not fill a tensor."""
-        require_consistent([Proposal({}, written.leaves) for written in written_by_rank])
+        specs = consistent_specs([Proposal({}, written.leaves) for written in written_by_rank])
         objects = _merged_objects([written.objects for written in written_by_rank])
-        specs: dict[str, Spec] = {}
-        for written in written_by_rank:
-            for name, leaf in written.leaves.items():
-                specs[name] = leaf.spec
         files, leaves = merged([written.shards for written in written_by_rank], specs)
         both = objects.keys() & leaves.keys()
         if both:

@@ -3,7 +3,7 @@
 Each rank proposes its shards (`Proposal`), and `shards_to_write` merges the proposals. A shard that several ranks hold
 is written by one of them. Which one depends on the sizes of all leaves, so if the ranks held different values, the file
 would be a mixture that belongs to no rank. Each rank therefore proposes a checksum of every shard that others may hold,
-and `require_consistent` compares them before anything is written.
+and `consistent_specs` compares them before anything is written.
 """
 
 from __future__ import annotations
@@ -101,10 +101,7 @@ class Saver:
     def assign(self, proposals: list[Proposal]) -> list[Assignment]:
         """Assign each shard to one rank that holds it, create the folder of the checkpoint, and lock the save."""
         require_same([proposal.arguments for proposal in proposals], "save", "nothing was written")
-        require_consistent(proposals)
-        for proposal in proposals:
-            for name, leaf in proposal.leaves.items():
-                self.specs[name] = leaf.spec
+        self.specs = consistent_specs(proposals)
         draft = Draft(self.request.path)
         self.draft = draft
         with draft.write_errors():
@@ -310,23 +307,25 @@ Holders = Mapping[int, ProposedLeaf]
 """The ranks whose trees have a leaf, in ascending order, each with its proposal for the leaf."""
 
 
-def require_consistent(proposals: Sequence[Proposal]) -> None:
-    """Raise unless every leaf has one shape and dtype, and its shards on all ranks fill it without a contradiction."""
+def consistent_specs(proposals: Sequence[Proposal]) -> dict[str, Spec]:
+    """Return the shape and dtype of each leaf; raise unless the shards on all ranks fill it without a contradiction."""
     holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}
     for rank, proposal in enumerate(proposals):
         for name, leaf in proposal.leaves.items():
             holders_by_leaf.setdefault(name, {})[rank] = leaf
+    specs: dict[str, Spec] = {}
     for name, holders in holders_by_leaf.items():
-        if len(proposals) == 1 and holders[0].is_plain:
-            continue  # a whole tensor on a single rank
-        _require_one_spec(name, holders)
-        _require_on_all_ranks(name, holders, len(proposals))
-        _require_filled(name, holders)
+        specs[name] = _common_spec(name, holders)
+        is_whole = len(proposals) == 1 and holders[0].is_plain
+        if not is_whole:
+            _require_on_all_ranks(name, holders, len(proposals))
+            _require_filled(name, holders, specs[name])
     _require_equal_replicas(holders_by_leaf)
+    return specs
 
 
-def _require_one_spec(name: str, holders: Holders) -> None:
-    """Raise if a leaf has another shape or dtype on another rank."""
+def _common_spec(name: str, holders: Holders) -> Spec:
+    """Return the shape and dtype of a leaf; raise if they differ between ranks."""
     first_rank = min(holders)
     first_spec = holders[first_rank].spec
     for rank, leaf in holders.items():
@@ -335,6 +334,7 @@ def _require_one_spec(name: str, holders: Holders) -> None:
                 f"nothing was written: the leaf {name!r} is {described(first_spec)} on rank {first_rank} and "
                 f"{described(leaf.spec)} on rank {rank}: its global shape and dtype must be the same on all"
             )
+    return first_spec
 
 
 def _require_on_all_ranks(name: str, holders: Holders, ranks: int) -> None:
@@ -350,12 +350,11 @@ def _require_on_all_ranks(name: str, holders: Holders, ranks: int) -> None:
     )
 
 
-def _require_filled(name: str, holders: Holders) -> None:
+def _require_filled(name: str, holders: Holders, spec: Spec) -> None:
     """Raise unless the different shards of a leaf fill it and do not overlap. Ranks may hold equal shards."""
     boxes: dict[Box, None] = {}  # each shard once, in the order of the ranks
     for leaf in holders.values():
-        boxes.update(dict.fromkeys(leaf.checksums))
-    spec = holders[min(holders)].spec
+        boxes |= dict.fromkeys(leaf.checksums)
     problem = problem_of_boxes(spec.shape, list(boxes))
     if problem is not None:
         raise CheckpointError(

@@ -148,16 +148,19 @@ def _cells_of_spectra(spectra: Sequence[Spectrum]) -> list[str]:
     """
     if not spectra:
         return ["-"] * 5
-    minimum = min([spectrum.minimum for spectrum in spectra])
-    maximum = max([spectrum.maximum for spectrum in spectra])
-    rms = fmean([spectrum.rms for spectrum in spectra])
-    tail = min([spectrum.tail for spectrum in spectra])
-    steps = max([spectrum.steps for spectrum in spectra])
+    values = (
+        min(spectrum.minimum for spectrum in spectra),
+        max(spectrum.maximum for spectrum in spectra),
+        fmean(spectrum.rms for spectrum in spectra),
+        min(spectrum.tail for spectrum in spectra),
+    )
+    cells = [f"{value:.3g}" for value in values]
+    steps = max(spectrum.steps for spectrum in spectra)
     known_needs = [spectrum.steps_needed for spectrum in spectra if spectrum.steps_needed is not None]
     needed = f">{_MOST_STEPS}"
     if len(known_needs) == len(spectra):
         needed = str(max(known_needs))
-    return [f"{minimum:.3g}", f"{maximum:.3g}", f"{rms:.3g}", f"{tail:.3g}", f"{needed} of {steps}"]
+    return [*cells, f"{needed} of {steps}"]
 
 
 def diagnose(

@@ -77,11 +77,8 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     are sums of gradients, not averages. ``step`` is the number of steps if the other optimizer does not count them.
     """
     _require_heavy_ball(tx, heavy_ball)
-    problems: list[str] = []
     step_of = {name: leaf.step for name, leaf in leaves.items() if leaf.step is not None}
-    counts = set(step_of.values())
-    if step is not None and len(counts) == 1 and step not in counts:
-        problems.append(f"step: found {step}, but the source counts {counts.pop()} steps; leave step= out")
+    problems = _contradictions(step, set(step_of.values()))
     state = tx.init(params)  # new tensors, which are filled in place
     filled_names: set[str] = set()
     for path, part in _states_in(state):
@@ -98,6 +95,13 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
         texts = first_of_each_kind(sorted(set(problems)))
         raise ValueError(f"the source does not fit the transform: {'; '.join(texts)}")
     return state
+
+
+def _contradictions(step: int | None, counts: set[int]) -> list[str]:
+    """Return a text if ``step=`` is given, and the step ``counts`` of the other optimizer are all another number."""
+    if step is None or len(counts) != 1 or step in counts:
+        return []
+    return [f"step: found {step}, but the source counts {min(counts)} steps; leave step= out"]
 
 
 def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> list[str]:
