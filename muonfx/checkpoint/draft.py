@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -67,7 +67,7 @@ class Draft:
         self.save_id = save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)
         self._files: list[Path] = [self._unfinished_index]
-        """The files to remove after an error: those that this rank has written, and the files of `add_files`."""
+        """The files to remove after an error: those that this rank has written, and those of `add_file`."""
         self._lock = SaveLock(path / lock_name(self.save_id))
         self._replaced_index: FileIO | None = None
         """The index of the checkpoint that this save replaces, kept open to wait for its readers."""
@@ -86,9 +86,9 @@ class Draft:
         """Return the path of a rank's data file, whose name contains the rank and the id of the save."""
         return self.path / data_name(self.save_id, rank, ranks)
 
-    def add_files(self, files: Iterable[Path]) -> None:
-        """Remove these files too after an error. Other ranks write them, and may not learn of the error."""
-        self._files += files
+    def add_file(self, file: Path) -> None:
+        """Remove this file too after an error. Another rank writes it, and may not learn of the error."""
+        self._files.append(file)
 
     def begin(self) -> None:
         """Create the checkpoint folder, and lock this save. Other ranks write after this."""

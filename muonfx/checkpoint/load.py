@@ -136,7 +136,8 @@ def load(
 
     if is_optimizer(like):
         _require_no_arguments(tx, device)
-        objects = _objects_to_load(scheduler, patterns_of(allow_extra))
+        objects = {GROUPS} if scheduler is None else {GROUPS, SCHEDULER}
+        objects = objects.difference(patterns_of(allow_extra))
         return _load_optimizer(path, like, scheduler, objects, make_rules, group)
     if scheduler is not None:
         raise TypeError("scheduler: it is loaded with an optimizer: pass the optimizer as like")
@@ -148,7 +149,7 @@ def _load_optimizer(
     path: str | os.PathLike[str],
     optimizer: SavedOptimizer,
     scheduler: Any,
-    objects: frozenset[str],
+    objects: set[str],
     make_rules: Callable[[], Rules],
     group: ProcessGroup | None,
 ) -> PyTree:
@@ -207,14 +208,6 @@ def _require_no_arguments(tx: object, device: object) -> None:
         raise TypeError("tx: an optimizer is loaded with its transform: leave tx out")
     if device is not None:
         raise TypeError("device: the state of an optimizer stays on its devices: leave device out")
-
-
-def _objects_to_load(scheduler: object, allow_extra: Sequence[str]) -> frozenset[str]:
-    """Return the names of the values that are no tensors, and that a load into an optimizer requires."""
-    names = {GROUPS}
-    if scheduler is not None:
-        names.add(SCHEDULER)
-    return frozenset(names.difference(allow_extra))
 
 
 def load_params(
@@ -451,7 +444,7 @@ class Target:
     """The device of all tensors of the result; None for the devices of ``like``."""
     section: str = ""
     """The first level of the leaf names: "params" for parameters, "" (none) for a state."""
-    objects: frozenset[str] | None = None
+    objects: set[str] | None = None
     """The names of values that are no tensors, and that an optimizer loads; None if ``like`` is no optimizer."""
     scheduler: Any = None
     """The scheduler to load."""

@@ -40,10 +40,8 @@ def matches_any(patterns: Iterable[str], name: str) -> bool:
 
 def patterns_of(allow: Allow) -> tuple[str, ...]:
     """Convert an ``allow_...`` argument of `load` to a tuple of patterns: True to ``("*",)``, False to ``()``."""
-    if allow is True:
-        return ("*",)
-    if allow is False:
-        return ()
+    if isinstance(allow, bool):
+        return ("*",) if allow else ()
     if isinstance(allow, str):
         return (allow,)
     return tuple(allow)
@@ -184,7 +182,7 @@ def _without_end(name: str, end: str) -> str:
 
 
 def _without_star(patterns: Iterable[str]) -> list[str]:
-    """Return the patterns without "*", which allows any difference, and so does not show that no state has moved."""
+    """Return the patterns other than "*", which allows all leaves: states that it matches may have moved, too."""
     return [pattern for pattern in patterns if pattern != "*"]
 
 

@@ -194,7 +194,7 @@ class Writer(StorageWriter):
         plans_with_files: list[SavePlan] = []
         for rank, plan in enumerate(plans):
             file = draft.data_file(rank, len(plans))
-            draft.add_files([file])
+            draft.add_file(file)
             plans_with_files.append(replace(plan, storage_data=_FileOfRank(draft.save_id, file)))
         return plans_with_files
 

@@ -80,21 +80,15 @@ class Holder:
         """
         if not isinstance(state, KeyedQuantizedState):
             leaves = list(map(self.codec.encode, values))
-            return QuantizedState(*_filled(present, leaves, state))
+            codes = present.fill(_codes(leaves), state.codes)
+            scales = present.fill(_scales(leaves), state.scales)
+            return QuantizedState(codes, scales)
         keys = present.pick(state.keys)
         leaves = list(map(self.codec.encode, values, keys))
-        codes, scales = _filled(present, leaves, state)
+        codes = present.fill(_codes(leaves), state.codes)
+        scales = present.fill(_scales(leaves), state.scales)
         next_keys = [key + 1 for key in keys]
         return KeyedQuantizedState(codes, scales, present.fill(next_keys, state.keys))
-
-
-def _filled(
-    present: Present, leaves: list[Encoded], state: QuantizedState | KeyedQuantizedState
-) -> tuple[PyTree, PyTree]:
-    """Return the trees of codes and scales of ``state`` with new leaves at the positions ``present``."""
-    codes = present.fill(_codes(leaves), state.codes)
-    scales = present.fill(_scales(leaves), state.scales)
-    return codes, scales
 
 
 def _codes(leaves: list[Encoded]) -> list[Tensor]:

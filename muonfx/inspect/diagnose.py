@@ -127,9 +127,15 @@ def _cells(title: str, rows: Sequence[ParameterDiagnosis]) -> tuple[str, ...]:
 
     For example ``("up", "0.2", "0.01", "0.8", "1.1", "1", "0.03", "6 of 5")``. Sizes are means over the parameters.
     """
-    per_rate = [row.update_per_rate for row in rows if row.update_per_rate is not None]
-    per_weight = [row.update_per_weight for row in rows]
-    spectra = [row.spectrum for row in rows if row.spectrum is not None]
+    per_rate: list[float] = []
+    per_weight: list[float] = []
+    spectra: list[Spectrum] = []
+    for row in rows:
+        per_weight.append(row.update_per_weight)
+        if row.update_per_rate is not None:
+            per_rate.append(row.update_per_rate)
+        if row.spectrum is not None:
+            spectra.append(row.spectrum)
     return (title, _mean(per_rate), _mean(per_weight), *_cells_of_spectra(spectra))
 
 

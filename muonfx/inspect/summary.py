@@ -93,9 +93,9 @@ class Summary(Shown):
         rows = _rows(self.leaves, 0, texts, sizes)
         columns_of_bytes = range(1 + len(texts), len(titles))
         table = Table(titles, rows, right=columns_of_bytes, footers=self._footers(texts, sizes))
-        if not self.params_nbytes:
-            return Report((table,))
-        return Report((table, self._compared(self.params_nbytes)))
+        if self.params_nbytes:
+            return Report((table, self._compared(self.params_nbytes)))
+        return Report((table,))
 
     def _footers(self, texts: _Texts, sizes: _Sizes) -> list[Row]:
         """Return the row of the total of all tensors, and a row for each dtype if there are several."""
