@@ -119,7 +119,8 @@ class Draft:
     def commit(self, index: Index) -> None:
         """Write the index under a temporary name and rename it, which replaces the previous checkpoint.
 
-        After an error, `is_committed` returns whether the new checkpoint replaced the previous one.
+        All data files are on the disk before that. The files of the previous checkpoint are recorded for `tidy`. After
+        an error, `is_committed` returns whether the new checkpoint replaced the previous one.
         """
         self._require_visible(index.files)
         sync_folder(self.path)

@@ -363,7 +363,7 @@ class Loader:
         self.target = self.make_target()
         index = self.index or self._lock_index()
         self.leaves, destinations = self.target.allocate(index, str(folder))
-        with replacement(folder, index):
+        with replacement(folder, index):  # a file is missing if a save has replaced the checkpoint
             self.reader = self._stack.enter_context(DataReader(folder, index))
             self.transfers = self.reader.transfers_to(destinations)
             self.reader.check_files({transfer.chunk.file for transfer in self.transfers})

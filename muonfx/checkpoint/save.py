@@ -216,7 +216,7 @@ def _request(
         state = optimizer.transform_state
     if group is None and isinstance(tx, Sharded):
         group = _group_of_layout(tx, is_async=copy)
-    folder = Path()  # in the request if `folder_named` raises
+    folder = Path()  # until the path is known to be one
     try:
         finish_earlier_save()  # a warning that is an error must reach all ranks, too
         folder = folder_named(path)  # absolute, so that a later chdir() does not change it
@@ -226,11 +226,11 @@ def _request(
             head = replace(head_of(tx, leaves, step, extra), objects=_objects_of(optimizer, scheduler))
         if copy:
             leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
+        return SaveRequest(folder, head, leaves, keep, group)
     except Exception as error:
-        if group is None:
+        if group is None:  # no other rank waits
             raise
         return SaveRequest(folder, group=group, problem=error)
-    return SaveRequest(folder, head, leaves, keep, group)
 
 
 def _group_of_layout(tx: Sharded, *, is_async: bool) -> ProcessGroup | None:

@@ -159,7 +159,9 @@ class Saver:
     def give_up(self) -> bool | None:
         """End the save on this rank alone; return whether the checkpoint is complete, None if that cannot be known."""
         if self.rank == 0:
-            return self.draft is not None and self.draft.abandon()
+            if self.draft is None:
+                return False
+            return self.draft.abandon()
         # The files of this rank stay: rank 0 may still commit an index that names them.
         if self.draft is not None and self.draft.is_at_path():
             return True

@@ -119,7 +119,8 @@ class Diagnosis(Shown):
             f"tail: {self.share:.0%} of the singular values of the momentum, divided by its norm, are at least this\n"
             f"needed: steps that lift this share to {_GOAL}, and the steps that are taken"
         )
-        return Report((Table(titles, table_rows, right=range(1, len(titles))), legend))
+        columns_of_numbers = range(1, len(titles))
+        return Report((Table(titles, table_rows, right=columns_of_numbers), legend))
 
 
 def _cells(title: str, rows: Sequence[ParameterDiagnosis]) -> tuple[str, ...]:

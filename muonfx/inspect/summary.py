@@ -320,7 +320,7 @@ def _written(dtype: torch.dtype) -> str:
 
 
 def _summarize(tx: Transform, state: PyTree, *, params: PyTree, local_params: PyTree) -> Summary:
-    """Summarize the state of a transform, beside the bytes of ``params``.
+    """Summarize the state of a transform, and compare its bytes with those of ``params``.
 
     ``local_params`` are this rank's parameters. They are needed only before the first use of a sharded transform.
     """
