@@ -510,10 +510,9 @@ class Target:
 
     def filled(self, leaves: Mapping[str, Any]) -> PyTree:
         """Return the tree with leaves that were read. A scalar that was read for several leaves is copied for each."""
-        separate: dict[str, Any] = {}
+        separate = dict(leaves)
         used: set[int] = set()
         for name, leaf in leaves.items():
-            separate[name] = leaf
             if id(leaf) in used:
                 separate[name] = leaf.clone()
             used.add(id(leaf))

@@ -87,7 +87,20 @@ class _WrittenByRank(NamedTuple):
     """The values on this rank that are no tensors, as JSON."""
 
 
-class Writer(StorageWriter):
+class _InFolder:
+    """A storage of DCP whose checkpoints are folders."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether ``checkpoint_id`` can be the path of a folder."""
+        try:
+            folder_named(checkpoint_id)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+
+class Writer(_InFolder, StorageWriter):
     """A storage for ``torch.distributed.checkpoint.save`` and ``async_save`` that writes a checkpoint of muonfx.
 
     The state dict may be of any model and optimizer. The checkpoint is complete or not there: if a process is killed
@@ -159,11 +172,6 @@ class Writer(StorageWriter):
             folder = folder_named(checkpoint_id)
             require_valid(folder, None, self._request.head.step, self._request.keep)
             self._request = replace(self._request, path=folder)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether ``checkpoint_id`` can be the path of a folder."""
-        return _is_folder_name(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save on this rank."""
@@ -371,7 +379,7 @@ def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, A
 # ----------------------------------------------------------------------------------------------------------------- read
 
 
-class Reader(StorageReader):
+class Reader(_InFolder, StorageReader):
     """A storage for ``torch.distributed.checkpoint.load`` that reads a checkpoint of muonfx.
 
     `Writer` or `muonfx.checkpoint.save` have written it, on any number of ranks and under any layout. The checksum of
@@ -425,11 +433,6 @@ class Reader(StorageReader):
         self._stack.close()
         if checkpoint_id is not None:
             self._path = folder_named(checkpoint_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether ``checkpoint_id`` can be the path of a folder."""
-        return _is_folder_name(checkpoint_id)
 
     # Not **kwargs, from which DCP concludes that each rank may have metadata of its own.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
@@ -548,15 +551,6 @@ class _Unreadable(Metadata):
         if name in ("state_dict_metadata", "planner_data"):
             raise object.__getattribute__(self, "_error")
         return object.__getattribute__(self, name)
-
-
-def _is_folder_name(checkpoint_id: object) -> bool:
-    """Return whether a value can be the path of a folder."""
-    try:
-        folder_named(checkpoint_id)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _names_of_keys(names: Sequence[str]) -> dict[str, str]:

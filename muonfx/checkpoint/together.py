@@ -97,12 +97,12 @@ class Together:
 
     def _merge(self, values: list[Any], merge: Callable[[list[Any]], Sequence[Any]]) -> _Outcome:
         """Return the list of answers for the ranks; if a value is an error or the merge fails, `_Failures` for each."""
-        merged = _Outcome(None)
         failures = _failures_of(values)
-        if not failures:
-            merged = _attempt(lambda: list(merge(values)))
-            failures = _failures_of([merged.sent])
         if failures:
+            return _Outcome([failures] * self.size)
+        merged = _attempt(lambda: list(merge(values)))
+        if isinstance(merged.sent, Exception):
+            failures = _Failures({self.rank: merged.sent})
             return _Outcome([failures] * self.size, merged.interrupt)
         return merged
 

@@ -122,9 +122,10 @@ def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int 
 
 def _parameter_names(part: Any, path: str) -> list[str]:
     """Return the names of the parameters in the state of a transform; none for the state of a schedule."""
-    for moments in _moments_of(part, path).values():
-        return tree.names(moments)
-    return []
+    trees = list(_moments_of(part, path).values())
+    if not trees:
+        return []
+    return tree.names(trees[0])
 
 
 def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf]) -> list[str]:
