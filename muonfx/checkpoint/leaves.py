@@ -179,13 +179,13 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     plain_name_of = {name: name for name in names}
     if not any(map(MAY_BE_WRAPPED.search, plain_name_of)):
         return plain_name_of
-    # The parameters of one model are the last levels below equal upper levels, such as "momentum/trace". So there is a
-    # dict for each upper levels, from the name of a parameter, "_orig_mod.fc.weight", to the name of the leaf.
+    # By upper levels, such as "momentum/trace": the parameter in each last level, such as "_orig_mod.fc.weight", and
+    # the name of its leaf. These are parameters of one model: some prefixes are removed only if all have it.
     names_below: dict[str, dict[str, str]] = {}
     for name in plain_name_of:
         upper_levels, _, last_level = name.rpartition("/")
         param_name = _key_of(last_level)
-        if isinstance(param_name, str):
+        if isinstance(param_name, str):  # an int is an index in a list
             names_below.setdefault(upper_levels, {})[param_name] = name
     for upper_levels, name_of_param in names_below.items():
         for param_name, plain_param_name in unwrapped(name_of_param).items():

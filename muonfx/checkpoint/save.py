@@ -359,7 +359,7 @@ def _copy(leaf: Any) -> Any:
         # Imported here, since torch.distributed.checkpoint takes longer to import than muonfx.
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        # No pinned or shared memory, no other process and no stream; torch 2.13 has renamed the last argument.
+        # Without pinned memory, shared memory, another process, and copies that do not block.
         stager = DefaultStager(StagingOptions(False, False, False, False))
         staged: Any = stager.stage({"leaf": leaf.detach()})
         stager.close()

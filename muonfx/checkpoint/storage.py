@@ -489,14 +489,12 @@ class Reader(_InFolder, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the values of a plan, and copy them into the state dict once all are read."""
         tensor_items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        try:
+        with self._stack:  # closes all files at the end
             destinations = [planner.resolve_tensor(item).detach() for item in tensor_items]
             self._require_fit(tensor_items, destinations)
             transfers = [self._transfer_of(item) for item in tensor_items]
             with replacement(self._path, self._index):
                 self._data.read(transfer for transfer in transfers if transfer.destination.numel())
-        finally:
-            self._stack.close()
         for item, destination, transfer in zip(tensor_items, destinations, transfers, strict=True):
             destination.copy_(transfer.destination)
             planner.commit_tensor(item, destination)  # required after each change of a tensor from the planner

@@ -38,7 +38,7 @@ def uniform(key: Tensor, number: int) -> Tensor:
     position = torch.arange(number, dtype=torch.int64, device=key.device)
     # The first round hashes key_hash + position. These sums of two keys may overlap, and the vectors would then have
     # equal parts. The second round, with two more hashes of the key, makes them differ.
-    first_round = _mix((key_hash + position) & _MASK) ^ (position >> 32)
+    first_round = _mix((position + key_hash) & _MASK) ^ (position >> 32)
     other_hash = _mix((key_hash + _GOLDEN_RATIO) & _MASK) ^ _mix(high_bits ^ _SALT)
     second_round = _mix(first_round ^ other_hash)
     return (second_round >> 8).to(torch.float32) * 2.0**-24  # the upper 24 of 32 bits, which fp32 can hold

@@ -86,9 +86,10 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
         filled_names.update(names)
         problems += _fill_moments(part, path, leaves)
         if "count" in part._fields:
-            # The state of a schedule has no parameters, and those of another state may not be counted.
             counted = {name: step_of[name] for name in names if name in step_of}
-            problems += _fill_count(part.count, f"{path}count", counted or step_of, step)
+            if not counted:  # the state of a schedule, which has no parameters, or of parameters without a count
+                counted = step_of
+            problems += _fill_count(part.count, f"{path}count", counted, step)
     for name in leaves.keys() - filled_names:
         problems.append(f"{name!r} has a {leaves[name].kind} state that the transform does not keep")
     if problems:
