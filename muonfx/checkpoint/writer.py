@@ -177,13 +177,15 @@ def merged(written: Sequence[WrittenShards], specs: Mapping[str, Spec]) -> tuple
     chunks_of_leaf: dict[str, list[Chunk]] = {name: [] for name in specs}
     for file, chunks in written:
         for name, chunk in chunks:
-            numbered_chunk = chunk._replace(file=len(files))
-            chunks_of_leaf[name].append(numbered_chunk)
+            if files:  # in the first file, each chunk has its number, 0
+                chunk = chunk._replace(file=len(files))
+            chunks_of_leaf[name].append(chunk)
         if file is not None:
             files.append(file)
     leaves: dict[str, Leaf] = {}
     for name, chunks in chunks_of_leaf.items():
-        chunks.sort(key=lambda chunk: chunk.box)
+        if len(chunks) > 1:
+            chunks.sort(key=lambda chunk: chunk.box)
         leaves[name] = Leaf(specs[name], tuple(chunks))
     return tuple(files), leaves
 

@@ -64,10 +64,10 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
             'the state has no "rms" of a monitor; put monitor("updates", ("rms",), by_leaf=True) after the transform '
             "to measure, last in the chain for the size of the steps"
         )
-    names: dict[str, None] = {}  # of all parameters, each once
+    row_of: dict[str, int] = {}
     for rms_of in rms_by_monitor.values():
-        names |= dict.fromkeys(rms_of)
-    row_of = {name: row for row, name in enumerate(names)}
+        for name in rms_of:
+            row_of.setdefault(name, len(row_of))
     with axes_for(ax, 0.75 + _ROW * len(row_of)) as axes:
         for (monitor, rms_of), color in zip(rms_by_monitor.items(), cycle(COLORS.values()), strict=False):
             values: list[float] = []
