@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _inspect(path: Path) -> int:
-    """Print a checkpoint, or a table of the checkpoints in a folder."""
+    """Print a checkpoint, or a table of the checkpoints in a folder; return the exit code 0."""
     inner = checkpoints(path)
     if not inner:
         print(inspect(path))

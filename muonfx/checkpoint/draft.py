@@ -7,11 +7,11 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -67,52 +67,60 @@ class Draft:
         self.save_id = save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)
         self._files: list[Path] = [self._unfinished_index]
-        """The files to remove after an error: those that this rank has written, and the files of `add_files`."""
+        """The files to remove after an error: those that this rank has written, and those of `add_file`."""
         self._lock = SaveLock(path / lock_name(self.save_id))
         self._replaced_index: FileIO | None = None
         """The index of the checkpoint that this save replaces, kept open to wait for its readers."""
         self._replaced_files: tuple[DataFile, ...] = ()
         """The data files of the checkpoint that this save replaces."""
         self._index_at_begin: tuple[int, int] | None = None
-        """The inode and time of the index when the save began."""
+        """The inode and time of the index when `begin` was called."""
         self._has_other_writer = False
-        """True if the index was replaced by another save since then."""
+        """True if another save has replaced the index between `begin` and `commit`."""
         self._has_made_folder = False
-        self._rename: Literal["to do", "begun", "done"] = "to do"
-        """The rename of the index. If it has begun and failed, the new index may be in place or not."""
+        """True if `begin` has created the folder of the checkpoint."""
+        self._is_renamed: bool | None = False
+        """True if the new index is in place, None from the begin of its rename to the end: it may be in place then."""
 
     def data_file(self, rank: int, ranks: int) -> Path:
         """Return the path of a rank's data file, whose name contains the rank and the id of the save."""
         return self.path / data_name(self.save_id, rank, ranks)
 
-    def add_files(self, files: Iterable[Path]) -> None:
-        """Remove these files too after an error. Other ranks write them, and may not learn of the error."""
-        self._files += files
+    def add_file(self, file: Path) -> None:
+        """Remove this file too after an error. Another rank writes it, and may not learn of the error."""
+        self._files.append(file)
 
     def begin(self) -> None:
         """Create the checkpoint folder, and lock this save. Other ranks write after this."""
-        first_bytes = b""
-        with suppress(FileNotFoundError, NotADirectoryError), open_regular(self.path / INDEX) as file:
-            first_bytes = file.read(4096)
-        # A damaged file system can leave a file of zeros, so such a file may be an index of muonfx.
-        if FORMAT.encode() not in first_bytes and first_bytes.strip(b"\0"):
-            raise FileExistsError(
-                errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
-            )
+        self._require_no_foreign_index()
         self._has_made_folder = not self.path.exists()
         make_folder(self.path)
         self._lock.acquire()
         self._index_at_begin = self._identity_of_index()
 
-    def write(self, file: Path, number: int, entries: Sequence[Entry]) -> tuple[DataFile, list[tuple[str, Chunk]]]:
+    def _require_no_foreign_index(self) -> None:
+        """Raise if the folder has an ``index.json`` of another program."""
+        try:
+            with open_regular(self.path / INDEX) as file:
+                first_bytes = file.read(4096)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        is_all_zeros = not first_bytes.strip(b"\0")  # a damaged file system can leave such a file of any index
+        if FORMAT.encode() not in first_bytes and not is_all_zeros:
+            raise FileExistsError(
+                errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
+            )
+
+    def write(self, file: Path, entries: Sequence[Entry]) -> WrittenShards:
         """Write a data file of this save; see `write_data`."""
         self._files.append(file)
-        return write_data(file, number, entries)
+        return write_data(file, entries)
 
     def commit(self, index: Index) -> None:
         """Write the index under a temporary name and rename it, which replaces the previous checkpoint.
 
-        After an error, `is_committed` returns whether the new checkpoint replaced the previous one.
+        All data files are on the disk before that. The files of the previous checkpoint are recorded for `tidy`. After
+        an error, `is_committed` returns whether the new checkpoint replaced the previous one.
         """
         self._require_visible(index.files)
         sync_folder(self.path)
@@ -122,9 +130,9 @@ class Draft:
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
             self._replaced_files = read_index(self.path / INDEX, with_leaves=False).files
         self._replaced_index = open_to_wait(self.path / INDEX)
-        self._rename = "begun"  # from here on readers may see the files, so they are kept even if a later step fails
+        self._is_renamed = None  # from here on readers may see the files, so they are kept even if a later step fails
         os.replace(self._unfinished_index, self.path / INDEX)
-        self._rename = "done"
+        self._is_renamed = True
         sync_folder(self.path)  # the files of the replaced index are needed until the rename is on the disk
 
     def _require_visible(self, files: Sequence[DataFile]) -> None:
@@ -179,9 +187,9 @@ class Draft:
 
     def is_committed(self) -> bool | None:
         """Return whether rank 0 has completed the checkpoint (renamed the index); None if that cannot be known."""
-        if self._rename == "begun":  # a network file system may report an error for a rename that it has performed
+        if self._is_renamed is None:  # a network file system may report an error for a rename that it has performed
             return self.is_at_path()
-        return self._rename == "done"
+        return self._is_renamed
 
     def is_at_path(self) -> bool | None:
         """Return whether the checkpoint at the path is the one of this save; None if its index cannot be read."""
@@ -207,13 +215,13 @@ class Draft:
 
         Return whether it is complete; None if that cannot be known.
         """
-        if self._rename == "begun":
+        if self._is_renamed is None:
             with suppress(OSError):  # so that a rename still in progress after an error fails
                 self._unfinished_index.unlink()
         is_committed = self.is_committed()
         if is_committed is False:
             self.discard()
-        self._lock.release()
+        self._lock.release()  # also if the files stay
         if self._replaced_index is not None:
             with suppress(OSError):
                 self._replaced_index.close()
@@ -226,7 +234,8 @@ class Draft:
             yield
         except OSError as error:
             is_committed = self.is_committed()
-            raise WriteError(_refusal(self.path, error, is_committed), is_committed is True) from error
+            message = _refusal(self.path, error, is_committed)
+            raise WriteError(message, written=is_committed is True) from error
 
 
 def _reason(error: Exception) -> str:
@@ -267,12 +276,18 @@ class Entry(NamedTuple):
     """A tensor with the sizes of the box, on any device."""
 
 
-def write_data(path: Path, number: int, entries: Sequence[Entry]) -> tuple[DataFile, list[tuple[str, Chunk]]]:
+class WrittenShards(NamedTuple):
+    """The data file that a rank has written, and where the shards are in it; no file if it had none to write."""
+
+    file: DataFile | None
+    chunks: list[tuple[str, Chunk]]
+    """The names of leaves, and the position of a shard of each in the file. The number of the file is still 0."""
+
+
+def write_data(path: Path, entries: Sequence[Entry]) -> WrittenShards:
     """Write boxes of tensors to a new safetensors file, and flush the file to the disk.
 
-    Each tensor is copied to the CPU immediately before it is written. The result is the name and size of the file, and
-    a list with the name of the leaf and the position of the box for each entry. In these positions, ``number`` is the
-    number of the file in the index.
+    Each tensor is copied to the CPU immediately before it is written.
     """
     check_byte_order()
     # Largest element size first, so that each leaf begins at a multiple of its element size.
@@ -295,10 +310,10 @@ def write_data(path: Path, number: int, entries: Sequence[Entry]) -> tuple[DataF
                 block = data[offset : offset + BLOCK]
                 file.write(block)
                 checksums.append(checksum_of(block))
-            chunks.append((entry.name, Chunk(number, begin, entry.box, tuple(checksums))))
+            chunks.append((entry.name, Chunk(0, begin, entry.box, tuple(checksums))))
             begin += len(data)
             del tensor  # free it before the next tensor is made
-    return DataFile(path.name, begin, len(header), checksum_of(header)), chunks
+    return WrittenShards(DataFile(path.name, begin, len(header), checksum_of(header)), chunks)
 
 
 def block_checksums(values: Tensor) -> tuple[str, ...]:
@@ -324,5 +339,6 @@ def _header_of(entries: Sequence[Entry]) -> bytes:
             shape = (nbytes,)
         described[entry.key] = {"dtype": dtype_name, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    padding = -len(text) % 8  # so that the data begins at a multiple of 8 bytes
+    text += b" " * padding
     return len(text).to_bytes(8, "little") + text

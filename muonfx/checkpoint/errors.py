@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class CheckpointError(RuntimeError):
@@ -28,7 +29,7 @@ class WriteError(CheckpointError):
         self.written = written
         """True if the new checkpoint is complete at the path. If that cannot be known, the message says so."""
 
-    def __reduce__(self) -> tuple[type[WriteError], tuple[str, bool]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle both arguments, since errors are sent from one rank to the others."""
         return type(self), (str(self), self.written)
 
@@ -53,7 +54,7 @@ class MismatchError(CheckpointError, ValueError):
         self.problems = tuple(problems)
         """All differences between the checkpoint and the requested state, one sentence each."""
 
-    def __reduce__(self) -> tuple[type[MismatchError], tuple[str, tuple[str, ...]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle both arguments, since errors are sent from one rank to the others."""
         return type(self), (str(self), self.problems)
 
@@ -65,12 +66,14 @@ def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
     """
     problems_by_kind: dict[str, list[str]] = {}
     for problem in problems:
-        word, colon, _ = problem.partition(":")
-        kind = f"{word}:" if colon and word.isidentifier() else ""
+        kind, _, _ = problem.partition(":")
+        if not kind.isidentifier():  # a text without a kind, such as "'w' has no state"
+            kind = ""
         problems_by_kind.setdefault(kind, []).append(problem)
     lines: list[str] = []
     for kind, texts in problems_by_kind.items():
         lines += texts[:most]
-        if len(texts) > most:
-            lines.append(f"{kind} ... and {len(texts) - most} more".strip())
+        more = len(texts) - most
+        if more > 0:
+            lines.append(f"{kind}: ... and {more} more" if kind else f"... and {more} more")
     return lines

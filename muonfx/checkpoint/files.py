@@ -34,7 +34,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
@@ -53,7 +53,7 @@ def fresh_file(path: Path) -> Generator[BinaryIO]:
         make_folder(path.parent)
         file = FileIO(path, "xb")
     try:
-        with file:  # not the buffer, which would write the rest after a failure
+        with file:  # not `buffered`: to close that after an error would write the rest of its bytes
             buffered: Any = BufferedWriter(file, _BUFFER)
             yield buffered
             buffered.flush()
@@ -141,25 +141,22 @@ _PAUSE = 0.001
 """Seconds between two attempts to lock a file."""
 
 
-def lock(file: FileIO, *, shared: bool = False) -> bool:
-    """Lock an open file without waiting; return False if another process has locked it, or it cannot be locked.
+def lock(file: FileIO, *, shared: bool = False) -> bool | None:
+    """Lock an open file without waiting; return False if another process has locked it.
 
-    Several processes can hold a ``shared`` lock. The lock ends when the file is closed.
+    Return None if it cannot be locked, because the system or the file system has no locks. Several processes can hold a
+    ``shared`` lock. The lock ends when the file is closed.
     """
-    return _try_to_lock(file, shared=shared) == "locked"
-
-
-def _try_to_lock(file: FileIO, *, shared: bool = False) -> Literal["locked", "refused", "impossible"]:
-    """Lock an open file; "refused" if another process has locked it, "impossible" if its file system has no locks."""
     if fcntl is None:
-        return "impossible"
+        return None
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_NB | (fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
+        fcntl.flock(file.fileno(), fcntl.LOCK_NB | kind)
     except BlockingIOError:
-        return "refused"
+        return False
     except OSError:
-        return "impossible"
-    return "locked"
+        return None
+    return True
 
 
 def open_to_wait(index_path: Path) -> FileIO | None:
@@ -176,7 +173,7 @@ def wait_for_readers(replaced_index: FileIO | None) -> None:
         return
     with replaced_index:
         end = time.monotonic() + _LONGEST_WAIT
-        while _try_to_lock(replaced_index) == "refused" and time.monotonic() < end:
+        while lock(replaced_index) is False and time.monotonic() < end:
             time.sleep(_PAUSE)
 
 
@@ -220,23 +217,36 @@ class SaveLock:
 
 def _locked_file(path: Path) -> FileIO:
     """Create a file at ``path`` that is locked and contains the boot id; without a boot id if it cannot be locked."""
-    # The file gets its name last. If the process is killed before, the system removes it. Otherwise an empty file could
-    # be left, which does not record its machine.
+    # If the system can, the file gets its name last: it is removed if the process is killed before. Otherwise an empty
+    # file could be left, which does not record its machine.
     unnamed_file = _unnamed_file(path.parent)
     if unnamed_file is not None:
         with ExitStack() as closing:
             closing.enter_context(unnamed_file)
-            if lock(unnamed_file):
-                unnamed_file.write(this_boot())
-            with suppress(OSError):  # some systems forbid it
-                link = f"/proc/self/fd/{unnamed_file.fileno()}"
-                os.link(link, path, src_dir_fd=unnamed_file.fileno())  # with src_dir_fd, the link is followed
+            _lock_and_sign(unnamed_file)
+            if _give_name(unnamed_file, path):
                 closing.pop_all()  # the file stays open, and so locked
                 return unnamed_file
     file = FileIO(path, "xb")
+    _lock_and_sign(file)
+    return file
+
+
+def _lock_and_sign(file: FileIO) -> None:
+    """Lock a new file, and write the boot id to it; leave it empty if it cannot be locked."""
     if lock(file):
         file.write(this_boot())
-    return file
+
+
+def _give_name(unnamed_file: FileIO, path: Path) -> bool:
+    """Link a file without a name to a path; return False if that is impossible, since some systems forbid it."""
+    descriptor = unnamed_file.fileno()
+    try:
+        # This path in /proc is a symbolic link to the file. os.link follows it only with a src_dir_fd, of any value.
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _unnamed_file(folder: Path) -> FileIO | None:

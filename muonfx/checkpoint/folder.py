@@ -55,10 +55,10 @@ def folder_named(path: str | os.PathLike[str]) -> Path:
     if not isinstance(text, str):
         raise TypeError(f"path must be a str or a path, found {path!r}")
     try:
-        encoded = os.fsencode(text)
+        is_name = text != "" and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
-        encoded = b""
-    if not encoded or b"\0" in encoded:
+        is_name = False
+    if not is_name:
         raise ValueError(f"path must name a folder, found {text!r}")
     return Path(text).absolute()
 
@@ -325,15 +325,12 @@ def _obsolete(paths: list[Path], keep: int, written: Path | None) -> list[Path]:
     good = [path for path in paths if _problem(path) is None]
     if len(good) <= keep:
         return []
-    newest_first = sorted(good, key=lambda path: (path == written, paths.index(path)), reverse=True)
-    kept = newest_first[:keep]  # begins with ``written``
-    oldest_kept = min([paths.index(path) for path in kept])
-    obsolete: list[Path] = []
-    for position, path in enumerate(paths):
-        is_removable = path in good or position < oldest_kept  # a damaged one, only if all that are kept are newer
-        if is_removable and path not in kept:
-            obsolete.append(path)
-    return obsolete
+    kept = good[-keep:]
+    if written in good and written not in kept:  # it has a lower step, and replaces the lowest that would be kept
+        kept[0] = written
+    older = paths[: paths.index(kept[0])]  # than all that are kept; damaged ones too
+    good_between = [path for path in good if path not in older and path not in kept]
+    return older + good_between
 
 
 def _remove(path: Path) -> bool:
@@ -379,7 +376,7 @@ def clean(path: str | os.PathLike[str]) -> list[Path]:
     removed: list[Path] = []
     for folder in [path, *_by_step(path)]:
         try:
-            removed += remove_ended_files(folder)
+            removed += _unnamed_files(folder, ("dead", "unknown"), remove=True)
         except OSError as error:
             raise CheckpointError(f"{error.filename}: cannot be removed: {error.strerror}") from error
         if folder != path:
@@ -453,22 +450,33 @@ def _judged(folder: Path, save_id: str) -> Generator[Verdict]:
 
     In the ``with`` block, this process holds the lock of a dead save, so that no other process can judge it.
     """
-    path = folder / lock_name(save_id)
     with ExitStack() as stack:
-        verdict: Verdict = "unknown"
         try:
-            boot = read_regular(path, LONGEST_LOCK)
-            file = stack.enter_context(FileIO(path, "r+b"))
-            if boot and boot == this_boot():
-                verdict = "dead" if lock(file) else "alive"
+            verdict = _verdict_of_lock(folder / lock_name(save_id), stack)
         except FileNotFoundError:
-            # Files without a lock belong to a save that has ended, or to a checkpoint that was removed by half. An
-            # unfinished index without a lock is of another program or version. It is searched for after the lock: a
-            # save that ends in these moments has renamed its index before it removes its lock.
-            verdict = "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
+            verdict = _verdict_without_lock(folder, save_id)
         except OSError:
-            pass
+            verdict = "unknown"
         yield verdict
+
+
+def _verdict_of_lock(path: Path, stack: ExitStack) -> Verdict:
+    """Return whether a save runs, by its lock file at ``path``. Until ``stack`` is closed, a dead save is locked."""
+    boot = read_regular(path, LONGEST_LOCK)
+    file = stack.enter_context(FileIO(path, "r+b"))
+    if not boot or boot != this_boot():  # locks may be valid on one machine only
+        return "unknown"
+    return "dead" if lock(file) else "alive"
+
+
+def _verdict_without_lock(folder: Path, save_id: str) -> Verdict:
+    """Return "dead" for a save without a lock file, or "unknown" if its index is unfinished.
+
+    Its files were left by a checkpoint that was removed by half, or the save has just ended. An unfinished index
+    without a lock is of another program or version. It is searched for after the lock: a save that ends in these
+    moments has renamed its index before it removes its lock.
+    """
+    return "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
 
 
 def _may_exist(path: Path) -> bool:
@@ -483,18 +491,10 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
     """Return the files that saves have left in a checkpoint's folder, and that its index does not name.
 
     Only files of saves with one of the ``verdicts`` are returned: ``("dead",)`` for killed saves. With ``remove=True``
-    they are also removed. The name of each file has the id of its save: ``data-0123456789abcdef-00000-of-00001...``.
+    they are also removed.
     """
-    names_of_save = _names_by_save(folder)
-    if not names_of_save:
-        return []
-    # An ordinary checkpoint has an index and no lock. Its index is read only if a caller searches thoroughly.
-    has_lock = any(lock_name(save_id) in names for save_id, names in names_of_save.items())
-    is_thorough = "unknown" in verdicts
-    if not is_thorough and not has_lock and _may_exist(folder / INDEX):
-        return []
     unnamed: list[Path] = []
-    for save_id, names in names_of_save.items():
+    for save_id, names in _names_by_save(folder).items():
         with _judged(folder, save_id) as verdict:
             if verdict not in verdicts:
                 continue
@@ -514,13 +514,14 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
 def _names_by_save(folder: Path) -> dict[str, list[str]]:
     """Return a dict from the id of each save to the names of its files in a folder, the lock last.
 
-    The lock is removed last, so that a removal that is interrupted is completed later. An unreadable folder has none.
+    The names contain the id: "data-0123456789abcdef-00000-of-00001.safetensors". The lock is removed last, so that a
+    removal that is interrupted is completed later. An unreadable folder has none.
     """
     names_of_save: dict[str, list[str]] = {}
     with suppress(OSError):
-        names = [name for name in os.listdir(folder) if is_own_name(name)]
-        for name in sorted(names, key=lambda name: (name == lock_name(save_id_of(name)), name)):
-            names_of_save.setdefault(save_id_of(name), []).append(name)
+        for name in sorted(os.listdir(folder), key=lambda name: (name.endswith(".lock"), name)):
+            if is_own_name(name):
+                names_of_save.setdefault(save_id_of(name), []).append(name)
     return names_of_save
 
 
@@ -539,9 +540,7 @@ def unknown_files(folder: Path) -> list[Path]:
 
 def remove_dead_files(folder: Path) -> list[Path]:
     """Remove the files that killed saves have left in a checkpoint's folder; return them."""
+    has_lock = any(lock_name(save_id) in names for save_id, names in _names_by_save(folder).items())
+    if not has_lock and _may_exist(folder / INDEX):  # an ordinary checkpoint, whose index need not be read
+        return []
     return _unnamed_files(folder, ("dead",), remove=True)
-
-
-def remove_ended_files(folder: Path) -> list[Path]:
-    """Remove the files of all saves that are not known to be running, also of other machines; return them."""
-    return _unnamed_files(folder, ("dead", "unknown"), remove=True)

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ _MOST_DIMS = 64
 """Maximum number of dims of a tensor in torch."""
 
 _HEAD = b'{"sha256": "'
-_WHOLE = re.compile(_HEAD + rb'([0-9a-f]{64})",\n"index": (.*)}\n', re.DOTALL)
+_WHOLE = re.compile(_HEAD + rb'(?P<digest>[0-9a-f]{64})",\n"index": (?P<text>.*)}\n', re.DOTALL)
 """An index file: the digest, and the text that it is of."""
 _BIGGEST = 2**63 - 1
 
@@ -119,25 +119,30 @@ class Index(Shown):
 
     def report(self) -> Report:
         """Return the printed form: a heading with step, transform and versions, and a table of the saved tensors."""
-        heading = {"step": "-", "chain": "-", "written by": "", "extra": "-", "files": ""}
-        if self.step is not None:
-            heading["step"] = str(self.step)
-        if self.fingerprint is not None:
-            heading["chain"] = f"{self.chain} (fingerprint {self.fingerprint})"
-        if self.extra:
-            heading["extra"] = json.dumps(self.extra, sort_keys=True)
-        heading["written by"] = ", ".join([f"{name} {version}" for name, version in self.versions.items()])
-        file_nbytes = sum([file.nbytes for file in self.files])
-        if self.objects:
-            heading["objects"] = f"{len(self.objects)} values that are no tensors"
-        heading["files"] = f"{len(self.files)}, {format_bytes(file_nbytes)}"
-        lines = [f"{key:10}  {printable(value):.2000}" for key, value in heading.items()]
+        lines = [f"{key:10}  {printable(text):.2000}" for key, text in self._heading().items()]
         rows: list[tuple[str, ...]] = []
         for name, (spec, chunks) in self.leaves.items():
             dtype_name = str(spec.dtype).removeprefix("torch.")
             rows.append((name, str(spec.shape), dtype_name, format_bytes(spec.nbytes), str(len(chunks))))
         table = Table(("leaf", "shape", "dtype", "bytes", "parts"), rows, right=(3, 4))
         return Report(("\n".join(lines), table, f"{len(rows)} leaves, {format_bytes(self.nbytes)}"))
+
+    def _heading(self) -> dict[str, str]:
+        """Return the lines above the printed table, such as ``{"step": "7", "chain": "-", ...}``, in their order."""
+        heading = {"step": "-", "chain": "-"}
+        if self.step is not None:
+            heading["step"] = str(self.step)
+        if self.fingerprint is not None:
+            heading["chain"] = f"{self.chain} (fingerprint {self.fingerprint})"
+        heading["written by"] = ", ".join([f"{name} {version}" for name, version in self.versions.items()])
+        heading["extra"] = "-"
+        if self.extra:
+            heading["extra"] = json.dumps(self.extra, sort_keys=True)
+        file_nbytes = sum([file.nbytes for file in self.files])
+        heading["files"] = f"{len(self.files)}, {format_bytes(file_nbytes)}"
+        if self.objects:
+            heading["objects"] = f"{len(self.objects)} values that are no tensors"
+        return heading
 
 
 def data_name(save_id: str, rank: int, ranks: int) -> str:
@@ -161,13 +166,11 @@ def is_own_name(name: str) -> bool:
 
 
 def save_id_of(name: str) -> str:
-    """Return the id of the save in a file name of `is_own_name`."""
-    match = _SAVE_ID.search(name)
-    assert match is not None
-    return match[0]
+    """Return the id of the save in a file name of `is_own_name`: the 16 characters after the first "-"."""
+    _, _, id_and_rest = name.partition("-")
+    return id_and_rest[:16]
 
 
-_SAVE_ID = re.compile(r"(?<=-)[0-9a-f]{16}(?=[-.])")
 _OWN_NAME = re.compile(
     rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.escape(INDEX)}-[0-9a-f]{{16}}\.part"
     r"|\.save-[0-9a-f]{16}\.lock"
@@ -195,6 +198,7 @@ def text_of(index: Index) -> bytes:
         body["objects"] = {name: to_json(value, name) for name, value in index.objects.items()}
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     digest = hashlib.sha256(text).hexdigest().encode()
+    # JSON too, but with fixed bytes around the text, so that a reader can verify the text before it parses it.
     data = b"".join([_HEAD, digest, b'",\n"index": ', text, b"}\n"])
     if len(data) > LONGEST:
         raise CheckpointError(f"the index has {len(text)} bytes, expected at most {LONGEST}: save fewer leaves")
@@ -220,10 +224,10 @@ def read_index(path: Path, *, with_leaves: bool = True) -> Index:
     if not data.startswith(_HEAD):
         raise CorruptError(f"{path} is damaged, or is not an index of muonfx, which begins with {_HEAD.decode()!r}")
     match = _WHOLE.fullmatch(data)
-    if match is None or hashlib.sha256(match[2]).hexdigest().encode() != match[1]:
+    if match is None or hashlib.sha256(match["text"]).hexdigest().encode() != match["digest"]:
         raise CorruptError(f"{path} is damaged: its text does not match its checksum")
     try:
-        body = json.loads(match[2])
+        body = json.loads(match["text"])
         _require_format(body, path)
         return _index(body, with_leaves=with_leaves)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -249,41 +253,40 @@ def _index(body: Any, *, with_leaves: bool) -> Index:
     """Return the `Index` that a parsed text describes."""
     step = body["step"]
     if step is not None:
-        _sizes([step])
-    chain: Any = body["chain"]
-    if chain is None:
-        chain = {"fingerprint": None, "repr": None, "products": {}}
-    else:
-        _texts([chain["fingerprint"], chain["repr"], *chain["products"].values()])
-    _texts([body["save_id"], *body["versions"].values()])
+        _require_sizes([step])
+    _require_texts([body["save_id"], *body["versions"].values()])
     files = tuple(_file(entry) for entry in body["files"])
     leaves: dict[str, Leaf] = {}
     if with_leaves:
         leaves = {name: _leaf(name, entry, files) for name, entry in body["leaves"].items()}
         _require_filled(files, leaves)
-    return Index(
+    index = Index(
         save_id=body["save_id"],
         step=step,
         extra=dict(body["extra"]),
-        fingerprint=chain["fingerprint"],
-        chain=chain["repr"],
-        products=dict(chain["products"]),
         versions=dict(body["versions"]),
         files=files,
         leaves=leaves,
         objects={name: from_json(value) for name, value in body.get("objects", {}).items()},
     )
+    chain = body["chain"]
+    if chain is None:
+        return index
+    _require_texts([chain["fingerprint"], chain["repr"], *chain["products"].values()])
+    products = dict(chain["products"])
+    return replace(index, fingerprint=chain["fingerprint"], chain=chain["repr"], products=products)
 
 
 def _file(entry: Any) -> DataFile:
     """Return the `DataFile` that an entry of the index describes."""
-    nbytes, header_nbytes = _sizes((entry["nbytes"], entry["header_nbytes"]))
-    name, header_crc32 = _texts((entry["name"], entry["header_crc32"]))
-    if not is_own_name(name):
-        raise ValueError(f"{name:.80} is not the name of a data file")
-    if header_nbytes > LONGEST_HEADER:
-        raise ValueError(f"the header of {name} has {header_nbytes} bytes, at most {LONGEST_HEADER}")
-    return DataFile(name, nbytes, header_nbytes, header_crc32)
+    file = DataFile(entry["name"], entry["nbytes"], entry["header_nbytes"], entry["header_crc32"])
+    _require_texts([file.name, file.header_crc32])
+    _require_sizes([file.nbytes, file.header_nbytes])
+    if not is_own_name(file.name):
+        raise ValueError(f"{file.name:.80} is not the name of a data file")
+    if file.header_nbytes > LONGEST_HEADER:
+        raise ValueError(f"the header of {file.name} has {file.header_nbytes} bytes, at most {LONGEST_HEADER}")
+    return file
 
 
 def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
@@ -291,7 +294,8 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
-    shape = _sizes(entry["shape"])
+    shape = tuple(entry["shape"])
+    _require_sizes(shape)
     strides_fit = prod(filter(None, shape)) * dtype.itemsize <= _BIGGEST  # torch has strides also for a size of 0
     if len(shape) > _MOST_DIMS or not strides_fit:
         raise ValueError(f"{name!r} has the shape {shape!r:.80}, which no tensor can have")
@@ -304,17 +308,21 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
 
 def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) -> Chunk:
     """Return the `Chunk` that an entry of the leaf ``name`` describes; it is within a data file."""
-    number, begin = _sizes((entry["file"], entry["begin"]))
-    sizes = _sizes(entry["sizes"])
-    box = Box(_sizes(entry["offsets"]), sizes)
-    crc32 = _texts(entry["crc32"])
-    nbytes = prod(sizes) * itemsize
-    if number >= len(files) or not files[number].header_nbytes <= begin <= files[number].nbytes - nbytes:
+    box = Box(tuple(entry["offsets"]), tuple(entry["sizes"]))
+    chunk = Chunk(entry["file"], entry["begin"], box, tuple(entry["crc32"]))
+    _require_sizes([chunk.file, chunk.begin, *box.offsets, *box.sizes])
+    _require_texts(chunk.crc32)
+    nbytes = box.numel * itemsize
+    is_within_file = False
+    if chunk.file < len(files):
+        file = files[chunk.file]
+        is_within_file = file.header_nbytes <= chunk.begin <= file.nbytes - nbytes
+    if not is_within_file:
         raise ValueError(f"a chunk of {name!r} is outside of the data files")
     blocks = -(-nbytes // BLOCK)  # rounded up
-    if len(crc32) != blocks:
-        raise ValueError(f"a chunk of {name!r} has {len(crc32)} checksums, expected one for each {BLOCK} bytes")
-    return Chunk(number, begin, box, crc32)
+    if len(chunk.crc32) != blocks:
+        raise ValueError(f"a chunk of {name!r} has {len(chunk.crc32)} checksums, expected one for each {BLOCK} bytes")
+    return chunk
 
 
 def _require_filled(files: tuple[DataFile, ...], leaves: dict[str, Leaf]) -> None:
@@ -322,24 +330,20 @@ def _require_filled(files: tuple[DataFile, ...], leaves: dict[str, Leaf]) -> Non
     ends = [file.header_nbytes for file in files]
     for leaf in leaves.values():
         for chunk in leaf.chunks:
-            ends[chunk.file] += prod(chunk.box.sizes) * leaf.spec.dtype.itemsize
+            ends[chunk.file] += chunk.box.numel * leaf.spec.dtype.itemsize
     if ends != [file.nbytes for file in files]:
         raise ValueError("the leaves do not fill the data files")
 
 
-def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
-    """Return numbers from an index as a tuple; raise unless each is an int that can be a size or position."""
-    sizes = tuple(values)
-    for value in sizes:  # a call for each number would take much of the time of a load
+def _require_sizes(values: Iterable[Any]) -> None:
+    """Raise unless each value from an index is an int that can be a size or position."""
+    for value in values:  # a call for each number would take much of the time of a load
         if type(value) is not int or not 0 <= value <= _BIGGEST:
             raise ValueError(f"expected a size, found {value!r:.80}")
-    return sizes
 
 
-def _texts(values: Iterable[Any]) -> tuple[str, ...]:
-    """Return texts from an index as a tuple; raise unless each is a string."""
-    texts = tuple(values)
-    for value in texts:
+def _require_texts(values: Iterable[Any]) -> None:
+    """Raise unless each value from an index is a string."""
+    for value in values:
         if not isinstance(value, str):
             raise TypeError(f"expected a string, found {value!r:.80}")
-    return texts

@@ -82,35 +82,42 @@ PARAMS = "params"
 
 _RESERVED = frozenset({PARAMS, "__metadata__"})
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
-_ESCAPES = {"~0": "~", "~1": "/"}
 _ROOT = "~"
 
 
-def name_of(path: tuple[Any, ...]) -> str:
-    """Return the name of a leaf in a checkpoint, such as "momentum/trace/fc.weight", from its path in the tree."""
-    if not path:
+def name_of(path: tuple[Any, ...], section: str = "") -> str:
+    """Return the name of a leaf in a checkpoint from its path in the tree, below the levels of ``section`` if given.
+
+    >>> name_of(("momentum", "trace", "fc.weight")), name_of(("fc.weight",), section="params")
+    ('momentum/trace/fc.weight', 'params/fc.weight')
+    """
+    levels = [_level_of(key) for key in path]
+    if section:
+        return "/".join([section, *levels])
+    if not levels:
         return _ROOT
-    entries = [_escaped(entry) for entry in path]
-    if entries[0] in _RESERVED:
-        entries[0] = "~2" + entries[0]
-    return "/".join(entries)
+    if levels[0] in _RESERVED:
+        levels[0] = "~2" + levels[0]
+    return "/".join(levels)
 
 
 @lru_cache(10_000, typed=True)  # the upper levels are in many names, and 1, 1.0 and True are equal
-def _escaped(entry: object) -> str:
+def _level_of(key: object) -> str:
     """Return one level of a leaf name for a key of a tree, such that different keys have different levels.
 
     The int 0 becomes "0", and the string "0" becomes "~20". In strings, "~" becomes "~0", and "/" becomes "~1".
     """
-    if isinstance(entry, bool) or not isinstance(entry, str | int):
+    if isinstance(key, bool) or not isinstance(key, str | int):
         raise TypeError(
-            f"found the key {entry!r} of type {type(entry).__name__}, expected a string or an int: keys are part of "
+            f"found the key {key!r} of type {type(key).__name__}, expected a string or an int: keys are part of "
             "the leaf names in a checkpoint"
         )
-    if isinstance(entry, int):
-        return str(int(entry))
-    literal = "~2" if not entry or _INTEGER.fullmatch(entry) else ""
-    return literal + entry.replace("~", "~0").replace("/", "~1")
+    if isinstance(key, int):
+        return str(int(key))
+    level = key.replace("~", "~0").replace("/", "~1")  # without "~2", so no other key has the level below
+    if not key or _INTEGER.fullmatch(key):
+        return "~2" + level
+    return level
 
 
 def path_of(name: str) -> tuple[str | int, ...]:
@@ -121,7 +128,14 @@ def path_of(name: str) -> tuple[str | int, ...]:
     """
     if name == _ROOT:
         return ()
-    return tuple(int(level) if _INTEGER.fullmatch(level) else _unescaped(level) for level in name.split("/"))
+    return tuple(map(_key_of, name.split("/")))
+
+
+def _key_of(level: str) -> str | int:
+    """Return the key of a tree from one level of a leaf name: 0 for "0", "0" for "~20", and "a/b" for "a~1b"."""
+    if _INTEGER.fullmatch(level):
+        return int(level)
+    return level.removeprefix("~2").replace("~1", "/").replace("~0", "~")
 
 
 def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
@@ -129,10 +143,7 @@ def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
     Names begin with ``section``, such as "params", if given. Prefixes from wrappers like ``torch.compile`` are removed.
     """
-    if section:
-        stored_names = ["/".join([section, *map(_escaped, path)]) for path in tree.paths(values)]
-    else:
-        stored_names = [name_of(path) for path in tree.paths(values)]
+    stored_names = [name_of(path, section) for path in tree.paths(values)]
     plain_name_of = plain_names(stored_names)
     names = [plain_name_of[name] for name in stored_names]
     for name, count in Counter(names).items():
@@ -151,7 +162,7 @@ def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
             raise TypeError(f"found a {type(values).__name__}, expected a tree of tensors: pass {code}")
     named = named_leaves(values, section)
     for name, leaf in named:
-        if leaf is not None and not isinstance(leaf, Tensor) and not hasattr(leaf, "__create_chunk_list__"):
+        if leaf is not None and not isinstance(leaf, Tensor) and not is_sharded(leaf):
             raise TypeError(
                 f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint stores tensors and "
                 "JSON; store a number as a 0-d tensor, or pass it in extra="
@@ -160,30 +171,28 @@ def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict from each leaf name to the name without the prefixes of wrappers such as ``torch.compile``."""
+    """Return a dict from each leaf name to the name without the prefixes of wrappers such as ``torch.compile``.
+
+    >>> plain_names(["momentum/trace/_orig_mod.fc.weight", "momentum/count"])
+    {'momentum/trace/_orig_mod.fc.weight': 'momentum/trace/fc.weight', 'momentum/count': 'momentum/count'}
+    """
     plain_name_of = {name: name for name in names}
     if not any(map(MAY_BE_WRAPPED.search, plain_name_of)):
         return plain_name_of
-    # Leaves with a common prefix, such as the leaves of one momentum, belong to one model.
-    siblings: dict[str, dict[str, str]] = {}
+    # By upper levels, such as "momentum/trace": the parameter in each last level, such as "_orig_mod.fc.weight", and
+    # the name of its leaf. These are parameters of one model: some prefixes are removed only if all have it.
+    names_below: dict[str, dict[str, str]] = {}
     for name in plain_name_of:
-        above, level, escaped = name.rpartition("/")
-        if not _INTEGER.fullmatch(escaped):
-            siblings.setdefault(above + level, {})[_unescaped(escaped)] = name
-    for above, name_of_entry in siblings.items():
-        for entry, plain_entry in unwrapped(name_of_entry).items():
-            if plain_entry == entry:
-                continue
-            escaped = _escaped(plain_entry)
-            if not above and plain_entry in _RESERVED:
-                escaped = "~2" + escaped
-            plain_name_of[name_of_entry[entry]] = above + escaped
+        upper_levels, _, last_level = name.rpartition("/")
+        param_name = _key_of(last_level)
+        if isinstance(param_name, str):  # an int is an index in a list
+            names_below.setdefault(upper_levels, {})[param_name] = name
+    for upper_levels, name_of_param in names_below.items():
+        for param_name, plain_param_name in unwrapped(name_of_param).items():
+            if plain_param_name != param_name:
+                name = name_of_param[param_name]
+                plain_name_of[name] = name_of((plain_param_name,), upper_levels)
     return plain_name_of
-
-
-def _unescaped(escaped: str) -> str:
-    """Return the string of an escaped entry: "a/b" for "a~1b"."""
-    return re.sub("~[01]", lambda match: _ESCAPES[match[0]], escaped.removeprefix("~2"))
 
 
 def in_section(name: str, section: str) -> bool:
@@ -304,7 +313,7 @@ class StateSpec:
 
     def __str__(self) -> str:
         """Return one line for each leaf: name, shape, dtype."""
-        name_width = max([len(name) for name in self.leaves], default=0)
+        name_width = max(map(len, self.leaves), default=0)
         shape_width = max([len(str(spec.shape)) for spec in self.leaves.values()], default=0)
         lines: list[str] = []
         for name, spec in self.leaves.items():

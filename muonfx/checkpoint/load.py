@@ -6,8 +6,8 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -129,16 +129,60 @@ def load(
         >>> mfx.checkpoint.load(path, like=half, cast={"trace": torch.bfloat16}).trace["w"].dtype
         torch.bfloat16
     """
-    optimizer: SavedOptimizer | None = None
-    objects: set[str] = set()  # the values to load that are no tensors
+
+    def make_rules() -> Rules:
+        """Return the arguments that allow differences as one value. An error is raised on all ranks."""
+        return Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
+
     if is_optimizer(like):
         _require_no_arguments(tx, device)
-        optimizer = like
-        objects = _objects_to_load(scheduler, patterns_of(allow_extra))
-        tx = optimizer.transform
-        like = optimizer.transform_state
-    elif scheduler is not None:
+        objects = {GROUPS} if scheduler is None else {GROUPS, SCHEDULER}
+        objects = objects.difference(patterns_of(allow_extra))
+        return _load_optimizer(path, like, scheduler, objects, make_rules, group)
+    if scheduler is not None:
         raise TypeError("scheduler: it is loaded with an optimizer: pass the optimizer as like")
+    loaded, _ = _load_state(path, like, tx, make_rules, group, device=device)
+    return loaded
+
+
+def _load_optimizer(
+    path: str | os.PathLike[str],
+    optimizer: SavedOptimizer,
+    scheduler: Any,
+    objects: set[str],
+    make_rules: Callable[[], Rules],
+    group: ProcessGroup | None,
+) -> PyTree:
+    """Load the state of an optimizer, its groups and its scheduler; return the new state.
+
+    ``objects`` are the names of the values to load that are no tensors: "param_groups" and "scheduler", or fewer.
+    """
+    loaded, stored_objects = _load_state(
+        path, optimizer.transform_state, optimizer.transform, make_rules, group, objects=objects, scheduler=scheduler
+    )
+    groups = stored_objects.get(GROUPS) if GROUPS in objects else None
+    try:
+        optimizer.load_transform_state(loaded, groups)
+    except ValueError as error:
+        advice = f"to keep the groups of this optimizer: allow_extra=[{GROUPS!r}]"
+        raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
+    if scheduler is not None and SCHEDULER in stored_objects:
+        scheduler.load_state_dict(stored_objects[SCHEDULER]["state"])
+    return optimizer.transform_state
+
+
+def _load_state(
+    path: str | os.PathLike[str],
+    like: PyTree | StateSpec,
+    tx: Transform | None,
+    make_rules: Callable[[], Rules],
+    group: ProcessGroup | None,
+    **options: Any,
+) -> tuple[PyTree, dict[str, Any]]:
+    """Load the state of a transform, and return it with the values of the checkpoint that are no tensors.
+
+    ``like`` and the result may be this rank's local state of a sharded ``tx``. ``options`` are fields of the `Target`.
+    """
     local_tx: Sharded | None = None  # the sharded transform whose local state on this rank is ``like``
     if isinstance(tx, Sharded) and not isinstance(like, StateSpec):
         if group is None:
@@ -148,25 +192,14 @@ def load(
 
     def make_target() -> Target:
         """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
-        rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
+        rules = make_rules()
         global_like = like if local_tx is None else to_global(local_tx, like)
-        target = Target.of(global_like, tx, rules, device, "", is_alone=group is None)
-        return replace(target, objects=None if optimizer is None else frozenset(objects), scheduler=scheduler)
+        return Target.of(global_like, tx, rules, is_alone=group is None, **options)
 
-    loaded, stored = load_checkpoint(path, make_target, group)
+    loaded, stored_objects = load_checkpoint(path, make_target, group)
     if local_tx is not None:
         loaded = from_global(local_tx, loaded)
-    if optimizer is None:
-        return loaded
-    groups = stored.get(GROUPS) if GROUPS in objects else None
-    try:
-        optimizer.load_transform_state(loaded, groups)
-    except ValueError as error:
-        advice = f"to keep the groups of this optimizer: allow_extra=[{GROUPS!r}]"
-        raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
-    if scheduler is not None and SCHEDULER in stored:
-        scheduler.load_state_dict(stored[SCHEDULER]["state"])
-    return optimizer.transform_state
+    return loaded, stored_objects
 
 
 def _require_no_arguments(tx: object, device: object) -> None:
@@ -175,14 +208,6 @@ def _require_no_arguments(tx: object, device: object) -> None:
         raise TypeError("tx: an optimizer is loaded with its transform: leave tx out")
     if device is not None:
         raise TypeError("device: the state of an optimizer stays on its devices: leave device out")
-
-
-def _objects_to_load(scheduler: object, allow_extra: Sequence[str]) -> set[str]:
-    """Return the names of the values that are no tensors, and that a load into an optimizer requires."""
-    names = {GROUPS}
-    if scheduler is not None:
-        names.add(SCHEDULER)
-    return {name for name in names if name not in allow_extra}
 
 
 def load_params(
@@ -232,15 +257,10 @@ def load_params(
 
     def make_target() -> Target:
         """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
-        rules = Rules(
-            patterns_of(allow_missing),
-            patterns_of(allow_extra),
-            allow_other_chain=True,  # a chain has no meaning for parameters
-            cast=cast or {},
-            rename=rename or {},
-        )
+        # A chain has no meaning for parameters.
+        rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), True, cast or {}, rename or {})
         global_like = like if layout is None else layout.to_global(like)
-        return Target.of(global_like, None, rules, device, PARAMS, is_alone=group is None)
+        return Target.of(global_like, None, rules, is_alone=group is None, section=PARAMS, device=device)
 
     loaded, _ = load_checkpoint(path, make_target, group)
     return loaded if layout is None else layout.from_global(loaded)
@@ -312,16 +332,19 @@ class Loader:
         self.index: Index | None = None
         """The index of the checkpoint to read; None until this rank or rank 0 has read it."""
         self._stack = ExitStack()
-        """Closes all files."""
-        self._index_lock = self._stack.enter_context(ExitStack())
-        """Keeps saves from removing the data files until `read`."""
+        """Closes all files when the load ends."""
+        self._index_lock = ExitStack()
+        """Closes the index; while it is open, saves do not remove the data files. `read` closes it."""
+        self._stack.enter_context(self._index_lock)
 
     def __enter__(self) -> Loader:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # After an error, which is equal on all ranks, an error of closing a file on this rank does not replace it.
-        with suppress(CheckpointError) if kind is not None else nullcontext():
+        if kind is None:
+            self._stack.close()
+            return
+        with suppress(CheckpointError):  # the error of the block is raised, which is equal on all ranks
             self._stack.close()
 
     def share_index(self, ranks: Alone | Together) -> None:
@@ -340,7 +363,7 @@ class Loader:
         self.target = self.make_target()
         index = self.index or self._lock_index()
         self.leaves, destinations = self.target.allocate(index, str(folder))
-        with replacement(folder, index):
+        with replacement(folder, index):  # a file is missing if a save has replaced the checkpoint
             self.reader = self._stack.enter_context(DataReader(folder, index))
             self.transfers = self.reader.transfers_to(destinations)
             self.reader.check_files({transfer.chunk.file for transfer in self.transfers})
@@ -389,7 +412,7 @@ def _load_once(path: Any, make_target: Callable[[], Target], ranks: Alone | Toge
         if attempt > 0 and ranks.size > 1:  # in attempt 0, the ranks may have read different indexes
             loader.share_index(ranks)
         ranks.step(loader.open, loader.require_same)
-        ranks.step(loader.read, _no_merge)
+        ranks.step(loader.read, list)  # nothing to merge
         return loader.result()
 
 
@@ -401,11 +424,6 @@ def _no_index() -> None:
 def _first_for_all(indexes: list[Index | None]) -> Sequence[Index | None]:
     """Return the index of rank 0 as the answer to each rank."""
     return [indexes[0]] * len(indexes)
-
-
-def _no_merge(nothing: list[None]) -> Sequence[None]:
-    """Return None for each rank, after a step that only has to succeed on all ranks."""
-    return nothing
 
 
 # ------------------------------------------------------------------------------------------------- the target of a load
@@ -422,10 +440,11 @@ class Target:
     """The leaves of the caller's tree by name: tensors, shards of tensors, or `Spec`s."""
     expected: StateSpec
     rules: Rules
-    device: torch.device | str | None
-    section: str
+    device: torch.device | str | None = None
+    """The device of all tensors of the result; None for the devices of ``like``."""
+    section: str = ""
     """The first level of the leaf names: "params" for parameters, "" (none) for a state."""
-    objects: frozenset[str] | None = None
+    objects: set[str] | None = None
     """The names of values that are no tensors, and that an optimizer loads; None if ``like`` is no optimizer."""
     scheduler: Any = None
     """The scheduler to load."""
@@ -436,38 +455,35 @@ class Target:
         like: PyTree | StateSpec,
         tx: Transform | None,
         rules: Rules,
-        device: torch.device | str | None,
-        section: str,
         *,
         is_alone: bool,
+        section: str = "",
+        **options: Any,
     ) -> Target:
-        """Return the target of a `load`, and check its arguments; without other ranks, ``like`` may have no shards."""
+        """Return the target of a `load`, and check its arguments; without other ranks, ``like`` may have no shards.
+
+        ``tx`` is the transform that will use the state, and ``options`` are the other fields.
+        """
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
         if isinstance(like, StateSpec):
-            expected = like
-            if tx is not None:
-                expected = like.of_chain(tx)
-            return cls(like.leaves, expected, rules, device, section)
-        named = named_tensors(like, section)
-        leaves = {name: leaf for name, leaf in named if leaf is not None}
+            leaves = like.leaves
+            expected = like if tx is None else like.of_chain(tx)
+        else:
+            named = named_tensors(like, section)
+            leaves = {name: leaf for name, leaf in named if leaf is not None}
+            expected = spec_of_named(named, like, tx)
         if is_alone:
             for name, leaf in leaves.items():
                 require_whole(name, leaf, "pass group=")
-        return cls(leaves, spec_of_named(named, like, tx), rules, device, section)
+        return cls(leaves, expected, rules, section=section, **options)
 
     def allocate(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Allocate the tensors of the tree, after a check that the checkpoint at the path ``where`` fits.
 
         Return two dicts: all tensors by leaf name, and the tensors to read by their names in the checkpoint.
         """
-        stored_name_of = match(
-            index, self.expected, self.rules, section=self.section, where=where, objects=self.objects
-        )
-        self._require_same_scheduler(index, where)
-        self._warn_of_products(index, where)
-        if self.objects is None or GROUPS not in index.objects:  # else they are loaded, or left out on purpose
-            self._warn_of_numbers(index, where)
+        stored_name_of = self._match(index, where)
         leaves: dict[str, Any] = {}
         destinations: dict[str, Any] = {}
         for name, leaf in self.like.items():
@@ -480,12 +496,23 @@ class Target:
             leaves[name] = destinations[stored_name]
         return leaves, destinations
 
+    def _match(self, index: Index, where: str) -> dict[str, str | None]:
+        """Return the name in the checkpoint of each leaf, None for missing ones; raise or warn of other differences."""
+        stored_name_of = match(
+            index, self.expected, self.rules, section=self.section, where=where, objects=self.objects
+        )
+        self._require_same_scheduler(index, where)
+        self._warn_of_products(index, where)
+        has_groups = self.objects is not None and GROUPS in index.objects
+        if not has_groups:  # else their numbers are loaded, or left out on purpose
+            self._warn_of_numbers(index, where)
+        return stored_name_of
+
     def filled(self, leaves: Mapping[str, Any]) -> PyTree:
         """Return the tree with leaves that were read. A scalar that was read for several leaves is copied for each."""
-        separate: dict[str, Any] = {}
+        separate = dict(leaves)
         used: set[int] = set()
         for name, leaf in leaves.items():
-            separate[name] = leaf
             if id(leaf) in used:
                 separate[name] = leaf.clone()
             used.add(id(leaf))
@@ -508,13 +535,11 @@ class Target:
         if not index.products:
             return
         device = torch.device(self.device or self._device_of_like())
-        # A state's leaves do not give the parameters' dtype, but the record does: products are float64 exactly for
-        # parameters that are float64.
-        products_of_float64 = self.expected.products(torch.float64, device)
-        products_of_others = self.expected.products(torch.float32, device)
         for name, saved_dtype in index.products.items():
-            products = products_of_float64 if saved_dtype == "float64" else products_of_others
-            dtype = products.get(name, saved_dtype)
+            # A state's leaves do not give the parameters' dtype, but the record does: products are float64 exactly for
+            # parameters that are float64. They are one dtype for all others.
+            param_dtype = torch.float64 if saved_dtype == "float64" else torch.float32
+            dtype = self.expected.products(param_dtype, device).get(name, saved_dtype)
             if dtype != saved_dtype:
                 warnings.warn(
                     f"{where}: the matrix products of {name!r} were computed in {saved_dtype} and are now in {dtype}, "
@@ -533,13 +558,11 @@ class Target:
 
     def _warn_of_numbers(self, index: Index, where: str) -> None:
         """Warn if the transform has other numbers than the one that wrote the checkpoint, as its ``repr`` shows."""
-        if self.section or index.fingerprint is None or self.expected.fingerprint is None:
+        expected = self.expected
+        is_same_structure = index.fingerprint is not None and index.fingerprint == expected.fingerprint
+        if not is_same_structure or index.chain == expected.chain:
             return
-        if index.fingerprint != self.expected.fingerprint:
-            return  # another chain, which `match` has allowed
-        if index.chain == self.expected.chain:
-            return
-        differences = _differing_numbers(str(index.chain), str(self.expected.chain))
+        differences = _differing_numbers(str(index.chain), str(expected.chain))
         if not differences:
             return  # only labels differ, which may be written with other names
         warn_caller(

@@ -40,10 +40,8 @@ def matches_any(patterns: Iterable[str], name: str) -> bool:
 
 def patterns_of(allow: Allow) -> tuple[str, ...]:
     """Convert an ``allow_...`` argument of `load` to a tuple of patterns: True to ``("*",)``, False to ``()``."""
-    if allow is True:
-        return ("*",)
-    if allow is False:
-        return ()
+    if isinstance(allow, bool):
+        return ("*",) if allow else ()
     if isinstance(allow, str):
         return (allow,)
     return tuple(allow)
@@ -60,15 +58,12 @@ class Rules:
     rename: Rename
 
     def arguments(self) -> dict[str, str]:
-        """Return a dict from argument name to text, to compare between ranks; all functions have the same text."""
+        """Return a dict from argument name to text, to compare between ranks."""
         texts: dict[str, str] = {}
         for name, value in vars(self).items():
-            if callable(value):
-                texts[name] = "a function"
-            elif isinstance(value, Mapping):
+            texts[name] = repr(value)
+            if isinstance(value, Mapping):  # equal dicts may have other orders
                 texts[name] = repr(sorted(value.items()))
-            else:
-                texts[name] = repr(value)
         return texts
 
 
@@ -94,7 +89,7 @@ def match(
         objects: the names of values that are no tensors and that an optimizer loads; None if none are loaded.
     """
     new_name_of = plain_names(index.leaves)
-    problems: list[str] = []
+    problems: list[str] = []  # of rename=
     if rules.rename:
         new_name_of, problems = new_names(new_name_of, rules.rename)
     stored_name_of = _names_in_section(new_name_of, section, problems)
@@ -102,37 +97,34 @@ def match(
     if not section:
         stored_specs = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
         moved = moved_states(stored_specs, expected, rules)
-    comparison = _Comparison(index, expected, rules, section, stored_name_of, moved)
-    comparison.check_renaming(problems)
     if rules.allow_other_chain:
-        comparison.stored_name_of = _with_moved_states(stored_name_of, expected, moved)
-    else:
-        comparison.check_chain()
-    comparison.check_patterns([*new_name_of.values(), *expected, *index.objects, *(objects or ())])
-    comparison.check_names()
-    if objects is not None:
-        comparison.check_objects(objects)
-    comparison.check_leaves()
+        stored_name_of = _with_moved_states(stored_name_of, expected, moved)
+    comparison = _Comparison(index, expected, rules, section, objects, stored_name_of, moved)
+    comparison.check_renaming(problems)
+    comparison.check_all(new_name_of.values())
     comparison.raise_if_different(where)
     if moved and rules.allow_other_chain:
         warn_caller(f"{where}: found other names than in `like`, loaded {_moved_text(moved)}")
-    return {name: comparison.stored_name_of.get(name) for name in expected}
+    return {name: stored_name_of.get(name) for name in expected}
 
 
 # ------------------------------------------------------------------------------------------------------------ renaming
 
 
 def _names_in_section(new_name_of: Mapping[str, str], section: str, problems: list[str]) -> dict[str, str]:
-    """Return a dict from the new name of each leaf in a section to its name in the checkpoint; add to ``problems``."""
+    """Return a dict from the new name of each leaf in a section to its name in the checkpoint.
+
+    ``new_name_of`` has the leaves of all sections. A text is added to ``problems`` for two leaves with one new name,
+    and for a parameter whose new name is not that of a parameter.
+    """
     stored_name_of: dict[str, str] = {}
     for stored_name, new_name in new_name_of.items():
-        if not in_section(new_name, section):
-            if section and in_section(stored_name, section):
-                problems.append(f"{stored_name!r} would be {new_name!r}, expected a name that begins with '{section}/'")
-            continue
-        if new_name in stored_name_of:
-            problems.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
-        stored_name_of[new_name] = stored_name
+        if in_section(new_name, section):
+            if new_name in stored_name_of:
+                problems.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
+            stored_name_of[new_name] = stored_name
+        elif section and in_section(stored_name, section):
+            problems.append(f"{stored_name!r} would be {new_name!r}, expected a name that begins with '{section}/'")
     return stored_name_of
 
 
@@ -146,10 +138,8 @@ def moved_states(stored: Mapping[str, Spec], expected: StateSpec, rules: Rules) 
     ``{"partition/muon": "muon"}``. It is empty unless exactly one pairing fits, in which all names below these levels,
     shapes and dtypes are equal.
     """
-    missing = _unmatched(expected, stored, rules.allow_missing)
-    extra = _unmatched(stored, expected, rules.allow_extra)
-    if not missing or not extra:
-        return {}
+    missing = _unmatched(expected, stored, _without_star(rules.allow_missing))
+    extra = _unmatched(stored, expected, _without_star(rules.allow_extra))
     # Leaves of the checkpoint by spec and end of the name: "muon/momentum/trace/w" ends in "momentum/trace/w".
     extra_by_end: dict[tuple[Spec, str], list[str]] = {}
     for name in extra:
@@ -157,26 +147,48 @@ def moved_states(stored: Mapping[str, Spec], expected: StateSpec, rules: Rules) 
             extra_by_end.setdefault((stored[name], end), []).append(name)
     moved: dict[str, str] = {}
     for name in missing:
-        ends = [end for end in _ends(name) if (expected[name], end) in extra_by_end]
-        if not ends:
+        levels = _changed_levels(name, expected[name], extra_by_end)
+        if levels is None:
             continue
-        longest_end = ends[0]
-        candidates = extra_by_end[expected[name], longest_end]
-        if len(candidates) > 1:  # ambiguous, so other leaves of the state decide
-            continue
-        new_levels = name.removesuffix(longest_end).rstrip("/")
-        old_levels = candidates[0].removesuffix(longest_end).rstrip("/")
-        if moved.setdefault(new_levels, old_levels) != old_levels:  # two states have become one
+        new_levels, old_levels = levels
+        if new_levels in moved and moved[new_levels] != old_levels:  # two states have become one
             return {}
-    if not _fits(moved, stored, expected, extra):
-        return {}
-    return moved
+        moved[new_levels] = old_levels
+    if moved and _fits(moved, stored, expected, extra):
+        return moved
+    return {}
+
+
+def _changed_levels(
+    name: str, spec: Spec, extra_by_end: Mapping[tuple[Spec, str], Sequence[str]]
+) -> tuple[str, str] | None:
+    """Return the first levels of a name, and those of the one leaf of the checkpoint with the longest equal end.
+
+    These are ("partition/muon", "muon") for "partition/muon/momentum/trace/w" and "muon/momentum/trace/w". The result
+    is None unless there is exactly one such leaf.
+    """
+    for end in _ends(name):
+        candidates = extra_by_end.get((spec, end), [])
+        if len(candidates) > 1:  # ambiguous, so other leaves of the state decide
+            return None
+        if candidates:
+            return _without_end(name, end), _without_end(candidates[0], end)
+    return None
+
+
+def _without_end(name: str, end: str) -> str:
+    """Return the levels of a name before its last levels, ``end``; "" if there are none."""
+    return name.removesuffix(end).rstrip("/")
+
+
+def _without_star(patterns: Iterable[str]) -> list[str]:
+    """Return the patterns other than "*", which allows all leaves: states that it matches may have moved, too."""
+    return [pattern for pattern in patterns if pattern != "*"]
 
 
 def _unmatched(names: Iterable[str], partners: Collection[str], allowed: Iterable[str]) -> list[str]:
-    """Return the names that have no partner, except those that the caller has allowed by a pattern other than "*"."""
-    patterns = [pattern for pattern in allowed if pattern != "*"]
-    return [name for name in names if name not in partners and not matches_any(patterns, name)]
+    """Return the names that have no partner and match none of the ``allowed`` patterns."""
+    return [name for name in names if name not in partners and not matches_any(allowed, name)]
 
 
 def _ends(name: str) -> list[str]:
@@ -186,26 +198,35 @@ def _ends(name: str) -> list[str]:
 
 
 def _fits(moved: Mapping[str, str], stored: Mapping[str, Spec], expected: StateSpec, extra: Iterable[str]) -> bool:
-    """Return whether each moved state is in the checkpoint with all its leaves, and none of its leaves is left over."""
-    sources = _sources(expected, moved)
-    uses = Counter(sources.values())
-    for name, source in sources.items():
+    """Return whether each moved state is in the checkpoint with all its leaves, and none of its leaves is left over.
+
+    If ``moved`` is ``{"partition/muon": "muon"}``, all leaves of ``expected`` below "partition/muon" must be missing
+    in ``stored``, which must have them below "muon"; and no other leaf below "muon" may be in ``extra``.
+    """
+    source_of = _sources(expected, moved)
+    for name, source in source_of.items():
         if name in stored or stored.get(source) != expected[name]:
             return False
-        if uses[source] > 1 and expected[name].shape:  # only a scalar, such as a step count, may go to several labels
+    uses = Counter(source_of.values())
+    for source, count in uses.items():
+        if count > 1 and stored[source].shape:  # only a scalar, such as a step count, may go to several labels
             return False
     left_over = [name for name in extra if name not in uses]
-    return not any(_is_below(levels, name) for name in left_over for levels in moved.values())
+    return not any(_is_below(levels, name) for levels in moved.values() for name in left_over)
 
 
 def _sources(expected: Iterable[str], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return a dict from each leaf whose state moved to its name in the checkpoint."""
+    """Return a dict from each leaf whose state moved to its name in the checkpoint.
+
+    >>> _sources(["partition/muon/trace/w", "partition/count"], {"partition/muon": "muon"})
+    {'partition/muon/trace/w': 'muon/trace/w'}
+    """
     sources: dict[str, str] = {}
     for name in expected:
         new_levels = [levels for levels in moved if _is_below(levels, name)]
         if new_levels:
             longest = max(new_levels, key=len)
-            end = name[len(longest) :].lstrip("/")
+            end = name.removeprefix(longest).lstrip("/")
             sources[name] = f"{moved[longest]}/{end}".lstrip("/")
     return sources
 
@@ -218,14 +239,16 @@ def _is_below(levels: str, name: str) -> bool:
 def _with_moved_states(
     stored_name_of: Mapping[str, str], expected: StateSpec, moved: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return ``stored_name_of`` with the leaves of moved states under their names in ``expected``."""
-    sources = _sources(expected, moved)
-    moved_names = set(sources.values())
-    names: dict[str, str] = {}
-    for name, stored_name in stored_name_of.items():
-        if name in expected or name not in moved_names:
-            names[name] = stored_name
-    for name, source in sources.items():
+    """Return ``stored_name_of`` with the leaves of moved states under their names in ``expected``.
+
+    The leaf "muon/trace/w" becomes "partition/muon/trace/w" if ``moved`` is ``{"partition/muon": "muon"}``.
+    """
+    source_of = _sources(expected, moved)
+    names = dict(stored_name_of)
+    for source in source_of.values():
+        if source not in expected:
+            names.pop(source, None)  # a scalar may be the source of several leaves
+    for name, source in source_of.items():
         names[name] = stored_name_of[source]
     return names
 
@@ -252,6 +275,8 @@ class _Comparison:
     rules: Rules
     section: str
     """The section of the names: "params" for parameters, "" for a state."""
+    objects: Collection[str] | None
+    """The names of values that are no tensors and that an optimizer loads; None if none are loaded."""
     stored_name_of: Mapping[str, str]
     """The name in the checkpoint of each leaf, by its name after renaming."""
     moved: Mapping[str, str]
@@ -260,6 +285,14 @@ class _Comparison:
     """A sentence about each difference that the rules do not allow."""
     advice: list[str] = field(default_factory=list)
     """Sentences about how the caller can solve the problems."""
+
+    def check_all(self, new_names: Iterable[str]) -> None:
+        """Report all differences; ``new_names`` are the names in the checkpoint after renaming, of all sections."""
+        self._check_chain()
+        self._check_patterns([*new_names, *self.expected, *self.index.objects, *(self.objects or ())])
+        self._check_names()
+        self._check_objects()
+        self._check_leaves()
 
     def raise_if_different(self, where: str) -> None:
         """Raise one `MismatchError` with all problems; ``where`` is the path of the checkpoint."""
@@ -280,38 +313,38 @@ class _Comparison:
             "such as {'*/encoder.*': '*/model.encoder.*'}"
         )
 
-    def check_chain(self) -> None:
+    def _check_chain(self) -> None:
         """Report that another chain wrote the state, and which states could be loaded under other names."""
-        index = self.index
+        if self.rules.allow_other_chain:
+            return
+        fingerprint = self.index.fingerprint
         expected = self.expected
-        is_known = index.fingerprint is not None and expected.fingerprint is not None
-        is_other = is_known and index.fingerprint != expected.fingerprint
+        is_known = fingerprint is not None and expected.fingerprint is not None
+        is_other = is_known and fingerprint != expected.fingerprint
         if is_other:
+            saved_chain = str(self.index.chain)[:2000]  # of a file, in which it may be of any length
             self.problems.append(
-                f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), "
+                f"chain:     the checkpoint was made by {saved_chain} (fingerprint {fingerprint}), "
                 f"expected {expected.chain} (fingerprint {expected.fingerprint})"
             )
             self.advice.append(
                 "to continue the saved run: create `tx` and `like` as the checkpoint's chain, shown above"
             )
-        if is_other or self.moved:
+        if is_other or self.moved:  # moved states show that it is another chain, also if it is not known
             names = f", which loads {_moved_text(self.moved)}" if self.moved else ""
             self.advice.append(f"if the state has the same meaning for this chain: allow_other_chain=True{names}")
 
-    def check_patterns(self, names: Collection[str]) -> None:
+    def _check_patterns(self, names: Collection[str]) -> None:
         """Report patterns of the caller that match none of the leaf names."""
         rules = self.rules
-        for pattern in rules.allow_missing:
-            self._check_pattern("allow_missing", pattern, names)
-        for pattern in rules.allow_extra:
-            self._check_pattern("allow_extra", pattern, names)
-        for pattern in rules.cast:
-            self._check_pattern("cast", pattern, names)
+        arguments = {"allow_missing": rules.allow_missing, "allow_extra": rules.allow_extra, "cast": rules.cast}
+        for argument, patterns in arguments.items():
+            for pattern in patterns:
+                if pattern != "*" and not any(matches(pattern, name) for name in names):
+                    self._report_unused(argument, pattern, names)
 
-    def _check_pattern(self, argument: str, pattern: str, names: Collection[str]) -> None:
-        """Report a pattern of an argument such as "allow_missing" if it matches none of the leaf names."""
-        if pattern == "*" or any(matches(pattern, name) for name in names):
-            return
+    def _report_unused(self, argument: str, pattern: str, names: Collection[str]) -> None:
+        """Report a pattern of an argument such as "allow_missing" that matches none of the leaf names."""
         problem = f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`"
         close = close_names(pattern.strip("*/"), names, "/")
         if close:
@@ -319,46 +352,40 @@ class _Comparison:
         self.problems.append(problem)
         self.advice.append(f"correct or remove {pattern!r} in {argument}: a name, the first levels of names, or a glob")
 
-    def check_names(self) -> None:
+    def _check_names(self) -> None:
         """Report leaves that only the checkpoint or only the requested state has."""
-        missing: list[str] = []
-        for name in self.expected:
-            if name not in self.stored_name_of and not matches_any(self.rules.allow_missing, name):
-                missing.append(name)
-                self.problems.append(f"missing:   {name!r}, {described(self.expected[name])}, is not in the checkpoint")
-        extra: list[str] = []
-        for name in self.stored_name_of:
-            if name not in self.expected and not matches_any(self.rules.allow_extra, name):
-                extra.append(name)
-                self.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
+        missing = _unmatched(self.expected, self.stored_name_of, self.rules.allow_missing)
+        for name in missing:
+            self.problems.append(f"missing:   {name!r}, {described(self.expected[name])}, is not in the checkpoint")
+        extra = _unmatched(self.stored_name_of, self.expected, self.rules.allow_extra)
+        for name in extra:
+            self.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
         self._advise_about_names(missing, extra)
 
-    def check_objects(self, objects: Collection[str]) -> None:
+    def _check_objects(self) -> None:
         """Report groups and schedulers that only the checkpoint or only the optimizer to load has."""
-        for name in objects:
-            if name not in self.index.objects and not matches_any(self.rules.allow_missing, name):
+        if self.objects is None:
+            return
+        stored_objects = self.index.objects
+        for name in self.objects:
+            if name not in stored_objects and not matches_any(self.rules.allow_missing, name):
                 self.problems.append(f"missing:   {name!r} is not in the checkpoint")
                 self.advice.append(
                     f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer itself, "
                     "not its transform_state, with scheduler= if it has one"
                 )
-        has_unread = SCHEDULER in self.index.objects and SCHEDULER not in objects
-        if has_unread and not matches_any(self.rules.allow_extra, SCHEDULER):
+        is_scheduler_extra = SCHEDULER in stored_objects and SCHEDULER not in self.objects
+        if is_scheduler_extra and not matches_any(self.rules.allow_extra, SCHEDULER):
             self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
             self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
 
     def _advise_about_names(self, missing: Sequence[str], extra: Sequence[str]) -> None:
         """Add the arguments that allow ``missing`` leaves, and ``extra`` leaves of the checkpoint."""
-        are_params = not self.section and all(f"{PARAMS}/{name}" in self.index.leaves for name in missing)
-        if missing and are_params:  # the caller has passed parameters, which are in another section, as a state
+        if missing and self._are_params(missing):
             self.advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
             return
         if missing and extra and not self.moved:
-            renaming = "{name in the checkpoint: name in `like`}"
-            if not self.rules.rename:  # the caller's own renaming did not help, so no other is derived
-                derived_renaming = prefix_renaming(extra, missing)
-                renaming = repr(derived_renaming) if derived_renaming else renaming
-            self.advice.append(f"if only the names of leaves differ: rename={renaming}")
+            self.advice.append(f"if only the names of leaves differ: rename={self._renaming_text(missing, extra)}")
         if missing:
             patterns = shortest_levels(missing, self.expected)
             self.advice.append(f"to keep the values of `like` for missing leaves: allow_missing={patterns}")
@@ -366,34 +393,47 @@ class _Comparison:
             patterns = shortest_levels(extra, self.stored_name_of)
             self.advice.append(f"to ignore leaves of the checkpoint: allow_extra={patterns}")
 
-    def check_leaves(self) -> None:
+    def _are_params(self, missing: Sequence[str]) -> bool:
+        """Return whether the leaves that are missing in the state are the parameters, which are in another section."""
+        return not self.section and all(f"{PARAMS}/{name}" in self.index.leaves for name in missing)
+
+    def _renaming_text(self, missing: Sequence[str], extra: Sequence[str]) -> str:
+        """Return the ``repr`` of a dict that renames ``extra`` leaves to ``missing`` ones, or a description of it."""
+        renaming = None
+        if not self.rules.rename:  # else the caller's own did not help, so no other is derived
+            renaming = prefix_renaming(extra, missing)
+        return repr(renaming) if renaming else "{name in the checkpoint: name in `like`}"
+
+    def _check_leaves(self) -> None:
         """Report leaves whose shape or dtype differs in a way that the rules do not allow."""
         narrowed: list[str] = []
         for name, spec in self.expected.leaves.items():
             stored_name = self.stored_name_of.get(name)
-            if stored_name is None:
+            if stored_name is None:  # missing, or kept as it is in `like`
                 continue
             stored = self.index.leaves[stored_name].spec
-            if stored == spec and not self.rules.cast:
-                continue
-            self._check_shape(name, stored, spec)
-            differs = stored.dtype != spec.dtype
             cast_dtypes = {dtype for pattern, dtype in self.rules.cast.items() if matches(pattern, name)}
-            if differs and self._has_codes(stored_name):
+            self._check_shape(name, stored, spec)
+            if stored.dtype != spec.dtype and self._has_codes(stored_name):
                 self.problems.append(
                     f"codes:     {name!r} holds codes of {stored.dtype}, which have no meaning as {spec.dtype}"
                 )
-            elif cast_dtypes - {spec.dtype}:
-                self._report_cast(name, spec, cast_dtypes)
-            elif differs and not cast_dtypes and not widens(stored.dtype, spec.dtype):
+            elif cast_dtypes:
+                self._check_cast(name, spec, cast_dtypes)
+            elif not widens(stored.dtype, spec.dtype):
                 narrowed.append(name)
                 self.problems.append(f"narrowing: {name!r} is {stored.dtype} in the checkpoint, expected {spec.dtype}")
         if narrowed:
-            more = ", ..." if len(narrowed) > 1 else ""
-            self.advice.append(
-                f"to round: cast={{{narrowed[0]!r}: {self.expected[narrowed[0]].dtype}{more}}} (keys are names, first "
-                "levels of names, or globs); to keep the values: use a chain with the state dtype of the checkpoint"
-            )
+            self._advise_cast(narrowed)
+
+    def _advise_cast(self, narrowed: Sequence[str]) -> None:
+        """Add the argument that allows to round leaves to a narrower dtype."""
+        name = narrowed[0]
+        more = ", ..." if len(narrowed) > 1 else ""
+        self.advice.append(
+            f"to round: cast={{{name!r}: {self.expected[name].dtype}{more}}} (keys are names, first "
+            "levels of names, or globs); to keep the values: use a chain with the state dtype of the checkpoint"
+        )
 
     def _check_shape(self, name: str, stored: Spec, spec: Spec) -> None:
         """Report a leaf whose shape differs."""
@@ -402,8 +442,10 @@ class _Comparison:
         self.problems.append(f"reshaped:  {name!r} has shape {stored.shape} in the checkpoint, expected {spec.shape}")
         self.advice.append("to load other shapes: create `like` for parameters with the shapes in the checkpoint")
 
-    def _report_cast(self, name: str, spec: Spec, cast_dtypes: Iterable[torch.dtype]) -> None:
+    def _check_cast(self, name: str, spec: Spec, cast_dtypes: set[torch.dtype]) -> None:
         """Report that ``cast=`` has another dtype than ``like``; it allows rounding, but does not choose the dtype."""
+        if cast_dtypes == {spec.dtype}:
+            return
         texts = ", ".join(sorted(map(str, cast_dtypes)))
         self.problems.append(f"cast:      {name!r} has dtype {spec.dtype} in `like`, and cast= gives {texts}")
         self.advice.append("cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it")
@@ -428,12 +470,11 @@ def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[st
     other_levels: set[str] = set()
     for name in {*all_names} - {*names}:
         other_levels.update(_first_levels(name))
-    chosen: dict[str, None] = {}
+    chosen: list[str] = []
     for name in names:
         unique_levels = [levels for levels in _first_levels(name) if levels not in other_levels]
-        shortest = unique_levels[0] if unique_levels else name
-        chosen[shortest] = None
-    return [*chosen]
+        chosen.append(unique_levels[0] if unique_levels else name)
+    return list(dict.fromkeys(chosen))  # each once
 
 
 def _first_levels(name: str) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from muonfx.tree.dtypes import DTYPES, NAMES
 
 
-def to_json(value: object, name: str) -> Any:
+def to_json(value: Any, name: str) -> Any:
     """Return a value as JSON, from which `from_json` returns an equal value of the same type.
 
     Args:
@@ -31,22 +31,27 @@ def to_json(value: object, name: str) -> Any:
     >>> to_json({"lr": 0.1, "betas": (0.9, 0.95), "best": math.inf}, "group")
     {'lr': 0.1, 'betas': {'~tuple': [0.9, 0.95]}, 'best': {'~float': 'inf'}}
     """
-    kind = type(value)
+    kind = type(value)  # exactly: an instance of a subclass would be loaded as one of its base class
     if value is None or kind in (bool, int, str):
         return value
-    if isinstance(value, float) and kind is float:
+    if kind is float:
         return value if math.isfinite(value) else {"~float": repr(value)}
-    if isinstance(value, bytes) and kind is bytes:
+    if kind is bytes:
         return {"~bytes": base64.b64encode(value).decode()}
-    if isinstance(value, list) and kind is list:
+    if kind is list:
         return _items_to_json(value, name)
-    if isinstance(value, tuple) and kind is tuple:
+    if kind is tuple:
         return {"~tuple": _items_to_json(value, name)}
-    if isinstance(value, dict) and kind in (dict, OrderedDict, Counter):
+    if kind in (dict, OrderedDict, Counter):
         return _dict_to_json(value, name)
     if isinstance(value, Tensor) and value.ndim == 0 and value.dtype in NAMES and not value.dtype.is_complex:
         return {"~tensor": [NAMES[value.dtype], to_json(value.item(), name)]}
-    raise TypeError(
+    raise _no_json(kind, name)
+
+
+def _no_json(kind: type, name: str) -> TypeError:
+    """Return the error of `to_json` for a value of a type that a checkpoint cannot hold."""
+    return TypeError(
         f"{name!r} is a {kind.__module__}.{kind.__qualname__}, expected a tensor, or a value that JSON can hold (None, "
         "bool, int, float, str, bytes, a 0-d tensor, or a list, tuple or dict of these): a checkpoint has no pickle. "
         "Convert it, for example by float() or tolist(), or leave it out"
@@ -58,17 +63,19 @@ def _items_to_json(items: list[Any] | tuple[Any, ...], name: str) -> list[Any]:
     return [to_json(item, f"{name}/{index}") for index, item in enumerate(items)]
 
 
-def _dict_to_json(value: dict[Any, Any], name: str) -> dict[str, Any]:
+def _dict_to_json(values: dict[Any, Any], name: str) -> dict[str, Any]:
     """Return a dict as JSON: as an object, or as a list of its items if some keys are no strings or begin with ``~``.
 
-    >>> _dict_to_json({30: 1}, "milestones")
-    {'~dict': [[30, 1]]}
+    >>> _dict_to_json({"gamma": 0.5}, "state"), _dict_to_json({30: 0.5}, "state")
+    ({'gamma': 0.5}, {'~dict': [[30, 0.5]]})
     """
-    if not isinstance(value, Counter) and all(_is_plain_key(key) for key in value):
-        return {key: to_json(entry, f"{name}/{key}") for key, entry in value.items()}
-    items = [[to_json(key, f"{name}/{key}"), to_json(entry, f"{name}/{key}")] for key, entry in value.items()]
-    tag = "~counter" if isinstance(value, Counter) else "~dict"
-    return {tag: items}
+    json_of_key: dict[Any, Any] = {}
+    for key, value in values.items():
+        json_of_key[key] = to_json(value, f"{name}/{key}")
+    if type(values) is not Counter and all(map(_is_plain_key, values)):
+        return json_of_key
+    tag = "~counter" if type(values) is Counter else "~dict"
+    return {tag: [[to_json(key, f"{name}/{key}"), value] for key, value in json_of_key.items()]}
 
 
 def _is_plain_key(key: object) -> bool:
@@ -87,18 +94,17 @@ def from_json(written: Any) -> Any:
     if not isinstance(written, dict):
         return written
     if not any(key.startswith("~") for key in written):
-        return {key: from_json(entry) for key, entry in written.items()}
-    ((tag, content),) = written.items()
+        return {key: from_json(value) for key, value in written.items()}
+    ((tag, content),) = written.items()  # one member
     if tag == "~float":
         return float(content)
     if tag == "~bytes":
         return base64.b64decode(content, validate=True)
     if tag == "~tuple":
         return tuple(from_json(content))
-    if tag == "~dict":
-        return {from_json(key): from_json(entry) for key, entry in content}
-    if tag == "~counter":
-        return Counter({from_json(key): from_json(entry) for key, entry in content})
+    if tag in ("~dict", "~counter"):
+        values = {from_json(key): from_json(value) for key, value in content}
+        return values if tag == "~dict" else Counter(values)
     if tag == "~tensor":
         dtype_name, number = content
         try:

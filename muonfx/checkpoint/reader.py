@@ -9,7 +9,7 @@ import errno
 import os
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from itertools import groupby
 from operator import attrgetter
@@ -39,11 +39,11 @@ def _reading(path: Path) -> Generator[None]:
 
 
 def _fill(file: FileIO, begin: int, destination: memoryview) -> None:
-    """Fill memory with the bytes of a file from position ``begin``. It is safe to call this in several threads."""
+    """Fill memory with the bytes of a file from position ``begin``; in several threads at once if the system can."""
     while destination:
         if hasattr(os, "preadv"):
             count = os.preadv(file.fileno(), [destination], begin)
-        else:
+        else:  # threads would share the position of the file, so `DataReader` has only one
             file.seek(begin)
             count = file.readinto(destination) or 0
         if not count:
@@ -88,19 +88,31 @@ def _transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
     for box, values in shards_of(leaf).items():
         for chunk in stored.chunks:
             if chunk.box == box:  # the usual case, in which no boxes need be computed
-                transfer = Transfer(name, chunk, box, values)
-            elif (overlap := intersection(box, chunk.box)) is not None:
-                transfer = Transfer(name, chunk, overlap, _relative(overlap, box).of(values))
-            else:
+                transfers.append(Transfer(name, chunk, box, values))
                 continue
-            if transfer.destination.numel():
-                transfers.append(transfer)
-    return transfers
+            overlap = intersection(box, chunk.box)
+            if overlap is not None:
+                destination = _relative(overlap, box).of(values)
+                transfers.append(Transfer(name, chunk, overlap, destination))
+    return [transfer for transfer in transfers if transfer.destination.numel()]
 
 
 def _relative(box: Box, outer: Box) -> Box:
     """Return a box in the coordinates of another box that contains it."""
-    return Box(tuple(map(int.__sub__, box.offsets, outer.offsets)), box.sizes)
+    offsets = tuple(map(int.__sub__, box.offsets, outer.offsets))
+    return Box(offsets, box.sizes)
+
+
+def _range_of(view: Tensor) -> tuple[int, int]:
+    """Return the positions in memory of the first element of a view, and after its last one, counted in elements.
+
+    It is (5, 15) for the rows 1 and 2 of a 4 x 5 matrix, and (1, 17) for its column 1.
+    """
+    begin = int(view.storage_offset())
+    end = begin + 1
+    for stride, size in zip(view.stride(), view.shape, strict=True):
+        end += stride * (size - 1)
+    return begin, end
 
 
 class DataReader:
@@ -112,15 +124,20 @@ class DataReader:
         self.index = index
         self._files: dict[int, tuple[FileIO, ExitStack]] = {}
         """The open data files by their number in the index, each with the stack that closes it."""
+        threads = 1
+        if hasattr(os, "preadv"):  # reads from a position, so that threads can read one file
+            threads = torch.get_num_threads()
         # One pool per reader, not a global one: threads do not survive a fork.
-        threads = torch.get_num_threads() if hasattr(os, "preadv") else 1
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="muonfx-read")
 
     def __enter__(self) -> DataReader:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        with suppress(CheckpointError) if kind is not None else nullcontext():
+        if kind is None:
+            self.close()
+            return
+        with suppress(CheckpointError):  # the error of the block is raised
             self.close()
 
     def close(self) -> None:
@@ -131,36 +148,37 @@ class DataReader:
                 stack.callback(closing.close)
             self._files = {}
 
-    def check_files(self, numbers: Iterable[int] | None = None) -> DataReader:
-        """Open data files by number, or all of them, and check their sizes and headers; return the reader itself."""
+    def check_files(self, numbers: Iterable[int] | None = None) -> None:
+        """Open data files by number, or all of them, and check their sizes and headers."""
         if numbers is None:
             numbers = range(len(self.index.files))
         for number in sorted(numbers):
             self._file(number)
-        return self
 
     def _file(self, number: int) -> FileIO:
         """Return the data file with this number in the index, open; check its size and header when it is opened."""
         if number not in self._files:
             if len(self._files) >= _MOST_OPEN:  # no read of another file is in progress
-                self._files.pop(next(iter(self._files)))[1].close()
+                oldest = next(iter(self._files))
+                _, closing = self._files.pop(oldest)
+                closing.close()
             self._files[number] = self._open(self.index.files[number])
         return self._files[number][0]
 
-    def _open(self, described: DataFile) -> tuple[FileIO, ExitStack]:
+    def _open(self, data_file: DataFile) -> tuple[FileIO, ExitStack]:
         """Open a data file, and check its size and header; return it with a stack that closes it."""
-        path = self.folder / described.name
+        path = self.folder / data_file.name
         with ExitStack() as stack:
             stack.enter_context(_reading(path))
             file = stack.enter_context(open_regular(path))
             nbytes = file.seek(0, os.SEEK_END)
-            if nbytes != described.nbytes:
-                raise CorruptError(f"{path}: the data file has {nbytes} bytes, expected {described.nbytes}")
-            header = bytearray(described.header_nbytes)
+            if nbytes != data_file.nbytes:
+                raise CorruptError(f"{path}: the data file has {nbytes} bytes, expected {data_file.nbytes}")
+            header = bytearray(data_file.header_nbytes)
             _fill(file, 0, memoryview(header))
-            if checksum_of(header) != described.header_crc32:
+            if checksum_of(header) != data_file.header_crc32:
                 raise CorruptError(f"{path}: the header of the data file is damaged")
-            return file, stack.pop_all()
+            return file, stack.pop_all()  # without errors, the file stays open when this block ends
 
     def transfers_to(self, destinations: Mapping[str, Any]) -> list[Transfer]:
         """Return the copies that fill ``destinations``, a dict from leaf name to a tensor or this rank's shards."""
@@ -187,20 +205,19 @@ class DataReader:
     def _read_and_convert(self, transfer: Transfer, dtype: torch.dtype) -> None:
         """Read the blocks of a chunk that contain a box into a buffer, and copy the box from there."""
         name, chunk, box, destination = transfer
-        # A view without memory, of the stored values in the box: its strides and its offset are those in the chunk.
-        view = _relative(box, chunk.box).of(torch.empty(chunk.box.sizes, dtype=dtype, device="meta"))
-        first_element = int(view.storage_offset())
-        last_element = first_element
-        for stride, size in zip(view.stride(), box.sizes, strict=True):
-            last_element += int(stride) * (size - 1)
-        first_block = first_element * dtype.itemsize // BLOCK
-        end_block = last_element * dtype.itemsize // BLOCK + 1
-        begin = first_block * BLOCK
-        end = min(end_block * BLOCK, chunk.box.numel * dtype.itemsize)
-        buffer = torch.empty((end - begin) // dtype.itemsize, dtype=dtype)
+        # The box as a view of the stored chunk, without memory: it has the strides and the offset to read.
+        stored_chunk = torch.empty(chunk.box.sizes, dtype=dtype, device="meta")
+        stored_box = _relative(box, chunk.box).of(stored_chunk)
+        begin, end = _range_of(stored_box)
+        block_numel = BLOCK // dtype.itemsize  # whole blocks are read, since each has one checksum
+        first_block = begin // block_numel
+        last_block = (end - 1) // block_numel
+        buffer_begin = first_block * block_numel
+        buffer_end = min((last_block + 1) * block_numel, chunk.box.numel)
+        buffer = torch.empty(buffer_end - buffer_begin, dtype=dtype)
         self._read_blocks(_blocks(name, chunk, bytes_of(buffer), first_block))
-        offset_in_buffer = first_element - begin // dtype.itemsize
-        destination.copy_(buffer.as_strided(view.shape, view.stride(), offset_in_buffer))
+        values = buffer.as_strided(box.sizes, stored_box.stride(), begin - buffer_begin)
+        destination.copy_(values)
 
     def verify(self) -> Index:
         """Read every byte of the checkpoint, verify all checksums, and return the index."""
@@ -228,15 +245,16 @@ class DataReader:
 
 
 def _tasks(blocks: Iterable[_Block]) -> list[list[_Block]]:
-    """Group blocks of about 4 MiB together: for small leaves, a task for each would cost more than the read."""
+    """Group blocks to tasks of about 4 MiB: for small leaves, a task for each would cost more than the read."""
     tasks: list[list[_Block]] = []
-    room = 0
+    free_bytes = 0  # of the last task
     for block in blocks:
-        if room < len(block.destination):
+        nbytes = len(block.destination)
+        if nbytes > free_bytes:
             tasks.append([])
-            room = BLOCK
+            free_bytes = BLOCK
         tasks[-1].append(block)
-        room -= len(block.destination)
+        free_bytes -= nbytes
     return tasks
 
 

@@ -209,33 +209,39 @@ def _request(
     """
     optimizer: SavedOptimizer | None = None
     if is_optimizer(state):
-        optimizer = state
         if tx is not None:
             raise TypeError("tx: an optimizer is saved with its transform: leave tx out")
+        optimizer = state
         tx = optimizer.transform
         state = optimizer.transform_state
     if group is None and isinstance(tx, Sharded):
-        group = tx.layout.group
-        if group is not None and copy:  # training continues, and communicates on this group
-            raise ValueError(
-                "save_async of a sharded state requires a process group that nothing else uses: pass "
-                'group=dist.new_group(backend="gloo")'
-            )
-    folder = Path()  # in the request if `folder_named` raises
+        group = _group_of_layout(tx, is_async=copy)
+    folder = Path()  # until the path is known to be one
     try:
-        finish_earlier_save()  # inside try: under `python -W error` it raises, which must reach all ranks
+        finish_earlier_save()  # a warning that is an error must reach all ranks, too
         folder = folder_named(path)  # absolute, so that a later chdir() does not change it
         require_valid(folder, tx, step, keep)
         with no_collection():
             leaves = _leaves_of(state, params, tx, is_alone=group is None)
             head = replace(head_of(tx, leaves, step, extra), objects=_objects_of(optimizer, scheduler))
-        if copy:  # training may change the originals
+        if copy:
             leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
+        return SaveRequest(folder, head, leaves, keep, group)
     except Exception as error:
         if group is None:  # no other rank waits
             raise
         return SaveRequest(folder, group=group, problem=error)
-    return SaveRequest(folder, head, leaves, keep, group)
+
+
+def _group_of_layout(tx: Sharded, *, is_async: bool) -> ProcessGroup | None:
+    """Return the process group over which a transform is sharded; raise if a save in the background would use it."""
+    group = tx.layout.group
+    if group is not None and is_async:  # training continues, and communicates on this group
+        raise ValueError(
+            "save_async of a sharded state requires a process group that nothing else uses: pass "
+            'group=dist.new_group(backend="gloo")'
+        )
+    return group
 
 
 def require_valid(path: Path, tx: object, step: int | None, keep: int | None) -> None:
@@ -261,7 +267,7 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
     if state is not None:
         named += named_tensors(state)
     if params is not None:
-        named += named_tensors(params, PARAMS)
+        named += named_tensors(params, section=PARAMS)
     leaves = {name: leaf for name, leaf in named if leaf is not None}
     for name, leaf in leaves.items():
         require_writable(name, leaf, is_alone=is_alone)
@@ -301,13 +307,16 @@ def head_of(
     tx: Transform | None, leaves: Mapping[str, Any], step: int | None, extra: Mapping[str, Any] | None
 ) -> Index:
     """Return the part of the index that is known before the leaves are written."""
-    # Modules inside the package must not import it, so the version is looked up in sys.modules.
-    package = sys.modules[__name__.partition(".")[0]]
-    versions = {"muonfx": str(getattr(package, "__version__", "unknown")), "torch": str(torch.__version__)}
-    head = Index(step=step, extra=_as_json(dict(extra or {})), versions=versions)
-    if tx is None:
-        return head
-    return replace(head, **_record_of(tx, leaves))
+    record = Index()
+    if tx is not None:
+        record = _record_of(tx, leaves)
+    return replace(record, step=step, extra=_as_json(dict(extra or {})), versions=_versions())
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of this package and of torch."""
+    package = sys.modules["muonfx"]  # modules inside the package must not import it
+    return {"muonfx": package.__version__, "torch": str(torch.__version__)}
 
 
 def _as_json(extra: dict[str, object]) -> dict[str, object]:
@@ -327,26 +336,19 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
     return copied
 
 
-def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of the index about a transform: its fingerprint, ``repr``, and dtypes of matrix products."""
-    state_dtypes: set[torch.dtype] = set()
-    param_dtypes: set[torch.dtype] = set()
-    device: torch.device | None = None  # of the first leaf
-    for name, leaf in leaves.items():
-        device = device or torch.device(leaf.device)
-        if leaf.dtype.is_floating_point:
-            dtypes = param_dtypes if in_section(name, PARAMS) else state_dtypes
-            dtypes.add(leaf.dtype)
-    # Parameters that are not saved are assumed to have the dtypes of the state.
-    product_inputs = frozenset(param_dtypes or state_dtypes)
-    key = "checkpoint", product_inputs, device
-    if key not in tx.derived or tx.tensors:  # a number in a tensor may have changed in place
-        plain = strip_transparent(tx)
-        products: dict[str, str] = {}
-        if device is not None and product_inputs:
-            products = product_dtypes(plain, product_inputs, device)
-        tx.derived[key] = {"fingerprint": tx.fingerprint, "chain": repr(plain), "products": products}
-    return tx.derived[key]
+def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> Index:
+    """Return an index with the fields about a transform only: its fingerprint, ``repr``, and dtypes of its products."""
+    float_names = [name for name, leaf in leaves.items() if leaf.dtype.is_floating_point]
+    param_names = [name for name in float_names if in_section(name, PARAMS)]
+    if not param_names:  # parameters that are not saved are assumed to have the dtypes of the state
+        param_names = float_names
+    plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
+    products: dict[str, str] = {}
+    if param_names:
+        dtypes = {leaves[name].dtype for name in param_names}
+        first_leaf = next(iter(leaves.values()))
+        products = product_dtypes(plain_tx, dtypes, torch.device(first_leaf.device))
+    return Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
 
 
 def _copy(leaf: Any) -> Any:
@@ -357,6 +359,7 @@ def _copy(leaf: Any) -> Any:
         # Imported here, since torch.distributed.checkpoint takes longer to import than muonfx.
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+        # Without pinned memory, shared memory, another process, and copies that do not block.
         stager = DefaultStager(StagingOptions(False, False, False, False))
         staged: Any = stager.stage({"leaf": leaf.detach()})
         stager.close()

@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -44,10 +45,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from muonfx.checkpoint.draft import Draft, Entry, block_checksums
+from muonfx.checkpoint.draft import Draft, WrittenShards, block_checksums
 from muonfx.checkpoint.errors import CheckpointError, ReplacedError
 from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried
-from muonfx.checkpoint.index import Index
+from muonfx.checkpoint.index import Chunk, Index, Leaf
 from muonfx.checkpoint.leaves import PARAMS, StateSpec, in_section, name_of, path_of, plain_names, whole_box
 from muonfx.checkpoint.match import Rules, match
 from muonfx.checkpoint.objects import from_json, to_json
@@ -55,14 +56,12 @@ from muonfx.checkpoint.reader import DataReader, Transfer
 from muonfx.checkpoint.save import head_of, require_valid, require_writable
 from muonfx.checkpoint.together import require_same
 from muonfx.checkpoint.writer import (
-    Assignment,
     Proposal,
     ProposedLeaf,
     SaveRequest,
-    WrittenShards,
-    key_in_file,
+    consistent_specs,
+    entry_of,
     merged,
-    require_consistent,
 )
 from muonfx.sharding.shards.boxes import Box
 from muonfx.tree import Spec
@@ -70,18 +69,38 @@ from muonfx.tree import Spec
 # ---------------------------------------------------------------------------------------------------------------- write
 
 
+class _FileOfRank(NamedTuple):
+    """The data file that a rank writes, as the coordinator assigns it."""
+
+    save_id: str
+    file: Path
+
+
 class _WrittenByRank(NamedTuple):
     """The result of a rank's write, which it sends to the coordinator."""
 
     shards: WrittenShards
-    """The data file, and where the shards are in it. The number of the file is assigned by the coordinator."""
+    """The data file, and where the shards are in it."""
     leaves: dict[str, ProposedLeaf]
     """The tensors that this rank holds, also those that another rank has written, with checksums of their shards."""
     objects: dict[str, Any]
     """The values on this rank that are no tensors, as JSON."""
 
 
-class Writer(StorageWriter):
+class _InFolder:
+    """A storage of DCP whose checkpoints are folders."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether ``checkpoint_id`` can be the path of a folder."""
+        try:
+            folder_named(checkpoint_id)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+
+class Writer(_InFolder, StorageWriter):
     """A storage for ``torch.distributed.checkpoint.save`` and ``async_save`` that writes a checkpoint of muonfx.
 
     The state dict may be of any model and optimizer. The checkpoint is complete or not there: if a process is killed
@@ -154,11 +173,6 @@ class Writer(StorageWriter):
             require_valid(folder, None, self._request.head.step, self._request.keep)
             self._request = replace(self._request, path=folder)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether ``checkpoint_id`` can be the path of a folder."""
-        return _is_folder_name(checkpoint_id)
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save on this rank."""
         if not kwargs.get("use_collectives", True):
@@ -185,16 +199,15 @@ class Writer(StorageWriter):
         except BaseException:
             self._abandon()
             raise
-        planned: list[SavePlan] = []
+        plans_with_files: list[SavePlan] = []
         for rank, plan in enumerate(plans):
-            assignment = Assignment(draft.save_id, draft.data_file(rank, len(plans)), 0, [])
-            planned.append(replace(plan, storage_data=assignment))
-        draft.add_files(plan.storage_data.file for plan in planned)
-        return planned
+            file = draft.data_file(rank, len(plans))
+            draft.add_file(file)
+            plans_with_files.append(replace(plan, storage_data=_FileOfRank(draft.save_id, file)))
+        return plans_with_files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the values of a plan to the data file of this rank, and compute checksums of the others it holds."""
-        future: Future[list[WriteResult]] = Future()
         try:
             _require_no_plan_caching(getattr(planner, "_enable_plan_caching", False))
             written = self._write(plan, planner)
@@ -202,49 +215,50 @@ class Writer(StorageWriter):
             self._abandon()
             raise
         nbytes = 0 if written.shards.file is None else written.shards.file.nbytes
-        future.set_result([WriteResult(MetadataIndex(""), nbytes, written)])
+        # DCP sends results to the coordinator unread, so one is enough, and its index may be empty.
+        result = WriteResult(MetadataIndex(""), nbytes, written)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result])
         return future
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> _WrittenByRank:
-        """Write the values of a plan, after a check that a checkpoint can hold every value of this rank."""
-        to_write = {item.index for item in plan.items}
-        held = {item.index: item for item in [*self._planned, *plan.items]}
+        """Write the values of a plan, after a check that a checkpoint can hold every value of this rank.
+
+        The plan has the values that this rank writes. The values in ``self._planned``, which this rank holds, include
+        those that another rank writes. Of these, only the checksums are computed.
+        """
+        written_indices = {item.index for item in plan.items}
+        item_of = {item.index: item for item in [*self._planned, *plan.items]}
         shards: list[_Shard] = []
         objects: dict[str, Any] = {}
-        for item in held.values():
-            name = _name_of_key(item.index.fqn, plan.planner_data)
+        for index, item in item_of.items():
+            name = _name_of_key(index.fqn, plan.planner_data)
             if item.type == WriteItemType.BYTE_IO:
                 objects[name] = to_json(_object_of(item, planner, name), name)
             elif not _is_empty_shard(item):
-                shards.append(_shard_of(item, planner, name, is_written=item.index in to_write))
+                shards.append(_shard_of(item, planner, name, is_written=index in written_indices))
         written = self._write_shards(plan.storage_data, [shard for shard in shards if shard.is_written])
-        leaves: dict[str, ProposedLeaf] = {}
-        for shard in shards:
-            leaf = leaves.setdefault(shard.name, ProposedLeaf(shard.spec, False, {}))
-            if not shard.is_written:
-                leaf.checksums[shard.box] = " ".join(block_checksums(shard.values))
-        for name, chunk in written.chunks:
-            leaves[name].checksums[chunk.box] = " ".join(chunk.crc32)
-        return _WrittenByRank(written, leaves, objects)
+        return _WrittenByRank(written, _with_checksums(shards, written), objects)
 
-    def _write_shards(self, assignment: Assignment, shards: Sequence[_Shard]) -> WrittenShards:
+    def _write_shards(self, assigned: _FileOfRank, shards: Sequence[_Shard]) -> WrittenShards:
         """Write shards of tensors to the data file of this rank; without shards, write no file."""
         if not shards:
             return WrittenShards(None, [])
-        entries: list[Entry] = []
-        for shard in shards:
-            key = key_in_file(shard.name, shard.box, shard.spec.shape)
-            entries.append(Entry(key, shard.name, shard.box, shard.values))
-        draft = self._draft or Draft(assignment.file.parent, assignment.save_id)
+        entries = [entry_of(shard.name, shard.box, shard.spec.shape, shard.values) for shard in shards]
+        draft = self._draft
+        if draft is None:  # on ranks other than the coordinator
+            draft = Draft(assigned.file.parent, assigned.save_id)
         with draft.write_errors():
-            return WrittenShards(*draft.write(assignment.file, 0, entries))
+            return draft.write(assigned.file, entries)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, compare replicas and write the index, which completes the checkpoint."""
         draft = self._draft
         assert draft is not None
+        # `write_data` has returned one result on each rank.
+        written_by_rank = [results_of_rank[0].storage_data for results_of_rank in results]
         try:
-            index = self._index_of([result.storage_data for (result,) in results], draft.save_id)
+            index = self._index_of(written_by_rank, draft.save_id)
             with draft.write_errors():
                 draft.commit(index)
         except BaseException:
@@ -255,19 +269,9 @@ class Writer(StorageWriter):
 
     def _index_of(self, written_by_rank: list[_WrittenByRank], save_id: str) -> Index:
         """Return the index of a checkpoint; raise if ranks hold different values, or do not fill a tensor."""
-        require_consistent([Proposal({}, written.leaves) for written in written_by_rank])
+        specs = consistent_specs([Proposal({}, written.leaves) for written in written_by_rank])
         objects = _merged_objects([written.objects for written in written_by_rank])
-        specs: dict[str, Spec] = {}
-        numbered: list[WrittenShards] = []
-        number = 0  # of the next file in the index
-        for written in written_by_rank:
-            for name, leaf in written.leaves.items():
-                specs[name] = leaf.spec
-            chunks = [(name, chunk._replace(file=number)) for name, chunk in written.shards.chunks]
-            numbered.append(WrittenShards(written.shards.file, chunks))
-            if written.shards.file is not None:
-                number += 1
-        files, leaves = merged(numbered, specs)
+        files, leaves = merged([written.shards for written in written_by_rank], specs)
         both = objects.keys() & leaves.keys()
         if both:
             raise CheckpointError(
@@ -288,6 +292,21 @@ class _Shard(NamedTuple):
     values: Tensor
     is_written: bool
     """False if another rank, which holds it too, writes it."""
+
+
+def _with_checksums(shards: Sequence[_Shard], written: WrittenShards) -> dict[str, ProposedLeaf]:
+    """Return the tensors that this rank holds, by name, with the checksums of their shards.
+
+    Those of the shards that this rank has ``written`` are known, and the others are computed.
+    """
+    leaves: dict[str, ProposedLeaf] = {}
+    for shard in shards:
+        leaf = leaves.setdefault(shard.name, ProposedLeaf(shard.spec, False, {}))
+        if not shard.is_written:
+            leaf.checksums[shard.box] = " ".join(block_checksums(shard.values))
+    for name, chunk in written.chunks:
+        leaves[name].checksums[chunk.box] = " ".join(chunk.crc32)
+    return leaves
 
 
 def _require_no_plan_caching(is_cached: bool) -> None:
@@ -342,23 +361,25 @@ def _shard_of(item: WriteItem, planner: SavePlanner, name: str, *, is_written: b
 
 def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of all ranks that are no tensors; raise if ranks have different values of one name."""
-    written: dict[str, Any] = {}
-    rank_of: dict[str, int] = {}
+    json_of: dict[str, Any] = {}
+    rank_of: dict[str, int] = {}  # the first rank with each name
     for rank, objects in enumerate(objects_by_rank):
         for name, value in objects.items():
-            if repr(written.setdefault(name, value)) != repr(value):
+            if name not in rank_of:
+                rank_of[name] = rank
+                json_of[name] = value
+            elif repr(value) != repr(json_of[name]):  # repr, since 1 and True are equal
                 raise CheckpointError(
-                    f"nothing was written: {name!r} is {value!r:.200} on rank {rank} and {written[name]!r:.200} on "
+                    f"nothing was written: {name!r} is {value!r:.200} on rank {rank} and {json_of[name]!r:.200} on "
                     f"rank {rank_of[name]}, expected equal values: use different keys for values of one rank"
                 )
-            rank_of.setdefault(name, rank)
-    return {name: from_json(value) for name, value in written.items()}
+    return {name: from_json(value) for name, value in json_of.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------- read
 
 
-class Reader(StorageReader):
+class Reader(_InFolder, StorageReader):
     """A storage for ``torch.distributed.checkpoint.load`` that reads a checkpoint of muonfx.
 
     `Writer` or `muonfx.checkpoint.save` have written it, on any number of ranks and under any layout. The checksum of
@@ -413,11 +434,6 @@ class Reader(StorageReader):
         if checkpoint_id is not None:
             self._path = folder_named(checkpoint_id)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether ``checkpoint_id`` can be the path of a folder."""
-        return _is_folder_name(checkpoint_id)
-
     # Not **kwargs, from which DCP concludes that each rank may have metadata of its own.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Read the index. Until the data files are open, a save that replaces the checkpoint does not remove them.
@@ -427,17 +443,24 @@ class Reader(StorageReader):
         """
         self._stack.close()
         try:
-            self._index = retried(self._path, lambda _: self._stack.enter_context(inspect_and_keep(self._path)))
+            self._index = retried(self._path, self._lock_index)
             self._name_of_key = _names_of_keys([*self._index.leaves, *self._index.objects])
         except CheckpointError as error:
             self._stack.close()
             return _Unreadable(error)
         described: dict[str, Any] = {}
+        paths: dict[str, tuple[str | int, ...]] = {}
         for key, name in self._name_of_key.items():
-            described[key] = BytesStorageMetadata()
+            paths[key] = path_of(name)
             if name in self._index.leaves:
-                described[key] = _described(self._index, name)
-        return Metadata(described, planner_data={key: path_of(name) for key, name in self._name_of_key.items()})
+                described[key] = _described(self._index.leaves[name])
+            else:
+                described[key] = BytesStorageMetadata()
+        return Metadata(described, planner_data=paths)
+
+    def _lock_index(self, attempt: int) -> Index:
+        """Return the index; it stays open and locked until the data files were read."""
+        return self._stack.enter_context(inspect_and_keep(self._path))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise the error with which the index could not be read."""
@@ -445,15 +468,17 @@ class Reader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Open the data files that this rank needs; they stay readable when the checkpoint is replaced."""
-        numbers: set[int] = set()
-        for item in plan.items:
-            if item.type == LoadItemType.TENSOR:
-                leaf = self._index.leaves[self._name_of_key[item.storage_index.fqn]]
-                numbers |= {chunk.file for chunk in leaf.chunks if chunk.box.offsets == item.storage_index.offset}
+        numbers = {self._chunk_of(item).file for item in plan.items if item.type == LoadItemType.TENSOR}
         with replacement(self._path, self._index):
             self._data = self._stack.enter_context(DataReader(self._path, self._index))
             self._data.check_files(numbers)
         return replace(plan, storage_data=self._index.save_id)
+
+    def _chunk_of(self, item: ReadItem) -> Chunk:
+        """Return the chunk of a stored tensor from which an item of a plan reads."""
+        leaf = self._index.leaves[self._name_of_key[item.storage_index.fqn]]
+        offsets = tuple(item.storage_index.offset or ())
+        return next(chunk for chunk in leaf.chunks if chunk.box.offsets == offsets)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise if the ranks have opened different checkpoints, because a save replaced one meanwhile."""
@@ -463,18 +488,16 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the values of a plan, and copy them into the state dict once all are read."""
-        try:
-            tensor_items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        tensor_items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        with self._stack:  # closes all files at the end
             destinations = [planner.resolve_tensor(item).detach() for item in tensor_items]
             self._require_fit(tensor_items, destinations)
             transfers = [self._transfer_of(item) for item in tensor_items]
             with replacement(self._path, self._index):
                 self._data.read(transfer for transfer in transfers if transfer.destination.numel())
-        finally:
-            self._stack.close()
         for item, destination, transfer in zip(tensor_items, destinations, transfers, strict=True):
             destination.copy_(transfer.destination)
-            planner.commit_tensor(item, destination)
+            planner.commit_tensor(item, destination)  # required after each change of a tensor from the planner
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, self._bytes_of(item))
@@ -485,12 +508,11 @@ class Reader(StorageReader):
     def _transfer_of(self, item: ReadItem) -> Transfer:
         """Return a copy of the part of a stored tensor that an item of a plan needs, to new memory."""
         name = self._name_of_key[item.storage_index.fqn]
-        leaf = self._index.leaves[name]
-        chunk_offsets = tuple(item.storage_index.offset or ())
-        chunk = next(chunk for chunk in leaf.chunks if chunk.box.offsets == chunk_offsets)
-        offsets = tuple(map(int.__add__, chunk_offsets, item.storage_offsets))
+        dtype = self._index.leaves[name].spec.dtype
+        chunk = self._chunk_of(item)
+        offsets = tuple(map(int.__add__, chunk.box.offsets, item.storage_offsets))
         box = Box(offsets, tuple(item.lengths))
-        return Transfer(name, chunk, box, torch.empty(box.sizes, dtype=leaf.spec.dtype))
+        return Transfer(name, chunk, box, torch.empty(box.sizes, dtype=dtype))
 
     def _require_fit(self, items: Sequence[ReadItem], destinations: Sequence[Tensor]) -> None:
         """Raise one error with all tensors to which stored values would be rounded, as `muonfx.checkpoint.load` does.
@@ -501,8 +523,10 @@ class Reader(StorageReader):
         specs: dict[str, Spec] = {}
         for item, destination in zip(items, destinations, strict=True):
             name = self._name_of_key[item.storage_index.fqn]
-            specs[plain_name_of[name]] = Spec(self._index.leaves[name].spec.shape, destination.dtype)
-        rules = Rules((), ("*",), allow_other_chain=True, cast=self._cast, rename={})
+            shape = self._index.leaves[name].spec.shape
+            specs[plain_name_of[name]] = Spec(shape, destination.dtype)
+        # A state dict may have a part of the leaves.
+        rules = Rules(allow_missing=(), allow_extra=("*",), allow_other_chain=True, cast=self._cast, rename={})
         for section in ("", PARAMS):
             expected = StateSpec({name: spec for name, spec in specs.items() if in_section(name, section)})
             match(self._index, expected, rules, section=section, where=str(self._path))
@@ -527,15 +551,6 @@ class _Unreadable(Metadata):
         return object.__getattribute__(self, name)
 
 
-def _is_folder_name(checkpoint_id: object) -> bool:
-    """Return whether a value can be the path of a folder."""
-    try:
-        folder_named(checkpoint_id)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def _names_of_keys(names: Sequence[str]) -> dict[str, str]:
     """Return a dict from the key in DCP to the name in the checkpoint: ``{"model.fc.weight": "model/fc.weight"}``."""
     name_of_key: dict[str, str] = {}
@@ -550,8 +565,9 @@ def _names_of_keys(names: Sequence[str]) -> dict[str, str]:
     return name_of_key
 
 
-def _described(index: Index, name: str) -> TensorStorageMetadata:
+def _described(leaf: Leaf) -> TensorStorageMetadata:
     """Return the shape, dtype and chunks of a leaf in the form of DCP."""
-    leaf = index.leaves[name]
-    chunks = [ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)) for chunk in leaf.chunks]
+    chunks: list[ChunkStorageMetadata] = []
+    for chunk in leaf.chunks:
+        chunks.append(ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)))
     return TensorStorageMetadata(TensorProperties(leaf.spec.dtype), torch.Size(leaf.spec.shape), chunks)

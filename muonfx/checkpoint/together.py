@@ -7,6 +7,7 @@ value, and errors are raised as they are.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -78,25 +79,32 @@ class Together:
     def step(self, compute: Callable[[], Value], merge: Callable[[list[Value]], Sequence[Answer]]) -> Answer:
         """Let each rank ``compute`` a value, and rank 0 ``merge`` the values to one answer for each rank.
 
-        Rank 0 merges only if all ranks have a value. Otherwise, or if the merge fails, all ranks raise one error.
+        Rank 0 merges only if all ranks have a value. Otherwise, or if the merge fails, all ranks raise one error. A
+        rank that is interrupted takes part in the communication until all ranks have an answer.
         """
         computed = _attempt(compute)
-        merged = _Outcome(None)
-        answers: list[Any] = []
         values = self._gather(computed.sent)
+        merged = _Outcome([])  # of ranks other than 0
         if self.rank == 0:
-            failures = _failures_of(values)
-            if not failures:
-                merged = _attempt(lambda: merge(values))
-                failures = _failures_of([merged.sent])
-            answers = [failures] * self.size if failures else [*merged.sent]
-        answer = self._scatter(answers)
-        interrupt = computed.interrupt or merged.interrupt
-        if interrupt is not None:
-            raise interrupt
+            merged = self._merge(values, merge)
+        answer = self._scatter(merged.sent)
+        for interrupt in (computed.interrupt, merged.interrupt):
+            if interrupt is not None:
+                raise interrupt
         if isinstance(answer, _Failures):
             raise_one_error(answer, self.path)
         return answer
+
+    def _merge(self, values: list[Any], merge: Callable[[list[Any]], Sequence[Any]]) -> _Outcome:
+        """Return the list of answers for the ranks; if a value is an error or the merge fails, `_Failures` for each."""
+        failures = _failures_of(values)
+        if failures:
+            return _Outcome([failures] * self.size)
+        merged = _attempt(lambda: list(merge(values)))
+        if isinstance(merged.sent, Exception):
+            failures = _Failures({self.rank: merged.sent})
+            return _Outcome([failures] * self.size, merged.interrupt)
+        return merged
 
     def _gather(self, value: object) -> list[Any]:
         """Return the values of all ranks on rank 0, and an empty list elsewhere."""
@@ -120,12 +128,24 @@ def _attempt(compute: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(compute())
     except Exception as error:
-        if isinstance(error, CheckpointError) or type(error).__module__ == "builtins":
-            return _Outcome(error)
-        # Such a class may be local, or its instances may not be restorable from their arguments by pickle.
-        return _Outcome(CheckpointError(f"{type(error).__name__}: {error}"))
+        return _Outcome(_sendable(error))
     except BaseException as error:
-        return _Outcome(CheckpointError(f"{type(error).__name__}: {error}"), error)
+        return _Outcome(_as_checkpoint_error(error), interrupt=error)
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return an error that pickle can send to other ranks: the same one if its class is ours or of Python.
+
+    Another class may be local, or its instances may not be restorable from their arguments by pickle.
+    """
+    if isinstance(error, CheckpointError) or type(error).__module__ == "builtins":
+        return error
+    return _as_checkpoint_error(error)
+
+
+def _as_checkpoint_error(error: BaseException) -> CheckpointError:
+    """Return a `CheckpointError` with the class and the text of another error."""
+    return CheckpointError(f"{type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -144,7 +164,7 @@ def _communication() -> Generator[None]:
 def check_group(group: Any, action: str) -> dist.ProcessGroup:
     """Return ``group``; raise unless it is a process group with this rank. ``action`` begins the error message."""
     try:
-        if dist.is_initialized() and dist.get_rank(group) >= 0:
+        if dist.is_initialized() and dist.get_rank(group) >= 0:  # -1 for a process that is not in the group
             return group
     except (ValueError, RuntimeError, TypeError, AttributeError):
         pass  # torch does not know the group
@@ -178,7 +198,7 @@ def _merged_error(first: Exception, errors: Iterable[Exception], message: str) -
         return MismatchError(message, first.problems)
     if isinstance(first, WriteError):  # the checkpoint was written if any rank has seen it
         is_written = any(isinstance(error, WriteError) and error.written for error in errors)
-        return WriteError(message, is_written)
+        return WriteError(message, written=is_written)
     if isinstance(first, CheckpointError):
         return type(first)(message)
     return CheckpointError(message)
@@ -193,18 +213,9 @@ def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: s
         if len(ranks_of_text) == 1:
             continue
         # Of long texts, such as a chain's, only the part around the first difference is shown.
-        start = max(0, _common_length([*ranks_of_text]) - 100)
+        common_text = os.path.commonprefix(list(ranks_of_text))  # noqa: RUF071 - of characters, not of paths
+        start = max(0, len(common_text) - 100)
         shown = [f"{listed(ranks)}: {text[start : start + 200]}" for text, ranks in ranks_of_text.items()]
         raise CheckpointError(
             f"{outcome}: the ranks {action} with different {name}= ({'; '.join(shown)}): pass the same everywhere"
         )
-
-
-def _common_length(texts: Sequence[str]) -> int:
-    """Return the number of characters with which all texts begin."""
-    length = 0
-    for characters in zip(*texts, strict=False):
-        if len(set(characters)) > 1:
-            break
-        length += 1
-    return length

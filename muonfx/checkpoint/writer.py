@@ -3,20 +3,19 @@
 Each rank proposes its shards (`Proposal`), and `shards_to_write` merges the proposals. A shard that several ranks hold
 is written by one of them. Which one depends on the sizes of all leaves, so if the ranks held different values, the file
 would be a mixture that belongs to no rank. Each rank therefore proposes a checksum of every shard that others may hold,
-and `require_consistent` compares them before anything is written.
+and `consistent_specs` compares them before anything is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from muonfx.checkpoint.draft import Draft, Entry
+from muonfx.checkpoint.draft import Draft, Entry, WrittenShards
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, WriteError
 from muonfx.checkpoint.files import bytes_of, crc32_of, no_collection, with_plain_bits
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
@@ -59,18 +58,8 @@ class Assignment(NamedTuple):
 
     save_id: str
     file: Path
-    number: int
-    """The number of the file in the index."""
     keys: list[ShardKey]
     """The shards to write; if there are none, a rank of several writes no file."""
-
-
-class WrittenShards(NamedTuple):
-    """The data file that a rank has written, and where the shards are in it; no file if it had none to write."""
-
-    file: DataFile | None
-    chunks: list[tuple[str, Chunk]]
-    """The names of leaves, and the position of a shard of each in the file."""
 
 
 class Saver:
@@ -95,11 +84,14 @@ class Saver:
         leaves: dict[str, ProposedLeaf] = {}
         for name, leaf in self.request.leaves.items():
             shards = shards_of(leaf)
-            checksums: dict[Box, str | None] = dict.fromkeys(shards)
-            if not is_held_once(leaf, self.ranks):
-                checksums = {box: checksum_of_shard(values) for box, values in shards.items()}
-            leaves[name] = ProposedLeaf(Spec(tuple(leaf.shape), leaf.dtype), not is_sharded(leaf), checksums)
             self.shards[name] = shards
+            checksums: dict[Box, str | None]
+            if is_held_once(leaf, self.ranks):
+                checksums = dict.fromkeys(shards)
+            else:
+                checksums = {box: checksum_of_shard(values) for box, values in shards.items()}
+            spec = Spec(tuple(leaf.shape), leaf.dtype)
+            leaves[name] = ProposedLeaf(spec, not is_sharded(leaf), checksums)
         arguments: dict[str, str] = {}
         if self.ranks > 1:  # a single rank has nothing to compare them with
             arguments = self.request.arguments()
@@ -109,35 +101,33 @@ class Saver:
     def assign(self, proposals: list[Proposal]) -> list[Assignment]:
         """Assign each shard to one rank that holds it, create the folder of the checkpoint, and lock the save."""
         require_same([proposal.arguments for proposal in proposals], "save", "nothing was written")
-        require_consistent(proposals)
-        for proposal in proposals:
-            for name, leaf in proposal.leaves.items():
-                self.specs[name] = leaf.spec
+        self.specs = consistent_specs(proposals)
         draft = Draft(self.request.path)
         self.draft = draft
         with draft.write_errors():
             draft.begin()
         assignments: list[Assignment] = []
-        number = 0  # of the next file that is not empty
         for rank, keys in enumerate(shards_to_write(proposals)):
-            assignments.append(Assignment(draft.save_id, draft.data_file(rank, self.ranks), number, keys))
-            if keys:
-                number += 1
+            assignments.append(Assignment(draft.save_id, draft.data_file(rank, self.ranks), keys))
         return assignments
 
     def write(self, assignment: Assignment) -> WrittenShards:
-        """Write the shards that were assigned to this rank to its data file."""
-        draft = self.draft or Draft(self.request.path, assignment.save_id)
-        self.draft = draft
+        """Write the shards that were assigned to this rank to its data file.
+
+        A rank without shards writes no file. A single rank always writes one, also for a state without tensors.
+        """
+        if self.draft is None:  # on ranks other than 0, which has created it in `assign`
+            self.draft = Draft(self.request.path, assignment.save_id)
+        draft = self.draft
         if not assignment.keys and self.ranks > 1:
             return WrittenShards(None, [])
         entries: list[Entry] = []
         with no_collection():
             for name, box in assignment.keys:
-                key = key_in_file(name, box, self.request.leaves[name].shape)
-                entries.append(Entry(key, name, box, self.shards[name][box]))
+                shape = self.request.leaves[name].shape
+                entries.append(entry_of(name, box, shape, self.shards[name][box]))
         with draft.write_errors():
-            return WrittenShards(*draft.write(assignment.file, assignment.number, entries))
+            return draft.write(assignment.file, entries)
 
     @no_collection()
     def commit(self, written: list[WrittenShards]) -> Sequence[None]:
@@ -152,7 +142,9 @@ class Saver:
         except Exception as error:  # such as a warning that is an error
             if self.ranks == 1:
                 raise
-            raise WriteError(f"{draft.path} was written, but a later operation failed: {error!r}", True) from error
+            # The other ranks raise it too, and must learn that the checkpoint is complete.
+            message = f"{draft.path} was written, but a later operation failed: {error!r}"
+            raise WriteError(message, written=True) from error
         return [None] * self.ranks
 
     def clean_up(self) -> None:
@@ -167,7 +159,9 @@ class Saver:
     def give_up(self) -> bool | None:
         """End the save on this rank alone; return whether the checkpoint is complete, None if that cannot be known."""
         if self.rank == 0:
-            return self.draft is not None and self.draft.abandon()
+            if self.draft is None:
+                return False
+            return self.draft.abandon()
         # The files of this rank stay: rank 0 may still commit an index that names them.
         if self.draft is not None and self.draft.is_at_path():
             return True
@@ -182,10 +176,12 @@ def merged(written: Sequence[WrittenShards], specs: Mapping[str, Spec]) -> tuple
     files: list[DataFile] = []
     chunks_of_leaf: dict[str, list[Chunk]] = {name: [] for name in specs}
     for file, chunks in written:
+        for name, chunk in chunks:
+            if files:  # in the first file, each chunk has its number, 0
+                chunk = chunk._replace(file=len(files))
+            chunks_of_leaf[name].append(chunk)
         if file is not None:
             files.append(file)
-        for name, chunk in chunks:
-            chunks_of_leaf[name].append(chunk)
     leaves: dict[str, Leaf] = {}
     for name, chunks in chunks_of_leaf.items():
         if len(chunks) > 1:
@@ -194,11 +190,15 @@ def merged(written: Sequence[WrittenShards], specs: Mapping[str, Spec]) -> tuple
     return tuple(files), leaves
 
 
-def key_in_file(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """Return the key of a shard in a data file: "trace/w" for a whole leaf, "trace/w~[0:4,0:8]" for a part."""
-    if box.sizes == shape:
-        return name
-    return f"{name}~[{','.join(slices_of(box))}]"
+def entry_of(name: str, box: Box, shape: tuple[int, ...], values: Tensor) -> Entry:
+    """Return the entry of a data file for a shard: the box of a leaf that has a shape, with the values in it.
+
+    Its key is "trace/w" for a whole leaf, and "trace/w~[0:4,0:8]" for a part.
+    """
+    key = name
+    if box.sizes != shape:
+        key += f"~[{','.join(slices_of(box))}]"
+    return Entry(key, name, box, values)
 
 
 def write_checkpoint(request: SaveRequest) -> None:
@@ -213,13 +213,14 @@ def write_checkpoint(request: SaveRequest) -> None:
             raise WriteError(f"{path} was not written: {error}") from error
     saver = Saver(request, ranks.rank, ranks.size)
     try:
+        # In a step, all ranks call the first function, and rank 0 calls the second with their results.
         assignment = ranks.step(saver.propose, saver.assign)
         ranks.step(lambda: saver.write(assignment), saver.commit)
     except LostRanksError as error:
         is_committed = saver.give_up()
-        state = _STATES[is_committed]
-        raise WriteError(f"{path} {state} {error}", is_committed is True) from error
-    except Exception:
+        message = f"{path} {_STATES[is_committed]} {error}"
+        raise WriteError(message, written=is_committed is True) from error
+    except Exception:  # all ranks raise it, so each can remove its files
         saver.clean_up()
         raise
     except BaseException:  # an interrupt, perhaps of this rank alone
@@ -275,10 +276,10 @@ def shards_to_write(proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
     bytes_of_rank = [0] * len(proposals)
     # Shards of one holder first: they leave no choice, and count for the choices that follow.
     for key, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
-        writer = min(ranks, key=bytes_of_rank.__getitem__)
+        writer = min(ranks, key=lambda rank: bytes_of_rank[rank])
         keys_of_rank[writer].append(key)
         itemsize = proposals[writer].leaves[key.name].spec.dtype.itemsize
-        bytes_of_rank[writer] += prod(key.box.sizes) * itemsize
+        bytes_of_rank[writer] += key.box.numel * itemsize
     return keys_of_rank
 
 
@@ -310,23 +311,25 @@ Holders = Mapping[int, ProposedLeaf]
 """The ranks whose trees have a leaf, in ascending order, each with its proposal for the leaf."""
 
 
-def require_consistent(proposals: Sequence[Proposal]) -> None:
-    """Raise unless every leaf has one shape and dtype, and its shards on all ranks fill it without a contradiction."""
+def consistent_specs(proposals: Sequence[Proposal]) -> dict[str, Spec]:
+    """Return the shape and dtype of each leaf; raise unless the shards on all ranks fill it without a contradiction."""
     holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}
     for rank, proposal in enumerate(proposals):
         for name, leaf in proposal.leaves.items():
             holders_by_leaf.setdefault(name, {})[rank] = leaf
+    specs: dict[str, Spec] = {}
     for name, holders in holders_by_leaf.items():
-        if len(proposals) == 1 and holders[0].is_plain:
-            continue  # a whole tensor on a single rank
-        _require_one_spec(name, holders)
-        _require_on_all_ranks(name, holders, len(proposals))
-        _require_filled(name, holders)
+        specs[name] = _common_spec(name, holders)
+        is_whole = len(proposals) == 1 and holders[0].is_plain
+        if not is_whole:
+            _require_on_all_ranks(name, holders, len(proposals))
+            _require_filled(name, holders, specs[name])
     _require_equal_replicas(holders_by_leaf)
+    return specs
 
 
-def _require_one_spec(name: str, holders: Holders) -> None:
-    """Raise if a leaf has another shape or dtype on another rank."""
+def _common_spec(name: str, holders: Holders) -> Spec:
+    """Return the shape and dtype of a leaf; raise if they differ between ranks."""
     first_rank = min(holders)
     first_spec = holders[first_rank].spec
     for rank, leaf in holders.items():
@@ -335,28 +338,28 @@ def _require_one_spec(name: str, holders: Holders) -> None:
                 f"nothing was written: the leaf {name!r} is {described(first_spec)} on rank {first_rank} and "
                 f"{described(leaf.spec)} on rank {rank}: its global shape and dtype must be the same on all"
             )
+    return first_spec
 
 
 def _require_on_all_ranks(name: str, holders: Holders, ranks: int) -> None:
     """Raise if some ranks hold a leaf as a plain tensor, and the trees of other ranks do not have it at all."""
     if len(holders) == ranks or not any(leaf.is_plain for leaf in holders.values()):
         return
-    with_shards = [rank for rank, leaf in holders.items() if leaf.checksums]
+    holding = [rank for rank, leaf in holders.items() if leaf.checksums]  # a checksum for each shard on the rank
     missing = [rank for rank in range(ranks) if rank not in holders]
     raise CheckpointError(
-        f"nothing was written: the leaf {name!r} is a plain tensor on {listed(with_shards)} and missing on "
+        f"nothing was written: the leaf {name!r} is a plain tensor on {listed(holding)} and missing on "
         f"{listed(missing)}, expected equal values on all ranks: save it on all ranks or on none. If each rank has "
         "its own parameters, as in a pipeline, mark those that it holds by FlatShard.cut(tensor, 0, tensor.numel())"
     )
 
 
-def _require_filled(name: str, holders: Holders) -> None:
+def _require_filled(name: str, holders: Holders, spec: Spec) -> None:
     """Raise unless the different shards of a leaf fill it and do not overlap. Ranks may hold equal shards."""
-    boxes: dict[Box, object] = {}
+    boxes: dict[Box, None] = {}  # each shard once, in the order of the ranks
     for leaf in holders.values():
-        boxes |= leaf.checksums
-    spec = holders[min(holders)].spec
-    problem = problem_of_boxes(spec.shape, [*boxes])
+        boxes |= dict.fromkeys(leaf.checksums)
+    problem = problem_of_boxes(spec.shape, list(boxes))
     if problem is not None:
         raise CheckpointError(
             f"nothing was written: the shards of {name!r} on all ranks {problem}, expected {described(spec)}"
@@ -367,7 +370,7 @@ def _require_equal_replicas(holders_by_leaf: Mapping[str, Holders]) -> None:
     """Raise if ranks hold other bits of one shard. Name the first leaf, and count the others."""
     differences: list[str] = []
     for name, holders in holders_by_leaf.items():
-        difference = _difference(holders) if len(holders) > 1 else None
+        difference = _difference(holders)
         if difference is not None:
             differences.append(f"the leaf {name!r} {difference}")
     if not differences:
@@ -382,19 +385,30 @@ def _require_equal_replicas(holders_by_leaf: Mapping[str, Holders]) -> None:
 
 
 def _difference(holders: Holders) -> str | None:
-    """Return a text with the ranks that hold other bits than the first holder of a shard; None if all are equal."""
+    """Return a text about the first shard of a leaf that ranks hold with other bits; None if all are equal."""
+    if len(holders) == 1:
+        return None
+    # For each box, the checksum of its bits on each rank that holds it.
     checksums_of_box: dict[Box, dict[int, str | None]] = {}
     for rank, leaf in holders.items():
         for box, box_checksum in leaf.checksums.items():
             checksums_of_box.setdefault(box, {})[rank] = box_checksum
+    shape = holders[min(holders)].spec.shape
     for box, checksum_of_rank in checksums_of_box.items():
-        first_rank = min(checksum_of_rank)
-        expected = checksum_of_rank[first_rank]
-        different = [rank for rank, box_checksum in checksum_of_rank.items() if box_checksum != expected]
-        if not different or not box.numel:
-            continue
-        text = f"has other values on {listed(different)} than on rank {first_rank}"
-        if box.sizes != holders[first_rank].spec.shape:
-            text += f" in [{', '.join(slices_of(box))}]"
-        return f"{text} (checksums: {checksum_of_rank[different[0]]} and {expected})"
+        if box.numel and len(set(checksum_of_rank.values())) > 1:
+            return _described_difference(box, shape, checksum_of_rank)
     return None
+
+
+def _described_difference(box: Box, shape: tuple[int, ...], checksum_of_rank: Mapping[int, str | None]) -> str:
+    """Return a text with the ranks that hold other bits of a shard than the first of its ranks.
+
+    For example "has other values on ranks 2, 3 than on rank 0 in [0:4, 0:8] (checksums: cpu 12 and cpu 34)".
+    """
+    first_rank = min(checksum_of_rank)
+    expected = checksum_of_rank[first_rank]
+    different = [rank for rank, box_checksum in checksum_of_rank.items() if box_checksum != expected]
+    text = f"has other values on {listed(different)} than on rank {first_rank}"
+    if box.sizes != shape:
+        text += f" in [{', '.join(slices_of(box))}]"
+    return f"{text} (checksums: {checksum_of_rank[different[0]]} and {expected})"

@@ -136,14 +136,14 @@ def grid(*, signed: bool) -> Grid:
     """Return the "linear" codebook of `int8`: signed levels ``k / 127``, or unsigned levels ``(k / 255)**4``."""
     # Second moments of a block span many orders of magnitude. On log-normal blocks of 2048 with a standard deviation
     # of 2, the rms error of 1/sqrt(nu) is 1.7 %, against 3.1 % (dynamic), 9.8 % (square roots) and 56 % (even levels).
+    dtype = torch.uint8
+    largest_code = 255
+    roots = 2
     if signed:
-        return _grid(signed, torch.int8, 127, 0)
-    return _grid(signed, torch.uint8, 255, 2)
-
-
-def _grid(signed: bool, dtype: torch.dtype, steps: int, roots: int) -> Grid:
-    """Return the codebook with the levels ``(k / steps) ** (2 ** roots)`` for k from 0 to ``steps``."""
-    fractions = torch.arange(steps + 1, dtype=torch.float32, device="cpu") / steps
+        dtype = torch.int8
+        largest_code = 127
+        roots = 0
+    fractions = torch.arange(largest_code + 1, dtype=torch.float32, device="cpu") / largest_code
     levels = _square(fractions, roots)
     return Grid(signed, dtype, tuple(levels.tolist()), roots)
 
@@ -155,12 +155,14 @@ def dynamic(*, signed: bool) -> Listed:
     if signed:
         dtype = torch.int8
         bits = 6  # one bit is the sign
-    # Leading zero bits of a code count decades; the bits after the first one divide the decade evenly.
+    # Leading zero bits of a code count decades: 0.1 to 1, 0.01 to 0.1, and so on. The bits after the first one divide
+    # the decade into cells of equal size, and a level is the middle of a cell.
     levels: list[float] = []
     for zeros in range(bits + 1):
         cells = 2 ** (bits - zeros)
         for cell in range(cells):
-            levels.append(10.0**-zeros * (0.1 + 0.9 * (cell + 0.5) / cells))
+            middle = (cell + 0.5) / cells
+            levels.append(10.0**-zeros * (0.1 + 0.9 * middle))
     levels.sort()
     # The published codebook has 1 but not -1; omitting the smallest level makes room for both.
     fp32_levels = torch.tensor([0.0, *levels[1:], 1.0], dtype=torch.float32, device="cpu")
@@ -179,9 +181,9 @@ def float8(format: str, *, signed: bool) -> Float8:
     dtype = FLOAT8[format]
     roots = 0
     if format == "e4m3" and not signed:
-        roots = 1
-    codes = torch.arange(128, dtype=torch.uint8, device="cpu")  # of all numbers that are not negative
-    numbers = codes.view(dtype).to(torch.float32)
+        roots = 1  # the number of square roots that are taken before a magnitude is stored
+    bits = torch.arange(128, dtype=torch.uint8, device="cpu")  # of all numbers that are not negative
+    numbers = bits.view(dtype).to(torch.float32)
     fractions = numbers[numbers.isfinite()] / torch.finfo(dtype).max
     levels = _square(fractions, roots)
     return Float8(signed, dtype, tuple(levels.tolist()), roots)

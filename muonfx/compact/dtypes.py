@@ -71,9 +71,7 @@ def _resolve(book: str, block: int, min_size: int, stochastic: bool, seed: int) 
     signed_book, unsigned_book = _BOOKS[book]
     signed = Codec(signed_book, block, min_size)
     unsigned = Codec(unsigned_book, block, min_size)
-    if not stochastic:
-        return Resolved(signed, unsigned, None)
-    return Resolved(signed, unsigned, seed)
+    return Resolved(signed, unsigned, seed if stochastic else None)
 
 
 @_compact

@@ -22,22 +22,26 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
+_GOLDEN_RATIO = 0x9E3779B9  # 2**32 divided by it; any constant would make another hash of the key
+_SALT = 0x5BD1E995  # the same, of any bits
+
+
 def uniform(key: Tensor, number: int) -> Tensor:
     """Return a vector of ``number`` pseudo-random fp32 values in [0, 1), as a pure function of the key.
 
-    The key is a nonnegative 0-d int64 tensor. The values are multiples of 2**-24.
+    Each value is a hash of the key and of the position in the vector, as in Salmon et al., "Parallel random numbers: as
+    easy as 1, 2, 3" (SC 2011). The key is a nonnegative 0-d int64 tensor. The values are multiples of 2**-24.
     """
     low_bits = key & _MASK
     high_bits = key >> 32
-    start = _mix(_mix(low_bits) ^ high_bits)
-    index = torch.arange(number, dtype=torch.int64, device=key.device)
-    # The counters of two keys may overlap in the first round. The second round, with two more hashes of the key, makes
-    # the results differ.
-    first_round = _mix((index + start) & _MASK) ^ (index >> 32)
-    hash_of_start = _mix((start + 0x9E3779B9) & _MASK)
-    hash_of_key = _mix(high_bits ^ 0x5BD1E995)
-    second_round = _mix(first_round ^ hash_of_start ^ hash_of_key)
-    return (second_round >> 8).to(torch.float32) * 2.0**-24  # fp32 has 24 bits
+    key_hash = _mix(_mix(low_bits) ^ high_bits)
+    position = torch.arange(number, dtype=torch.int64, device=key.device)
+    # The first round hashes key_hash + position. These sums of two keys may overlap, and the vectors would then have
+    # equal parts. The second round, with two more hashes of the key, makes them differ.
+    first_round = _mix((position + key_hash) & _MASK) ^ (position >> 32)
+    other_hash = _mix((key_hash + _GOLDEN_RATIO) & _MASK) ^ _mix(high_bits ^ _SALT)
+    second_round = _mix(first_round ^ other_hash)
+    return (second_round >> 8).to(torch.float32) * 2.0**-24  # the upper 24 of 32 bits, which fp32 can hold
 
 
 def key_of(text: str) -> int:

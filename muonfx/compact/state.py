@@ -6,7 +6,8 @@ name of its parameter (``trace.codes.blocks.0.up.weight``), which checkpoints, l
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -46,16 +47,16 @@ class Holder:
 
     def zeros(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
         """Return a tree of zeros in eight bits, in the shapes of the parameters."""
-        present = Present(params)
-        return self._fresh(present, list(map(self.codec.zeros, present.pick(params))))
+        return self._fresh(params, self.codec.zeros)
 
     def of(self, values: PyTree) -> QuantizedState | KeyedQuantizedState:
         """Encode a tree of tensors in eight bits, rounded to nearest."""
-        present = Present(values)
-        return self._fresh(present, list(map(self.codec.encode, present.pick(values))))
+        return self._fresh(values, self.codec.encode)
 
-    def _fresh(self, present: Present, leaves: list[Encoded]) -> QuantizedState | KeyedQuantizedState:
-        """Return the tree with the given leaves at the positions ``present``, and with first seeds for rounding."""
+    def _fresh(self, values: PyTree, encode: Callable[[Tensor], Encoded]) -> QuantizedState | KeyedQuantizedState:
+        """Return a tree with ``encode(leaf)`` for each leaf of another, and with first seeds for rounding."""
+        present = Present(values)
+        leaves = list(map(encode, present.pick(values)))
         codes = _codes(leaves)
         code_tree = present.fill(codes)
         scale_tree = present.fill(_scales(leaves))
@@ -66,21 +67,26 @@ class Holder:
 
     def read(self, present: Present, state: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
         """Decode the leaves of ``state`` at the positions ``present``; return a list of new fp32 tensors."""
-        pairs = zip(present.pick(state.codes), present.pick(state.scales), strict=True)
-        return [self.codec.decode(codes, scales) for codes, scales in pairs]
+        codes = present.pick(state.codes)
+        scales = present.pick(state.scales)
+        return list(map(self.codec.decode, codes, scales))
 
     def write(
         self, present: Present, values: list[Tensor], state: QuantizedState | KeyedQuantizedState
     ) -> QuantizedState | KeyedQuantizedState:
-        """Return ``state`` with new ``values``, encoded in eight bits, at the positions ``present``."""
-        keys: list[Any] = [None] * len(values)
-        if isinstance(state, KeyedQuantizedState):
-            keys = present.pick(state.keys)
+        """Return ``state`` with new ``values`` encoded in eight bits, one for each position in ``present``.
+
+        The leaves of ``state`` at other positions, at which a parameter has no gradient, stay.
+        """
+        if not isinstance(state, KeyedQuantizedState):
+            leaves = list(map(self.codec.encode, values))
+            codes = present.fill(_codes(leaves), state.codes)
+            scales = present.fill(_scales(leaves), state.scales)
+            return QuantizedState(codes, scales)
+        keys = present.pick(state.keys)
         leaves = list(map(self.codec.encode, values, keys))
         codes = present.fill(_codes(leaves), state.codes)
         scales = present.fill(_scales(leaves), state.scales)
-        if not isinstance(state, KeyedQuantizedState):
-            return QuantizedState(codes, scales)
         next_keys = [key + 1 for key in keys]
         return KeyedQuantizedState(codes, scales, present.fill(next_keys, state.keys))
 

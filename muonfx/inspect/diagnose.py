@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from muonfx.optimizer import TransformOptimizer
 from muonfx.polar.iteration import row_normalized
 from muonfx.sharding.transform import Sharded
 from muonfx.transforms import orthogonalize
-from muonfx.transforms.matrices import split
+from muonfx.transforms.matrices import MatrixView, split
 from muonfx.tree import PyTree
 
 _GOAL = 0.65  # below the band of every coefficient set: the lowest, of "keller", begins at 0.68
@@ -119,7 +119,8 @@ class Diagnosis(Shown):
             f"tail: {self.share:.0%} of the singular values of the momentum, divided by its norm, are at least this\n"
             f"needed: steps that lift this share to {_GOAL}, and the steps that are taken"
         )
-        return Report((Table(titles, table_rows, right=range(1, len(titles))), legend))
+        columns_of_numbers = range(1, len(titles))
+        return Report((Table(titles, table_rows, right=columns_of_numbers), legend))
 
 
 def _cells(title: str, rows: Sequence[ParameterDiagnosis]) -> tuple[str, ...]:
@@ -146,27 +147,27 @@ def _mean(values: Sequence[float]) -> str:
     return f"{fmean(values):.3g}"
 
 
-_WORST: dict[str, Callable[[Sequence[float]], float]] = {"minimum": min, "maximum": max, "rms": fmean, "tail": min}
-"""How the spectra of several parameters are shown in one row: by the field of `Spectrum`, its worst or mean value."""
-
-
 def _cells_of_spectra(spectra: Sequence[Spectrum]) -> list[str]:
-    """Return the cells "min", "max", "rms", "tail" and "needed", such as ``["0.8", "1.1", "1", "0.03", "6 of 5"]``."""
+    """Return the cells "min", "max", "rms", "tail" and "needed", such as ``["0.8", "1.1", "1", "0.03", "6 of 5"]``.
+
+    They have the worst of several spectra, except for the mean of the RMS. "6 of 5" means that 6 steps are needed, and
+    the transform takes 5.
+    """
     if not spectra:
         return ["-"] * 5
-    cells: list[str] = []
-    for field_name, combine in _WORST.items():
-        values = [getattr(spectrum, field_name) for spectrum in spectra]
-        cells.append(f"{combine(values):.3g}")
-    most_steps = 0
-    most_needed = 0
-    for spectrum in spectra:
-        most_steps = max(most_steps, spectrum.steps)
-        most_needed = max(most_needed, spectrum.steps_needed or _MOST_STEPS + 1)
-    needed_text = str(most_needed)
-    if most_needed > _MOST_STEPS:
-        needed_text = f">{_MOST_STEPS}"
-    return [*cells, f"{needed_text} of {most_steps}"]
+    values = (
+        min(spectrum.minimum for spectrum in spectra),
+        max(spectrum.maximum for spectrum in spectra),
+        fmean(spectrum.rms for spectrum in spectra),
+        min(spectrum.tail for spectrum in spectra),
+    )
+    cells = [f"{value:.3g}" for value in values]
+    steps = max(spectrum.steps for spectrum in spectra)
+    known_needs = [spectrum.steps_needed for spectrum in spectra if spectrum.steps_needed is not None]
+    needed = f">{_MOST_STEPS}"
+    if len(known_needs) == len(spectra):
+        needed = str(max(known_needs))
+    return [*cells, f"{needed} of {steps}"]
 
 
 def diagnose(
@@ -253,16 +254,17 @@ class _Measurements:
 
     def record(self, tx: Transform, updates: PyTree, new_updates: PyTree) -> None:
         """Measure the input and the output of an `orthogonalize`, or the input of a learning rate."""
+        is_orthogonalize = tx.factory is orthogonalize
+        if is_orthogonalize:
+            self.has_orthogonalized = True
         result_of = dict(tree.named_leaves(new_updates))
         for name, update in tree.named_leaves(updates):
             if update is None or update.numel() == 0:
                 continue
-            if tx.factory is orthogonalize:
+            if is_orthogonalize:
                 self.spectra[name] = _spectrum(tx, name, update, result_of[name], self.share)
             else:
                 self.per_rate[name] = _rms(update)
-        if tx.factory is orthogonalize:
-            self.has_orthogonalized = True
 
 
 def _require_whole_trees(argument: Any) -> None:
@@ -286,7 +288,8 @@ def _wrong_type(kind: str) -> TypeError:
 
 def _watched(tx: Transform, measurements: _Measurements) -> Transform:
     """Return a transform with the same updates, in which each orthogonalization and learning rate is measured."""
-    if tx.factory is not orthogonalize and (tx.children or tx.position != "learning_rate"):
+    is_rate = tx.position == "learning_rate" and not tx.children
+    if tx.factory is not orthogonalize and not is_rate:
         return tx.with_children(lambda part: _watched(part, measurements))
 
     @transform(name=f"muonfx.{tx.name}", locality=tx.locality, position=tx.position)
@@ -308,14 +311,11 @@ def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor
     if isinstance(argument, Tensor):
         argument = argument.tolist()
     coefficients = polar.coefficients(argument)
-    (pattern,) = tx.arguments["view"].of([name])
+    view = tx.arguments["view"]
     momentum_values: list[Tensor] = []
-    for matrices in split(pattern, momentum, name):
-        normalized = _normalized(_as_wide_batch(matrices), coefficients)
-        momentum_values.append(_singular_values(normalized))
-    result_values: list[Tensor] = []
-    for matrices in split(pattern, orthogonalized, name):
-        result_values.append(_singular_values(_as_wide_batch(matrices)).flatten())
+    for batch in _wide_batches(view, momentum, name):
+        momentum_values.append(_singular_values(_normalized(batch, coefficients)))
+    result_values = [_singular_values(batch).flatten() for batch in _wide_batches(view, orthogonalized, name)]
     results = torch.cat(result_values)
     return Spectrum(
         minimum=results.min().item(),
@@ -325,6 +325,17 @@ def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor
         steps=tx.arguments["steps"] or len(coefficients.steps),
         steps_needed=_steps_needed(momentum_values, coefficients, share),
     )
+
+
+def _wide_batches(view: MatrixView, leaf: Tensor, name: str) -> list[Tensor]:
+    """Return the matrices of a parameter in float64: a batch ``(b, n, m)`` with n <= m for each term of its pattern."""
+    (pattern,) = view.of([name])
+    batches: list[Tensor] = []
+    for matrices in split(pattern, leaf, name):
+        batch = matrices.double().reshape(-1, *matrices.shape[-2:])
+        is_tall = batch.shape[-2] > batch.shape[-1]
+        batches.append(batch.mT if is_tall else batch)
+    return batches
 
 
 def _tail(values: Tensor, share: float) -> float:
@@ -345,12 +356,6 @@ def _reach_goal(values: Tensor, share: float) -> bool:
     """Return True if in each row of singular values, at least a ``share`` of them is at the goal or above."""
     lifted_share = (values >= _GOAL).double().mean(-1)
     return bool((lifted_share >= share).all())
-
-
-def _as_wide_batch(matrices: Tensor) -> Tensor:
-    """Return matrices in float64 as one batch ``(b, n, m)`` with n <= m."""
-    x = matrices.double().reshape(-1, *matrices.shape[-2:])
-    return x.mT if x.shape[-2] > x.shape[-1] else x
 
 
 def _normalized(x: Tensor, coefficients: polar.Coefficients) -> Tensor:

@@ -93,7 +93,9 @@ class Summary(Shown):
         rows = _rows(self.leaves, 0, texts, sizes)
         columns_of_bytes = range(1 + len(texts), len(titles))
         table = Table(titles, rows, right=columns_of_bytes, footers=self._footers(texts, sizes))
-        return Report((table, *self._compared()))
+        if self.params_nbytes:
+            return Report((table, self._compared(self.params_nbytes)))
+        return Report((table,))
 
     def _footers(self, texts: _Texts, sizes: _Sizes) -> list[Row]:
         """Return the row of the total of all tensors, and a row for each dtype if there are several."""
@@ -101,11 +103,11 @@ class Summary(Shown):
         tensors_of_dtype: dict[str, list[LeafSummary]] = {}
         for leaf in tensors:
             tensors_of_dtype.setdefault(leaf.dtype, []).append(leaf)
+        cells = dict.fromkeys(texts, "")  # by the title of the column
         total = f"total of {_counted(len(tensors), 'tensor')}"
-        footers = [_sum_row(total, [""] * len(texts), tensors, sizes)]
+        footers = [_sum_row(total, list(cells.values()), tensors, sizes)]
         if len(tensors_of_dtype) > 1:
             for dtype, group in tensors_of_dtype.items():
-                cells = dict.fromkeys(texts, "")
                 cells["dtype"] = dtype
                 footers.append(_sum_row(_counted(len(group), "tensor"), list(cells.values()), group, sizes))
         return footers
@@ -121,19 +123,15 @@ class Summary(Shown):
             sizes = {"this rank": lambda leaf: leaf.nbytes, "all ranks": lambda leaf: leaf.total_nbytes}
         return texts, sizes
 
-    def _compared(self) -> tuple[str, ...]:
-        """Return a tuple with a sentence like "2 times the 768 B of the parameters"; empty if these are not known."""
-        if not self.params_nbytes:
-            return ()
-        ratio = self.nbytes / self.params_nbytes
-        size = format_bytes(self.params_nbytes)
+    def _compared(self, params_nbytes: int) -> str:
+        """Return a sentence that compares the bytes with those of the parameters: "2 times the 768 B of ..."."""
+        ratio = self.nbytes / params_nbytes
+        size = format_bytes(params_nbytes)
         if self.ranks is None:
-            return (f"{ratio:.2f} times the {size} of the parameters",)
-        ranks = _counted(self.ranks, "rank")
-        total_ratio = self.total_nbytes / self.params_nbytes
-        return (
-            f"{ratio:.2f} times the {size} of the whole parameters on this rank, {total_ratio:.2f} times over {ranks}",
-        )
+            return f"{ratio:.2f} times the {size} of the parameters"
+        total_ratio = self.total_nbytes / params_nbytes
+        on_this_rank = f"{ratio:.2f} times the {size} of the whole parameters on this rank"
+        return f"{on_this_rank}, {total_ratio:.2f} times over {_counted(self.ranks, 'rank')}"
 
 
 _Texts = dict[str, Callable[[LeafSummary], str]]
@@ -234,14 +232,13 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
     1.68 times the 768 B of the parameters
     """
     if isinstance(what, TransformOptimizer):
-        return _summarize(what.transform, what.transform_state, None, _params_of(what))
+        return _summarize(what.transform, what.transform_state, params=_params_of(what), local_params=None)
     params = _without_module(params)
     if isinstance(what, Transform):
-        state = _state_on_meta(what, params)
-        return _summarize(what, state, params, params)
+        return _summarize(what, _state_on_meta(what, params), params=params, local_params=params)
     if type(what) is tuple and len(what) == 2 and isinstance(what[0], Transform):
         tx, state = what
-        return _summarize(tx, state, params, params)
+        return _summarize(tx, state, params=params, local_params=params)
     values = _without_module(what)
     _require_tensors(values)
     return Summary(tuple(_plain_leaves(values)), None, _nbytes_of(params))
@@ -311,9 +308,8 @@ def _leaf_of(path: Iterable[object], shape: tuple[int, ...] | None, shard: objec
     path_texts = tuple(map(str, path))
     if isinstance(data, Tensor):
         return LeafSummary(path_texts, shape, _written(data.dtype), str(data.device), data.nbytes, data.nbytes)
-    if data is None:
-        return LeafSummary(path_texts, shape, "-", "", 0, 0)
-    return LeafSummary(path_texts, shape, type(data).__name__, "", 0, 0)
+    type_name = "-" if data is None else type(data).__name__
+    return LeafSummary(path_texts, shape, type_name, device="", nbytes=0, total_nbytes=0)
 
 
 def _written(dtype: torch.dtype) -> str:
@@ -323,15 +319,19 @@ def _written(dtype: torch.dtype) -> str:
 # ------------------------------------------------------------------------------------------------- states over ranks
 
 
-def _summarize(tx: Transform, state: PyTree, local: PyTree, params: PyTree) -> Summary:
-    """Summarize the state of a transform. ``local`` are this rank's parameters, needed before the first use only."""
+def _summarize(tx: Transform, state: PyTree, *, params: PyTree, local_params: PyTree) -> Summary:
+    """Summarize the state of a transform, and compare its bytes with those of ``params``.
+
+    ``local_params`` are this rank's parameters. They are needed only before the first use of a sharded transform.
+    """
     if not isinstance(tx, Sharded):
         return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
-    binding, inner, like = binding_of(tx, local)
+    # After the first use, meta tensors like the parameters take their place.
+    binding, inner_tx, local_params = binding_of(tx, local_params)
     layout = binding.layout
-    placements = describe_state(binding, inner, like)
+    placements = describe_state(binding, inner_tx, local_params)
     if not is_global(state):
-        state = without_dtensors(binding, inner, like, state)
+        state = without_dtensors(binding, inner_tx, local_params, state)
     check_local(layout, placements, state)
     summaries: list[LeafSummary] = []
     for path, placement, leaf in zip(tree.paths(state), placements, tree.leaves(state), strict=True):
@@ -351,30 +351,34 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlaceme
         elements = prod(placement.shape) * layout.size
         owner = "every rank"
     elif placement.owned:
-        elements, owner = _elements_and_owner_of_matrices(layout, placement)
+        elements, owner = _held_matrices(layout, placement)
     else:
-        elements, owner = _elements_and_owner_of_shards(layout, placement.name)
+        elements, owner = _held_shards(layout, placement.name)
     total_nbytes = elements * placement.dtype.itemsize
     summary_of_shard = _leaf_of(path, tuple(placement.shape), leaf)
     return replace(summary_of_shard, dtype=_written(placement.dtype), total_nbytes=total_nbytes, owner=owner)
 
 
-def _elements_and_owner_of_matrices(layout: Layout, placement: LeafPlacement) -> tuple[int, str]:
-    """Return the elements on all ranks, and the ranks as text, for a leaf whose matrices have owners."""
+def _held_matrices(layout: Layout, placement: LeafPlacement) -> tuple[int, str]:
+    """Return the elements on all ranks, and the ranks as text, for a leaf whose matrices have owners.
+
+    The text is "rank 3", for example, or "ranks 0, 2" for the matrices of two owners.
+    """
     elements = 0
     owners: set[int | None] = set()
     for shard in placement.shards:
         start, stop = interval_of(placement, shard)
+        copies = layout.size if shard.owner is None else 1  # None: every rank computes these matrices
+        elements += (stop - start) * copies
         owners.add(shard.owner)
-        if shard.owner is None:  # every rank computes these matrices
-            elements += (stop - start) * layout.size
-        else:
-            elements += stop - start
     return elements, _ranks(owners, layout.size)
 
 
-def _elements_and_owner_of_shards(layout: Layout, name: str) -> tuple[int, str]:
-    """Return the elements on all ranks, and the ranks as text, for a leaf that is sharded as its parameter."""
+def _held_shards(layout: Layout, name: str) -> tuple[int, str]:
+    """Return the elements on all ranks, and the ranks as text, for a leaf that is sharded as its parameter.
+
+    The text is "ranks 0, 1" for a leaf that both ranks hold, and "cut over ranks 0, 1" if each holds a part.
+    """
     elements = 0
     holding_ranks: set[int] = set()
     holders = layout.holders(name)

@@ -18,6 +18,12 @@ from muonfx.tree import PyTree
 _ROW = 0.24
 """Height of one bar and its gap, in inches."""
 
+_THICKNESS = 0.7
+"""Height of a bar of a state or a rank, as a part of its row."""
+
+_WITH_TEXT = 1.18
+"""Width of the axis over the longest bar, with room for a text such as "1.50 MiB" at its end."""
+
 _BY_ONE = (COLORS["blue"], "#4553b4")
 _BY_ALL = ("#23877b", "#1b6b61")
 """Colours on which white text is legible; neighbouring segments alternate, so that their ends are visible."""
@@ -121,23 +127,21 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
     bars = _bars([leaf for leaf in table.leaves if leaf.nbytes])
     if not bars:
         raise ValueError("the state has no tensor with bytes on this rank; there is nothing to draw")
-    largest = max(bytes_of_dtype.total() for bytes_of_dtype in bars.values())
+    totals = [bytes_of_dtype.total() for bytes_of_dtype in bars.values()]
+    largest = max(totals)
     scale, unit = _unit_of(largest, 1024, ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"])
+    rows = range(len(bars))
     with axes_for(ax, 0.75 + _ROW * 1.4 * len(bars)) as axes:
-        ends = [0.0] * len(bars)
+        ends = [0.0] * len(bars)  # of the segments that are drawn, in each row
         for (dtype, nbytes), color in zip(table.by_dtype().items(), cycle(COLORS.values()), strict=False):
-            label = f"{dtype}, {format_bytes(nbytes)}"
-            for row, bytes_of_dtype in enumerate(bars.values()):
-                width = bytes_of_dtype[dtype] / scale
-                axes.barh(row, width, 0.7, ends[row], color=color, label=label)
-                ends[row] += width
-                label = "_nolegend_"  # matplotlib's text for no entry: one entry is for all rows
-        for row, bytes_of_dtype in enumerate(bars.values()):
-            total = bytes_of_dtype.total()
+            widths = [bytes_of_dtype[dtype] / scale for bytes_of_dtype in bars.values()]
+            axes.barh(rows, widths, _THICKNESS, ends, color=color, label=f"{dtype}, {format_bytes(nbytes)}")
+            ends = list(map(float.__add__, ends, widths))
+        for row, total in enumerate(totals):
             end = (total / scale, row)
             axes.annotate(format_bytes(total), end, xytext=(4, 0), textcoords="offset points", va="center")
-        axes.set_yticks(range(len(bars)), list(bars))
-        axes.set(ylim=(len(bars) - 0.5, -0.5), xlim=(0, largest / scale * 1.18))
+        axes.set_yticks(rows, list(bars))
+        axes.set(ylim=(len(bars) - 0.5, -0.5), xlim=(0, largest / scale * _WITH_TEXT))
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(f"{unit}, {format_bytes(table.nbytes)} in all")
         _legend_above(axes)
@@ -168,31 +172,27 @@ def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
     """
     if not leaves:
         return {}
-    # The entries that all paths share are no part of a label, but each path keeps its last entry.
-    shortest = min(len(leaf.path) for leaf in leaves)
-    depth = min(_shared_length(leaves), max(shortest - 1, 0))
-    leaves_of_prefix: dict[tuple[str, ...], list[LeafSummary]] = {}
+    shared_path = _shared_path(leaves)  # ("tx",), which is no part of a label
+    depth = len(shared_path)
+    if any(leaf.path == shared_path for leaf in leaves):  # such as a single leaf, whose last entry is its label
+        depth = max(depth - 1, 0)
+    groups: dict[tuple[str, ...], list[LeafSummary]] = {}  # by the first entries that differ, ("tx", "adamw")
     for leaf in leaves:
-        leaves_of_prefix.setdefault(leaf.path[: depth + 1], []).append(leaf)
+        groups.setdefault(leaf.path[: depth + 1], []).append(leaf)
     bars: dict[str, Counter[str]] = {}
-    for group in leaves_of_prefix.values():
-        # "adamw" becomes "adamw.scale_by_adam" if that is its only child.
-        path = group[0].path[depth : _shared_length(group)]
-        bytes_of_dtype: Counter[str] = Counter()
-        for leaf in group:
-            bytes_of_dtype[leaf.dtype] += leaf.nbytes
-        bars[".".join(path) or "-"] = bytes_of_dtype
+    for group in groups.values():
+        label = ".".join(_shared_path(group)[depth:]) or "-"
+        bars[label] = Counter(Summary(tuple(group)).by_dtype())
     return bars
 
 
-def _shared_length(leaves: list[LeafSummary]) -> int:
-    """Return how many entries at the beginning of their paths all leaves share: 1 for ("a", "b") and ("a", "c")."""
-    length = 0
-    for entries in zip(*[leaf.path for leaf in leaves], strict=False):  # the entries at one position of all paths
-        if len(set(entries)) > 1:
-            return length
-        length += 1
-    return length
+def _shared_path(leaves: list[LeafSummary]) -> tuple[str, ...]:
+    """Return the entries with which the paths of all leaves begin: ("a",) for ("a", "b") and ("a", "c")."""
+    shared = leaves[0].path
+    for leaf in leaves:
+        while leaf.path[: len(shared)] != shared:
+            shared = shared[:-1]
+    return shared
 
 
 def _legend_above(ax: Axes) -> None:
@@ -240,7 +240,7 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     most = max(plan.flops)
     thousands, unit = _unit_of(most / 1000, 1000, ["kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"])
     scale = 1000.0 * thousands
-    edge = 1.25 * most / scale
+    edge = 1.25 * most / scale  # of the x axis, with room for the text of the bytes
     ranks = range(plan.size)
     has_labels = plan.size <= _MOST_NAMED_RANKS
     with axes_for(ax, 0.8 + 0.3 * min(plan.size, _MOST_NAMED_RANKS)) as axes:
@@ -269,14 +269,13 @@ def _draw_bar(axes: Axes, plan: sharding.Plan, rank: int, scale: float, has_labe
     count = 0
     for run in plan.runs:
         for shard in run.shards:
-            if shard.owner not in (None, rank):
+            is_by_all = shard.owner is None  # every rank orthogonalizes it
+            if not is_by_all and shard.owner != rank:
                 continue
-            colors = _BY_ONE
-            if shard.owner is None:  # every rank orthogonalizes it
-                colors = _BY_ALL
+            colors = _BY_ALL if is_by_all else _BY_ONE
             width = shard.cost / scale
-            axes.barh(rank, width, 0.7, end, color=colors[count % 2], linewidth=0)
-            if has_labels and shard.cost >= _NAMED * most:
+            axes.barh(rank, width, _THICKNESS, end, color=colors[count % 2], linewidth=0)
+            if has_labels and shard.cost >= _NAMED * most:  # else its name does not fit
                 text = _fitting(shard.name, shard.cost / most)
                 axes.text(end + width / 2, rank, text, color="white", ha="center", va="center", fontsize=7.5)
             end += width

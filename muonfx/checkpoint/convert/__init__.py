@@ -82,7 +82,9 @@ def read(
         steps = None
         if keys.step is not None:  # some optimizers count in the group, not for each parameter
             steps = entry.values.get(keys.step, entry.group.get(keys.step))
-        leaves[entry.name] = Leaf(entry.kind, first, second, None if steps is None else int(steps))
+        if steps is not None:
+            steps = int(steps)
+        leaves[entry.name] = Leaf(entry.kind, first, second, steps)
     return filled(tx, params, leaves, heavy_ball=form.heavy_ball, step=step)
 
 
@@ -127,12 +129,10 @@ def write(
             )
         new_values = dict(entry.values)  # those without a counterpart here, such as "use_muon", stay
         keys = form.keys[entry.kind]
-        if leaf.first is not None:
-            new_values[keys.first] = leaf.first
-        if leaf.second is not None and keys.second is not None:
-            new_values[keys.second] = leaf.second
-        if leaf.step is not None and keys.step is not None:
-            new_values[keys.step] = form.make_step(leaf.step)
+        step = None if leaf.step is None else form.make_step(leaf.step)
+        for key, value in ((keys.first, leaf.first), (keys.second, leaf.second), (keys.step, step)):
+            if key is not None and value is not None:
+                new_values[key] = value
         states[entry.number] = new_values
     return {**saved, "state": states}
 
@@ -182,7 +182,7 @@ def recipe(
         except ValueError as problem:
             raise ValueError(f"{name!r}: {problem}") from None
         label = _label_for(tx, entry.kind, chains)
-        chains.setdefault(label, tx)
+        chains[label] = tx
         label_of[name] = label
     if len(chains) == 1:
         (chain,) = chains.values()
@@ -234,28 +234,42 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Seq
 def _entries_of(
     form: Format, optimizer: Any, params: Mapping[str, Tensor], names: Sequence[str] | None
 ) -> list[_Entry]:
-    """Return the entries of one optimizer or its ``state_dict()``, in its order.
-
-    Names are from ``params`` if the optimizer has these tensors, else ``names``, else "param_names" of its groups.
-    """
+    """Return the name, parameter group and state of each parameter of one optimizer or its ``state_dict()``."""
     saved = optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
-        member_names = _names_of_members(optimizer, params)
-        if member_names is not None:
-            names = member_names
         saved = optimizer.state_dict()
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
         raise TypeError(f"{form.title}: expected an optimizer or its state_dict(), found {type(saved).__name__}")
-    groups: list[Group] = list(saved["param_groups"])
-    if names is None and all("param_names" in group for group in groups):
-        names = [name for group in groups for name in group["param_names"]]
-    numbered_groups = [(number, group) for group in groups for number in group["params"]]
-    _require_names(form, names, len(numbered_groups), params)
+    groups: list[Group] = saved["param_groups"]
+    ordered_names = _names_in_order(optimizer, groups, params, names)
+    count = sum(len(group["params"]) for group in groups)
+    _require_names(form, ordered_names, count, params)
     entries: list[_Entry] = []
-    for name, (number, group) in zip(names or [], numbered_groups, strict=True):
-        values = saved["state"].get(number, {})
-        entries.append(_Entry(name, form.kind_of(group, values), group, values, number))
+    for group in groups:
+        for number in group["params"]:
+            name = ordered_names[len(entries)]
+            values = saved["state"].get(number, {})
+            entries.append(_Entry(name, form.kind_of(group, values), group, values, number))
     return entries
+
+
+def _names_in_order(
+    optimizer: object, groups: Sequence[Group], params: Mapping[str, Tensor], names: Sequence[str] | None
+) -> Sequence[str]:
+    """Return the names of the parameters of an optimizer or state dict, in its order; none if they are not known.
+
+    Names are from ``params`` if the optimizer has these tensors, else ``names``, else "param_names" of its groups.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        member_names = _names_of_members(optimizer, params)
+        if member_names is not None:
+            return member_names
+    if names is not None:
+        return names
+    group_names: list[str] = []
+    for group in groups:
+        group_names += group.get("param_names", [])
+    return group_names
 
 
 def _names_of_members(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> list[str] | None:
@@ -270,10 +284,10 @@ def _names_of_members(optimizer: torch.optim.Optimizer, params: Mapping[str, Ten
     return names
 
 
-def _require_names(form: Format, names: Sequence[str] | None, count: int, params: Mapping[str, Tensor]) -> None:
+def _require_names(form: Format, names: Sequence[str], count: int, params: Mapping[str, Tensor]) -> None:
     """Raise unless there are names for ``count`` parameters, and all are names of ``params``."""
-    if names is None or len(names) != count:
-        number = "no" if names is None else str(len(names))
+    if len(names) != count:
+        number = len(names) or "no"
         raise ValueError(
             f"{form.title}: found {number} names for {count} parameters: pass names=, in the order of the "
             "optimizer, or the optimizer itself together with the parameters that it holds"

@@ -105,7 +105,8 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
         raise ValueError(
             f"eps={group['eps']} has no equivalent in muonfx, which divides by the norm alone: expected {_EPS}"
         )
-    coefficients: Any = (tuple(group["ns_coefficients"]),) * group["ns_steps"]  # of each Newton-Schulz step
+    polynomial = tuple(group["ns_coefficients"])
+    coefficients: Any = (polynomial,) * group["ns_steps"]
     if coefficients == (_KELLER,) * 5:
         coefficients = "keller"
     return _muon_chain(
@@ -147,7 +148,8 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
             f"shape {tuple(shape)} has no equivalent in muonfx: the source scales updates by the sides of the kernel, "
             "muonfx by the sides of the flattened matrix. The state itself can be converted, with read()"
         )
-    arguments: dict[str, Any] = {"coefficients": "keller", "view": MatrixView(STACK if len(shape) == 3 else None)}
+    pattern = STACK if len(shape) == 3 else None
+    arguments: dict[str, Any] = {"coefficients": "keller", "view": MatrixView(pattern)}
     if group.get("ns_steps", 5) != 5:  # newer releases have always five, the default here
         arguments["steps"] = group["ns_steps"]
     return _muon_chain(
@@ -189,7 +191,12 @@ def _moonlight_chain(group: Group, kind: str, shape: torch.Size, options: Option
 
 # --------------------------------------------------------------------------------------------------------------- Dion
 
-_RULES: dict[str | None, ShapeRule | None] = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: None}
+_DION_SCALINGS: dict[str | None, ShapeRule | None] = {
+    "spectral_norm": "spectral",
+    "rms_norm": "match_rms_adamw",
+    None: None,
+}
+"""The rule of `scale_by_shape` for each ``adjust_lr`` of ``dion.Muon``; None scales nothing."""
 
 
 def _dion_kind(group: Group, values: Values) -> str:
@@ -200,37 +207,42 @@ def _dion_kind(group: Group, values: Values) -> str:
 
 
 def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
-    """Return the chain of transforms that updates a parameter of this shape as ``dion.Muon`` does.
-
-    The group may divide a matrix: into ``num_heads`` equal blocks of rows, or into blocks of the sizes in
-    ``split_sizes``, such as ``(64, 16, 16)`` for query, key and value. Each block is orthogonalized separately.
-    """
+    """Return the chain of transforms that updates a parameter of this shape as ``dion.Muon`` does."""
     if group.get("cautious_wd"):
         raise ValueError("found cautious_wd, without an equivalent in muonfx: turn it off")
-    betas = [float(group[key]) for key in ("beta1", "beta2")]
+    b1 = float(group["beta1"])
+    b2 = float(group["beta2"])
     if kind == "adamw":
-        return _adamw(group, betas, group["epsilon"], group["weight_decay"])
+        return _adamw(group, (b1, b2), group["epsilon"], group["weight_decay"])
     if kind == "lion":
-        return lion(float(group["lr"]), b1=betas[0], b2=betas[1], weight_decay=float(group["weight_decay"]))
-    heads = group.get("num_heads") or 1
-    sizes = group.get("split_sizes")
-    rows = "... {out} in -> ... {out} in"
-    pattern = None
-    if sizes:
-        pattern = divided(rows, {f"part_{index}": size for index, size in enumerate(sizes)})
-    elif sizes is None and heads > 1:
-        pattern = divided(rows, heads)
-    elif len(shape) > 2 and not group["flatten"]:  # a stack of matrices, such as experts
-        pattern = STACK
+        return lion(float(group["lr"]), b1=b1, b2=b2, weight_decay=float(group["weight_decay"]))
     return _muon_chain(
         group,
         group["mu"],
         group["weight_decay"],
         options,
         heavy_ball=True,
-        lr_scaling=_RULES[group["adjust_lr"]],
-        view=MatrixView(pattern),
+        lr_scaling=_DION_SCALINGS[group["adjust_lr"]],
+        view=MatrixView(_dion_pattern(group, shape)),
     )
+
+
+def _dion_pattern(group: Group, shape: torch.Size) -> str | None:
+    """Return a pattern of the matrices that ``dion.Muon`` orthogonalizes separately; None for one matrix.
+
+    A matrix is divided into blocks of rows: ``split_sizes`` of the group are their sizes, such as ``(64, 16, 16)`` for
+    query, key and value, or ``num_heads`` is the number of equal blocks.
+    """
+    pattern = "... {out} in -> ... {out} in"  # `divided` writes the blocks in place of "{out}"
+    sizes = group.get("split_sizes")
+    if sizes:
+        return divided(pattern, {f"part_{index}": size for index, size in enumerate(sizes)})
+    heads = group.get("num_heads") or 1
+    if sizes is None and heads > 1:
+        return divided(pattern, heads)
+    if len(shape) > 2 and not group["flatten"]:  # a stack of matrices, such as experts
+        return STACK
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------ the table

@@ -34,23 +34,16 @@ class Leaf:
 
 def flat(params: PyTree) -> dict[str, Tensor]:
     """Return the parameters of a tree as a dict from dotted name to tensor, without None leaves."""
-    if tree.is_flat(params):
-        return {name: leaf for name, leaf in params.items() if leaf is not None}
-    pairs = zip(tree.names(params), tree.leaves(params), strict=True)
-    return {name: leaf for name, leaf in pairs if leaf is not None}
+    return {name: leaf for name, leaf in tree.named_leaves(params) if leaf is not None}
 
 
-_STATES: dict[type, tuple[str, tuple[str, ...]]] = {
-    MomentumState: ("muon", ("trace",)),
-    AdamState: ("adamw", ("mu", "nu")),
-    LionState: ("lion", ("mu",)),
-}
-"""The kind of optimizer that each type of state belongs to, and its fields in the order (first, second)."""
+_KINDS: dict[type, str] = {MomentumState: "muon", AdamState: "adamw", LionState: "lion"}
+"""The kind of optimizer that each type of state belongs to. Its fields are trees of moments, and perhaps ``count``."""
 
 
 def _states_in(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path, such as "muon/momentum/", and the value of each state of a transform in a state tree."""
-    if type(node) in _STATES:
+    if type(node) in _KINDS:
         yield path, node
     elif isinstance(node, ScheduledState):
         yield path, node
@@ -68,8 +61,10 @@ def _states_in(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _moments_of(state: Any, path: str) -> dict[str, PyTree]:
     """Return a dict from field, such as "mu", to the tree of moments; it is empty for the state of a schedule."""
-    _, fields = _STATES.get(type(state), ("", ()))
-    moments = {field: getattr(state, field) for field in fields}
+    if type(state) not in _KINDS:
+        return {}
+    moments = state._asdict()
+    moments.pop("count", None)
     if any(isinstance(moment, QuantizedState | KeyedQuantizedState) for moment in moments.values()):
         raise ValueError(f"{path}: states in eight bits cannot be converted; convert into a chain with an fp32 state")
     return moments
@@ -82,20 +77,19 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     are sums of gradients, not averages. ``step`` is the number of steps if the other optimizer does not count them.
     """
     _require_heavy_ball(tx, heavy_ball)
-    problems: list[str] = []
-    steps = {name: leaf.step for name, leaf in leaves.items() if leaf.step is not None}
-    counts = set(steps.values())
-    if step is not None and len(counts) == 1 and counts != {step}:
-        problems.append(f"step: found {step}, but the source counts {counts.pop()} steps; leave step= out")
+    step_of = {name: leaf.step for name, leaf in leaves.items() if leaf.step is not None}
+    problems = _contradictions(step, set(step_of.values()))
     state = tx.init(params)  # new tensors, which are filled in place
     filled_names: set[str] = set()
     for path, part in _states_in(state):
-        problems += _fill_moments(part, path, leaves)
         names = _parameter_names(part, path)
         filled_names.update(names)
+        problems += _fill_moments(part, path, leaves)
         if "count" in part._fields:
-            steps_of_part = {name: steps[name] for name in names if name in steps}
-            part.count.fill_(_common_step(f"{path}count", steps_of_part or steps, step, problems))
+            counted = {name: step_of[name] for name in names if name in step_of}
+            if not counted:  # the state of a schedule, which has no parameters, or of parameters without a count
+                counted = step_of
+            problems += _fill_count(part.count, f"{path}count", counted, step)
     for name in leaves.keys() - filled_names:
         problems.append(f"{name!r} has a {leaves[name].kind} state that the transform does not keep")
     if problems:
@@ -104,38 +98,45 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     return state
 
 
-def _common_step(path: str, steps: Mapping[str, int], step: int | None, problems: list[str]) -> int:
-    """Return the step count that all parameters share, or ``step`` if none has one; add error texts to ``problems``."""
-    name_of_count: dict[int, str] = {}
-    for name, count in steps.items():
-        name_of_count.setdefault(count, name)
+def _contradictions(step: int | None, counts: set[int]) -> list[str]:
+    """Return a text if ``step=`` is given, and the step ``counts`` of the other optimizer are all another number."""
+    if step is None or len(counts) != 1 or step in counts:
+        return []
+    return [f"step: found {step}, but the source counts {min(counts)} steps; leave step= out"]
+
+
+def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> list[str]:
+    """Set a step count to the one that all parameters have in ``step_of``, else to ``step``; without, return a text."""
+    name_of_count: dict[int, str] = {}  # the first parameter with each count
+    for name, steps in step_of.items():
+        name_of_count.setdefault(steps, name)
     if len(name_of_count) == 1:
-        return min(name_of_count)
+        (step,) = name_of_count
     if step is not None:
-        return step
-    if name_of_count:
-        listed = ", ".join(f"{count} ({name!r})" for count, name in sorted(name_of_count.items()))
-        problems.append(f"{path} is one for all parameters, the source has {listed}; give step= to choose")
-    else:
-        problems.append(f"{path}: the source does not count steps; give step=")
-    return 0
+        count.fill_(step)
+        return []
+    if not name_of_count:
+        return [f"{path}: the source does not count steps; give step="]
+    texts = ", ".join([f"{steps} ({name!r})" for steps, name in sorted(name_of_count.items())])
+    return [f"{path} is one for all parameters, the source has {texts}; give step= to choose"]
 
 
 def _parameter_names(part: Any, path: str) -> list[str]:
     """Return the names of the parameters in the state of a transform; none for the state of a schedule."""
-    for moments in _moments_of(part, path).values():
-        return tree.names(moments)
-    return []
+    trees = list(_moments_of(part, path).values())
+    if not trees:
+        return []
+    return tree.names(trees[0])
 
 
 def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf]) -> list[str]:
     """Copy the moments in ``leaves`` into the state of a transform; return texts about those that do not fit."""
     problems: list[str] = []
     for number, (field, moments) in enumerate(_moments_of(part, path).items()):
-        for name, zeros in zip(tree.names(moments), tree.leaves(moments), strict=True):
+        for name, zeros in tree.named_leaves(moments):
             if zeros is None:
                 continue
-            problem = _fill(zeros, leaves.get(name), _STATES[type(part)][0], number)
+            problem = _fill(zeros, leaves.get(name), _KINDS[type(part)], number)
             if problem is not None:
                 problems.append(f"{path}{field}/{name}: {problem}")
     return problems
@@ -173,12 +174,12 @@ def gathered(state: PyTree) -> dict[str, Leaf]:
     """Return a dict from parameter name to a copy of its moments and step count in the state of a transform."""
     leaves: dict[str, Leaf] = {}
     for path, part in _states_in(state):
-        trees = [*_moments_of(part, path).values()]
-        if not trees:  # the state of a schedule
-            continue
+        moments_of: dict[str, list[Tensor]] = {}  # by parameter name: the first moment, and the second if there is one
+        for moments in _moments_of(part, path).values():
+            for name, moment in tree.named_leaves(moments):
+                if moment is not None:
+                    moments_of.setdefault(name, []).append(moment.clone())
         step = int(part.count) if "count" in part._fields else None
-        for name, *moments in zip(tree.names(trees[0]), *map(tree.leaves, trees), strict=True):
-            if moments[0] is not None:
-                copies = [moment.clone() for moment in moments]
-                leaves[name] = Leaf(_STATES[type(part)][0], *copies, step=step)
+        for name, copies in moments_of.items():
+            leaves[name] = Leaf(_KINDS[type(part)], *copies, step=step)
     return leaves
