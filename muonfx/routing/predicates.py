@@ -212,6 +212,8 @@ def _code_of_bounds(low: int | None, high: int | None) -> str:
 def _code_of(argument: object) -> str:
     """Return the Python code of an argument of a predicate, which is a string, a class or a function."""
     if isinstance(argument, type):
-        is_of_torch = getattr(nn, argument.__name__, None) is argument
-        return f"{'torch.nn' if is_of_torch else argument.__module__}.{argument.__qualname__}"
+        module = argument.__module__
+        if getattr(nn, argument.__name__, None) is argument:
+            module = "torch.nn"
+        return f"{module}.{argument.__qualname__}"
     return getattr(argument, "__qualname__", repr(argument))
