@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from muonfx.sharding.shards.cut import Cut, Intervals, Listed, Whole
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.position import ShardPosition
 from muonfx.tree import Spec
+
+NamedTensors: TypeAlias = Mapping[str, Tensor]
+"""Parameters, or tensors for them, by name."""
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -41,39 +44,39 @@ def stage_3_of(params: Iterable[Tensor]) -> Any:
     return None
 
 
-class Located(NamedTuple):
-    """The position of this rank's shard of a parameter: in DeepSpeed's flat tensor, and in the parameter."""
+class FlatInterval(NamedTuple):
+    """The shard of a parameter on one rank, which is an interval of DeepSpeed's flat tensor and of the parameter."""
 
-    start: int
+    start_in_flat: int
     """First element of the shard in DeepSpeed's flat tensor."""
-    length: int
-    """Number of elements of the shard."""
-    begin: int
+    start_in_param: int
     """First element of the shard in the flattened parameter."""
+    length: int
+    """Number of elements of the shard; 0 if the rank holds nothing of the parameter."""
 
 
-class Pieces(NamedTuple):
+class FlatParams(NamedTuple):
     """The parameters in one flat tensor that DeepSpeed steps on, with the positions of this rank's shards."""
 
     names: tuple[str, ...]
     """The names of the parameters."""
-    flat: list[Tensor]
+    tensors: list[Tensor]
     """A list of the flat tensor; at stage 0, a list of whole parameters, in the order of ``names``."""
     layout: Layout | None = None
     """The layout (which rank holds which shard of each parameter); None if this rank holds all of them whole."""
-    at: Mapping[str, Located] = {}
-    """A dict from parameter name to the position of this rank's shard; empty at stage 0."""
-    shapes: Mapping[str, tuple[int, ...]] = {}
+    intervals: Mapping[str, FlatInterval] = {}
+    """A dict from parameter name to this rank's shard; empty at stage 0."""
+    shard_shapes: Mapping[str, tuple[int, ...]] = {}
     """A dict from parameter name to the shape of this rank's shard; empty at stage 0."""
     saved_elsewhere: frozenset[str] = frozenset()
     """The parameters whose shards overlap with those of other tensor-parallel ranks, which save the same values."""
 
     @property
     def is_flat(self) -> bool:
-        """True if ``flat`` is one flat tensor; False at stage 0, where it lists parameters."""
-        return bool(self.at)
+        """True if ``tensors`` is one flat tensor; False at stage 0, where it lists parameters."""
+        return bool(self.intervals)
 
-    def as_leaf(self, name: str, value: Tensor, *, to_load: bool) -> Tensor | FlatShard:
+    def with_position(self, name: str, value: Tensor, *, to_load: bool) -> Tensor | FlatShard:
         """Return ``value``, the shard of a parameter or of its state, with its position; unchanged if it is whole.
 
         To save, an empty shard is returned if another rank saves the values.
@@ -88,208 +91,249 @@ class Pieces(NamedTuple):
             return FlatShard(shape, 0, value.new_empty(0))
         if not self.is_flat:
             position = position.interval_of_shard(0, position.numel)  # the same elements, flattened
-        if position.start is None:
-            return FlatShard(shape, 0, value.reshape(-1), position)
+        if position.start is None:  # some rows or columns of AutoTP, not an interval of the parameter
+            return FlatShard(shape, 0, value.reshape(-1), elements=position)
         return FlatShard(shape, position.start, value.reshape(-1))
 
-    def views(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """Return a dict from parameter name to its shard in a flat tensor, such as a gradient; memory is shared."""
+    def views(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        """Return a dict from parameter name to its shard in a flat tensor, such as a gradient; memory is shared.
+
+        ``tensors`` is a list of the flat tensor; at stage 0, a list with a tensor for each parameter.
+        """
         if not self.is_flat:
-            return dict(zip(self.names, flat, strict=True))
+            return dict(zip(self.names, tensors, strict=True))
+        (flat_tensor,) = tensors
         views: dict[str, Any] = {}
-        for name, located in self.at.items():
-            views[name] = flat[0].narrow(0, located.start, located.length).view(self.shapes[name])
+        for name, interval in self.intervals.items():
+            shard = flat_tensor.narrow(0, interval.start_in_flat, interval.length)
+            views[name] = shard.view(self.shard_shapes[name])
         return views
 
 
 def locate(
-    flat: Tensor, params: Mapping[str, Tensor], like: Mapping[str, Tensor], tensor_group: dist.ProcessGroup | None
-) -> Pieces:
+    flat_tensor: Tensor,
+    params: NamedTensors,
+    whole_params: NamedTensors,
+    tensor_group: dist.ProcessGroup | None,
+) -> FlatParams:
     """Find where the shards of ``params`` are in a flat tensor of ZeRO stage 1, 2 or 3.
 
-    ``like`` has all parameters of the model by name, as meta tensors of their whole shapes. ``tensor_group`` is the
-    tensor-parallel group, if there is one. All ranks with parts of these parameters call this together.
+    ``whole_params`` has all parameters of the model by name, as meta tensors of their whole shapes. ``tensor_group`` is
+    the tensor-parallel group, if there is one. All ranks with parts of these parameters call this together.
     """
     engine = stage_3_of(params.values())
+    stage = 2 if engine is None else 3
     if engine is None:
-        stage = 2
-        cut = _cut_buffer(flat, params)
+        partition = _partition_of_buffer(flat_tensor, params)
     else:
-        stage = 3
-        cut = _cut_parameters(flat, params, engine)
+        partition = _partition_of_stage_3(flat_tensor, params, engine)
     if tensor_group is not None:
-        cut = _cut_shards(cut, params, like, tensor_group)
-    dtypes = dict.fromkeys(params, flat.dtype)
-    layout = _layout(cut.cuts, like, dtypes, cut.group, stage=stage)
-    shapes = {name: layout.position(name).shape for name in cut.at}
-    pieces = Pieces(tuple(cut.at), [flat], layout, cut.at, shapes, cut.saved_elsewhere)
-    misplaced_name = cut.misplaced_name or _differing(pieces, params)
-    for name in gather_objects(misplaced_name, cut.group):
+        partition = _with_tensor_parallel(partition, params, whole_params, tensor_group)
+    flat_tensor_of = dict.fromkeys(params, flat_tensor)
+    layout = _layout(partition.cuts, whole_params, flat_tensor_of, partition.group, stage=stage)
+    intervals = partition.intervals
+    shard_shapes = {name: layout.position(name).shape for name in intervals}
+    flat = FlatParams(tuple(intervals), [flat_tensor], layout, intervals, shard_shapes, partition.saved_elsewhere)
+    misplaced_name = partition.misplaced_name or _name_of_differing(flat, params)
+    # All ranks raise if the mapping of one of them is wrong.
+    for name in gather_objects(misplaced_name, partition.group):
         if name is not None:
             raise _misplaced(name)
-    return pieces
+    return flat
 
 
-def whole_pieces(
-    local: Mapping[str, Tensor],
-    params: Mapping[str, Tensor],
-    like: Mapping[str, Tensor],
+def whole_params_of(
+    tensors: NamedTensors,
+    params: NamedTensors,
+    whole_params: NamedTensors,
     tensor_group: dist.ProcessGroup | None,
-) -> Pieces:
-    """Return the `Pieces` of stage 0, where each rank holds its parameters unflattened: whole, or as AutoTP's shards.
+) -> FlatParams:
+    """Return the `FlatParams` of stage 0, where the parameters of a rank are not flattened.
 
-    ``local`` has the tensors on which DeepSpeed steps, by name: the parameters, or copies of them in fp32.
+    Each rank has all parameters whole, or, with the tensor-parallel group of AutoTP, some rows or columns of them.
+
+    Args:
+        tensors: the tensors on which DeepSpeed steps, by name: the parameters, or copies of them in fp32.
+        params: the parameters by name.
+        whole_params: all parameters of the model by name, as meta tensors of their whole shapes.
+        tensor_group: the tensor-parallel group; None without one.
     """
-    names = tuple(local)
-    tensors = list(local.values())
     if tensor_group is None:
-        return Pieces(names, tensors)
+        return FlatParams(tuple(tensors), list(tensors.values()))
     size = dist.get_world_size(tensor_group)
     cuts: dict[str, Cut] = {}
     for name, param in params.items():
         shards = tensor_shards_of(name, param, local_shape_of(param), size)
         if shards is not None:
-            cuts[name] = Listed(like[name].shape, shards)
-    dtypes = {name: tensor.dtype for name, tensor in local.items()}
-    return Pieces(names, tensors, _layout(cuts, like, dtypes, tensor_group, stage=None))
+            cuts[name] = Listed(whole_params[name].shape, shards)
+    layout = _layout(cuts, whole_params, tensors, tensor_group, stage=None)
+    return FlatParams(tuple(tensors), list(tensors.values()), layout)
 
 
 def _layout(
     cuts: Mapping[str, Cut],
-    like: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype],
+    whole_params: NamedTensors,
+    tensor_of: NamedTensors,
     group: dist.ProcessGroup,
     *,
     stage: int | None,
 ) -> Layout:
-    """Return the layout of one flat tensor. Parameters without a cut are not in it, and count as replicated."""
+    """Return the layout of the parameters of a model over the ranks of a group.
+
+    Parameters without a cut count as replicated: they are in no flat tensor, or in another one. ``tensor_of`` has the
+    tensors that DeepSpeed steps on, whose dtypes the parameters have there.
+    """
     specs: dict[str, Spec] = {}
     all_cuts: dict[str, Cut] = {}
     size = dist.get_world_size(group)
-    for name, param in like.items():
-        specs[name] = Spec(tuple(param.shape), dtypes.get(name, param.dtype))
+    for name, param in whole_params.items():
+        specs[name] = Spec(tuple(param.shape), tensor_of.get(name, param).dtype)
         all_cuts[name] = cuts.get(name) or Whole(param.shape, size)
     return Layout("flat", specs, all_cuts, size, dist.get_rank(group), group, stage)
 
 
-class _Cut(NamedTuple):
-    """Which interval of each parameter each rank holds, and where this rank's intervals are in its flat tensor."""
+class _Partition(NamedTuple):
+    """How the parameters in one flat tensor are partitioned over the ranks."""
 
     cuts: dict[str, Cut]
-    at: dict[str, Located]
+    """For each parameter, which of its elements each rank holds."""
+    intervals: dict[str, FlatInterval]
+    """For each parameter, the interval of this rank in its flat tensor."""
     group: dist.ProcessGroup
+    """The ranks that hold parts of the parameters."""
     misplaced_name: str | None = None
     """The first parameter for which DeepSpeed's mapping is wrong, to be raised on all ranks."""
     saved_elsewhere: frozenset[str] = frozenset()
-    """See `Pieces`."""
+    """See `FlatParams`."""
 
 
-def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Cut:
-    """Find where each rank holds each parameter at stages 1 and 2, which partition the concatenated parameters."""
-    located_here = _mappings(params)
-    group = _data_group(flat, params)
-    located_on_ranks: list[dict[str, Located]] = gather_objects(located_here, group)
-    length = flat.numel()
-    borders = tuple([rank * length for rank in range(len(located_on_ranks) + 1)])
+def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partition:
+    """Return the partition of stages 1 and 2: the parameters are concatenated, and each rank has an equal interval."""
+    intervals = _mapped_intervals(params)
+    group = _data_group(flat_tensor, params)
+    intervals_of_ranks: list[dict[str, FlatInterval]] = gather_objects(intervals, group)
+    length = flat_tensor.numel()
+    borders = tuple([rank * length for rank in range(len(intervals_of_ranks) + 1)])
     cuts: dict[str, Cut] = {}
     misplaced_name: str | None = None
     for name, param in params.items():
         shape = local_shape_of(param)
-        cuts[name] = Intervals(shape, 0, borders)
-        if not prod(shape):  # AutoTP gives a rank no rows if there are fewer heads than ranks
-            continue
-        starts: set[int] = set()  # of the parameter in the concatenation of the ranks' flat tensors, for each rank
-        located_elements = 0  # on all ranks together
-        for rank, located_on_rank in enumerate(located_on_ranks):
-            located = located_on_rank[name]
-            if located.length:
-                starts.add(rank * length + located.start - located.begin)
-                located_elements += located.length
-        # The mapping is right if all ranks agree on the start, and together hold every element once.
-        if len(starts) == 1 and located_elements == prod(shape):
-            cuts[name] = Intervals(shape, starts.pop(), borders)
-        elif misplaced_name is None:
-            misplaced_name = name
-    return _Cut(cuts, located_here, group, misplaced_name)
+        start = _start_in_buffer([intervals[name] for intervals in intervals_of_ranks], length, prod(shape))
+        if start is None:
+            start = 0
+            if misplaced_name is None:
+                misplaced_name = name
+        cuts[name] = Intervals(shape, start, borders)
+    return _Partition(cuts, intervals, group, misplaced_name)
 
 
-def _mappings(params: Mapping[str, Tensor]) -> dict[str, Located]:
-    """Return where this rank holds each parameter at stages 1 and 2; a length of 0 if it holds nothing of it."""
-    located: dict[str, Located] = {}
+def _start_in_buffer(interval_of_rank: Sequence[FlatInterval], length: int, numel: int) -> int | None:
+    """Return where a parameter of ``numel`` elements begins in the buffer, the concatenated flat tensors of all ranks.
+
+    The flat tensor of each rank has ``length`` elements. The result is None if the mapping of DeepSpeed is wrong: it
+    is right if all ranks agree on the start, and together hold every element once.
+    """
+    if numel == 0:  # AutoTP gives a rank no rows if there are fewer heads than ranks
+        return 0
+    starts: set[int] = set()
+    for rank, interval in enumerate(interval_of_rank):
+        if interval.length:
+            start_of_interval = rank * length + interval.start_in_flat
+            starts.add(start_of_interval - interval.start_in_param)
+    mapped_elements = sum(interval.length for interval in interval_of_rank)
+    if len(starts) != 1 or mapped_elements != numel:
+        return None
+    return starts.pop()
+
+
+def _mapped_intervals(params: NamedTensors) -> dict[str, FlatInterval]:
+    """Return the interval of each parameter that this rank holds at stages 1 and 2, as DeepSpeed's mapping gives it."""
+    intervals: dict[str, FlatInterval] = {}
     for name, param in params.items():
         mapping: Any = getattr(param, "_hp_mapping", None)
         if mapping is None:
-            located[name] = Located(0, 0, 0)
+            intervals[name] = FlatInterval(start_in_flat=0, start_in_param=0, length=0)
         else:
             in_flat = mapping.hp_fragment_address
-            located[name] = Located(in_flat.start, in_flat.numel, mapping.lp_fragment_address.start)
-    return located
+            in_param = mapping.lp_fragment_address
+            intervals[name] = FlatInterval(in_flat.start, in_param.start, in_flat.numel)
+    return intervals
 
 
-def _data_group(flat: Tensor, params: Mapping[str, Tensor]) -> Any:
+def _data_group(flat_tensor: Tensor, params: NamedTensors) -> Any:
     """Return the process group over which DeepSpeed has partitioned the parameters at stages 1 and 2."""
     for param in params.values():
         group: Any = getattr(param, "_dp_group", None)
         if group is not None:
             return group
     raise ValueError(
-        f"{next(iter(params))!r}: found a flat tensor of {flat.numel()} elements in its group, and no mapping of "
-        "DeepSpeed to the parameter; expected ZeRO stage 1, 2 or 3, or whole parameters"
+        f"{next(iter(params))!r}: found a flat tensor of {flat_tensor.numel()} elements in its group, and no mapping "
+        "of DeepSpeed to the parameter; expected ZeRO stage 1, 2 or 3, or whole parameters"
     )
 
 
-def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> _Cut:
-    """Find where each rank holds each parameter at stage 3, where ``flat`` concatenates the shards of this rank."""
+def _partition_of_stage_3(flat_tensor: Tensor, params: NamedTensors, engine: Any) -> _Partition:
+    """Return the partition of stage 3: each parameter has an equal interval on each rank, the last ones padded.
+
+    ``flat_tensor`` concatenates the shards of this rank. ``engine`` is DeepSpeed's own optimizer of stage 3.
+    """
     flat_ids = list(map(id, engine.fp32_partitioned_groups_flat))
-    members: list[Any] = engine.fp16_groups[flat_ids.index(id(flat))]
+    members: list[Any] = engine.fp16_groups[flat_ids.index(id(flat_tensor))]  # the parameters in ``flat_tensor``
     name_of = {id(param): name for name, param in params.items()}
     group = members[0].ds_process_group
     size = dist.get_world_size(group)
     rank = dist.get_rank(group)
-    cut = _Cut({}, {}, group)
-    offset = 0
+    cuts: dict[str, Cut] = {}
+    intervals: dict[str, FlatInterval] = {}
+    start_in_flat = 0
     for param in members:
         name = name_of[id(param)]
         shape = local_shape_of(param)
-        length = int(param.ds_tensor.ds_numel)  # of every rank's shard: the last ones are padded
-        borders = [length * index for index in range(size + 1)]
-        cut.cuts[name] = Intervals(shape, 0, tuple(borders))
-        begin = min(rank * length, prod(shape))
-        cut.at[name] = Located(offset, min(length, prod(shape) - begin), begin)
-        offset += length
-    return cut
+        padded_length = int(param.ds_tensor.ds_numel)  # of every rank's shard
+        borders = [padded_length * index for index in range(size + 1)]
+        cuts[name] = Intervals(shape, 0, tuple(borders))
+        start_in_param = min(rank * padded_length, prod(shape))
+        length = min(padded_length, prod(shape) - start_in_param)
+        intervals[name] = FlatInterval(start_in_flat, start_in_param, length)
+        start_in_flat += padded_length
+    return _Partition(cuts, intervals, group)
 
 
-def _cut_shards(
-    cut: _Cut, params: Mapping[str, Tensor], like: Mapping[str, Tensor], tensor_group: dist.ProcessGroup
-) -> _Cut:
-    """Compose the partition by ZeRO, of this tensor-parallel rank's shards, with the partition by AutoTP."""
-    group = block_group_of(cut.group, tensor_group)
+def _with_tensor_parallel(
+    partition: _Partition,
+    params: NamedTensors,
+    whole_params: NamedTensors,
+    tensor_group: dist.ProcessGroup,
+) -> _Partition:
+    """Return the partition of whole parameters by both AutoTP and ZeRO.
+
+    AutoTP gives each tensor-parallel rank some rows or columns of a parameter. ZeRO flattens them and partitions them
+    once more, as ``partition`` describes.
+    """
+    group = block_group_of(partition.group, tensor_group)
     tensor_rank = dist.get_rank(tensor_group)
-    intervals_of_ranks: list[tuple[int, dict[str, Located]]] = gather_objects((tensor_rank, dict(cut.at)), group)
+    # For each rank, its tensor-parallel rank, and its interval of each parameter.
+    ranks: list[tuple[int, dict[str, FlatInterval]]] = gather_objects((tensor_rank, partition.intervals), group)
     cuts: dict[str, Cut] = {}
     overlapping: set[str] = set()
     for name, param in params.items():
-        shape = tuple(like[name].shape)
+        shape = tuple(whole_params[name].shape)
         shards = tensor_shards_of(name, param, local_shape_of(param), dist.get_world_size(tensor_group))
         positions: list[ShardPosition] = []
-        for shard_index, located in intervals_of_ranks:
-            start = located[name].begin
-            stop = start + located[name].length
+        for shard_index, intervals in ranks:
+            start = intervals[name].start_in_param
+            stop = start + intervals[name].length
             if shards is None:
                 positions.append(ShardPosition.interval(shape, start, stop))
             else:
                 positions.append(shards[shard_index].interval_of_shard(start, stop))
         cuts[name] = Listed(shape, positions)
-        if shards is None and _do_overlap(positions):
+        # If AutoTP has split other parameters unevenly, the flat tensors of tensor-parallel ranks have different
+        # lengths, so a parameter that they all hold is cut at different places. An update needs no more than equal
+        # values where the shards overlap. A checkpoint needs shards without overlaps: those of tensor-parallel rank 0.
+        if shards is None and tensor_rank != 0 and _do_overlap(positions):
             overlapping.add(name)
-    # If AutoTP has split other parameters unevenly, the flat tensors of tensor-parallel ranks have different lengths,
-    # so a parameter that they all hold is cut at different places. An update needs no more than equal values where the
-    # shards overlap. A checkpoint needs shards without overlaps: those of one tensor-parallel rank.
-    if tensor_rank == 0:
-        overlapping.clear()  # this rank saves them
-    saved_elsewhere = frozenset(overlapping)
-    return _Cut(cuts, cut.at, group, cut.misplaced_name, saved_elsewhere)
+    return _Partition(cuts, partition.intervals, group, partition.misplaced_name, frozenset(overlapping))
 
 
 def _do_overlap(positions: Iterable[ShardPosition]) -> bool:
@@ -309,15 +353,10 @@ def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
     return flats
 
 
-def _differing(pieces: Pieces, params: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first parameter whose shard was not located correctly; None if all were."""
-    for name, view in pieces.views(pieces.flat).items():
-        partition = getattr(params[name], "ds_tensor", None)  # this rank's shard at stage 3
-        if partition is not None:
-            shard = partition.detach().reshape(-1)[: view.numel()]
-        else:
-            begin = pieces.at[name].begin
-            shard = params[name].detach().reshape(-1)[begin : begin + view.numel()]
+def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
+    """Return the name of the first parameter whose values are not those in the flat tensor; None if all are."""
+    for name, view in flat.views(flat.tensors).items():
+        shard = _local_shard(params[name], flat.intervals[name].start_in_param, view.numel())
         if shard.numel() < view.numel():
             warnings.warn(
                 f"{name!r}: its values cannot be compared with DeepSpeed's flat tensor, because DeepSpeed stores them "
@@ -326,9 +365,18 @@ def _differing(pieces: Pieces, params: Mapping[str, Tensor]) -> str | None:
             )
             continue
         values = view.reshape(-1).to(shard.dtype)
+        # nan_to_num, since a NaN is not equal to itself
         if not torch.equal(values.nan_to_num(), shard.to(view.device).nan_to_num()):
             return name
     return None
+
+
+def _local_shard(param: Tensor, start: int, length: int) -> Tensor:
+    """Return the elements of a flattened parameter from ``start`` that this rank holds; fewer if it has not all."""
+    partition: Tensor | None = getattr(param, "ds_tensor", None)
+    if partition is not None:  # this rank's shard at stage 3, which begins at ``start``
+        return partition.detach().reshape(-1)[:length]
+    return param.detach().reshape(-1)[start : start + length]
 
 
 def _misplaced(name: str) -> ValueError:

@@ -7,7 +7,7 @@ split as a whole (``partition_sizes``), or, in fused layers, part by part (``sub
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -50,28 +50,39 @@ def tensor_shards_of(
     """
     is_marked = getattr(param, "tensor_model_parallel", False)
     metadata: dict[str, Any] = getattr(param, METADATA, None) or {}
-    if metadata.get("replicated") or not (is_marked or metadata):
+    is_partitioned = is_marked or metadata
+    if metadata.get("replicated") or not is_partitioned:
         return None
     dim = metadata.get("partition_dim")
-    widths: Sequence[Sequence[int]] | None = metadata.get("sub_param_shard_widths")
-    if widths is None and metadata.get("partition_sizes") is not None:
-        widths = [metadata["partition_sizes"]]
+    widths = _widths_of_shards(metadata)
     if dim is None or widths is None:
         raise _undescribed(name, metadata)
     shape = whole_shape_of(param)
     shards: list[ShardPosition] = []
-    shapes: set[tuple[int, ...]] = set()
-    numel = 0
     for rank in range(size):
         spans: list[list[Span]] = [[(0, length)] for length in shape]
         spans[dim] = _spans_of_rank(widths, rank)
-        shard = ShardPosition.grid(spans)
-        shards.append(shard)
-        shapes.add(shard.shape)
-        numel += shard.numel
-    if numel != ShardPosition.whole(shape).numel or tuple(local_shape) not in shapes:
+        shards.append(ShardPosition.grid(spans))
+    # The shards must be disjoint, and one of them must be on this rank.
+    numel_of_shards = sum(shard.numel for shard in shards)
+    shapes = {shard.shape for shard in shards}
+    if numel_of_shards != ShardPosition.whole(shape).numel or tuple(local_shape) not in shapes:
         raise _undescribed(name, metadata)
     return tuple(shards)
+
+
+def _widths_of_shards(metadata: Mapping[str, Any]) -> Sequence[Sequence[int]] | None:
+    """Return ``widths[part][rank]``, the width of a rank's shard of each part of a fused layer; None if unknown.
+
+    Another layer has one part: its widths are ``[(2, 2)]`` if each of two ranks holds two rows.
+    """
+    widths: Sequence[Sequence[int]] | None = metadata.get("sub_param_shard_widths")
+    if widths is not None:
+        return widths
+    sizes: Sequence[int] | None = metadata.get("partition_sizes")
+    if sizes is not None:
+        return [sizes]
+    return None
 
 
 def _spans_of_rank(widths: Sequence[Sequence[int]], rank: int) -> list[Span]:
@@ -139,9 +150,9 @@ def global_names(model: nn.Module) -> dict[str, str]:
         expert_group: Any = getattr(layer, "ep_group", None)
         if experts is None or expert_group is None:
             continue
-        first_expert = dist.get_rank(expert_group) * len(experts)
         if dist.get_world_size(expert_group) == 1:
             continue
+        first_expert = dist.get_rank(expert_group) * len(experts)
         prefix = f"{layer_name}.experts.deepspeed_experts"
         for local_index, expert in enumerate(experts):
             for name, _ in expert.named_parameters():
