@@ -37,21 +37,14 @@ def _orthogonalize(options: Mapping[str, Any]) -> Transform:
     """Return `muonfx.orthogonalize` with arguments from a JSON or YAML file."""
     arguments: dict[str, Any] = {}
     for name, value in options.items():
+        dtype = getattr(torch, str(value), None)  # torch.float32 for "float32"
         if name == "view" and isinstance(value, str | Mapping):
             arguments[name] = MatrixView(cast("str | Mapping[str, str]", value))
-        elif name == "dtype" and isinstance(value, str):
-            arguments[name] = _dtype(value)
+        elif name == "dtype" and isinstance(dtype, torch.dtype):
+            arguments[name] = dtype
         else:
             arguments[name] = _with_tuples(value)
     return orthogonalize(**arguments)
-
-
-def _dtype(text: str) -> torch.dtype | str:
-    """Return ``torch.float32`` for "float32"; the text itself if it is not the name of a dtype."""
-    dtype = getattr(torch, text, None)
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    return text
 
 
 def _with_tuples(value: Any) -> Any:

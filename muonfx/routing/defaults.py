@@ -12,6 +12,7 @@ from torch import nn
 from muonfx.core.checks import warn_caller
 from muonfx.internal.display import format_list
 from muonfx.routing.params import ParamInfo, Params, module_path, read_params
+from muonfx.routing.predicates import path
 from muonfx.routing.roles import ROLES, Decision, Role, roles_of
 from muonfx.routing.route import Label
 from muonfx.routing.rules import Labels, Rule, apply_rules, make_labels
@@ -179,9 +180,10 @@ def _argument_with_rule(infos: Sequence[ParamInfo], label: Label, rules: Sequenc
     ``labels=lambda model: muonfx.default_labels(model, [(muonfx.routing.path('out.weight'), 'adamw')])``. ``options``
     are further arguments of `default_labels`, such as ", roles=True".
     """
-    globs = ", ".join([repr(escape(info.name)) for info in infos])
-    rule_texts = [f"({predicate.code_in('muonfx.routing.')}, {rule_label!r})" for predicate, rule_label in rules]
-    rule_texts.append(f"(muonfx.routing.path({globs}), {label!r})")
+    predicate_of_names = path(*[escape(info.name) for info in infos])
+    rule_texts: list[str] = []
+    for predicate, rule_label in (*rules, (predicate_of_names, label)):
+        rule_texts.append(f"({predicate.code_in('muonfx.routing.')}, {rule_label!r})")
     return f"labels=lambda model: muonfx.default_labels(model, [{', '.join(rule_texts)}]{options})"
 
 

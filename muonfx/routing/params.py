@@ -177,22 +177,14 @@ def _named_values(params: object) -> Iterable[tuple[str, object]]:
             )
         return pairs
     if isinstance(params, Mapping):
-        values = dict(cast("Mapping[object, object]", params))
-        if _is_named_tensors(values):
-            return values.items()  # in this order; names of a pytree would be sorted
-        return tree.named_leaves(values)
+        params = dict(cast("Mapping[object, object]", params))
+        has_tensors = all(value is None or isinstance(value, torch.Tensor) for value in params.values())
+        pairs = list(params.items())
+        if has_tensors and _is_pairs(pairs):
+            return pairs  # in this order; the names of a pytree would be sorted
     if _is_pairs(params):
         return params
     return tree.named_leaves(params)
-
-
-def _is_named_tensors(values: dict[object, object]) -> TypeGuard[dict[str, object]]:
-    """Return True if the keys of a dict are strings, and its values are tensors or None."""
-    for name, value in values.items():
-        is_tensor = value is None or isinstance(value, torch.Tensor)
-        if not isinstance(name, str) or not is_tensor:
-            return False
-    return True
 
 
 def _is_pairs(params: object) -> TypeGuard[Sequence[tuple[str, object]]]:

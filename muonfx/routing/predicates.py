@@ -205,8 +205,11 @@ def _code_of_bounds(low: int | None, high: int | None) -> str:
     """Return the code of the arguments of `ndim`: "2", "min=2", "max=4" or "min=2, max=4"."""
     if low == high:
         return str(low)
-    bounds = {"min": low, "max": high}
-    return ", ".join(f"{name}={bound}" for name, bound in bounds.items() if bound is not None)
+    if high is None:
+        return f"min={low}"
+    if low is None:
+        return f"max={high}"
+    return f"min={low}, max={high}"
 
 
 def _code_of(argument: object) -> str:

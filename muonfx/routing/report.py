@@ -21,7 +21,6 @@ from muonfx.routing.route import NO_REASON, Label, Route
 from muonfx.routing.rules import Labels
 from muonfx.routing.views import MAYBE_FUSED
 from muonfx.transforms.matrices import MatrixView, split, view_of
-from muonfx.transforms.matrix_pattern import Pattern
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,18 +36,17 @@ class Routing(Shown):
 
     def report(self) -> Report:
         """Return the tables: a row for each parameter, then totals by label or by the optimizer's parameter groups."""
-        tables = [self._parameters()]
         if self.groups is None:
-            tables.append(self._totals_by_label())
-        else:
-            tables += [self._totals_by_group(self.groups), self._hyperparameters(self.groups)]
-        return Report(tuple(tables))
+            return Report((self._parameters(), self._totals_by_label()))
+        return Report((self._parameters(), self._totals_by_group(self.groups), self._hyperparameters(self.groups)))
 
     def _parameters(self) -> Table:
         """Return the table with a row for each parameter. Labels without a view need no columns about matrices."""
-        labels_with_views = {self.labels[name] for name in self.labels.views}
-        titles_of_matrices = ["matrices", "stored"] if labels_with_views else []
-        header = ["parameter", "shape", "label", *titles_of_matrices, "rule"]
+        labels_with_views = set(map(self.labels.get, self.labels.views))
+        header = ["parameter", "shape", "label"]
+        if labels_with_views:
+            header += ["matrices", "stored"]
+        header.append("rule")
         rows = [_row(info, self.labels.routes[info.name], labels_with_views) for info in self.params]
         return Table(header, rows)
 
@@ -96,14 +94,9 @@ class Routing(Shown):
 
     def _amounts(self, infos: Sequence[ParamInfo]) -> list[str]:
         """Return three cells: the number of tensors, the number of their elements, and its share of all elements."""
-        elements = _elements(infos)
-        share = elements / max(1, _elements(self.params))
-        return [f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"]
-
-
-def _elements(infos: Sequence[ParamInfo]) -> int:
-    """Return the number of elements of all parameters."""
-    return sum(info.numel for info in infos)
+        elements = sum(info.numel for info in infos)
+        all_elements = sum(info.numel for info in self.params)
+        return [f"{len(infos):,}", f"{elements:,}", f"{elements / max(1, all_elements):.1%}"]
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
@@ -287,7 +280,7 @@ def _row(info: ParamInfo, route: Route, labels_with_views: Collection[Label]) ->
 
 def _order_text(view: MatrixView) -> str:
     """Return the order in which the dims of a parameter's matrices are stored: "out, in" or "in, out"."""
-    pattern = _pattern_of_one(view)
+    (pattern,) = view.of([""])
     if pattern is not None and pattern.is_transposed:
         return "in, out"
     return "out, in"
@@ -298,22 +291,24 @@ def _matrices_text(shape: tuple[int, ...], view: MatrixView) -> str:
 
     It is such as "16 x 8", "4 of 16 x 8" for a stack, and "(16 + 4) x 8" for two matrices of 8 columns.
     """
-    tensor = torch.empty(shape, device="meta")
-    stacks = [stack.shape for stack in split(_pattern_of_one(view), tensor, "")]  # each is (..., rows, columns)
-    batches_and_columns = {(stack[:-2], stack[-1]) for stack in stacks}
+    (pattern,) = view.of([""])  # the view of one parameter: its pattern applies to any name
+    texts: list[str] = []
+    row_counts: list[str] = []
+    batches_and_columns: set[tuple[tuple[int, ...], int]] = set()
+    for stack in split(pattern, torch.empty(shape, device="meta"), ""):
+        *batch, rows, columns = stack.shape
+        texts.append(f"{prod(batch)} of {rows} x {columns}")
+        row_counts.append(str(rows))
+        batches_and_columns.add((tuple(batch), columns))
     if len(batches_and_columns) > 1:  # they cannot be written as a sum of rows
-        return " + ".join([f"{prod(stack[:-2])} of {format_shape(stack[-2:])}" for stack in stacks])
-    rows = " + ".join([str(stack[-2]) for stack in stacks])
-    if len(stacks) > 1:
-        rows = f"({rows})"
-    matrix = f"{rows} x {stacks[0][-1]}"
-    count = prod(stacks[0][:-2])
-    return f"{count} of {matrix}" if count > 1 else matrix
-
-
-def _pattern_of_one(view: MatrixView) -> Pattern | None:
-    """Return the pattern of the view of a single parameter, which applies to any name."""
-    return view.of([""])[0]
+        return " + ".join(texts)
+    ((batch, columns),) = batches_and_columns
+    sum_of_rows = " + ".join(row_counts)
+    if len(row_counts) > 1:
+        sum_of_rows = f"({sum_of_rows})"
+    if prod(batch) > 1:
+        return f"{prod(batch)} of {sum_of_rows} x {columns}"
+    return f"{sum_of_rows} x {columns}"
 
 
 def _shown(label: Label) -> str:

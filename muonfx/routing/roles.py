@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence, Set
 from math import prod
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -25,7 +25,7 @@ from muonfx.routing.views import PLAIN_LEAVES, class_name_fits, is_convolution
 Role = Literal["hidden", "embedding", "head", "vector", "other"]
 """The role of a parameter; `default_labels` describes the roles."""
 
-ROLES: tuple[Role, ...] = ("hidden", "embedding", "head", "vector", "other")
+ROLES: tuple[Role, ...] = get_args(Role)
 """All roles."""
 
 
@@ -156,6 +156,7 @@ def _by_type(info: ParamInfo) -> Decision | None:
             tied = f", tied with {info.tied[0]!r}" if info.tied else ""
             return Decision("embedding", f"embedding (module type {module.__name__}{tied})")
     for module in info.modules:
+        # A layer such as LayerNormLinear holds a norm and a hidden matrix.
         is_norm = issubclass(module, _NORMS) or class_name_fits(module, _NORM_CLASS)
         if is_norm and not issubclass(module, nn.Linear | _ConvNd):
             return Decision("vector", f"norm (module type {module.__name__})")
@@ -539,11 +540,9 @@ def _is_child_of_front(components: list[str]) -> bool:
 
 def _is_first_of_speech_encoder(components: list[str]) -> bool:
     """Return True for names such as ``feature_extractor.conv_layers.0.conv.weight``."""
-    if "conv_layers" not in components:
-        return False
-    index = components.index("conv_layers")
-    is_in_front = any(_ends_in(_words(component), _FRONTS) for component in components[:index])
-    return is_in_front and components[index + 1 : index + 2] == ["0"]
+    path, _, leaf = ".".join(components).partition(".conv_layers.0.")
+    modules_around = path.split(".")
+    return leaf != "" and any(_ends_in(_words(module), _FRONTS) for module in modules_around)
 
 
 def _components(name: str) -> list[str]:

@@ -22,11 +22,9 @@ def check_shapes(routes: Mapping[str, Route], transforms: Mapping[str, Transform
     """
     leaves = tree.leaves(params)  # in the order of ``routes``
     for (name, route), leaf in zip(routes.items(), leaves, strict=True):
-        if leaf is None or route.label is None or route.label not in transforms:
+        if leaf is None or route.shape is None or route.label is None or route.label not in transforms:
             continue
-        # Fewer dims are allowed: a rank may hold a flat shard of a matrix.
-        has_more_dims = route.shape is not None and leaf.ndim > len(route.shape)
-        if not has_more_dims:
+        if leaf.ndim <= len(route.shape):  # fewer dims are allowed: a rank may hold a flat shard of a matrix
             continue
         for tx in within(transforms[route.label]):
             if _would_mix(tx, name):
@@ -62,7 +60,9 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
     for name, route, view in _used_views(routes, transforms):
         if route.view.pattern and not view.is_set_for(name):
             unused[name] = f"{name!r} ({route.reason})"
-        if route.suspected and not _is_set_by_user(view, name, route):
+        # A view that has the pattern of the labels was extended by `Labels.view`: the user chose no pattern.
+        is_set_by_user = view.text(name) not in (None, route.view.pattern)
+        if route.suspected and not is_set_by_user:
             suspected[name] = route.suspected
             if view_to_extend is None:
                 view_to_extend = view
@@ -84,14 +84,6 @@ def _used_views(
             for name, route in routes.items():
                 if route.label == label:
                     yield name, route, view
-
-
-def _is_set_by_user(view: MatrixView, name: str, route: Route) -> bool:
-    """Return True if the view of a transform has a pattern for a parameter that is not the pattern of its label.
-
-    The pattern of the label is in the view if it was extended by ``labels.view()``.
-    """
-    return view.text(name) not in (None, route.view.pattern)
 
 
 def _warn_of_unused_views(parameters: list[str]) -> None:

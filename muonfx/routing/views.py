@@ -407,19 +407,17 @@ def _parts_of_modulation(shape: tuple[int, ...], layers: Sequence[_Layer]) -> in
     if len(shape) != 2:
         return None
     path = ".".join(layer.name for layer in reversed(layers))
-    holder = layers[0].holder
-    is_held_by_modulation = holder is not None and class_name_fits(written_type(holder), _MODULATION_CLASS)
-    if is_held_by_modulation or is_modulation(path):
+    if _is_of_class(layers[0].holder, _MODULATION_CLASS) or is_modulation(path):
         return _modulations(*shape)
     return None
 
 
 def is_modulation(path: str) -> bool:
     """Return True for the path of a layer that returns scales, shifts and gates, such as ``adaLN_modulation.1``."""
-    *holders, layer = [component for component in path.split(".") if component not in WRAPPERS] or [path]
-    if _MODULATION.search(layer):
+    components = [component for component in path.split(".") if component not in WRAPPERS]
+    if any(map(_MODULATION.search, components)):
         return True
-    return any(_MODULATION.search(holder) or _NORM.search(holder) for holder in holders)
+    return any(map(_NORM.search, components[:-1]))  # the modules around the layer
 
 
 def _modulations(rows: int, columns: int) -> int | None:
@@ -529,10 +527,8 @@ def _storage_by_package(info: ParamInfo, leaf: str, owner: nn.Module | None) -> 
     ``owner`` is the module of the parameter, and ``leaf`` the last component of its name. The weight of a ``Conv1D`` of
     transformers is stored as ``"in {out} -> {out} in"``.
     """
-    if owner is None:
-        return None
     for known in _STORED:
-        if class_name_fits(written_type(owner), f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
+        if _is_of_class(owner, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
             note = known.note or _stack_note(info, known.pattern)
             return _Storage(known.pattern, _size(owner, known.count), note)
     return None
@@ -545,8 +541,7 @@ def _storage_by_experts(info: ParamInfo, owner: nn.Module | None, shapes: Shapes
     """
     if info.ndim == 2:
         return _Storage(_PLAIN)
-    is_of_experts = _is_expert(info) or (owner is not None and class_name_fits(written_type(owner), "Experts?$"))
-    if not is_of_experts:
+    if not _is_expert(info) and not _is_of_class(owner, "Experts?$"):
         return _Storage(_CONVOLUTION)
     pattern = _STACK
     if _has_transposed_experts(info, owner, shapes):
@@ -676,6 +671,11 @@ def is_convolution(info: ParamInfo) -> bool:
         return False
     # A stack of stacks also has four dims, but its sides are longer than a kernel's.
     return max(info.shape[2:]) <= _KERNEL_SIDE
+
+
+def _is_of_class(module: nn.Module | None, pattern: str) -> bool:
+    """Return True if a regular expression is found in the name of a module's class or of one of its bases."""
+    return module is not None and class_name_fits(written_type(module), pattern)
 
 
 @functools.lru_cache(maxsize=1024)

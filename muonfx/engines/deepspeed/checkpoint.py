@@ -167,8 +167,7 @@ class _Values(NamedTuple):
                 params[global_name_of.get(name, name)] = param
         paths: list[tuple[Any, ...]] = []
         if flat_optimizers:  # a pipeline stage may have no parameters
-            state = flat_optimizers[0].unflatten(leaves)
-            paths = [_renamed(path, global_name_of) for path in tree.paths(state)]
+            paths = [_renamed(path, global_name_of) for path in flat_optimizers[0].state_paths]
         leaf_of_path = dict(zip(paths, leaves, strict=True))
         local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
         return cls(
@@ -191,8 +190,9 @@ def _common_transform(tx: Transform, *, has_own_names: bool) -> Transform | None
     its transform do not fit the checkpoint.
     """
     identities = gather_objects((tx.fingerprint, has_own_names))
-    is_common = all(identity == (tx.fingerprint, False) for identity in identities)
-    return tx if is_common else None
+    if set(identities) == {(tx.fingerprint, False)}:
+        return tx
+    return None
 
 
 def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:

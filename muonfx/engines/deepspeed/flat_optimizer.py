@@ -57,6 +57,8 @@ class FlatOptimizer:
         params = flat.views(flat.tensors)
         state = self._transform().init(self._with_all_names(params))
         self._treedef = tree.flatten(state)[1]
+        self.state_paths = tree.paths(state)
+        """The path of each leaf of the state."""
         self._state_leaves = _state_leaves_of(state, dict.fromkeys(self._all_names), params)
         """For each leaf of the state, where it is in ``optimizer.state``. A leaf that is None is not in it."""
         loaded_states = {tensor: states[tensor] for tensor in flat.tensors if states.get(tensor)}
@@ -225,10 +227,6 @@ class FlatOptimizer:
                 leaves.append(self.flat.with_position(state_leaf.name, leaf, to_load=to_load))
         return leaves
 
-    def unflatten(self, leaves: Sequence[Any]) -> PyTree:
-        """Return the optimizer state as a tree, built from a list of its leaves."""
-        return tree.unflatten(self._treedef, leaves)
-
     @torch.no_grad()
     def load(self, params: Mapping[str, Any], leaves: Sequence[Any], states: States) -> None:
         """Copy loaded parameters and state leaves into the flat tensors.
@@ -252,7 +250,7 @@ class FlatOptimizer:
                 new_leaves.append(loaded_leaf.whole)
             else:
                 new_leaves.append(loaded_leaf)
-        new_state = self.unflatten(new_leaves)
+        new_state = tree.unflatten(self._treedef, new_leaves)
         if self.flat.layout is not None:
             new_state = from_global(self._transform(), new_state, self._with_all_names(views))
         self._write(stored_state, new_state, states)
@@ -272,8 +270,7 @@ def _state_leaves_of(state: PyTree, all_params: Mapping[str, None], params: Name
     state_leaves: list[_StateLeaf] = []
     owners = ownership_of(state, all_params)
     for path, (name, path_without_name), leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
-        has_param = leaf is not None and name is not None and name in params
-        if has_param and leaf.shape == params[name].shape:
+        if leaf is not None and name is not None and name in params and leaf.shape == params[name].shape:
             state_leaves.append(_StateLeaf(path_of(path_without_name), name))
         else:
             state_leaves.append(_StateLeaf(path_of(path), None))

@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muonfx.engines.deepspeed.parallel import block_group_of, gather_objects, tensor_shards_of
+from muonfx.engines.deepspeed.parallel import (
+    block_group_of,
+    gather_objects,
+    local_shape_of,
+    tensor_shards_of,
+    whole_shape_of,
+)
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.cut import Cut, Intervals, Listed, Whole
 from muonfx.sharding.shards.flat_shard import FlatShard
@@ -28,11 +34,6 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
-
-
-def local_shape_of(param: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter that ZeRO may have partitioned: under AutoTP, of this rank's rows or columns."""
-    return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def stage_3_of(params: Iterable[Tensor]) -> Any:
@@ -128,7 +129,7 @@ def locate(
     else:
         partition = _partition_of_stage_3(flat_tensor, params, engine)
     if tensor_group is not None:
-        partition = _with_tensor_parallel(partition, params, whole_params, tensor_group)
+        partition = _with_tensor_parallel(partition, params, tensor_group)
     flat_tensor_of = dict.fromkeys(params, flat_tensor)
     layout = _layout(partition.cuts, whole_params, flat_tensor_of, partition.group, stage=stage)
     intervals = partition.intervals
@@ -163,9 +164,9 @@ def whole_params_of(
     size = dist.get_world_size(tensor_group)
     cuts: dict[str, Cut] = {}
     for name, param in params.items():
-        shards = tensor_shards_of(name, param, local_shape_of(param), size)
+        shards = tensor_shards_of(name, param, size)
         if shards is not None:
-            cuts[name] = Listed(whole_params[name].shape, shards)
+            cuts[name] = Listed(whole_shape_of(param), shards)
     layout = _layout(cuts, whole_params, tensors, tensor_group, stage=None)
     return FlatParams(tuple(tensors), list(tensors.values()), layout)
 
@@ -299,12 +300,7 @@ def _partition_of_stage_3(flat_tensor: Tensor, params: NamedTensors, engine: Any
     return _Partition(cuts, intervals, group)
 
 
-def _with_tensor_parallel(
-    partition: _Partition,
-    params: NamedTensors,
-    whole_params: NamedTensors,
-    tensor_group: dist.ProcessGroup,
-) -> _Partition:
+def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_group: dist.ProcessGroup) -> _Partition:
     """Return the partition of whole parameters by both AutoTP and ZeRO.
 
     AutoTP gives each tensor-parallel rank some rows or columns of a parameter. ZeRO flattens them and partitions them
@@ -317,8 +313,8 @@ def _with_tensor_parallel(
     cuts: dict[str, Cut] = {}
     overlapping: set[str] = set()
     for name, param in params.items():
-        shape = tuple(whole_params[name].shape)
-        shards = tensor_shards_of(name, param, local_shape_of(param), dist.get_world_size(tensor_group))
+        shape = whole_shape_of(param)
+        shards = tensor_shards_of(name, param, dist.get_world_size(tensor_group))
         positions: list[ShardPosition] = []
         for shard_index, intervals in ranks:
             start = intervals[name].start_in_param

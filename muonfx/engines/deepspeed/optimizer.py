@@ -18,13 +18,18 @@ from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer, raise_on_all_
 from muonfx.engines.deepspeed.flat_params import (
     FlatParams,
     flats_of,
-    local_shape_of,
     locate,
     stage_3_of,
     trained_parameters,
     whole_params_of,
 )
-from muonfx.engines.deepspeed.parallel import expert_group_name, gather_objects, tensor_group_of, whole_shape_of
+from muonfx.engines.deepspeed.parallel import (
+    expert_group_name,
+    gather_objects,
+    local_shape_of,
+    tensor_group_of,
+    whole_shape_of,
+)
 from muonfx.engines.deepspeed.rates import GroupRates
 from muonfx.optimizer.group_numbers import GroupNumbers
 from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups

@@ -7,7 +7,8 @@ split as a whole (``partition_sizes``), or, in fused layers, part by part (``sub
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +27,11 @@ def whole_shape_of(param: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def local_shape_of(param: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter that ZeRO may have partitioned: under AutoTP, of this rank's rows or columns."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
 def tensor_group_of(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:
     """Return the tensor-parallel group of a model's layers; None if no layer is partitioned."""
     for module in modules:
@@ -34,15 +40,12 @@ def tensor_group_of(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:
     return None
 
 
-def tensor_shards_of(
-    name: str, param: Tensor, local_shape: Sequence[int], size: int
-) -> tuple[ShardPosition, ...] | None:
+def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition, ...] | None:
     """Return the `ShardPosition` of each tensor-parallel rank; None if every rank holds the whole parameter.
 
     Args:
         name: the name of the parameter, for errors.
         param: the parameter.
-        local_shape: its shape on this rank, before ZeRO partitions it.
         size: the number of tensor-parallel ranks.
 
     Raises:
@@ -54,7 +57,11 @@ def tensor_shards_of(
     if metadata.get("replicated") or not is_partitioned:
         return None
     dim = metadata.get("partition_dim")
-    widths = _widths_of_shards(metadata)
+    # A fused layer is partitioned part by part. Another layer is a single part.
+    widths: Sequence[Sequence[int]] | None = metadata.get("sub_param_shard_widths")
+    sizes: Sequence[int] | None = metadata.get("partition_sizes")
+    if widths is None and sizes is not None:
+        widths = [sizes]
     if dim is None or widths is None:
         raise _undescribed(name, metadata)
     shape = whole_shape_of(param)
@@ -66,23 +73,9 @@ def tensor_shards_of(
     # The shards must be disjoint, and one of them must be on this rank.
     numel_of_shards = sum(shard.numel for shard in shards)
     shapes = {shard.shape for shard in shards}
-    if numel_of_shards != ShardPosition.whole(shape).numel or tuple(local_shape) not in shapes:
+    if numel_of_shards != ShardPosition.whole(shape).numel or local_shape_of(param) not in shapes:
         raise _undescribed(name, metadata)
     return tuple(shards)
-
-
-def _widths_of_shards(metadata: Mapping[str, Any]) -> Sequence[Sequence[int]] | None:
-    """Return ``widths[part][rank]``, the width of a rank's shard of each part of a fused layer; None if unknown.
-
-    Another layer has one part: its widths are ``[(2, 2)]`` if each of two ranks holds two rows.
-    """
-    widths: Sequence[Sequence[int]] | None = metadata.get("sub_param_shard_widths")
-    if widths is not None:
-        return widths
-    sizes: Sequence[int] | None = metadata.get("partition_sizes")
-    if sizes is not None:
-        return [sizes]
-    return None
 
 
 def _spans_of_rank(widths: Sequence[Sequence[int]], rank: int) -> list[Span]:
@@ -106,14 +99,13 @@ def block_group_of(data_group: dist.ProcessGroup, tensor_group: dist.ProcessGrou
     All of these ranks must call this together.
     """
     tensor_ranks = dist.get_process_group_ranks(tensor_group)
-    ranks = sorted(set[int]().union(*gather_objects(tensor_ranks, data_group)))
+    ranks_of_groups: list[list[int]] = gather_objects(tensor_ranks, data_group)
+    ranks = sorted(set(chain.from_iterable(ranks_of_groups)))
     if ranks == sorted(tensor_ranks):
         return tensor_group
-    if len(ranks) == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    group = dist.new_group(ranks, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
+    group: Any = dist.group.WORLD
+    if len(ranks) < dist.get_world_size():
+        group = dist.new_group(ranks, use_local_synchronization=True)
     return group
 
 
