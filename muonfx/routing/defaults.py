@@ -16,7 +16,7 @@ from muonfx.routing.predicates import path
 from muonfx.routing.roles import ROLES, Decision, Role, roles_of
 from muonfx.routing.route import Label
 from muonfx.routing.rules import Labels, Rule, apply_rules, make_labels
-from muonfx.routing.structure import Structure, structure_of
+from muonfx.routing.structure import structure_of
 from muonfx.routing.views import is_convolution
 
 
@@ -117,13 +117,18 @@ def default_labels(
     if problems:
         warn_caller(f"default_labels{problems}")
     if possible_heads:
-        options = ""
-        if roles:
-            options = ", roles=True"
-        elif (muon, other) != ("muon", "adamw"):
-            options = f", muon={muon!r}, other={other!r}"
+        options = _options_text(muon, other, roles)
         warn_caller(_without_a_head(possible_heads, label_of_role, rules, options))
     return labels
+
+
+def _options_text(muon: Label, other: Label, roles: bool) -> str:
+    """Return the last arguments of `default_labels` as code, such as ", roles=True"; "" if they are the defaults."""
+    if roles:
+        return ", roles=True"
+    if (muon, other) != ("muon", "adamw"):
+        return f", muon={muon!r}, other={other!r}"
+    return ""
 
 
 def _without_module_types(hidden: Sequence[ParamInfo]) -> str:
@@ -254,7 +259,9 @@ def _labels(model_or_params: Params, rules: Sequence[Rule], label_of_role: Mappi
             if role == "hidden" and info.name not in label_by_rule:
                 hidden.append(info)
     possible_heads: list[ParamInfo] = []
-    if not _has_head(infos, structure, decisions, label_by_rule, label_of_role["hidden"]):
+    # A head by its structure may have another role, such as "vector" for a head that returns one number.
+    has_head = bool(structure.heads) or _has_head(infos, decisions, label_by_rule, label_of_role["hidden"])
+    if not has_head:
         possible_heads = [info for info in hidden if module_path(info.name) in structure.possible_heads]
     # Only hidden matrices are divided.
     whole_labels = {label_of_role[role] for role in ROLES if role != "hidden"}
@@ -266,22 +273,18 @@ def _labels(model_or_params: Params, rules: Sequence[Rule], label_of_role: Mappi
 
 def _has_head(
     infos: Sequence[ParamInfo],
-    structure: Structure,
     decisions: Mapping[str, Decision],
     label_by_rule: Mapping[str, tuple[Label, str]],
     hidden_label: Label,
 ) -> bool:
-    """Return True if a layer of a model is its head, by the structure, by its role or by a rule of the user.
+    """Return True if a parameter of a model is of its head, by its role or by a rule of the user.
 
     Args:
         infos: the parameters.
-        structure: the structure of the model.
         decisions: the role of each parameter by name.
         label_by_rule: the (label, reason) of each parameter that a rule of the user matches.
         hidden_label: the label of hidden matrices.
     """
-    if structure.heads:  # the role may be another, such as "vector" for a head that returns one number
-        return True
     for info in infos:
         role = decisions[info.name].role
         is_tied_head = role == "embedding" and bool(info.tied)

@@ -192,8 +192,10 @@ def _is_pairs(params: object) -> TypeGuard[Sequence[tuple[str, object]]]:
     if not isinstance(params, list | tuple):
         return False
     for item in cast("Sequence[object]", params):
-        pair = cast("Sequence[object]", item)
-        if not isinstance(item, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+        if not isinstance(item, tuple):
+            return False
+        pair = cast("tuple[object, ...]", item)
+        if len(pair) != 2 or not isinstance(pair[0], str):
             return False
     return True
 

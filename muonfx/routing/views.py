@@ -566,7 +566,7 @@ def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Sh
     down = shapes.get(f"{holder}down_proj")
     if not gate_up or not down:
         return False
-    inner, hidden = down[-2:]  # if they are (in, out)
+    inner, hidden = down[-2:]  # stored as (in, out), since down_proj maps inner to hidden features
     return gate_up[-2:] == (hidden, 2 * inner)
 
 

@@ -61,6 +61,7 @@ class FlatOptimizer:
         """The path of each leaf of the state."""
         self._state_leaves = _state_leaves_of(state, dict.fromkeys(self._all_names), params)
         """For each leaf of the state, where it is in ``optimizer.state``. A leaf that is None is not in it."""
+        # DeepSpeed may have loaded a state before. It replaces the new one, which only shows the expected entries.
         loaded_states = {tensor: states[tensor] for tensor in flat.tensors if states.get(tensor)}
         self._store(state, states)
         self._specs: dict[Tensor, dict[str, Spec]] = {tensor: tree.spec(states[tensor]) for tensor in flat.tensors}
@@ -205,10 +206,8 @@ class FlatOptimizer:
 
         ``to_load`` is False to save the parameters: then shards that another rank saves are empty.
         """
-        params: dict[str, Any] = {}
-        for name, param in self._params().items():
-            params[name] = self.flat.with_position(name, param, to_load=to_load)
-        return params
+        params = self._params()
+        return {name: self.flat.with_position(name, params[name], to_load=to_load) for name in params}
 
     def global_leaves(self, states: States, *, to_load: bool) -> list[Any]:
         """Return the leaves of the optimizer state: whole tensors, or shards with their positions (`FlatShard`).
