@@ -83,7 +83,7 @@ class Structure(NamedTuple):
     """The number of vectors that a layer returns, 2 or 3, for the path of each layer that is read in parts."""
 
 
-_UNKNOWN_STRUCTURE = Structure()  # made here, since a compiler cannot trace its constructor
+_UNKNOWN_STRUCTURE = Structure()
 
 
 def structure_of(model: object) -> Structure:

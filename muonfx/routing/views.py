@@ -72,9 +72,9 @@ class _Fused:
     """For concatenated matrices, their number or the rows of each; else a pattern of the rows. Sizes are names of
     attributes of the holder, or formulas such as "a*b" and "a//b", in braces if they are in a pattern."""
     requires: str | None = None
-    """An attribute of the holder that must be true for this row to apply."""
+    """An attribute of the holder that must be true for this entry to apply."""
     excludes: str | None = None
-    """An attribute of the holder that must be false or missing for this row to apply."""
+    """An attribute of the holder that must be false or missing for this entry to apply."""
     package: str = "transformers.models."
     """The package in which the class of the holder must be defined."""
 
@@ -306,7 +306,7 @@ def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shap
 def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]) -> Matrices | None:
     """Return the matrices of the first layer that the table `_FUSED` contains; None if it contains none of them.
 
-    ``storage`` is the order of the parameter's dims. A layer whose sizes do not fit its row of the table remains one
+    ``storage`` is the order of the parameter's dims. A layer whose sizes do not fit its entry in the table remains one
     matrix, with a note that says so.
     """
     rows = _number_of_rows(storage.pattern, info.shape)
@@ -371,7 +371,7 @@ def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mappi
         modules: the modules of the model by path.
     """
     path = module_path(name)
-    if leaf not in PLAIN_LEAVES or not path:
+    if leaf not in PLAIN_LEAVES or "." not in plain_name(name):  # no layer, or the layer is the model
         return [_Layer(leaf, owner)]
     layers: list[_Layer] = []
     is_inner = True  # the name of the module around the layer shows what the layer is
@@ -578,7 +578,7 @@ def _stack_note(info: ParamInfo, pattern: str) -> str:
 
 
 def _fused_layer(layer: _Layer) -> _Fused | None:
-    """Return the first row of the table `_FUSED` that applies to a layer; None if the layer is unknown."""
+    """Return the first entry of the table `_FUSED` that applies to a layer; None if the layer is unknown."""
     if layer.holder is None:
         return None
     holder_class = written_type(layer.holder)
@@ -596,7 +596,7 @@ def _pattern_of(fused: _Fused, stored: str, holder: nn.Module | None, rows: int)
     """Return the pattern that splits a known layer, with the sizes of its module; None if they do not fit.
 
     Args:
-        fused: the row of the table for the layer. Its ``rows`` are a number of equal parts (3), a pattern, or the
+        fused: the entry of the table for the layer. Its ``rows`` are a number of equal parts (3), a pattern, or the
             formulas of the sizes of the parts, such as ("embed_dim", "kv_dim", "kv_dim").
         stored: the order of the parameter's dims, such as "{out} in -> {out} in", with "{out}" for the rows.
         holder: the module that has the sizes as attributes.
@@ -605,7 +605,9 @@ def _pattern_of(fused: _Fused, stored: str, holder: nn.Module | None, rows: int)
     if isinstance(fused.rows, str):
         return _pattern_of_interleaved(fused.rows, stored, holder, rows)
     if isinstance(fused.rows, int):
-        return divided(stored, fused.rows) if rows % fused.rows == 0 else None
+        if rows % fused.rows != 0:
+            return None
+        return divided(stored, fused.rows)
     sizes = [_number(holder, formula) for formula in fused.rows]
     if sum(sizes) != rows or 0 in sizes:
         return None
@@ -628,8 +630,9 @@ def _pattern_of_interleaved(template: str, stored: str, holder: nn.Module | None
             return None
         row_axes = row_axes.replace("{" + formula + "}", str(size))
     matrices = results.split(", ")
-    fits = parse(_with_rows(_PLAIN, row_axes, matrices)).fits((rows, 1))
-    return _with_rows(stored, row_axes, matrices) if fits else None
+    if not parse(_with_rows(_PLAIN, row_axes, matrices)).fits((rows, 1)):
+        return None
+    return _with_rows(stored, row_axes, matrices)
 
 
 def _number(module: nn.Module | None, formula: str) -> int:
