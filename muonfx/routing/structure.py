@@ -403,7 +403,7 @@ def _heads(layers: Sequence[Layer], unread: Mapping[str, Layer]) -> dict[str, La
     """Return the heads of a model by path, among the layers ``unread``, whose outputs no other layer reads as a whole.
 
     A layer that returns a multiple of the features that it reads may also be a fused projection. It is a head if it is
-    after all blocks and beside another head: the 4 x 64 logits of a policy, beside the one value of a critic.
+    after all blocks and next to another head: the 4 x 64 logits of a policy, next to the one value of a critic.
     """
     last_in_blocks = max(index for index, layer in enumerate(layers) if layer.block is not None)
     heads: dict[str, Layer] = {}
