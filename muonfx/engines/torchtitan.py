@@ -81,11 +81,11 @@ def _container() -> Any:
             return {canonical_fqn(key): value for key, value in state.items()}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            saved = dict(state_dict)
-            for key in super().state_dict():
-                if canonical_fqn(key) in saved:  # the base class looks up the keys of this container
-                    saved[key] = saved.pop(canonical_fqn(key))
-            super().load_state_dict(saved)
+            renamed = dict(state_dict)
+            for key in super().state_dict():  # the base class looks up these keys, without canonical names
+                if canonical_fqn(key) in renamed:
+                    renamed[key] = renamed.pop(canonical_fqn(key))
+            super().load_state_dict(renamed)
 
     return MuonContainer
 

@@ -12,10 +12,11 @@ from torch import nn
 from muonfx.core.checks import warn_caller
 from muonfx.internal.display import format_list
 from muonfx.routing.params import ParamInfo, Params, module_path, read_params
-from muonfx.routing.roles import ROLES, Decision, roles_of
+from muonfx.routing.predicates import path
+from muonfx.routing.roles import ROLES, Decision, Role, roles_of
 from muonfx.routing.route import Label
 from muonfx.routing.rules import Labels, Rule, apply_rules, make_labels
-from muonfx.routing.structure import UNKNOWN_STRUCTURE, Structure, structure_of
+from muonfx.routing.structure import structure_of
 from muonfx.routing.views import is_convolution
 
 
@@ -105,7 +106,8 @@ def default_labels(
     >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
     True
     """
-    labels, hidden, possible_heads = _labels("default_labels", model_or_params, rules, muon, other, roles)
+    label_of_role = _labels_of_roles("default_labels", muon, other, roles)
+    labels, hidden, possible_heads = _labels(model_or_params, rules, label_of_role)
     if torch.compiler.is_compiling():
         return labels
     problems = ""
@@ -115,13 +117,18 @@ def default_labels(
     if problems:
         warn_caller(f"default_labels{problems}")
     if possible_heads:
-        options = ", roles=True" if roles else ""
-        if not roles and (muon, other) != ("muon", "adamw"):
-            options = f", muon={muon!r}, other={other!r}"
-        head_label = "head" if roles else other
-        hidden_label = "hidden" if roles else muon
-        warn_caller(_without_a_head(possible_heads, rules, options, hidden_label, head_label))
+        options = _options_text(muon, other, roles)
+        warn_caller(_without_a_head(possible_heads, label_of_role, rules, options))
     return labels
+
+
+def _options_text(muon: Label, other: Label, roles: bool) -> str:
+    """Return the last arguments of `default_labels` as code, such as ", roles=True"; "" if they are the defaults."""
+    if roles:
+        return ", roles=True"
+    if (muon, other) != ("muon", "adamw"):
+        return f", muon={muon!r}, other={other!r}"
+    return ""
 
 
 def _without_module_types(hidden: Sequence[ParamInfo]) -> str:
@@ -135,8 +142,12 @@ def _without_module_types(hidden: Sequence[ParamInfo]) -> str:
 
 def _of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
     """Return a part of a warning about hidden parameters of three or more dims, whose reason is unknown; or ""."""
-    unexplained = [info for info in hidden if info.ndim > 2 and not is_convolution(info)]
-    names_and_shapes = [f"{info.name!r} {info.shape}" for info in unexplained if info.name not in labels.views]
+    views = labels.views
+    names_and_shapes: list[str] = []
+    for info in hidden:
+        is_explained = is_convolution(info) or info.name in views
+        if info.ndim > 2 and not is_explained:
+            names_and_shapes.append(f"{info.name!r} {info.shape}")
     if not names_and_shapes:
         return ""
     return (
@@ -149,20 +160,36 @@ def _of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
 
 
 def _without_a_head(
-    possible_heads: Sequence[ParamInfo], rules: Sequence[Rule], options: str, label: Label, head_label: Label
+    possible_heads: Sequence[ParamInfo], label_of_role: Mapping[Role, Label], rules: Sequence[Rule], options: str
 ) -> str:
-    """Return a warning that layers that may be heads were labelled as hidden, with the argument that changes it."""
-    globs = ", ".join(repr(escape(info.name)) for info in possible_heads)
-    rule = f"(muonfx.routing.path({globs}), {head_label!r})"
-    earlier = [f"({predicate.code_in('muonfx.routing.')}, {chosen!r})" for predicate, chosen in rules]
-    line = f"labels=lambda model: muonfx.default_labels(model, [{', '.join([*earlier, rule])}]{options})"
-    names_and_shapes = format_list([f"{info.name!r} {info.shape}" for info in possible_heads], str)
+    """Return a warning that layers that may be heads were labelled as hidden, with the argument that changes it.
+
+    ``rules`` and ``options``, such as ", roles=True", are the further arguments of `default_labels`.
+    """
+    hidden_label = label_of_role["hidden"]
+    head_label = label_of_role["head"]
+    argument = _argument_with_rule(possible_heads, head_label, rules, options)
+    names_and_shapes = [f"{info.name!r} {info.shape}" for info in possible_heads]
     return (
         "default_labels: found no output head, and labelled the weights of the layers that may be one, "
-        f"{names_and_shapes}, as hidden matrices, {label!r}. If the model returns their outputs, label them "
-        f"{head_label!r} by this argument of Muon:\n  {line}\n"
-        f"For a hidden layer, write {label!r} instead of {head_label!r}, which keeps the label without a warning"
+        f"{format_list(names_and_shapes, str)}, as hidden matrices, {hidden_label!r}. If the model returns their "
+        f"outputs, label them {head_label!r} by this argument of Muon:\n  {argument}\n"
+        f"For a hidden layer, write {hidden_label!r} instead of {head_label!r}, which keeps the label without a warning"
     )
+
+
+def _argument_with_rule(infos: Sequence[ParamInfo], label: Label, rules: Sequence[Rule], options: str) -> str:
+    """Return the argument of `Muon` that adds a rule for parameters, after the other ``rules``.
+
+    For the parameter "out.weight" and the label "adamw", it is
+    ``labels=lambda model: muonfx.default_labels(model, [(muonfx.routing.path('out.weight'), 'adamw')])``. ``options``
+    are further arguments of `default_labels`, such as ", roles=True".
+    """
+    predicate_of_names = path(*[escape(info.name) for info in infos])
+    rule_texts: list[str] = []
+    for predicate, rule_label in (*rules, (predicate_of_names, label)):
+        rule_texts.append(f"({predicate.code_in('muonfx.routing.')}, {rule_label!r})")
+    return f"labels=lambda model: muonfx.default_labels(model, [{', '.join(rule_texts)}]{options})"
 
 
 def default_labels_by_name(
@@ -183,7 +210,8 @@ def default_labels_by_name(
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
     Labels({'wte.weight': 'adamw', 'h.fc.weight': 'muon'})
     """
-    return _labels("default_labels_by_name", params, rules, muon, other, roles).labels
+    label_of_role = _labels_of_roles("default_labels_by_name", muon, other, roles)
+    return _labels(params, rules, label_of_role).labels
 
 
 class _DefaultLabels(NamedTuple):
@@ -196,70 +224,75 @@ class _DefaultLabels(NamedTuple):
     """The weights among ``hidden`` that may be of a head, if nothing else is a head."""
 
 
-def _labels(
-    caller: str, model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label, roles: bool
-) -> _DefaultLabels:
-    """Label the parameters by the user's rules, then by their roles; the arguments are as in `default_labels`."""
-    if roles and (muon, other) != ("muon", "adamw"):
+def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dict[Role, Label]:
+    """Return the label of each role: by default "muon" for "hidden", and "adamw" for "embedding", "head" and so on.
+
+    The arguments are those of `default_labels`. ``caller`` is the name of the function that has them, for errors.
+    """
+    if not roles:
+        label_of_role: dict[Role, Label] = dict.fromkeys(ROLES, other)
+        label_of_role["hidden"] = muon
+        return label_of_role
+    if (muon, other) != ("muon", "adamw"):
         raise ValueError(
             f"{caller}: found roles=True with muon={muon!r} and other={other!r}, expected one of the two: the labels "
             "are then the roles. To give a role another label, use a dict: "
             "Labels({name: mine.get(role, role) for name, role in labels.items()})"
         )
+    return {role: role for role in ROLES}
+
+
+def _labels(model_or_params: Params, rules: Sequence[Rule], label_of_role: Mapping[Role, Label]) -> _DefaultLabels:
+    """Label the parameters by the user's rules, then by their roles."""
     infos, absent = read_params(model_or_params)
-    decided = apply_rules(infos, rules, "user rule")
-    structure = UNKNOWN_STRUCTURE
-    if isinstance(model_or_params, nn.Module):
-        structure = structure_of(model_or_params)
+    label_by_rule = apply_rules(infos, rules, "user rule")  # with the reason, as all labels here
+    structure = structure_of(model_or_params)
     decisions = roles_of(infos, structure)
-    hidden_label = "hidden" if roles else muon
+    label_by_role: dict[str, tuple[Label, str]] = {}
     hidden: list[ParamInfo] = []
-    has_head = _has_head(infos, structure, decisions, decided, hidden_label)
     for info in infos:
         role, reason = decisions[info.name]
-        if info.name in decided:
-            continue
         if not info.requires_grad:
-            decided[info.name] = (None, "frozen")
-        elif role == "hidden":
-            decided[info.name] = (hidden_label, reason)
-            hidden.append(info)
+            label_by_role[info.name] = (None, "frozen")
         else:
-            decided[info.name] = (role if roles else other, reason)
+            label_by_role[info.name] = (label_of_role[role], reason)
+            if role == "hidden" and info.name not in label_by_rule:
+                hidden.append(info)
     possible_heads: list[ParamInfo] = []
+    # A head by its structure may have another role, such as "vector" for a head that returns one number.
+    has_head = bool(structure.heads) or _has_head(infos, decisions, label_by_rule, label_of_role["hidden"])
     if not has_head:
         possible_heads = [info for info in hidden if module_path(info.name) in structure.possible_heads]
-    # All roles but "hidden" keep their parameters whole.
-    whole_labels = ROLES[1:] if roles else (other,)
-    labels = make_labels(model_or_params, infos, decided, absent, structure, whole_labels)
+    # Only hidden matrices are divided.
+    whole_labels = {label_of_role[role] for role in ROLES if role != "hidden"}
+    labels = make_labels(
+        model_or_params, infos, label_by_role | label_by_rule, absent, structure.read_in_parts, whole_labels
+    )
     return _DefaultLabels(labels, hidden, possible_heads)
 
 
 def _has_head(
     infos: Sequence[ParamInfo],
-    structure: Structure,
     decisions: Mapping[str, Decision],
-    labels_by_rule: Mapping[str, tuple[Label, str]],
+    label_by_rule: Mapping[str, tuple[Label, str]],
     hidden_label: Label,
 ) -> bool:
-    """Return True if a layer of a model is its head, by the structure, by its role or by a rule of the user.
+    """Return True if a parameter of a model is of its head, by its role or by a rule of the user.
 
     Args:
         infos: the parameters.
-        structure: the structure of the model.
         decisions: the role of each parameter by name.
-        labels_by_rule: the (label, reason) of each parameter that a rule of the user matches.
+        label_by_rule: the (label, reason) of each parameter that a rule of the user matches.
         hidden_label: the label of hidden matrices.
     """
-    if structure.heads:  # the role may be another, such as "vector" for a head that returns one number
-        return True
     for info in infos:
-        role, _ = decisions[info.name]
+        role = decisions[info.name].role
         is_tied_head = role == "embedding" and bool(info.tied)
         if role == "head" or is_tied_head:
             return True
         # A rule that makes a matrix no hidden matrix may be a rule for the head.
-        label, _ = labels_by_rule.get(info.name, (hidden_label, ""))
-        if info.ndim > 1 and label != hidden_label:
-            return True
+        if info.ndim > 1 and info.name in label_by_rule:
+            label, _ = label_by_rule[info.name]
+            if label != hidden_label:
+                return True
     return False

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -68,7 +68,9 @@ class ParamInfo:
     @property
     def modules(self) -> tuple[type, ...]:
         """The types of all modules that own the tensor; empty if no model was given."""
-        return () if self.module is None else (self.module, *self.tied_modules)
+        if self.module is None:
+            return ()
+        return (self.module, *self.tied_modules)
 
 
 def plain_name(name: str) -> str:
@@ -93,6 +95,11 @@ def module_path(name: str) -> str:
     return owner.removeprefix(".")
 
 
+def joined(path: str, name: str) -> str:
+    """Return "blocks.fc" for the path "blocks" and the name "fc", and "fc" for the path "" of the model itself."""
+    return f"{path}.{name}" if path else name
+
+
 def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:
     """Return a `ParamInfo` for each parameter of a model or of named tensors, and the names of those that are None.
 
@@ -115,17 +122,17 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
         if value is None:
             absent_names.append(name)
             continue
-        tied = tuple(tied_name for tied_name in names_of_tensor[id(value)] if tied_name != name)
-        infos.append(_info(name, value, tied=tied))
+        other_names = [other_name for other_name in names_of_tensor[id(value)] if other_name != name]
+        infos.append(_info(name, value, tied=tuple(other_names)))
     return tuple(infos), tuple(absent_names)
 
 
-class _ModelTensor(NamedTuple):
-    """A tensor of a model, with all names that it has there and the types of the modules that own it."""
+class _Names(NamedTuple):
+    """All names of a tensor in a model, and, in the same order, the types of the modules that own it."""
 
     tensor: nn.Parameter
     names: list[str]
-    types: list[type]
+    module_types: list[type]
 
 
 def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
@@ -134,58 +141,63 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
     A tied parameter has several names, such as "wte.weight" and "head.weight". Its first name becomes
     `ParamInfo.name`, and the others `ParamInfo.tied`.
     """
-    tensors: dict[int, _ModelTensor] = {}  # by identity, since a tied tensor occurs under each of its names
+    names_of_tensor: dict[int, _Names] = {}  # by identity, since a tied tensor occurs under each of its names
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
         for leaf, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{path}.{leaf}" if path else leaf
+            name = joined(path, leaf)
             owner = modules[module_path(name)]  # of a parametrized weight, the module that has the parametrization
-            model_tensor = tensors.setdefault(id(tensor), _ModelTensor(tensor, [], []))
-            model_tensor.names.append(name)
-            model_tensor.types.append(written_type(owner))
+            of_tensor = names_of_tensor.setdefault(id(tensor), _Names(tensor, names=[], module_types=[]))
+            of_tensor.names.append(name)
+            of_tensor.module_types.append(written_type(owner))
     infos: list[ParamInfo] = []
-    for tensor, names, types in tensors.values():
-        infos.append(_info(names[0], tensor, module=types[0], tied=tuple(names[1:]), tied_modules=tuple(types[1:])))
+    for tensor, names, module_types in names_of_tensor.values():
+        name, *tied = names
+        module_type, *tied_modules = module_types
+        infos.append(_info(name, tensor, tuple(tied), module_type, tuple(tied_modules)))
     return tuple(infos)
 
 
 def written_type(module: nn.Module) -> type:
     """Return the class of a module in its source code, not the subclass that parametrize or FSDP2 generates."""
     module_class: type = parametrize.type_before_parametrizations(module)
-    names = [base.__name__ for base in module_class.__bases__]
-    if "FSDPModule" in names and len(names) == 2:
-        return module_class.__bases__[1 - names.index("FSDPModule")]
+    other_bases = [base for base in module_class.__bases__ if base.__name__ != "FSDPModule"]
+    if len(module_class.__bases__) == 2 and len(other_bases) == 1:
+        return other_bases[0]
     return module_class
 
 
 def _named_values(params: object) -> Iterable[tuple[str, object]]:
     """Return (name, value) pairs of named tensors, in any of the forms that `Params` describes, except a model."""
-    if isinstance(params, Mapping):
-        mapping = cast("Mapping[object, object]", params)
-        has_names = all(isinstance(name, str) for name in mapping)
-        has_tensors = all(value is None or isinstance(value, torch.Tensor) for value in mapping.values())
-        if has_names and has_tensors:
-            return cast("Mapping[str, object]", mapping).items()  # flattening as a tree would sort the names
-        params = dict(mapping)  # a nested mapping is a tree
-    # An iterator such as model.named_parameters() can be read only once.
-    elif isinstance(params, Iterator):
-        params = list(cast("Iterator[object]", params))
-        if not _is_pairs(params):
+    if isinstance(params, Iterator):  # such as model.named_parameters()
+        pairs = list(cast("Iterator[object]", params))
+        if not _is_pairs(pairs):
             raise TypeError(
                 "an iterator must yield (name, tensor) pairs: use model.named_parameters(), not model.parameters()"
             )
-    # A list of pairs. Any other value is a pytree, whose names are the paths of its leaves.
+        return pairs
+    if isinstance(params, Mapping):
+        params = dict(cast("Mapping[object, object]", params))
+        has_tensors = all(value is None or isinstance(value, torch.Tensor) for value in params.values())
+        pairs = list(params.items())
+        if has_tensors and _is_pairs(pairs):
+            return pairs  # in this order; the names of a pytree would be sorted
     if _is_pairs(params):
-        return cast("list[tuple[str, object]]", params)
+        return params
     return tree.named_leaves(params)
 
 
-def _is_pairs(params: object) -> bool:
+def _is_pairs(params: object) -> TypeGuard[Sequence[tuple[str, object]]]:
     """Return True for a list or tuple of (name, value) pairs."""
     if not isinstance(params, list | tuple):
         return False
-    items = cast("tuple[object, ...]", params)
-    return all(isinstance(i, tuple) and len(cast("tuple[object]", i)) == 2 and isinstance(i[0], str) for i in items)
+    for item in cast("Sequence[object]", params):
+        if not isinstance(item, tuple):
+            return False
+        pair = cast("tuple[object, ...]", item)
+        if len(pair) != 2 or not isinstance(pair[0], str):
+            return False
+    return True
 
 
 def _info(

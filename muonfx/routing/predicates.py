@@ -205,13 +205,18 @@ def _code_of_bounds(low: int | None, high: int | None) -> str:
     """Return the code of the arguments of `ndim`: "2", "min=2", "max=4" or "min=2, max=4"."""
     if low == high:
         return str(low)
-    bounds = {"min": low, "max": high}
-    return ", ".join(f"{name}={bound}" for name, bound in bounds.items() if bound is not None)
+    if high is None:
+        return f"min={low}"
+    if low is None:
+        return f"max={high}"
+    return f"min={low}, max={high}"
 
 
 def _code_of(argument: object) -> str:
     """Return the Python code of an argument of a predicate, which is a string, a class or a function."""
     if isinstance(argument, type):
-        is_of_torch = getattr(nn, argument.__name__, None) is argument
-        return f"{'torch.nn' if is_of_torch else argument.__module__}.{argument.__qualname__}"
+        module = argument.__module__
+        if getattr(nn, argument.__name__, None) is argument:
+            module = "torch.nn"
+        return f"{module}.{argument.__qualname__}"
     return getattr(argument, "__qualname__", repr(argument))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any, cast
 
@@ -35,18 +36,17 @@ class Routing(Shown):
 
     def report(self) -> Report:
         """Return the tables: a row for each parameter, then totals by label or by the optimizer's parameter groups."""
-        tables = [self._parameters()]
         if self.groups is None:
-            tables.append(self._totals_by_label())
-        else:
-            tables += [self._totals_by_group(self.groups), self._hyperparameters(self.groups)]
-        return Report(tuple(tables))
+            return Report((self._parameters(), self._totals_by_label()))
+        return Report((self._parameters(), self._totals_by_group(self.groups), self._hyperparameters(self.groups)))
 
     def _parameters(self) -> Table:
         """Return the table with a row for each parameter. Labels without a view need no columns about matrices."""
-        labels_with_views = {self.labels[name] for name in self.labels.views}
-        titles_of_matrices = ["matrices", "stored"] if labels_with_views else []
-        header = ["parameter", "shape", "label", *titles_of_matrices, "rule"]
+        labels_with_views = set(map(self.labels.get, self.labels.views))
+        header = ["parameter", "shape", "label"]
+        if labels_with_views:
+            header += ["matrices", "stored"]
+        header.append("rule")
         rows = [_row(info, self.labels.routes[info.name], labels_with_views) for info in self.params]
         return Table(header, rows)
 
@@ -56,10 +56,10 @@ class Routing(Shown):
         for info in self.params:
             infos_of.setdefault(self.labels[info.name], []).append(info)
         labels = sorted(label for label in infos_of if label is not None)
-        rows = [[label, *_amounts(infos_of[label], self.params)] for label in labels]
+        rows = [[label, *self._amounts(infos_of[label])] for label in labels]
         if None in infos_of:
-            rows.append([f"{_shown(None)} (left out)", *_amounts(infos_of[None], self.params)])
-        rows.append(["total", *_amounts(self.params, self.params)])
+            rows.append([f"{_shown(None)} (left out)", *self._amounts(infos_of[None])])
+        rows.append(["total", *self._amounts(self.params)])
         return Table(["label", "tensors", "elements", "share"], rows, right=(1, 2, 3))
 
     def _totals_by_group(self, groups: Sequence[Mapping[str, Any]]) -> Table:
@@ -69,8 +69,8 @@ class Routing(Shown):
             names = set(group["param_names"])
             infos = [info for info in self.params if info.name in names]
             labels = dict.fromkeys(_shown(self.labels[info.name]) for info in infos)
-            rows.append([str(index), ", ".join(labels) or "-", *_amounts(infos, self.params)])
-        rows.append(["total", "", *_amounts(self.params, self.params)])
+            rows.append([str(index), ", ".join(labels) or "-", *self._amounts(infos)])
+        rows.append(["total", "", *self._amounts(self.params)])
         return Table(["group", "label", "tensors", "elements", "share"], rows, right=(2, 3, 4))
 
     def _hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> Table:
@@ -84,20 +84,19 @@ class Routing(Shown):
             if index in self.without_rate:  # torch requires an "lr" in these groups too
                 numbers.pop("lr", None)
             columns.append(numbers)
-        rows: dict[str, list[str]] = {}  # the cells of each row by key
-        for numbers in columns:
-            for key in numbers:
-                rows[key] = [key, *[_number(group_numbers.get(key, "")) for group_numbers in columns]]
+        keys = dict.fromkeys(chain.from_iterable(columns))  # in the order of their first occurrence
+        rows: list[list[str]] = []
+        for key in keys:
+            cells = [_number(numbers.get(key, "")) for numbers in columns]
+            rows.append([key, *cells])
         titles = [f"group {index}" for index in range(len(groups))]
-        return Table(["number", *titles], list(rows.values()))
+        return Table(["number", *titles], rows)
 
-
-def _amounts(infos: Sequence[ParamInfo], all_infos: Sequence[ParamInfo]) -> list[str]:
-    """Return three table cells: the number of tensors, the number of their elements, and its share of all elements."""
-    elements = sum(info.numel for info in infos)
-    all_elements = sum(info.numel for info in all_infos)
-    share = elements / all_elements if all_elements else 0.0
-    return [f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"]
+    def _amounts(self, infos: Sequence[ParamInfo]) -> list[str]:
+        """Return three cells: the number of tensors, the number of their elements, and its share of all elements."""
+        elements = sum(info.numel for info in infos)
+        all_elements = sum(info.numel for info in self.params)
+        return [f"{len(infos):,}", f"{elements:,}", f"{elements / max(1, all_elements):.1%}"]
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
@@ -190,18 +189,19 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
             f"describe: found {type(optimizer).__name__}, whose groups have no names and labels, expected a "
             "muonfx.TransformOptimizer, or muonfx.Muon"
         )
+    transforms: list[Transform] = []
     tx = getattr(optimizer, "tx", None)
-    transforms = list(within(tx)) if isinstance(tx, Transform) else []
-    known_labels = [transform.arguments.get("labels") for transform in transforms]
+    if isinstance(tx, Transform):
+        transforms += within(tx)
     views = _views_by_label(transforms)
     routes: dict[str, Route] = {}
-    pairs: list[tuple[str, torch.Tensor]] = []
+    named_tensors: list[tuple[str, torch.Tensor]] = []
     for group in groups:
-        pairs += zip(group["param_names"], group["params"], strict=True)
-        for name in group["param_names"]:
-            route = _known_route(name, group["label"], known_labels)
+        for name, tensor in zip(group["param_names"], group["params"], strict=True):
+            route = _known_route(name, group["label"], transforms)
             routes[name] = _with_view_of_transform(name, route, views)
-    infos, _ = read_params(pairs)
+            named_tensors.append((name, tensor))
+    infos, _ = read_params(named_tensors)
     return Routing(infos, Labels(routes), groups, getattr(optimizer, "groups_without_rate", ()))
 
 
@@ -210,8 +210,10 @@ def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, Matri
 
     ``views`` is a dict from label to the view of its transform, which takes precedence.
     """
-    pattern = views[route.label].text(name) if route.label in views else None
-    if pattern in (None, route.view.pattern):
+    if route.label not in views:
+        return route
+    pattern = views[route.label].text(name)
+    if pattern is None or pattern == route.view.pattern:
         return route
     reason = route.reason.partition(f"; {MAYBE_FUSED}")[0]
     return route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
@@ -224,15 +226,28 @@ def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView]:
         if transform.factory is not partition:
             continue
         for label, inner in transform.arguments["transforms"].items():
-            views_within = [view for view in map(view_of, within(inner)) if view is not None]
-            views[label] = views_within[0] if views_within else MatrixView()
+            views[label] = _first_view(inner)
     return views
 
 
-def _known_route(name: str, label: Label, known_labels: Sequence[object]) -> Route:
-    """Return the route of a parameter in the first `Labels` that give it the label of its group, or a new one."""
-    labels_of_group = str(label).split("+")  # a group may have several labels: "muon+adamw"
-    for labels in known_labels:
+def _first_view(tx: Transform) -> MatrixView:
+    """Return the view of the first transform within a transform that has one, or a view without patterns."""
+    for transform in within(tx):
+        view = view_of(transform)
+        if view is not None:
+            return view
+    return MatrixView()
+
+
+def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Route:
+    """Return the route of a parameter in the first `Labels` that give it the label of its group, or a new one.
+
+    ``label`` is the label of the group: several labels are joined, as in "muon+adamw". ``transforms`` are those that
+    may have `Labels` as their argument ``labels``.
+    """
+    labels_of_group = str(label).split("+")
+    for transform in transforms:
+        labels = transform.arguments.get("labels")
         if isinstance(labels, Labels) and name in labels and str(labels[name]) in labels_of_group:
             return labels.routes[name]
     return Route(label, "the transform has no labels" if label is None else NO_REASON)
@@ -241,10 +256,13 @@ def _known_route(name: str, label: Label, known_labels: Sequence[object]) -> Rou
 def _number(value: object) -> str:
     """Return a number of a parameter group as text: "0.001" for a float or a 0-d tensor, "(0.9, 0.95)" for a tuple."""
     if isinstance(value, torch.Tensor):
-        value = value.item() if value.numel() == 1 else value.tolist()
+        return _number(value.item() if value.numel() == 1 else value.tolist())
     if isinstance(value, tuple | list):
-        return f"({', '.join(_number(item) for item in cast('Sequence[object]', value))})"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        items = cast("Sequence[object]", value)
+        return f"({', '.join(map(_number, items))})"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def _row(info: ParamInfo, route: Route, labels_with_views: Collection[Label]) -> list[str]:
@@ -263,25 +281,34 @@ def _row(info: ParamInfo, route: Route, labels_with_views: Collection[Label]) ->
 def _order_text(view: MatrixView) -> str:
     """Return the order in which the dims of a parameter's matrices are stored: "out, in" or "in, out"."""
     (pattern,) = view.of([""])
-    return "in, out" if pattern is not None and pattern.is_transposed else "out, in"
+    if pattern is not None and pattern.is_transposed:
+        return "in, out"
+    return "out, in"
 
 
 def _matrices_text(shape: tuple[int, ...], view: MatrixView) -> str:
-    """Return the number and sides of the matrices of a parameter.
+    """Return the number and sides of the matrices of a parameter of this shape.
 
     It is such as "16 x 8", "4 of 16 x 8" for a stack, and "(16 + 4) x 8" for two matrices of 8 columns.
     """
-    (pattern,) = view.of([""])
-    stacks = split(pattern, torch.empty(shape, device="meta"), "")
-    # Only matrices with equal numbers of columns, in equal stacks, can be written as a sum of rows.
-    if len({(stack.shape[:-2], stack.shape[-1]) for stack in stacks}) > 1:
-        return " + ".join([f"{prod(stack.shape[:-2])} of {format_shape(stack.shape[-2:])}" for stack in stacks])
-    rows = " + ".join([str(stack.shape[-2]) for stack in stacks])
-    if len(stacks) > 1:
-        rows = f"({rows})"
-    count = prod(stacks[0].shape[:-2])
-    matrix = f"{rows} x {stacks[0].shape[-1]}"
-    return f"{count} of {matrix}" if count > 1 else matrix
+    (pattern,) = view.of([""])  # the view of one parameter: its pattern applies to any name
+    texts: list[str] = []
+    row_counts: list[str] = []
+    batches_and_columns: set[tuple[tuple[int, ...], int]] = set()
+    for stack in split(pattern, torch.empty(shape, device="meta"), ""):
+        *batch, rows, columns = stack.shape
+        texts.append(f"{prod(batch)} of {rows} x {columns}")
+        row_counts.append(str(rows))
+        batches_and_columns.add((tuple(batch), columns))
+    if len(batches_and_columns) > 1:  # they cannot be written as a sum of rows
+        return " + ".join(texts)
+    ((batch, columns),) = batches_and_columns
+    sum_of_rows = " + ".join(row_counts)
+    if len(row_counts) > 1:
+        sum_of_rows = f"({sum_of_rows})"
+    if prod(batch) > 1:
+        return f"{prod(batch)} of {sum_of_rows} x {columns}"
+    return f"{sum_of_rows} x {columns}"
 
 
 def _shown(label: Label) -> str:

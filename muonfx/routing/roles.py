@@ -12,21 +12,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence, Set
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from muonfx.routing.params import ParamInfo, module_path, plain_name
-from muonfx.routing.structure import UNKNOWN_STRUCTURE, Structure
+from muonfx.routing.structure import Structure
 from muonfx.routing.views import PLAIN_LEAVES, class_name_fits, is_convolution
 
 Role = Literal["hidden", "embedding", "head", "vector", "other"]
 """The role of a parameter; `default_labels` describes the roles."""
 
-ROLES: tuple[Role, ...] = ("hidden", "embedding", "head", "vector", "other")
+ROLES: tuple[Role, ...] = get_args(Role)
 """All roles."""
+
+
+GatedMlps: TypeAlias = frozenset[tuple[str, int]]
+"""The path of each module with ``up`` or ``down`` matrices, and their ndim: a ``gate`` in it is not a router."""
 
 
 class Decision(NamedTuple):
@@ -75,6 +79,9 @@ _TABLES = frozenset(
     {"token", "tokens", "latents", "queries", "prompt", "prompts", "codevectors", "codebook", "codebooks", "rpb"}
     | {"register", "registers", "pe", "ape", "pos", "position", "positions", "encoding", "encodings", "table"}
 )
+# Two words at the end or the beginning of a name: a table of a bias or an embedding; the queries of a Perceiver.
+_EMBEDDING_NAME = re.compile(r"(^|_)(embedding_table|bias_table|pos_bias)$")
+_TABLE_NAME = re.compile(r"^relative_attention_bias$|^rel_pos(_|$)|^latents(_|$)|(^|_)(latent|learned)_query$")
 _GAINS = frozenset({"scale", "scales", "gamma", "gain"})
 _BIAS_WORDS = frozenset({"bias", "biases"})
 _NORM_WORDS = frozenset({"norm", "norms", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"})
@@ -97,48 +104,45 @@ _FRONTS = frozenset({"encoder", "tower", "backbone", "visual", "vocoder", "trunk
 _PLAIN_LEAVES = PLAIN_LEAVES | {"weight_v"}
 _TOPS = frozenset({"module", "model", "base_model", "net", "network"})
 _IMAGE_CHANNELS = 3
-_FEW = 4  # features, such as the coordinates of a box
-_MANY = 32  # ratio of the long side to the short side
+_FEW_FEATURES = 4  # such as the coordinates of a box
+_MANY_TIMES_WIDER = 32  # the least ratio of the long side to the short side for a map from or to few features
 
 
-def roles_of(infos: Sequence[ParamInfo], structure: Structure = UNKNOWN_STRUCTURE) -> dict[str, Decision]:
+def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Decision]:
     """Return a dict from parameter name to its role (the function in the model, such as "head") and the reason.
 
-    ``structure`` is the structure of the model, if it is known, and not names and shapes only.
+    ``structure`` is the structure of the model; it is empty if only names and shapes are known.
     """
     gated_mlps = _gated_mlps(infos)
     projections = _projections_of_attention(infos)
-    decisions = _known_by_neighbours(infos)
+    decisions = _by_neighbours(infos)
     for info in infos:
         if info.name not in decisions:
             decisions[info.name] = _role(info, gated_mlps, projections, structure)
     return decisions
 
 
-def _role(
-    info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], projections: frozenset[str], structure: Structure
-) -> Decision:
+def _role(info: ParamInfo, gated_mlps: GatedMlps, projections: frozenset[str], structure: Structure) -> Decision:
     """Return the role of a parameter by the first of these that decides: type, dims, name, shape, structure.
 
     A parameter that none of them recognizes is a hidden matrix.
 
     Args:
         info: the parameter.
-        gated_mlps: (path, ndim) of modules in which a ``gate`` is not a router, as `_gated_mlps` returns them.
+        gated_mlps: the paths of modules in which a ``gate`` is not a router, with the ndim of their matrices.
         projections: the names of projections of attention, as `_projections_of_attention` returns them.
         structure: the structure of the model.
     """
-    decision = _by_type(info) or _by_adapter(info)
-    if decision:
-        return decision
-    if info.ndim < 2:
-        return Decision("vector", f"{info.ndim}-D")
-    decision = _by_name(info, gated_mlps, structure) or _by_shape(info)
-    decision = decision or _table(info, structure)
-    # Queries and keys meet in a product, so that no layer reads them.
-    if decision is None and info.name not in projections:
-        decision = _first_or_last_layer(info, structure)
-    decision = decision or _first_convolution(info)
+    decision = (
+        _by_type(info)
+        or _by_adapter(info)
+        or _by_dims(info)
+        or _by_name(info, gated_mlps, structure)
+        or _by_shape(info)
+        or _table(info, structure)
+        or _first_or_last_layer(info, projections, structure)
+        or _first_convolution(info)
+    )
     return decision or Decision("hidden", f"hidden matrix ({info.ndim}-D)")
 
 
@@ -152,6 +156,7 @@ def _by_type(info: ParamInfo) -> Decision | None:
             tied = f", tied with {info.tied[0]!r}" if info.tied else ""
             return Decision("embedding", f"embedding (module type {module.__name__}{tied})")
     for module in info.modules:
+        # A layer such as LayerNormLinear holds a norm and a hidden matrix.
         is_norm = issubclass(module, _NORMS) or class_name_fits(module, _NORM_CLASS)
         if is_norm and not issubclass(module, nn.Linear | _ConvNd):
             return Decision("vector", f"norm (module type {module.__name__})")
@@ -160,12 +165,19 @@ def _by_type(info: ParamInfo) -> Decision | None:
 
 def _by_adapter(info: ParamInfo) -> Decision | None:
     """Return the decision for a factor of an adapter, such as ``lora_A``; None for another parameter."""
-    role: Role = "vector" if info.ndim < 2 else "other"
+    role: Role = "other"
+    if info.ndim < 2:
+        role = "vector"
     for name in info.names:
         for component in name.split("."):
             if "lora" in _words(component) or _ADAPTER.match(component.lower()):
                 return Decision(role, f"low-rank factor (name component {component!r})")
     return None
+
+
+def _by_dims(info: ParamInfo) -> Decision | None:
+    """Return the decision for a scalar or a vector; None for a matrix or a tensor of more dims."""
+    return Decision("vector", f"{info.ndim}-D") if info.ndim < 2 else None
 
 
 def _table(info: ParamInfo, structure: Structure) -> Decision | None:
@@ -178,12 +190,20 @@ def _table(info: ParamInfo, structure: Structure) -> Decision | None:
         return None
     if _is_named_as_a_matrix(_layer_or_leaf(_components(info.name))):
         return None
-    owner = "" if info.module is None else f" of {info.module.__name__}"
+    owner = ""
+    if info.module is not None:
+        owner = f" of {info.module.__name__}"
     return Decision("embedding", f"table (a 2-D parameter{owner}, not the weight of a layer)")
 
 
-def _first_or_last_layer(info: ParamInfo, structure: Structure) -> Decision | None:
-    """Return the decision for a layer of raw input or a head by the structure of the model; None for another layer."""
+def _first_or_last_layer(info: ParamInfo, projections: frozenset[str], structure: Structure) -> Decision | None:
+    """Return the decision for a layer of raw input or a head by the structure of the model; None for another layer.
+
+    ``projections`` are the names of projections of attention. Queries and keys meet in a product, so that no layer
+    reads them, and yet they are no heads.
+    """
+    if info.name in projections:
+        return None
     for name in (info.name, *info.tied):
         path = module_path(name)
         if layer := structure.inputs.get(path):
@@ -201,29 +221,39 @@ def _is_named_as_a_matrix(leaf: str) -> bool:
     return any(word in _MATRIX_WORDS or _MATRIX_NAME.match(word) for word in words)
 
 
-def _known_by_neighbours(infos: Sequence[ParamInfo]) -> dict[str, Decision]:
-    """Find parameters whose role depends on other parameters; return a dict by name.
+def _by_neighbours(infos: Sequence[ParamInfo]) -> dict[str, Decision]:
+    """Return the decisions for parameters whose role depends on other parameters, by name.
 
-    The lengths and directions of weight norm, and similar parts, form one weight. A projector that is a direct child of
-    the model next to a classifier is a part of its head.
+    They are the parts of a weight, such as its length and direction, and a projector of features that is a direct child
+    of the model next to a classifier: it is a part of the head.
     """
     names = {info.name for info in infos}
-    layers = {info.name: _layer_of_model(_components(info.name)) for info in infos}
-    has_classifier = "classifier" in layers.values()
+    layers = [_layer_of_model(_components(info.name)) for info in infos]
     decisions: dict[str, Decision] = {}
-    for info in infos:
-        prefix, dot, leaf = info.name.rpartition(".")
-        partner = {"weight_g": "weight_v", "weight_v": "weight_g", "original1": "original0"}.get(leaf)
-        has_partner = partner is not None and f"{prefix}{dot}{partner}" in names
-        if leaf == "original0" or has_partner:
+    for info, layer in zip(infos, layers, strict=True):
+        if _is_part_of_weight(info.name, names):
+            leaf = info.name.rpartition(".")[2]
             decisions[info.name] = Decision("other", f"part of a parametrized weight (name component {leaf!r})")
-        elif has_classifier and layers[info.name] == "projector":
+        elif layer == "projector" and "classifier" in layers:
             role: Role = "vector" if info.ndim < 2 else "head"
             decisions[info.name] = Decision(role, "name component 'projector'")
     return decisions
 
 
-def _by_name(info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure: Structure) -> Decision | None:
+def _is_part_of_weight(name: str, names: Set[str]) -> bool:
+    """Return True for the length or the direction of a weight with weight norm, and for similar parts of a weight.
+
+    Examples are ``fc.weight_g``, next to ``fc.weight_v``, and ``fc.parametrizations.weight.original0``. ``names`` are
+    the names of all parameters.
+    """
+    leaf = name.rpartition(".")[2]
+    module = name.removesuffix(leaf)  # with a dot at the end
+    if leaf in ("weight_g", "weight_v"):
+        return f"{module}weight_g" in names and f"{module}weight_v" in names
+    return leaf in ("original0", "original1") and f"{module}original0" in names
+
+
+def _by_name(info: ParamInfo, gated_mlps: GatedMlps, structure: Structure) -> Decision | None:
     """Return the decision by any name of a tied tensor. A head that is tied to an embedding is an embedding."""
     first_decision = None
     for name in info.names:
@@ -234,9 +264,7 @@ def _by_name(info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure:
     return first_decision
 
 
-def _by_one_name(
-    name: str, info: ParamInfo, gated_mlps: frozenset[tuple[str, int]], structure: Structure
-) -> Decision | None:
+def _by_one_name(name: str, info: ParamInfo, gated_mlps: GatedMlps, structure: Structure) -> Decision | None:
     """Return the decision by one name of a tensor, such as "head" for ``lm_head.weight``; None for an ordinary name.
 
     The kinds are tried in a fixed order, since a name may fit several: ``embed_out_bias`` is a bias first.
@@ -244,23 +272,26 @@ def _by_one_name(
     components = _components(name)
     if _ends_in(_words(components[-1]), _BIAS_WORDS):
         return Decision("vector", f"bias (name component {components[-1]!r})")
-    if component := _embedding_component(components):
-        return Decision("embedding", f"name component {component!r}")
-    component = _vector_component(components)
-    if component is None and info.module is None:  # a known module type has decided
-        component = _norm_component(components)
-    if component:
-        return Decision("vector", f"name component {component!r}")
-    component = _input_component(components) or _router_component(components, info.ndim, gated_mlps)
-    if component:
-        return Decision("other", f"name component {component!r}")
-    component = _head_component(components)
-    # A layer of a block is not a head if another layer of the block reads its outputs. This is known only of the layer
-    # itself, not of a module around it that has the name of a head.
+    norm_component = None
+    if info.module is None:  # else the type of the module has shown whether it is a norm
+        norm_component = _norm_component(components)
+    head_component = _head_component(components)
     is_read_in_block = module_path(name) in structure.read_in_their_block
-    is_name_of_layer = component == _layer_or_leaf(components)
-    if component and not (is_read_in_block and is_name_of_layer):
-        return Decision("head", f"name component {component!r}")
+    if is_read_in_block and head_component == _layer_or_leaf(components):
+        head_component = None  # the layer is hidden; a module around it may still have the name of a head
+    candidates: list[tuple[Role, str | None]] = [
+        ("embedding", _embedding_component(components)),
+        ("vector", _vector_component(components)),
+        ("vector", norm_component),
+        ("other", _state_space_component(components)),
+        ("other", _patch_embedding_component(components)),
+        ("other", _projection_in_embedder(components)),
+        ("other", _router_component(components, info.ndim, gated_mlps)),
+        ("head", head_component),
+    ]
+    for role, component in candidates:
+        if component:
+            return Decision(role, f"name component {component!r}")
     return None
 
 
@@ -271,21 +302,26 @@ def _embedding_component(components: list[str]) -> str | None:
     ``pos_embed``, and more names are accepted for it.
     """
     layer_name = _layer_or_leaf(components)
+    if _is_of_layer(components):
+        is_shared = _ends_in(components[:-1], {"shared"})  # shared.weight: T5 and BART share an embedding
+        is_embedding = is_shared or _is_embedding_layer(layer_name)
+    else:
+        is_embedding = _is_table(_words(layer_name))
+    return layer_name if is_embedding else None
+
+
+def _is_embedding_layer(layer_name: str) -> bool:
+    """Return True for the name of a layer that reads indices or one-hots, such as "embed_tokens"."""
     words = _words(layer_name)
-    if not _is_of_layer(components):
-        return layer_name if _is_table(words) else None
-    if "patch" in words:  # a layer, not a table
-        return None
-    if layer_name == "relative_attention_bias" or _ends_in(words, _BIAS_WORDS):  # a layer that reads one-hots
-        return layer_name
-    if _ends_in(components[:-1], {"shared"}):  # shared.weight: T5 and BART share an embedding
-        return layer_name
-    return layer_name if _is_embedding(words) else None
+    if "patch" in words:  # it reads pixels
+        return False
+    is_attention_bias = layer_name == "relative_attention_bias" or _ends_in(words, _BIAS_WORDS)
+    return is_attention_bias or _is_embedding(words)
 
 
 def _is_embedding(words: list[str]) -> bool:
     """Return True if the words are of the name of an embedding, such as ["embed", "tokens"] or ["pos", "emb"]."""
-    if _ends_in(words, _EMBEDDING_WORDS) or words[-2:] in (["embedding", "table"], ["bias", "table"], ["pos", "bias"]):
+    if _ends_in(words, _EMBEDDING_WORDS) or _EMBEDDING_NAME.search("_".join(words)):
         return True
     for pair in (words[:2], words[-2:]):  # embed_tokens, vision_embed_tokens
         if pair and pair[0] in _EMBEDDING_WORDS and _EMBEDDED.issuperset(pair[1:]):
@@ -295,11 +331,7 @@ def _is_embedding(words: list[str]) -> bool:
 
 def _is_table(words: list[str]) -> bool:
     """Return True if the words are of the name of a table that a module holds without a layer, such as "rel_pos_h"."""
-    if _is_embedding(words) or _ends_in(words, _TABLES):
-        return True
-    if words == ["relative", "attention", "bias"] or words[:2] == ["rel", "pos"] or words[:1] == ["latents"]:
-        return True
-    if words[-2:] in (["latent", "query"], ["learned", "query"]):
+    if _is_embedding(words) or _ends_in(words, _TABLES) or _TABLE_NAME.search("_".join(words)):
         return True
     return not _EMBEDDING_WORDS.isdisjoint(words) and {"proj", "projection"}.isdisjoint(words)
 
@@ -321,25 +353,27 @@ def _norm_component(components: list[str]) -> str | None:
     return layer_name if _ends_in(_words(layer_name), _NORM_WORDS) else None
 
 
-def _input_component(components: list[str]) -> str | None:
-    """Return the name component of a layer of raw input, or of a map to state-space rates; None if there is none.
-
-    The components are of a parameter name: ``["mixer", "x_proj", "weight"]`` gives "x_proj".
-    """
+def _state_space_component(components: list[str]) -> str | None:
+    """Return the name component of a map to state-space rates, "x_proj" for ``mixer.x_proj.weight``; or None."""
     layer_name = _layer_or_leaf(components)
-    if layer_name.lower() in _STATE_SPACE:
-        return layer_name
-    # The layer that embeds patches may be nested: patch_embed.proj.weight, to_patch_embedding.2.weight.
+    return layer_name if layer_name.lower() in _STATE_SPACE else None
+
+
+def _patch_embedding_component(components: list[str]) -> str | None:
+    """Return the name component of a patch embedding, "patch_embed" for ``patch_embed.proj.weight``; or None."""
     for component in components:
         if _is_patch_embedding(_words(component)):
             return component
-    # A projection in an embedder: pos_embed.proj.weight.
-    if layer_name not in ("proj", "projection") or not _is_of_layer(components):
+    return None
+
+
+def _projection_in_embedder(components: list[str]) -> str | None:
+    """Return "pos_embed.proj" for ``pos_embed.proj.weight``, and None for other names than of such a projection."""
+    if len(components) < 3 or not _is_of_layer(components):
         return None
-    if len(components) < 3:
-        return None
-    holder = components[-3]  # followed by the layer and its weight
-    if holder.split("_")[-1] in ("embed", "embedder"):
+    holder, layer_name = components[-3:-1]
+    is_embedder = holder.split("_")[-1] in ("embed", "embedder")
+    if is_embedder and layer_name in ("proj", "projection"):
         return f"{holder}.{layer_name}"
     return None
 
@@ -354,15 +388,22 @@ def _head_component(components: list[str]) -> str | None:
     for component in components:
         if _is_head(_words(component)):
             return component
-    # A decoder of one layer, as BERT's from features to the vocabulary: decoder.weight. The decoder of other models is
-    # a module of many layers.
-    path = components[:-1]
-    is_decoder = path[-1:] == ["decoder"] or path[-2:] == ["decoder", "output_projection"]
-    if is_decoder and _is_of_layer(components):
-        return _layer_or_leaf(components)
-    # A common name such as "output" or "fc", but only as a direct child of the model.
-    layer = _layer_of_model(components)
-    return layer if layer is not None and _is_top_head(layer) else None
+    layer_name = _layer_or_leaf(components)
+    # A common name such as "output" or "fc" is the name of a head only for a direct child of the model.
+    is_top_head = _layer_of_model(components) == layer_name and _is_top_head(layer_name)
+    return layer_name if is_top_head or _is_decoder_layer(components) else None
+
+
+def _is_decoder_layer(components: list[str]) -> bool:
+    """Return True for the weight of a decoder of one layer, from features to the vocabulary, as in BERT.
+
+    The names are ``decoder.weight`` and ``decoder.output_projection.weight``. The decoder of other models is a module
+    of many layers, such as ``decoder.layers.0.fc.weight``.
+    """
+    if not _is_of_layer(components):
+        return False
+    path = ".".join(components[:-1])
+    return path.removesuffix(".output_projection").split(".")[-1] == "decoder"
 
 
 def _is_top_head(layer: str) -> bool:
@@ -376,45 +417,54 @@ def _is_top_head(layer: str) -> bool:
 
 def _is_head(words: list[str]) -> bool:
     """Return True if the words of a name component are of an output head: ["lm", "head"], but not ["q", "head"]."""
-    # A name that is a head only as a whole: cls_score, qa_outputs.
-    if "_".join(words) in _HEADS:
+    if not words:
+        return False
+    if "_".join(words) in _HEADS:  # a name that is a head only as a whole: cls_score, qa_outputs
         return True
-    if words[-1:] == ["out"] and _ends_in(words[:-1], _EMBEDDING_WORDS):  # embed_out in GPT-NeoX
+    if _ends_in(words, {"out"}) and _ends_in(words[:-1], _EMBEDDING_WORDS):  # embed_out in GPT-NeoX
         return True
-    # A head word at the end of the name. At its beginning, certain words may follow: head_linear, but not head_norm.
-    for index, word in enumerate(words):
-        words_before = words[:index]
-        is_after_attention = _ends_in(words_before, _PROJECTIONS) or not _ATTENTION_WORDS.isdisjoint(words_before)
-        is_of_attention = word == "head" and is_after_attention
-        words_after = words[index + 1 :]
-        is_followed = bool(words_after) and (index > 0 or not _AFTER_HEAD.issuperset(words_after))
-        if word in _HEAD_WORDS and not is_of_attention and not is_followed:
-            return True
-    return False
+    if _ends_in(words, _HEAD_WORDS):
+        return not _is_head_of_attention(words)
+    # After a head word at the beginning, certain words may follow: head_linear, but not head_norm.
+    return words[0] in _HEAD_WORDS and _AFTER_HEAD.issuperset(words[1:])
+
+
+def _is_head_of_attention(words: list[str]) -> bool:
+    """Return True for the words of a name such as "q_head", "multi_head" and "attn_output_head"."""
+    *words_before, last_word = words
+    is_of_attention = _ends_in(words_before, _PROJECTIONS) or not _ATTENTION_WORDS.isdisjoint(words_before)
+    return last_word == "head" and is_of_attention
 
 
 def _layer_of_model(components: list[str]) -> str | None:
     """Return the layer "fc" for the name ``["model", "fc", "weight"]``; None if the layer is nested deeper."""
-    path = components[:-1] if _is_of_layer(components) else components
+    path = list(components)
+    if _is_of_layer(components):
+        path.pop()
     while len(path) > 1 and path[0] in _TOPS:
-        path = path[1:]
+        del path[0]
     return path[0] if len(path) == 1 else None
 
 
-def _router_component(components: list[str], ndim: int, gated_mlps: frozenset[tuple[str, int]]) -> str | None:
-    """Return the name component of a router of experts, such as "gate"; None if there is none."""
-    is_inside_expert = False
+def _router_component(components: list[str], ndim: int, gated_mlps: GatedMlps) -> str | None:
+    """Return the name component of a router of experts, such as "gate"; None if there is none.
+
+    A ``gate`` is not a router, but a part of an MLP, if it is inside an expert, or if ``gated_mlps`` contains the path
+    of its module and ``ndim``, the number of dims of the parameter.
+    """
     for index, component in enumerate(components):
         words = _words(component)
-        is_of_mlp = is_inside_expert or (".".join(components[:index]), ndim) in gated_mlps
-        is_router = not {"router", "routing"}.isdisjoint(words)
-        if is_router or ("_".join(words) in _ROUTERS and not is_of_mlp):
+        if not {"router", "routing"}.isdisjoint(words):
             return component
-        is_inside_expert = is_inside_expert or _ends_in(words, {"expert", "experts"})
+        modules_around = components[:index]
+        is_inside_expert = any(_ends_in(_words(module), {"expert", "experts"}) for module in modules_around)
+        is_of_mlp = is_inside_expert or (".".join(modules_around), ndim) in gated_mlps
+        if "_".join(words) in _ROUTERS and not is_of_mlp:
+            return component
     return None
 
 
-def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
+def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
     """Return (path, ndim) of modules with ``up`` or ``down`` matrices, in which a ``gate`` is not a router."""
     mlps: set[tuple[str, int]] = set()
     for info in infos:
@@ -431,18 +481,13 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
 
     The names ``attn.query.weight`` and ``attn.key.weight`` are such names. A single ``value.weight`` may be a head.
     """
-    names_by_attention: dict[tuple[str, ...], set[str]] = {}
+    names_of_module: dict[str, set[str]] = {}
     for info in infos:
-        components = _components(info.name)
-        layer_name = _layer_or_leaf(components)
-        if info.ndim < 2 or _PROJECTIONS.isdisjoint(_words(layer_name)):
-            continue
-        attention = components
-        while attention[-1] != layer_name:
-            attention = attention[:-1]
-        names_by_attention.setdefault(tuple(attention[:-1]), set()).add(info.name)
+        *module, layer_name = _path_to_layer(_components(info.name))
+        if info.ndim > 1 and not _PROJECTIONS.isdisjoint(_words(layer_name)):
+            names_of_module.setdefault(".".join(module), set()).add(info.name)
     projections: set[str] = set()
-    for names in names_by_attention.values():
+    for names in names_of_module.values():
         if len(names) > 1:
             projections |= names
     return frozenset(projections)
@@ -450,18 +495,18 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
 
 def _by_shape(info: ParamInfo) -> Decision | None:
     """Return the decision for a shape without a matrix to orthogonalize; None if there is a matrix."""
-    rows, columns = info.shape[0], prod(info.shape[1:])  # a tensor of more dims is flattened to (first dim, rest)
+    rows = info.shape[0]
+    columns = prod(info.shape[1:])  # a tensor of more dims is flattened to (rows, columns)
     if rows == 1 or columns == 1:
         return Decision("vector", "a side of 1: a vector")
     if info.ndim > 2 and info.shape[1] == 1:
         return Decision("vector", "depthwise: one vector a channel")
-    channels = min(info.shape[:2])
-    # Without a module type, a tensor of three dims may as well be a stack of matrices.
-    is_kernel = (info.module is not None or info.ndim > 3) and is_convolution(info)
-    if is_kernel and channels <= _IMAGE_CHANNELS:
-        return Decision("other", f"convolution from or to {channels} channels")
     short, long = sorted(info.shape[:2])
-    if info.ndim == 2 and 0 < short <= _FEW and long >= _MANY * short:
+    # Without a module type, a tensor of three dims may as well be a stack of matrices.
+    may_be_stack = info.module is None and info.ndim == 3
+    if short <= _IMAGE_CHANNELS and is_convolution(info) and not may_be_stack:
+        return Decision("other", f"convolution from or to {short} channels")
+    if info.ndim == 2 and 0 < short <= _FEW_FEATURES and long >= _MANY_TIMES_WIDER * short:
         return Decision("other", f"from or to {short} features")
     return None
 
@@ -495,11 +540,9 @@ def _is_child_of_front(components: list[str]) -> bool:
 
 def _is_first_of_speech_encoder(components: list[str]) -> bool:
     """Return True for names such as ``feature_extractor.conv_layers.0.conv.weight``."""
-    if "conv_layers" not in components:
-        return False
-    index = components.index("conv_layers")
-    is_in_front = any(_ends_in(_words(component), _FRONTS) for component in components[:index])
-    return is_in_front and components[index + 1 : index + 2] == ["0"]
+    path, _, leaf = ".".join(components).partition(".conv_layers.0.")
+    modules_around = path.split(".")
+    return leaf != "" and any(_ends_in(_words(module), _FRONTS) for module in modules_around)
 
 
 def _components(name: str) -> list[str]:
@@ -507,7 +550,7 @@ def _components(name: str) -> list[str]:
     components = plain_name(name).split(".")
     if "modules_to_save" in components[:-1]:  # followed by the name of the adapter
         index = components.index("modules_to_save")
-        components = components[:index] + components[index + 2 :]
+        del components[index : index + 2]
     components = [component for component in components if component not in ("base_layer", "original_module")]
     return components or [name]
 
@@ -519,11 +562,17 @@ def _is_of_layer(components: list[str]) -> bool:
 
 def _layer_or_leaf(components: list[str]) -> str:
     """Return "fc" for ``blocks.fc.weight`` and ``blocks.fc.0.weight``, and "prompts" for ``vit.prompts.0``."""
-    candidates = components[:-1] if _is_of_layer(components) else components
-    for component in reversed(candidates):
-        if not component.isdigit():
-            return component
-    return components[-1]
+    return _path_to_layer(components)[-1]
+
+
+def _path_to_layer(components: list[str]) -> list[str]:
+    """Return ["blocks", "fc"] for ``blocks.fc.weight`` and ``blocks.fc.0.weight``, without the end of the name."""
+    path = list(components)
+    if _is_of_layer(components):
+        path.pop()
+    while path and path[-1].isdigit():
+        path.pop()
+    return path or components
 
 
 def _words(component: str) -> list[str]:

@@ -7,7 +7,6 @@ from types import EllipsisType, MappingProxyType
 from typing import TypeAlias, cast
 
 import torch
-from torch import nn
 
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
@@ -16,9 +15,9 @@ from muonfx.internal.display import format_list
 from muonfx.routing.params import ParamInfo, Params, read_params
 from muonfx.routing.predicates import Predicate
 from muonfx.routing.route import NO_REASON, Label, Route
-from muonfx.routing.structure import UNKNOWN_STRUCTURE, Structure, structure_of
+from muonfx.routing.structure import structure_of
 from muonfx.routing.unsplit import check_shapes, warn_of_views
-from muonfx.routing.views import find_matrices, patterns
+from muonfx.routing.views import Matrices, find_matrices, patterns
 from muonfx.transforms.matrices import MatrixView
 from muonfx.tree import PyTree
 
@@ -103,13 +102,12 @@ class Labels(RoutedLabels):
         >>> labels.view(MatrixView({"*experts*": "... out in -> ... out in"}))
         MatrixView({'*experts*': '... out in -> ... out in'})
         """
-        pattern_of: dict[str, str] = {}
-        labels_with_views: set[Label] = set()
+        pattern_of: dict[str, str] = {}  # the patterns of the labels for parameters without a pattern in ``given``
         for name, view in self.views.items():
             if isinstance(view.pattern, str) and not given.is_set_for(name):
                 pattern_of[name] = view.pattern
-                labels_with_views.add(self[name])
-        # A transform receives the leaves of its label only, so that globs may match the names of other labels.
+        # A transform receives the parameters of its label only. Globs may match parameters of labels without a view.
+        labels_with_views = {self[name] for name in pattern_of}
         names = [name for name, label in self.items() if label in labels_with_views]
         return given.extended(patterns(pattern_of, names))
 
@@ -119,8 +117,7 @@ class Labels(RoutedLabels):
         >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
         Labels({'b': 'y'})
         """
-        routes = {name: self._routes[name] for name in names}
-        return Labels(routes)
+        return self.for_names({name: name for name in names})
 
     def for_names(self, key_of: Mapping[str, str]) -> Labels:
         """Return `Labels` for the names in ``key_of``, a dict from the new name of a parameter to its name in these."""
@@ -188,31 +185,33 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
     """
     infos, absent = read_params(model_or_params)
     decided = apply_rules(infos, rules, "rule")
+    unmatched = [info.name for info in infos if info.name not in decided]
     if default is not ...:
         _check_label(default, "default")
-        decided = {info.name: (default, "default") for info in infos} | decided
-    if unmatched := [info.name for info in infos if info.name not in decided]:
+        decided |= dict.fromkeys(unmatched, (default, "default"))
+    elif unmatched:
         raise ValueError(
             f"{len(unmatched)} of {len(infos)} parameters match no rule: {format_list(unmatched)}; "
             "add a rule for them, or give a default (None leaves them out)"
         )
-    structure = structure_of(model_or_params) if isinstance(model_or_params, nn.Module) else UNKNOWN_STRUCTURE
-    return make_labels(model_or_params, infos, decided, absent, structure)
+    return make_labels(model_or_params, infos, decided, absent, structure_of(model_or_params).read_in_parts)
 
 
 def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], rule_kind: str) -> dict[str, tuple[Label, str]]:
     """Return a dict from parameter name to (label, reason), for the parameters that one of the rules matches.
 
-    A reason is a text such as "user rule 1: ndim(2)"; ``rule_kind`` is its beginning, here "user rule".
+    The first rule that matches a parameter decides. A reason is a text such as "user rule 1: ndim(2)"; ``rule_kind`` is
+    its beginning, here "user rule".
     """
     for number, rule in enumerate(rules, 1):
         _check_rule(rule, number)
     decided: dict[str, tuple[Label, str]] = {}
     for number, (predicate, label) in enumerate(rules, 1):
-        matching = [info.name for info in infos if predicate(info)]
-        for name in matching:
-            decided.setdefault(name, (label, f"{rule_kind} {number}: {predicate!r}"))
-        if infos and not matching:
+        matching_names = [info.name for info in infos if predicate(info)]
+        for name in matching_names:
+            if name not in decided:
+                decided[name] = (label, f"{rule_kind} {number}: {predicate!r}")
+        if infos and not matching_names:
             warn_caller(
                 f"{rule_kind} {number}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters "
                 f"({infos[0].name!r}, ...); correct or remove it"
@@ -236,24 +235,39 @@ def make_labels(
     infos: Sequence[ParamInfo],
     decided: Mapping[str, tuple[Label, str]],
     absent: Sequence[str],
-    structure: Structure,
-    whole: Collection[Label] = (),
+    read_in_parts: Mapping[str, int],
+    whole_labels: Collection[Label] = (),
 ) -> Labels:
-    """Return `Labels` in the order of the parameters, from the label and the reason that were decided for each name.
+    """Return `Labels` in the order of the parameters. Each `Route` has a view: the division into matrices.
 
-    Each route gets a view (the division into matrices), unless its label is None or one of ``whole``. ``absent`` are
-    the names of parameters that are None.
+    Args:
+        model_or_params: the model, or named tensors.
+        infos: its parameters.
+        decided: the label of each parameter and the reason for it, by name: {"wte": ("adamw", "embedding")}.
+        absent: the names of parameters that are None.
+        read_in_parts: as in `find_matrices`.
+        whole_labels: labels whose parameters are not divided into matrices, like those with the label None.
     """
-    routes: dict[str, Route] = {info.name: Route(*decided[info.name], shape=info.shape) for info in infos}
+    routes: dict[str, Route] = {}
+    for info in infos:
+        label, reason = decided[info.name]
+        routes[info.name] = Route(label, reason, shape=info.shape)
+    for name in absent:
+        routes[name] = Route(None, "absent")
     if torch.compiler.is_compiling():  # a traced graph needs only the labels
-        return Labels({name: route.label for name, route in routes.items()} | dict.fromkeys(absent, None))
-    divisible = [info for info in infos if routes[info.name].label not in (None, *whole)]
-    for name, (view, note, suspected) in find_matrices(model_or_params, divisible, structure.read_in_parts).items():
-        reason = routes[name].reason
-        if note:
-            reason = f"{reason}; {note}"
-        routes[name] = routes[name]._replace(reason=reason, view=view, suspected=suspected)
-    return Labels(routes | dict.fromkeys(absent, Route(None, "absent")))
+        return Labels({name: route.label for name, route in routes.items()})
+    divisible = [info for info in infos if routes[info.name].label not in (None, *whole_labels)]
+    for name, matrices in find_matrices(model_or_params, divisible, read_in_parts).items():
+        routes[name] = _with_matrices(routes[name], matrices)
+    return Labels(routes)
+
+
+def _with_matrices(route: Route, matrices: Matrices) -> Route:
+    """Return a route with the division of its parameter into matrices; its reason also has the note about them."""
+    reason = route.reason
+    if matrices.note:
+        reason = f"{reason}; {matrices.note}"
+    return Route(route.label, reason, matrices.view, route.shape, matrices.suspected)
 
 
 def _check_label(label: object, where: str) -> None:

@@ -19,13 +19,14 @@ return, and the lists of blocks are known without running the model:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
 from torch.nn.utils import parametrize
 
+from muonfx.routing.params import joined
 from muonfx.routing.views import MOST_PARTS, PLAIN_LEAVES, class_name_fits, is_modulation
 
 # The attributes for the width that a layer reads and the width that it returns: nn.Linear, convolutions, the Conv1D of
@@ -39,12 +40,11 @@ _WIDTHS = (
 _EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit)?$"
 _LAYER_CLASS = r"Linear|Conv|Dense|Proj|Expert|MatMul"
 _LEAVES_OF_LAYERS = PLAIN_LEAVES | {"weight_v"}
-_COUNTS_OF_PARTS = (3, 2)  # such as query, key and value; the value and the gate of a gated linear unit
+_COUNTS_OF_PARTS = (2, 3)  # the value and the gate of a gated linear unit; query, key and value
 _MOST_CONCATENATED = 32  # the frequencies that a speech encoder flattens, or the 4 x 4 pixels that a connector merges
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """A linear layer, a convolution or an embedding, by its path in the model, such as "blocks.0.fc"."""
 
     path: str
@@ -66,91 +66,101 @@ class Norm(NamedTuple):
     """The path of the outermost block that contains it; None outside all blocks."""
 
 
-@dataclass(frozen=True)
-class Structure:
+class Structure(NamedTuple):
     """The inputs, heads and tables of a model; the docstring of this file explains the terms."""
 
     held_by_no_layer: frozenset[str] = frozenset()
     """The names of parameters that are not the weight of a layer, as ``self.pos = nn.Parameter(...)``."""
-    inputs: dict[str, Layer] = field(default_factory=dict[str, Layer])
+    inputs: Mapping[str, Layer] = {}
     """The inputs by path."""
-    heads: dict[str, Layer] = field(default_factory=dict[str, Layer])
+    heads: Mapping[str, Layer] = {}
     """The heads by path."""
     read_in_their_block: frozenset[str] = frozenset()
     """The paths of layers in blocks whose outputs another layer of the same block reads: hidden under any name."""
     possible_heads: frozenset[str] = frozenset()
     """The paths of layers that may be heads: the widths alone do not show whether they are heads or hidden."""
-    read_in_parts: dict[str, int] = field(default_factory=dict[str, int])
+    read_in_parts: Mapping[str, int] = {}
     """The number of vectors that a layer returns, 2 or 3, for the path of each layer that is read in parts."""
 
 
-UNKNOWN_STRUCTURE = Structure()
-"""The structure of named tensors without a model."""
+_UNKNOWN_STRUCTURE = Structure()
 
 
-def structure_of(model: nn.Module) -> Structure:
-    """Return the structure of a model, from the modules that it defines; the model is not run."""
-    held_by_no_layer = frozenset(_held_by_no_layer(model))
+def structure_of(model: object) -> Structure:
+    """Return the structure of a model, from the modules that it defines; the model is not run.
+
+    Named tensors without a model have an empty structure.
+    """
+    if not isinstance(model, nn.Module):
+        return _UNKNOWN_STRUCTURE
     read_widths = _read_widths(model)
     blocks = set(_blocks_of(model, read_widths))
     layers = list(_layers_of(model, blocks))
+    held_by_no_layer = frozenset(_held_by_no_layer(model))
     read_in_parts = _read_in_parts(layers, read_widths)
     if all(layer.block is None for layer in layers):
-        possible_heads = _possible_heads_without_blocks(layers, _widths_of_norms(model))
-        return Structure(held_by_no_layer, possible_heads=possible_heads, read_in_parts=read_in_parts)
+        return Structure(
+            held_by_no_layer=held_by_no_layer,
+            possible_heads=_possible_heads_without_blocks(layers, _widths_of_norms(model)),
+            read_in_parts=read_in_parts,
+        )
     inputs = _inputs(layers)
-    unread = _unread_outside_blocks(layers, inputs, list(_norms_of(model, blocks)))
-    unread = _without_slices(unread, layers, read_widths)
+    widths_read_outside = _widths_read_outside_blocks(layers, inputs, list(_norms_of(model, blocks)))
+    unread = _unread_outside_blocks(layers, inputs, widths_read_outside, read_widths)
     heads = _heads(layers, unread)
-    possible_heads = unread.keys() - heads.keys()
-    if _may_return_from_block(layers[-1], read_widths):
-        possible_heads |= {layers[-1].path}
+    possible_heads = set(unread.keys() - heads.keys())
+    if _may_be_head_in_block(layers[-1], read_widths):
+        possible_heads.add(layers[-1].path)
     return Structure(
-        held_by_no_layer, inputs, heads, _read_in_their_block(layers), frozenset(possible_heads), read_in_parts
+        held_by_no_layer=held_by_no_layer,
+        inputs=inputs,
+        heads=heads,
+        read_in_their_block=_read_in_their_block(layers),
+        possible_heads=frozenset(possible_heads),
+        read_in_parts=read_in_parts,
     )
 
 
-def _may_return_from_block(last_layer: Layer, read_widths: set[int]) -> bool:
-    """Return True if the last layer of a model is in a block, and returns whole what no layer or norm reads."""
+def _may_be_head_in_block(last_layer: Layer, read_widths: set[int]) -> bool:
+    """Return True if the last layer of a model is in a block, and returns features that no layer or norm reads.
+
+    ``read_widths`` are the widths that some layer or norm reads.
+    """
     if last_layer.block is None or last_layer.reads is None:
         return False
     return last_layer.returns not in read_widths and not _returns_parts(last_layer)
 
 
 def _possible_heads_without_blocks(layers: Sequence[Layer], widths_of_norms: set[int]) -> frozenset[str]:
-    """Return the paths of layers whose outputs no later layer reads, in a model without blocks.
+    """Return the paths of layers whose outputs no other layer reads, in a model without blocks.
 
     The widths do not show whether such a layer is a head. The last layer is always one of them, unless it is an
     embedding or the whole model.
     """
     if not layers or layers[-1].reads is None or layers[-1].path == "":
         return frozenset()
-    possible_heads: set[str] = set()
-    for index, layer in enumerate(layers):
-        if layer.reads is None:
-            continue
-        is_last = index == len(layers) - 1
-        if is_last or not _is_read_later(layer, layers, widths_of_norms):
+    possible_heads = {layers[-1].path}
+    for layer in layers:
+        if layer.reads is not None and layer.returns not in widths_of_norms and not _is_read(layer, layers):
             possible_heads.add(layer.path)
     return frozenset(possible_heads)
 
 
-def _is_read_later(layer: Layer, layers: Sequence[Layer], widths_of_norms: set[int]) -> bool:
-    """Return True if another layer or a norm may read what a layer returns: whole, in parts, flattened or concatenated.
+def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
+    """Return True if another of the ``layers`` may read the outputs of a layer: whole, in parts, or combined.
 
-    A convolution of 16 channels is flattened for a linear layer that reads 400 features.
+    A layer reads a part if it reads a half or a third of the features. It reads a combination if it reads several
+    vectors, flattened or concatenated: 400 features may be 16 channels at 25 positions.
     """
-    if layer.returns in widths_of_norms:
-        return True
-    returned_widths = {reader.returns for reader in layers}
+    returned_widths = {other.returns for other in layers}
     for reader in layers:
         if reader is layer or reader.reads is None:
             continue
         if layer.returns in (reader.reads, 2 * reader.reads, 3 * reader.reads):
             return True
-        is_of_raw_input = reader is layers[0]
-        is_read_whole = reader.reads in returned_widths or is_of_raw_input
-        if not is_read_whole and reader.reads % layer.returns == 0:  # flattened or concatenated
+        # If a layer returns the width itself, the reader reads this layer. The first layer reads the raw input.
+        reads_combination = reader.reads not in returned_widths and reader is not layers[0]
+        if reads_combination and reader.reads % layer.returns == 0:
             return True
     return False
 
@@ -176,14 +186,15 @@ _HOLDERS_OF_MATRICES = (
 def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
     """Yield the names of parameters that are not the weight of a layer, such as "pos_embed" and "fc.bias"."""
     for path, module in model.named_modules(remove_duplicate=False):
-        is_list = isinstance(module, nn.ParameterList | nn.ParameterDict)
-        is_list_of_params = is_list and path == ""  # the "model" is a list of tensors, without layers
-        if isinstance(module, _HOLDERS_OF_MATRICES) or is_list_of_params:
+        if isinstance(module, _HOLDERS_OF_MATRICES):
+            continue
+        if module is model and isinstance(model, nn.ParameterList | nn.ParameterDict):  # tensors without layers
             continue
         is_layer = _is_layer(module)
-        for name, _ in module.named_parameters(recurse=False):
-            if not is_layer or name not in _LEAVES_OF_LAYERS:
-                yield f"{path}.{name}" if path else name
+        for leaf, _ in module.named_parameters(recurse=False):
+            is_weight_of_layer = is_layer and leaf in _LEAVES_OF_LAYERS
+            if not is_weight_of_layer:
+                yield joined(path, leaf)
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -197,7 +208,7 @@ def _is_layer(module: nn.Module) -> bool:
 def _layers_of(model: nn.Module, blocks: set[str]) -> Iterator[Layer]:
     """Yield the layers and embeddings of a model in the order of definition, each with the block that it is in.
 
-    ``blocks`` are the paths of blocks.
+    ``blocks`` are the paths of blocks, such as "blocks.0".
     """
     for path, module in model.named_modules():
         block = _block_around(path, blocks)
@@ -221,7 +232,8 @@ def _block_around(path: str, blocks: set[str]) -> str | None:
 def _widths_of(module: nn.Module) -> tuple[int, int] | None:
     """Return the widths that a linear layer or a convolution reads and returns; None for another module."""
     leaves = {name for name, _ in module.named_parameters(recurse=False)}
-    if leaves.isdisjoint(_LEAVES_OF_LAYERS) and not parametrize.is_parametrized(module):
+    has_weight = not leaves.isdisjoint(_LEAVES_OF_LAYERS)
+    if not has_weight and not parametrize.is_parametrized(module):
         return None
     for reads_name, returns_name in _WIDTHS:
         reads = getattr(module, reads_name, None)
@@ -242,48 +254,52 @@ def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         children = {name: child for name, child in module.named_children() if any(child.children())}
-        count_of_class = Counter(type(child) for child in children.values())
+        count_of_class = Counter(map(type, children.values()))
         for name, child in children.items():
             # An nn.ModuleList is written for repeated modules. An nn.Sequential may also be a chain of different parts.
             is_repeated = isinstance(module, nn.ModuleList) or count_of_class[type(child)] > 1
             if is_repeated and not _is_sequential_head(child, read_widths):
-                yield f"{path}.{name}" if path else name
+                yield joined(path, name)
 
 
 def _is_sequential_head(module: nn.Module, read_widths: set[int]) -> bool:
     """Return True if no layer reads what the last layer of an ``nn.Sequential`` returns."""
     if type(module) is not nn.Sequential:  # the last layer of another module may run at any time
         return False
-    layer_widths = [widths for widths in map(_widths_of, module.modules()) if widths is not None]
-    return bool(layer_widths) and layer_widths[-1][1] not in read_widths
+    returned_width: int | None = None
+    for child in module.modules():
+        if layer_widths := _widths_of(child):
+            _, returned_width = layer_widths
+    return returned_width is not None and returned_width not in read_widths
 
 
 def _with_ancestors(path: str) -> Iterator[str]:
     """Yield the paths of the modules around a module, the outermost first: "", "a", "a.b" and "a.b.c" for "a.b.c"."""
     yield ""
-    components = path.split(".") if path else []
-    for count in range(1, len(components) + 1):
-        yield ".".join(components[:count])
+    ancestor = ""
+    for name in path.split("."):
+        ancestor = joined(ancestor, name)
+        if ancestor:
+            yield ancestor
 
 
 def _inputs(layers: Sequence[Layer]) -> dict[str, Layer]:
     """Return the layers of raw input by path; ``layers`` are in the order of definition.
 
-    Such a layer is before the blocks of its part of the model, and reads what no earlier layer returns. Its part is
-    the innermost module around it that contains blocks, such as "decoder" for ``decoder.embed``.
+    Such a layer is before the blocks of its part of the model, and reads features that no earlier layer returns. Its
+    part is the innermost module around it that contains blocks, such as "decoder" for ``decoder.embed``.
     """
     first_in_blocks = _first_in_blocks(layers)
     inputs: dict[str, Layer] = {}
-    returned_widths: set[int] = set()
+    earlier_widths: set[int] = set()  # that the layers before the current one return
     for index, layer in enumerate(layers):
-        part = ""  # the whole model
-        for path in _with_ancestors(layer.path):
-            if path in first_in_blocks:
-                part = path
-        is_before_blocks = layer.block is None and index < first_in_blocks[part]
-        if is_before_blocks and _reads_raw_input(layer, returned_widths):
+        first_of_part = 0
+        for ancestor in _with_ancestors(layer.path):
+            first_of_part = first_in_blocks.get(ancestor, first_of_part)
+        is_before_blocks = layer.block is None and index < first_of_part
+        if is_before_blocks and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
-        returned_widths.add(layer.returns)
+        earlier_widths.add(layer.returns)
     return inputs
 
 
@@ -303,97 +319,105 @@ def _first_in_blocks(layers: Sequence[Layer]) -> dict[str, int]:
     return first_in_blocks
 
 
-def _reads_raw_input(layer: Layer, returned_widths: Iterable[int]) -> bool:
+def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
     """Return True if no earlier layer returns what a layer reads, whole or concatenated.
 
-    A layer that returns the width that it reads is between others.
+    ``earlier_widths`` are the numbers of features that the earlier layers return. A layer that returns as many features
+    as it reads is between others, and reads no raw input.
     """
     if layer.reads is None or layer.reads == layer.returns:
         return False
-    for width in returned_widths:
-        # Layers of cross-stage networks concatenate a whole and halves.
-        is_concatenated = width <= layer.reads <= _MOST_CONCATENATED * width
-        if is_concatenated and (2 * layer.reads) % width == 0:
+    for width in earlier_widths:
+        # Some networks concatenate a vector and a half of another: 3/2 of the width, which twice is a multiple of it.
+        is_multiple_of_half = 2 * layer.reads % width == 0
+        if is_multiple_of_half and width <= layer.reads <= _MOST_CONCATENATED * width:
             return False
     return True
 
 
 def _unread_outside_blocks(
-    layers: Sequence[Layer], inputs: Mapping[str, Layer], norms: Sequence[Norm]
+    layers: Sequence[Layer], inputs: Collection[str], widths_read_outside: set[int], read_widths: set[int]
 ) -> dict[str, Layer]:
-    """Return the layers outside all blocks, by path, whose outputs no other layer reads as a whole.
+    """Return the layers outside all blocks, by path, whose outputs no other layer reads as a whole or in slices.
 
     Args:
         layers: the layers of the model in the order of definition, some of them in blocks.
-        inputs: those that read raw input, which are no heads.
-        norms: the norms of the model.
+        inputs: the paths of those that read raw input, which are no heads.
+        widths_read_outside: the widths that `_widths_read_outside_blocks` returns.
+        read_widths: the widths that some layer or norm reads, in a block or outside.
     """
-    read_widths = _widths_read_from_outside(layers, inputs, norms)
+    block_counts = _numbers_of_blocks(layers)
     unread: dict[str, Layer] = {}
     for layer in layers:
         if layer.reads is None or layer.block is not None or layer.path in inputs:
             continue
-        if layer.returns != layer.reads and layer.returns not in read_widths:
+        # A layer that returns as many features as it reads is between others.
+        is_read = layer.returns == layer.reads or layer.returns in widths_read_outside
+        if not is_read and not _returns_slices(layer.reads, layer.returns, block_counts, read_widths):
             unread[layer.path] = layer
     return unread
 
 
-def _widths_read_from_outside(layers: Sequence[Layer], inputs: Mapping[str, Layer], norms: Sequence[Norm]) -> set[int]:
-    """Return the widths that some layer or norm reads, and that no earlier layer of its own block returns.
+def _widths_read_outside_blocks(layers: Sequence[Layer], inputs: Collection[str], norms: Sequence[Norm]) -> set[int]:
+    """Return the widths that layers and norms read, without those that are only used inside a block.
 
-    The inner width of an MLP in a block is read there only. A head may have this width too.
+    The MLP of a block returns 256 inner features and reads them itself, so a head may return 256 features too.
+    ``inputs`` are the paths of layers that read raw input. They count as no readers, since a model of images may read
+    and return the same number of raw features.
     """
     widths: set[int] = set()
-    returned_in_block: set[tuple[str | None, int]] = set()
+    returned_in_block: dict[str | None, set[int]] = {}  # the widths that the layers of each block return
     for layer in layers:
-        is_from_outside = layer.block is None or (layer.block, layer.reads) not in returned_in_block
-        # A model of images or actions may read and return one raw width: an input does not read what a head returns.
-        if layer.reads is not None and layer.path not in inputs and is_from_outside:
+        earlier_widths = returned_in_block.setdefault(layer.block, set())
+        is_inner = layer.block is not None and layer.reads in earlier_widths
+        if layer.reads is not None and layer.path not in inputs and not is_inner:
             widths.add(layer.reads)
-        returned_in_block.add((layer.block, layer.returns))
+        earlier_widths.add(layer.returns)
     for norm in norms:
-        if norm.block is None or (norm.block, norm.width) not in returned_in_block:
+        is_inner = norm.block is not None and norm.width in returned_in_block.get(norm.block, ())
+        if not is_inner:
             widths.add(norm.width)
     return widths
 
 
-def _without_slices(unread: Mapping[str, Layer], layers: Sequence[Layer], read_widths: set[int]) -> dict[str, Layer]:
-    """Return ``unread`` without layers that return a slice for each of several blocks.
+def _returns_slices(reads: int, returns: int, block_counts: Iterable[int], read_widths: set[int]) -> bool:
+    """Return True if a layer returns a slice for each block: 2 x 64 features, for 2 blocks that each read 64.
 
-    A layer whose slices would have a multiple of the width that it reads may as well be a head, and is not left out.
-    ``read_widths`` are the widths that some layer or norm reads.
+    If the slices are multiples of the width that the layer reads, it may as well be a head, and the result is False.
+
+    Args:
+        reads: the width that the layer reads.
+        returns: the width that it returns.
+        block_counts: the number of blocks in each list of blocks.
+        read_widths: the widths that some layer or norm of the model reads.
     """
-    remaining = dict(unread)
-    for path, layer in unread.items():
-        for count in _numbers_of_blocks(layers):
-            slice_width, remainder = divmod(layer.returns, count)
-            is_slice = remainder == 0 and slice_width in read_widths
-            if is_slice and layer.reads is not None and slice_width % layer.reads != 0:
-                remaining.pop(path, None)
-    return remaining
+    for count in block_counts:
+        slice_width, remainder = divmod(returns, count)
+        is_slice = remainder == 0 and slice_width in read_widths
+        if is_slice and slice_width % reads != 0:
+            return True
+    return False
 
 
 def _heads(layers: Sequence[Layer], unread: Mapping[str, Layer]) -> dict[str, Layer]:
-    """Return the heads by path.
+    """Return the heads of a model by path, among the layers ``unread``, whose outputs no other layer reads as a whole.
 
-    Args:
-        layers: the layers of the model in the order of definition, some of them in blocks.
-        unread: those outside blocks whose outputs no other layer reads as a whole, by path.
+    A layer that returns a multiple of the features that it reads may also be a fused projection. It is a head if it is
+    after all blocks and next to another head: the 4 x 64 logits of a policy, next to the one value of a critic.
     """
-    last_in_block = max(index for index, layer in enumerate(layers) if layer.block is not None)
+    last_in_blocks = max(index for index, layer in enumerate(layers) if layer.block is not None)
     heads: dict[str, Layer] = {}
-    fused_or_heads: list[Layer] = []  # layers after the blocks that are either fused projections or heads
+    fused_after_blocks: list[Layer] = []
     for index, layer in enumerate(layers):
-        is_divided = is_modulation(layer.path) or _is_read_in_parts(layer, layers[index + 1 :])
-        if layer.path not in unread or is_divided:
+        is_unread = layer.path in unread and not _is_read_in_part(layer, layers[index + 1 :])
+        if not is_unread or is_modulation(layer.path):
             continue
         if not _returns_parts(layer):
             heads[layer.path] = layer
-        elif index > last_in_block:
-            fused_or_heads.append(layer)
-    # A policy with 4 x D logits is a head if its module contains another head, such as the values of a critic.
+        elif index > last_in_blocks:
+            fused_after_blocks.append(layer)
     modules_with_heads = {_module_around(path) for path in heads}
-    for layer in fused_or_heads:
+    for layer in fused_after_blocks:
         if _module_around(layer.path) in modules_with_heads:
             heads[layer.path] = layer
     return heads
@@ -407,7 +431,7 @@ def _module_around(path: str) -> str:
 def _numbers_of_blocks(layers: Sequence[Layer]) -> set[int]:
     """Return the number of blocks in each list of at least two blocks."""
     blocks = {layer.block for layer in layers if layer.block is not None}
-    blocks_in_list = Counter(_module_around(block) for block in blocks)
+    blocks_in_list = Counter(map(_module_around, blocks))
     return {count for count in blocks_in_list.values() if count > 1}
 
 
@@ -419,7 +443,7 @@ def _returns_parts(layer: Layer) -> bool:
     return layer.returns in multiples or is_modulation(layer.path)
 
 
-def _is_read_in_parts(layer: Layer, later_layers: Sequence[Layer]) -> bool:
+def _is_read_in_part(layer: Layer, later_layers: Sequence[Layer]) -> bool:
     """Return True if a later layer of the same module reads half of the width, as in a gated MLP, or twice it."""
     widths = _widths_read_beside(layer, later_layers)
     return not widths.isdisjoint({layer.returns / 2, layer.returns * 2})
@@ -428,27 +452,33 @@ def _is_read_in_parts(layer: Layer, later_layers: Sequence[Layer]) -> bool:
 def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, int]:
     """Return the number of vectors that a layer returns, 2 or 3, by the path of each layer that is read in parts.
 
-    An MLP with a gate has the layers ``fc1``, which returns 2 x 64 features, and ``fc2``, which reads 64. The layer
-    that reads a part is the next layer, or a later layer of the same module.
+    An MLP with a gate has the layers ``fc1``, which returns 2 x 64 features, and ``fc2``, which reads 64: the result is
+    {"mlp.fc1": 2}. ``read_widths`` are the widths that some layer or norm of the model reads.
     """
     part_counts: dict[str, int] = {}
-    for index, layer in enumerate(layers[:-1]):
-        if layer.reads is None or layer.returns <= layer.reads:
-            continue
+    for index, (layer, following) in enumerate(pairwise(layers)):
         # Another layer may read the whole, by itself or concatenated with as many other features.
-        if layer.returns in read_widths or 2 * layer.returns in read_widths:
+        is_read_whole = layer.returns in read_widths or 2 * layer.returns in read_widths
+        if layer.reads is None or layer.returns <= layer.reads or is_read_whole:
             continue
-        following = layers[index + 1]
-        widths = _widths_read_beside(layer, layers[index + 1 :])
+        widths_of_parts = _widths_read_beside(layer, layers[index + 1 :])
         if following.block == layer.block and following.reads is not None:
-            widths.add(following.reads)
+            widths_of_parts.add(following.reads)
         # A layer that reads as many features may run on the same input as this layer, as a key does with a query.
         if not following.is_grouped:
-            widths.discard(layer.reads)
-        for count in _COUNTS_OF_PARTS:
-            if layer.returns % count == 0 and layer.returns // count in widths:
-                part_counts[layer.path] = count
+            widths_of_parts.discard(layer.reads)
+        count = _number_of_parts(layer.returns, widths_of_parts)
+        if count is not None:
+            part_counts[layer.path] = count
     return part_counts
+
+
+def _number_of_parts(width: int, widths_of_parts: set[int]) -> int | None:
+    """Return 2 or 3 if a half or a third of a width is one of ``widths_of_parts``; None if neither is."""
+    for count in _COUNTS_OF_PARTS:
+        if width % count == 0 and width // count in widths_of_parts:
+            return count
+    return None
 
 
 def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]:
@@ -476,12 +506,12 @@ def _norms_of(model: nn.Module, blocks: set[str]) -> Iterator[Norm]:
 
 def _read_in_their_block(layers: Sequence[Layer]) -> frozenset[str]:
     """Return the paths of layers in blocks whose outputs another layer of the same block reads."""
-    readers = Counter((layer.block, layer.reads) for layer in layers)
+    reader_counts = Counter((layer.block, layer.reads) for layer in layers)
     read: set[str] = set()
     for layer in layers:
-        count = readers[layer.block, layer.returns]
-        if layer.reads == layer.returns:  # the layer itself is counted, which does not read its own outputs
-            count -= 1
-        if layer.block is not None and count > 0:
+        readers = reader_counts[layer.block, layer.returns]
+        if layer.reads == layer.returns:
+            readers -= 1  # the layer itself, which does not read its own outputs
+        if layer.block is not None and readers > 0:
             read.add(layer.path)
     return frozenset(read)

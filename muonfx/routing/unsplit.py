@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from muonfx import tree
 from muonfx.core import Locality, Transform
@@ -20,11 +20,11 @@ def check_shapes(routes: Mapping[str, Route], transforms: Mapping[str, Transform
 
     An example is a stack of weights of several models under ``torch.func.vmap``.
     """
-    # Fewer dims are allowed: a rank may hold a flat shard of a matrix.
-    for (name, route), leaf in zip(routes.items(), tree.leaves(params), strict=True):
-        if route.shape is None or leaf is None or leaf.ndim <= len(route.shape):
+    leaves = tree.leaves(params)  # in the order of ``routes``
+    for (name, route), leaf in zip(routes.items(), leaves, strict=True):
+        if leaf is None or route.shape is None or route.label is None or route.label not in transforms:
             continue
-        if route.label is None or route.label not in transforms:
+        if leaf.ndim <= len(route.shape):  # fewer dims are allowed: a rank may hold a flat shard of a matrix
             continue
         for tx in within(transforms[route.label]):
             if _would_mix(tx, name):
@@ -54,30 +54,36 @@ def _mixed_matrices(tx: Transform, name: str, route: Route, shape: tuple[int, ..
 
 def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transform]) -> None:
     """Warn if parameters hold several matrices, judged by label or name, but are updated as one matrix."""
-    unused: list[str] = []  # parameters with a view in the labels, which the transform does not use
+    unused: dict[str, str] = {}  # a text for each parameter with a view in the labels that its transform does not use
     suspected: dict[str, str] = {}  # the pattern of each parameter whose name alone suggests several matrices
-    view_to_extend = MatrixView()
-    for label, tx in transforms.items():
-        routes_of_label = {name: route for name, route in routes.items() if route.label == label}
-        for view in _views_within(tx):
-            for name, route in routes_of_label.items():
-                if route.view.pattern and not view.is_set_for(name):
-                    unused.append(f"{name!r} ({route.reason})")
-                # A view that has the pattern of the label was extended by the labels: the user chose nothing.
-                if route.suspected and view.text(name) in (None, route.view.pattern):
-                    if not suspected:
-                        view_to_extend = view
-                    suspected[name] = route.suspected
+    view_to_extend: MatrixView | None = None
+    for name, route, view in _used_views(routes, transforms):
+        if route.view.pattern and not view.is_set_for(name):
+            unused[name] = f"{name!r} ({route.reason})"
+        # A view that has the pattern of the labels was extended by `Labels.view`: the user chose no pattern.
+        is_set_by_user = view.text(name) not in (None, route.view.pattern)
+        if route.suspected and not is_set_by_user:
+            suspected[name] = route.suspected
+            if view_to_extend is None:
+                view_to_extend = view
     if unused:
-        _warn_of_unused_views(list(dict.fromkeys(unused)))
-    if suspected:
+        _warn_of_unused_views(list(unused.values()))
+    if view_to_extend is not None:
         _warn_of_suspected(suspected, view_to_extend, routes)
 
 
-def _views_within(tx: Transform) -> list[MatrixView]:
-    """Return the views of a transform and of all transforms in it."""
-    views = [view_of(transform) for transform in within(tx)]
-    return [view for view in views if view is not None]
+def _used_views(
+    routes: Mapping[str, Route], transforms: Mapping[str, Transform]
+) -> Iterator[tuple[str, Route, MatrixView]]:
+    """Yield the name and the route of each parameter with each view in the transform of its label."""
+    for label, tx in transforms.items():
+        for transform in within(tx):
+            view = view_of(transform)
+            if view is None:
+                continue
+            for name, route in routes.items():
+                if route.label == label:
+                    yield name, route, view
 
 
 def _warn_of_unused_views(parameters: list[str]) -> None:
@@ -94,17 +100,19 @@ def _warn_of_suspected(suspected: Mapping[str, str], view: MatrixView, routes: M
     ``suspected`` is a dict from parameter name to the pattern that splits it, and ``view`` the view of the transform.
     """
     labels = {routes[name].label for name in suspected}
-    names = [name for name, route in routes.items() if route.label in labels]
+    names_with_labels = [name for name, route in routes.items() if route.label in labels]
     undivided_patterns = {name: undivided(pattern) for name, pattern in suspected.items()}
+    splitting_argument = _argument(view, suspected, names_with_labels)
+    keeping_argument = _argument(view, undivided_patterns, names_with_labels)
     warn_caller(
         "partition: these parameters may hold several matrices each, by their names or by the widths of the layers "
         f"beside them, and each is treated as one matrix: {format_list(list(suspected))}. If their parts have equal "
         "numbers of rows, and are stored one after another, "
-        f"split them by this argument of Muon:\n  {_argument(view, suspected, names)}\n"
+        f"split them by this argument of Muon:\n  {splitting_argument}\n"
         "A transform of your own takes the same view=. "
         "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
         "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. If "
-        f"each is one matrix, keep it whole without this warning:\n  {_argument(view, undivided_patterns, names)}"
+        f"each is one matrix, keep it whole without this warning:\n  {keeping_argument}"
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from glob import escape
 from itertools import combinations
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,10 @@ from muonfx.transforms.matrix_pattern import parse
 T = TypeVar("T")
 
 
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""The shapes of parameters by name."""
+
+
 class Matrices(NamedTuple):
     """How a parameter divides into matrices."""
 
@@ -39,6 +43,8 @@ class Matrices(NamedTuple):
     """A pattern that would split the parameter, if only the name of a layer of unknown code suggests several matrices:
     ``view`` does not split it. None otherwise."""
 
+
+_ONE_MATRIX = Matrices(MatrixView())
 
 # Patterns in which ``{out}`` is to be replaced by the rows, which may be divided further.
 _PLAIN = "{out} in -> {out} in"
@@ -65,8 +71,10 @@ class _Fused:
     rows: int | tuple[str, ...] | str
     """For concatenated matrices, their number or the rows of each; else a pattern of the rows. Sizes are names of
     attributes of the holder, or formulas such as "a*b" and "a//b", in braces if they are in a pattern."""
-    conditions: tuple[tuple[str, bool], ...] = ()
-    """Pairs of an attribute of the holder and the truth value that it must have for this entry to apply."""
+    requires: str | None = None
+    """An attribute of the holder that must be true for this entry to apply."""
+    excludes: str | None = None
+    """An attribute of the holder that must be false or missing for this entry to apply."""
     package: str = "transformers.models."
     """The package in which the class of the holder must be defined."""
 
@@ -78,10 +86,10 @@ _BY_HEAD = "(heads={%s} part=3 dim) -> part (heads dim)"
 # 1.0, diffusers 0.42 and torchtitan 0.3.0. Each applies to classes of its package only: a class of this name elsewhere
 # may differ.
 _FUSED = (
-    _Fused("c_attn", "GPTBigCodeAttention", _QKV, ("embed_dim", "kv_dim", "kv_dim"), (("multi_query", True),)),
-    _Fused("c_attn", "GPTBigCodeAttention", _QKV, _BY_HEAD % "num_heads", (("is_cross_attention", False),)),
+    _Fused("c_attn", "GPTBigCodeAttention", _QKV, ("embed_dim", "kv_dim", "kv_dim"), requires="multi_query"),
+    _Fused("c_attn", "GPTBigCodeAttention", _QKV, _BY_HEAD % "num_heads", excludes="is_cross_attention"),
     _Fused(
-        "c_attn", "(GPT2|DecisionTransformerGPT2|ImageGPT)Attention", "key, value", 2, (("is_cross_attention", True),)
+        "c_attn", "(GPT2|DecisionTransformerGPT2|ImageGPT)Attention", "key, value", 2, requires="is_cross_attention"
     ),
     _Fused("c_attn", "(GPT2|DecisionTransformerGPT2|ImageGPT)?Attention", _QKV, 3),
     _Fused(
@@ -104,14 +112,14 @@ _FUSED = (
         _QKV,
         "(groups={num_kv_heads} (query={num_heads//num_kv_heads} + key=1 + value=1) dim) "
         "-> (groups query dim), (groups key dim), (groups value dim)",
-        (("new_decoder_architecture", True),),
+        requires="new_decoder_architecture",
     ),
     _Fused(
         "query_key_value",
         "Falcon.*Attention",
         _QKV,
         ("num_heads*head_dim", "head_dim", "head_dim"),
-        (("multi_query", True),),
+        requires="multi_query",
     ),
     _Fused("query_key_value", "GPTNeoXAttention", _QKV, _BY_HEAD % "config.num_attention_heads"),
     _Fused("query_key_value", "GPTNeoXJapaneseAttention", _QKV, _BY_HEAD % "num_attention_heads"),
@@ -162,17 +170,17 @@ _FUSED = (
     _Fused("proj", "ClvpGatedLinearUnit", "value, gate", 2),
     _Fused("pointwise_conv1", ".*ConvolutionModule", "value, gate", 2),
     # timm: query, key and value one after another, or head by head.
-    _Fused("qkv", _ANY, _QKV, _BY_HEAD % "num_heads", (("head_first", True),), package="timm."),
+    _Fused("qkv", _ANY, _QKV, _BY_HEAD % "num_heads", requires="head_first", package="timm."),
     _Fused(
         "qkv",
         "Attention(Downsample)?",
         _QKV,
         "(heads={num_heads} (query={key_dim} + key={key_dim} + value={val_dim})) "
         "-> (heads query), (heads key), (heads value)",
-        (("key_dim", True),),
+        requires="key_dim",
         package="timm.",
     ),
-    _Fused("qkv", "WindowAttentionGlobal", "key, value", 2, (("use_global", True),), package="timm."),
+    _Fused("qkv", "WindowAttentionGlobal", "key, value", 2, requires="use_global", package="timm."),
     _Fused(
         "qkv",
         "(Mask|Eva|Window|WindowMultiHead|MultiScale|MaskUnit|RelPos|Channel|Diff)?Attention(V2|2d|Cl|Rope|Global)?|XCA|MHSA"
@@ -199,6 +207,8 @@ _FUSED = (
         package="torchtitan.",
     ),
 )
+# The number of gates of a recurrent layer, whose matrices are concatenated along the rows. A plain RNN has no gates.
+_GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
 # Names of layers that are nearly always fused, for unknown code, and the number of their parts.
 _SUSPECTS = (
     (re.compile(r"(.*_)?w?qkv(_.*)?|c_attn|query_key_value|in_proj_weight", re.IGNORECASE), 3),
@@ -212,7 +222,7 @@ _MODULATION_CLASS = r"^Ada.*Norm|Modulation$|AdaLN"
 # The known numbers of modulations: scale and shift; with a gate; of two norms; of three, as in SD 3.5; of four, as in
 # CogView 3.
 _MODULATIONS = (2, 3, 4, 6, 9, 12)
-_USUAL_MODULATIONS = 6  # two scales, two shifts and two gates, as in DiT
+_USUAL_MODULATIONS = (6, 2)  # two scales, two shifts and two gates, as in DiT; a scale and a shift
 MOST_PARTS = max(_MODULATIONS)
 """The largest number of equal parts that one layer is known to return."""
 # Names of a layer in a wrapper that has the layer's own name, such as qkv.linear and qkv.base_layer.
@@ -228,8 +238,8 @@ class _Stored:
     module: str
     leaf: str
     pattern: str
-    count: str | None = None
-    """The module attribute with the number of equal matrices along the rows; None for one matrix."""
+    count: str = ""
+    """The module attribute with the number of equal matrices along the rows; "" for one matrix."""
     note: str = ""
 
 
@@ -248,7 +258,7 @@ _STORED = (
 
 
 def find_matrices(
-    model_or_params: Params, infos: Iterable[ParamInfo], read_in_parts: Mapping[str, int]
+    model_or_params: Params, infos: Sequence[ParamInfo], read_in_parts: Mapping[str, int]
 ) -> dict[str, Matrices]:
     """Find parameters that are not one matrix stored as (out, in); return a dict from name to view, note and pattern.
 
@@ -257,7 +267,6 @@ def find_matrices(
     Named tensors have no module types; only stacks of experts are found among them. A convolution is one matrix (out,
     in x kernel) and is listed only if it is transposed or has groups.
     """
-    infos = tuple(infos)
     modules: dict[str, nn.Module] = {}
     if isinstance(model_or_params, nn.Module):
         modules = dict(model_or_params.named_modules(remove_duplicate=False))
@@ -266,16 +275,14 @@ def find_matrices(
     for info in infos:
         if info.ndim < 2:
             continue
-        parts = read_in_parts.get(module_path(info.name))
-        of_info = _matrices_of(info, modules, shapes, parts)
-        if of_info != Matrices(MatrixView()):
-            matrices[info.name] = of_info
+        read_parts = read_in_parts.get(module_path(info.name))
+        matrices_of_info = _matrices_of(info, modules, shapes, read_parts)
+        if matrices_of_info != _ONE_MATRIX:
+            matrices[info.name] = matrices_of_info
     return matrices
 
 
-def _matrices_of(
-    info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]], read_parts: int | None
-) -> Matrices:
+def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shapes, read_parts: int | None) -> Matrices:
     """Return how a parameter divides into matrices: by the type of its module, else by the name of its layer.
 
     Args:
@@ -289,58 +296,52 @@ def _matrices_of(
     matrices = _of_convolution(owner, info) or _of_torch(owner, leaf)
     if matrices is not None:
         return matrices
-    storage = _storage(info, leaf, owner, shapes)
+    storage = _storage_by_package(info, leaf, owner) or _storage_by_experts(info, owner, shapes)
     if storage.parts:
         return Matrices(MatrixView(divided(storage.pattern, storage.parts)), storage.note)
-    layers = _layers_around(info, owner, modules)
+    layers = _layers_around(info.name, leaf, owner, modules)
     return _of_known_layer(info, storage, layers) or _of_unknown_layer(info, storage, layers, read_parts)
 
 
 def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]) -> Matrices | None:
     """Return the matrices of the first layer that the table `_FUSED` contains; None if it contains none of them.
 
-    A layer whose sizes do not fit its entry in the table remains one matrix, with a note that says so.
+    ``storage`` is the order of the parameter's dims. A layer whose sizes do not fit its entry in the table remains one
+    matrix, with a note that says so.
     """
-    stored = _stored_rows(info, storage)
-    rows = _number_of_rows(stored, info.shape)
+    rows = _number_of_rows(storage.pattern, info.shape)
     for layer in layers:
-        entry = _entry_of(layer)
-        if entry is None:
+        fused = _fused_layer(layer)
+        if fused is None:
             continue
-        pattern = _pattern_of(entry, stored, layer.holder, rows)
-        note = entry.parts
-        if pattern is None:
-            pattern = _undivided(storage.pattern)
-            note = f"{entry.parts}, of sizes that do not fit {rows} rows: not split"
-        return Matrices(MatrixView(pattern), _joined(storage.note, note))
+        pattern = _pattern_of(fused, storage.pattern, layer.holder, rows)
+        if pattern is not None:
+            return Matrices(MatrixView(pattern), _joined(storage.note, fused.parts))
+        note = f"{fused.parts}, of sizes that do not fit {rows} rows: not split"
+        return Matrices(MatrixView(_undivided(storage.pattern)), _joined(storage.note, note))
     return None
 
 
 def _of_unknown_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer], read_parts: int | None) -> Matrices:
-    """Return one matrix; if names or widths of layers suggest several, with the pattern that would split it."""
+    """Return one matrix; if names or widths of layers suggest several, with the pattern that would split it.
+
+    ``read_parts`` is the number of parts in which other layers read the outputs of the layer, or None.
+    """
     view = MatrixView(_undivided(storage.pattern))
     count = _parts_of_projection(layers) or _parts_of_modulation(info.shape, layers) or read_parts
     if count is None:
         return Matrices(view, storage.note)
-    suspected = divided(_stored_rows(info, storage), count)
+    suspected = divided(storage.pattern, count)
     split_view = MatrixView({_glob_of(info, layers): suspected})
     argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.{split_view!r})"
     return Matrices(view, _joined(storage.note, f"{MAYBE_FUSED}: to split equal parts, {argument}"), suspected)
 
 
-def _stored_rows(info: ParamInfo, storage: _Storage) -> str:
-    """Return the pattern of an undivided parameter, such as "{out} in -> {out} in", with "{out}" for its rows.
-
-    A plain parameter of three or more dims is flattened to (out, rest). Parts of its rows keep the further dims.
-    """
-    if info.ndim > 2 and storage.pattern == _PLAIN:
-        return _CONVOLUTION
-    return storage.pattern
-
-
 def _undivided(stored: str) -> str | None:
-    """Return the pattern of one matrix in this order; None for (out, in), the default."""
-    return None if stored == _PLAIN else stored.replace("{out}", "out")
+    """Return the pattern of one matrix in this order; None for (out, in) and (out, ...), the default."""
+    if stored in (_PLAIN, _CONVOLUTION):
+        return None
+    return stored.replace("{out}", "out")
 
 
 def _joined(*notes: str) -> str:
@@ -357,24 +358,28 @@ class _Layer(NamedTuple):
     """The module, such as an attention; None for named tensors without a model."""
 
 
-def _layers_around(info: ParamInfo, owner: nn.Module | None, modules: Mapping[str, nn.Module]) -> list[_Layer]:
+def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mapping[str, nn.Module]) -> list[_Layer]:
     """Return the layer that a parameter belongs to, and after it the wrappers around this layer.
 
     For ``attn.qkv.linear.weight``, these are "linear" in ``attn.qkv``, and "qkv" in ``attn``, since the name of the
     wrapper shows what the layer is. A parameter of no layer, such as ``mlp.gate_up_proj``, counts as a layer itself.
+
+    Args:
+        name: the name of the parameter.
+        leaf: the last component of its name, such as "weight".
+        owner: the module that owns it; None for named tensors without a model.
+        modules: the modules of the model by path.
     """
-    leaf = plain_name(info.name).rpartition(".")[2]
-    path = [component for component in module_path(info.name).split(".") if component]
-    if leaf not in PLAIN_LEAVES or not path:
+    path = module_path(name)
+    if leaf not in PLAIN_LEAVES or "." not in plain_name(name):  # no layer, or the layer is the model
         return [_Layer(leaf, owner)]
     layers: list[_Layer] = []
-    while path:
-        name = path.pop()
-        if name in WRAPPERS:
-            continue
-        layers.append(_Layer(name, modules.get(".".join(path))))
-        if name not in _INNER_LAYERS and not name.isdigit():
-            break
+    is_inner = True  # the name of the module around the layer shows what the layer is
+    while path and is_inner:
+        path, _, layer_name = path.rpartition(".")
+        if layer_name not in WRAPPERS:
+            layers.append(_Layer(layer_name, modules.get(path)))
+            is_inner = layer_name in _INNER_LAYERS or layer_name.isdigit()
     return layers
 
 
@@ -396,25 +401,23 @@ def _parts_of_projection(layers: Sequence[_Layer]) -> int | None:
 def _parts_of_modulation(shape: tuple[int, ...], layers: Sequence[_Layer]) -> int | None:
     """Return the number of scales, shifts and gates that a layer computes for norms; None if it is no such layer.
 
-    The path of the layer or the class of its holder shows that it does, and the shape shows how many: the result is 6
-    for ``adaLN_modulation.1.weight`` of shape (768, 128). ``layers`` are the layer and its wrappers.
+    For ``adaLN_modulation.1.weight`` of shape (768, 128), the result is 768 / 128 = 6. ``layers`` are the layer and the
+    wrappers around it. Their names, or the class of the module that holds the layer, show that it is a modulation.
     """
     if len(shape) != 2:
         return None
     path = ".".join(layer.name for layer in reversed(layers))
-    holder = layers[0].holder
-    holder_class = None if holder is None else written_type(holder)
-    if is_modulation(path) or class_name_fits(holder_class, _MODULATION_CLASS):
+    if _is_of_class(layers[0].holder, _MODULATION_CLASS) or is_modulation(path):
         return _modulations(*shape)
     return None
 
 
 def is_modulation(path: str) -> bool:
     """Return True for the path of a layer that returns scales, shifts and gates, such as ``adaLN_modulation.1``."""
-    *holders, layer = [component for component in path.split(".") if component not in WRAPPERS] or [path]
-    if _MODULATION.search(layer):
+    components = [component for component in path.split(".") if component not in WRAPPERS]
+    if any(map(_MODULATION.search, components)):
         return True
-    return any(_MODULATION.search(holder) or _NORM.search(holder) for holder in holders)
+    return any(map(_NORM.search, components[:-1]))  # the modules around the layer
 
 
 def _modulations(rows: int, columns: int) -> int | None:
@@ -429,9 +432,8 @@ def _modulations(rows: int, columns: int) -> int | None:
             return count
     if rows <= columns:  # it returns less than it reads, so nothing suggests several vectors
         return None
-    # The condition has another width than the vectors, and the shape does not show their number. Assume the usual
-    # number if it divides the rows, else one scale and one shift.
-    for count in (_USUAL_MODULATIONS, min(_MODULATIONS)):
+    # The condition has another width than the vectors, and the shape does not show their number. Assume the usual one.
+    for count in _USUAL_MODULATIONS:
         if rows % count == 0:
             return count
     return None
@@ -446,8 +448,7 @@ def _of_torch(owner: nn.Module | None, leaf: str) -> Matrices | None:
         return Matrices(MatrixView(divided(_PLAIN, 3)), _QKV)
     if not isinstance(owner, nn.RNNBase | nn.RNNCellBase) or not leaf.startswith(("weight_ih", "weight_hh")):
         return None
-    # Recurrent layers join the matrices of their gates along the rows. A plain RNN has no gates.
-    gates = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}.get(written_type(owner).__name__)
+    gates = _GATES.get(written_type(owner).__name__)
     if gates is None:
         return None
     return Matrices(MatrixView(divided(_PLAIN, gates)), f"{gates} gates")
@@ -478,9 +479,15 @@ def undivided(pattern: str) -> str:
 
 
 def _with_rows(stored: str, rows: str, results: Iterable[str]) -> str:
-    """Replace ``{out}`` in a pattern: left of the arrow by ``rows``, right of it by each of ``results``."""
+    """Replace ``{out}`` in a pattern: left of the arrow by ``rows``, right of it by each of ``results``.
+
+    >>> _with_rows("in {out} -> {out} in", "(q=4 + k=2)", ["q", "k"])
+    'in (q=4 + k=2) -> q in, k in'
+    """
     left, _, right = stored.partition(" -> ")
-    return f"{left.replace('{out}', rows)} -> {', '.join(right.replace('{out}', result) for result in results)}"
+    stored_axes = left.replace("{out}", rows)
+    matrices = ", ".join([right.replace("{out}", result) for result in results])
+    return f"{stored_axes} -> {matrices}"
 
 
 def _number_of_rows(stored: str, shape: tuple[int, ...]) -> int:
@@ -494,8 +501,10 @@ def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Matrices | None
     if not is_convolution(info):
         return None
     if isinstance(owner, _ConvTransposeNd):
-        grouped = f"; {owner.groups} groups, not split" if owner.groups > 1 else ""
-        return Matrices(MatrixView("in out ... -> out (in ...)"), f"transposed convolution{grouped}")
+        note = "transposed convolution"
+        if owner.groups > 1:
+            note += f"; {owner.groups} groups, not split"
+        return Matrices(MatrixView("in out ... -> out (in ...)"), note)
     if isinstance(owner, _ConvNd) and owner.groups > 1:
         return Matrices(MatrixView(divided(_CONVOLUTION, owner.groups)), f"{owner.groups} groups")
     return None
@@ -506,34 +515,41 @@ class _Storage(NamedTuple):
 
     pattern: str
     """The order of its dims, with ``{out}`` for the rows, such as ``"in {out} -> {out} in"`` for a transposed one."""
-    parts: int | None
-    """The number of equal matrices along the rows; None or 0 if the module type does not determine it."""
-    note: str
+    parts: int = 0
+    """The number of equal matrices along the rows; 0 if the module type does not determine it."""
+    note: str = ""
     """A text for `describe`, such as "stack of 8 matrices"; "" for a plain matrix."""
 
 
-def _storage(info: ParamInfo, leaf: str, owner: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]) -> _Storage:
-    """Return how a parameter is stored: by the table `_STORED`, else as a stack of experts, else as (out, in).
+def _storage_by_package(info: ParamInfo, leaf: str, owner: nn.Module | None) -> _Storage | None:
+    """Return how a parameter is stored by the table `_STORED` of known packages; None if it is not in the table.
 
-    Args:
-        info: the parameter.
-        leaf: the last component of its name, such as "weight".
-        owner: the module that owns it; None for named tensors without a model.
-        shapes: the shapes of all parameters by name.
+    ``owner`` is the module of the parameter, and ``leaf`` the last component of its name. The weight of a ``Conv1D`` of
+    transformers is stored as ``"in {out} -> {out} in"``.
     """
-    owner_class = None if owner is None else written_type(owner)
-    for entry in _STORED:
-        if class_name_fits(owner_class, f"^{entry.module}$") and re.fullmatch(entry.leaf, leaf):
-            parts = None if entry.count is None else _number(owner, entry.count)
-            return _Storage(entry.pattern, parts, entry.note or _stack_note(info, entry.pattern))
-    is_of_experts = _is_expert(info) or class_name_fits(owner_class, "Experts?$")
-    if info.ndim < 3 or not is_of_experts:
-        return _Storage(_PLAIN, None, "")
-    pattern = _TRANSPOSED_STACK if _has_transposed_experts(info, owner, shapes) else _STACK
-    return _Storage(pattern, None, _stack_note(info, pattern))
+    for known in _STORED:
+        if _is_of_class(owner, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
+            note = known.note or _stack_note(info, known.pattern)
+            return _Storage(known.pattern, _size(owner, known.count), note)
+    return None
 
 
-def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _storage_by_experts(info: ParamInfo, owner: nn.Module | None, shapes: Shapes) -> _Storage:
+    """Return how a parameter is stored: as a stack of matrices if it is of experts, else as one matrix (out, rest).
+
+    ``owner`` is the module of the parameter, and ``shapes`` has the shapes of all parameters by name.
+    """
+    if info.ndim == 2:
+        return _Storage(_PLAIN)
+    if not _is_expert(info) and not _is_of_class(owner, "Experts?$"):
+        return _Storage(_CONVOLUTION)
+    pattern = _STACK
+    if _has_transposed_experts(info, owner, shapes):
+        pattern = _TRANSPOSED_STACK
+    return _Storage(pattern, note=_stack_note(info, pattern))
+
+
+def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Shapes) -> bool:
     """Return True if the matrices of a stack of experts are stored as (in, out), not as (out, in).
 
     transformers declares it. Else the shapes of two matrices together show it: ``gate_up_proj`` holds two matrices
@@ -550,69 +566,96 @@ def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Ma
     down = shapes.get(f"{holder}down_proj")
     if not gate_up or not down:
         return False
-    inner, hidden = down[-2:]  # if they are (in, out)
+    inner, hidden = down[-2:]  # stored as (in, out), since down_proj maps inner to hidden features
     return gate_up[-2:] == (hidden, 2 * inner)
 
 
 def _stack_note(info: ParamInfo, pattern: str) -> str:
     """Return a note such as "stack of 8 matrices" if the pattern splits a stack; else ""."""
-    return f"stack of {prod(info.shape[:-2])} matrices" if pattern in (_STACK, _TRANSPOSED_STACK) else ""
+    if pattern not in (_STACK, _TRANSPOSED_STACK):
+        return ""
+    return f"stack of {prod(info.shape[:-2])} matrices"
 
 
-def _entry_of(layer: _Layer) -> _Fused | None:
+def _fused_layer(layer: _Layer) -> _Fused | None:
     """Return the first entry of the table `_FUSED` that applies to a layer; None if the layer is unknown."""
     if layer.holder is None:
         return None
     holder_class = written_type(layer.holder)
-    for entry in _FUSED:
-        is_of_package = holder_class.__module__.startswith(entry.package)
-        has_names = entry.layer == layer.name and re.fullmatch(entry.holder, holder_class.__name__)
-        if is_of_package and has_names and _has_attributes(layer.holder, entry.conditions):
-            return entry
+    for fused in _FUSED:
+        is_of_package = holder_class.__module__.startswith(fused.package)
+        has_names = fused.layer == layer.name and re.fullmatch(fused.holder, holder_class.__name__)
+        is_required = fused.requires is None or getattr(layer.holder, fused.requires, None)
+        is_excluded = fused.excludes is not None and getattr(layer.holder, fused.excludes, None)
+        if is_of_package and has_names and is_required and not is_excluded:
+            return fused
     return None
 
 
-def _has_attributes(holder: nn.Module, conditions: Sequence[tuple[str, bool]]) -> bool:
-    """Return True if each attribute of a module has the truth value of its pair, such as ("multi_query", True)."""
-    return all(bool(getattr(holder, name, None)) is truth for name, truth in conditions)
+def _pattern_of(fused: _Fused, stored: str, holder: nn.Module | None, rows: int) -> str | None:
+    """Return the pattern that splits a known layer, with the sizes of its module; None if they do not fit.
 
-
-def _pattern_of(entry: _Fused, stored: str, holder: nn.Module | None, rows: int) -> str | None:
-    """Fill the sizes of the module ``holder`` into the pattern of a known layer; None if they do not fit ``rows``."""
-    # A number of equal parts: 3.
-    if isinstance(entry.rows, int):
-        return divided(stored, entry.rows) if rows % entry.rows == 0 else None
-    # A pattern of interleaved rows: "(heads={num_heads} part=3 dim) -> part (heads dim)".
-    if isinstance(entry.rows, str):
-        template, _, results_text = entry.rows.partition(" -> ")
-        row_axes = re.sub(r"{(.*?)}", lambda field: str(_number(holder, field[1])), template)
-        results = results_text.split(", ")
-        # `_number` returns 0 for a size that the module does not have.
-        fits = "=0" not in row_axes and parse(_with_rows(_PLAIN, row_axes, results)).fits((rows, 1))
-        return _with_rows(stored, row_axes, results) if fits else None
-    # The rows of each part: ("embed_dim", "kv_dim", "kv_dim").
-    sizes = [_number(holder, size) for size in entry.rows]
+    Args:
+        fused: the entry of the table for the layer. Its ``rows`` are a number of equal parts (3), a pattern, or the
+            formulas of the sizes of the parts, such as ("embed_dim", "kv_dim", "kv_dim").
+        stored: the order of the parameter's dims, such as "{out} in -> {out} in", with "{out}" for the rows.
+        holder: the module that has the sizes as attributes.
+        rows: the number of rows of the parameter.
+    """
+    if isinstance(fused.rows, str):
+        return _pattern_of_interleaved(fused.rows, stored, holder, rows)
+    if isinstance(fused.rows, int):
+        if rows % fused.rows != 0:
+            return None
+        return divided(stored, fused.rows)
+    sizes = [_number(holder, formula) for formula in fused.rows]
     if sum(sizes) != rows or 0 in sizes:
         return None
     if len(set(sizes)) == 1:
         return divided(stored, len(sizes))
-    return divided(stored, dict(zip(entry.parts.split(", "), sizes, strict=True)))
+    part_names = fused.parts.split(", ")
+    return divided(stored, dict(zip(part_names, sizes, strict=True)))
+
+
+def _pattern_of_interleaved(template: str, stored: str, holder: nn.Module | None, rows: int) -> str | None:
+    """Fill the sizes of a module into a pattern of interleaved rows; return None if they do not fit the rows.
+
+    The pattern "(heads={num_heads} part=3 dim) -> part (heads dim)", for 8 heads and ``stored`` "{out} in -> {out} in",
+    becomes "(heads=8 part=3 dim) in -> part (heads dim) in".
+    """
+    row_axes, _, results = template.partition(" -> ")
+    for formula in re.findall(r"{(.*?)}", row_axes):
+        size = _number(holder, formula)
+        if size == 0:  # the module has no such size
+            return None
+        row_axes = row_axes.replace("{" + formula + "}", str(size))
+    matrices = results.split(", ")
+    if not parse(_with_rows(_PLAIN, row_axes, matrices)).fits((rows, 1)):
+        return None
+    return _with_rows(stored, row_axes, matrices)
 
 
 def _number(module: nn.Module | None, formula: str) -> int:
-    """Return the value of a formula of module attributes, such as "config.num_heads*head_dim"; 0 if one is missing."""
-    if "//" in formula:
-        dividend, divisor = [_number(module, operand) for operand in formula.split("//")]
-        if divisor == 0 or dividend % divisor != 0:
-            return 0
-        return dividend // divisor
-    product = 1
-    for factor in formula.split("*"):
-        value: object = module
-        for name in factor.split("."):
-            value = getattr(value, name, 0)
-        product *= value if isinstance(value, int) else 0
-    return product
+    """Return the value of a formula of module attributes; 0 if one is missing, or a division has a remainder.
+
+    The formulas are products and quotients, such as "config.num_heads*head_dim" and "num_heads//num_kv_heads".
+    """
+    product, _, divisor_name = formula.partition("//")
+    dividend = prod(_size(module, factor) for factor in product.split("*"))
+    if not divisor_name:
+        return dividend
+    divisor = _size(module, divisor_name)
+    if divisor == 0 or dividend % divisor != 0:
+        return 0
+    return dividend // divisor
+
+
+def _size(module: nn.Module | None, path: str) -> int:
+    """Return the attribute "head_dim", or "config.num_heads", of a module; 0 if it is missing or no integer."""
+    value: object = module
+    for name in path.split("."):
+        value = getattr(value, name, 0)
+    return value if isinstance(value, int) else 0
 
 
 def _is_expert(info: ParamInfo) -> bool:
@@ -633,11 +676,16 @@ def is_convolution(info: ParamInfo) -> bool:
     return max(info.shape[2:]) <= _KERNEL_SIDE
 
 
+def _is_of_class(module: nn.Module | None, pattern: str) -> bool:
+    """Return True if a regular expression is found in the name of a module's class or of one of its bases."""
+    return module is not None and class_name_fits(written_type(module), pattern)
+
+
 @functools.lru_cache(maxsize=1024)
-def class_name_fits(module: type | None, pattern: str) -> bool:
+def class_name_fits(module: type, pattern: str) -> bool:
     """Return True if a regular expression is found in the name of a class or of one of its bases."""
-    names = [] if module is None else [base.__name__ for base in module.__mro__]
-    return any(map(re.compile(pattern).search, names))
+    names = [base.__name__ for base in module.__mro__]
+    return any(re.search(pattern, name) for name in names)
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
@@ -646,13 +694,14 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
     >>> patterns({"h.0.fc.weight": "a", "h.1.fc.weight": "a", "h.1.proj.weight": "b"}, ["head.fc.weight"])
     {'*h.*.fc.weight': 'a', '*.proj.weight': 'b'}
     """
-    value_of_glob: dict[str, T] = {}
     names_without_value = [name for name in others if name not in values]
+    value_of_glob: dict[str, T] = {}
     for name, value in values.items():
         if any(matches(name, glob) for glob in value_of_glob):
             continue
-        names_with_another_value = [other_name for other_name in values if values[other_name] != value]
-        value_of_glob[_shortest_glob(name, names_without_value + names_with_another_value)] = value
+        names_with_another_value = [other for other in values if values[other] != value]
+        glob = _shortest_glob(name, excluded=names_without_value + names_with_another_value)
+        value_of_glob[glob] = value
     return value_of_glob
 
 
@@ -671,15 +720,26 @@ def _globs(name: str) -> Iterator[str]:
     again with the number of the block. They begin with ``*``, since wrappers add components in front of names.
     """
     components = [escape(component) for component in name.split(".")]
-    number_positions = [index for index, component in enumerate(components) if component.isdigit()]
-    word_positions = [index for index in range(len(components)) if index not in number_positions]
+    word_positions = [index for index, component in enumerate(components) if not component.isdigit()]
     # The last word, such as "weight", is too general as the start of a glob, unless the name has no other word.
     starts = word_positions[:-1] or word_positions or [0]
+    for glob_components in _with_wildcards(components):
+        for start in reversed(starts):
+            ending = ".".join(glob_components[start:])
+            yield f"*.{ending}" if start > 0 else f"*{ending}"
+
+
+def _with_wildcards(components: Sequence[str]) -> Iterator[list[str]]:
+    """Yield copies of a list with "*" in place of numbers: first for all numbers, then for all but one, and so on.
+
+    >>> list(_with_wildcards(["blocks", "0", "fc"]))
+    [['blocks', '*', 'fc'], ['blocks', '0', 'fc']]
+    """
+    number_positions = [index for index, component in enumerate(components) if component.isdigit()]
     for literal_count in range(len(number_positions) + 1):
         for literal_positions in combinations(number_positions, literal_count):
-            glob_components = list(components)
-            for index in set(number_positions) - set(literal_positions):
-                glob_components[index] = "*"
-            for start in reversed(starts):
-                prefix = "*." if start else "*"
-                yield prefix + ".".join(glob_components[start:])
+            replaced = list(components)
+            for index in number_positions:
+                if index not in literal_positions:
+                    replaced[index] = "*"
+            yield replaced

@@ -470,3 +470,10 @@ def test_labels_remember_the_shapes_that_they_were_chosen_for():
         assert {name: route.shape for name, route in chosen.routes.items()} == shapes
     some = default_labels(module).restrict(["0.bias"])
     assert (list(some), some.routes["0.bias"].shape) == (["0.bias"], (6,))
+
+
+def test_a_compiled_layer_alone_has_the_labels_of_the_layer():
+    layer = nn.Linear(8, 8, bias=False)
+    rules = [(path("*weight"), "muon")]
+    chosen = default_labels(torch.compile(layer), rules)
+    assert chosen.routes["_orig_mod.weight"] == default_labels(layer, rules).routes["weight"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from muonfx import checkpoint, tree
 from muonfx.core import Transform
+from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
 from muonfx.engines.deepspeed.parallel import gather_objects, global_names
 from muonfx.sharding.shards.flat_shard import FlatShard
@@ -89,30 +90,38 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     True
     """
     optimizer = _optimizer_of(engine)
-    units = optimizer.all_units()
+    flat_optimizers = optimizer.all_flat_optimizers()
     group = _all_ranks()
     values = _Values.of(optimizer, to_load=True)
     loaded_params = checkpoint.load_params(path, like=values.params, group=group)
     loaded_state = checkpoint.load(path, like=values.state, tx=values.tx, group=group)
-    new_name_of = global_names(optimizer.model)
+    # The values of this rank, under the names and in the order of this rank.
+    global_name_of = global_names(optimizer.model)
     params: dict[str, Any] = {}
-    for unit in units:
-        for name in unit.pieces.names:
-            params[name] = loaded_params[new_name_of.get(name, name)]
+    for flat_optimizer in flat_optimizers:
+        for name in flat_optimizer.flat.names:
+            params[name] = loaded_params[global_name_of.get(name, name)]
     leaf_of_path = dict(zip(tree.paths(loaded_state), tree.leaves(loaded_state), strict=True))
     leaves = [leaf_of_path.get(path) for path in values.paths]
     zero = engine.optimizer
-    is_stage_3 = any(unit.pieces.layout and unit.pieces.layout.stage == 3 for unit in units)
+    is_stage_3 = any(map(_is_stage_3, flat_optimizers))
     if is_stage_3:
         zero.checkpoint_event_prologue()  # partitions the persistent parameters, which stage 3 keeps whole
-    for unit in units:
-        unit.take(params, leaves, optimizer.state)
+    for flat_optimizer in flat_optimizers:
+        flat_optimizer.load(params, leaves, optimizer.state)
+    # Copy the full-precision parameters into those of the model.
     if hasattr(zero, "update_lp_params"):  # stages 1 and 2
         zero.update_lp_params()
     else:
         optimizer.update_working_copy()
     if is_stage_3:
         zero.checkpoint_event_epilogue()
+
+
+def _is_stage_3(flat_optimizer: FlatOptimizer) -> bool:
+    """Return True if the parameters of a flat tensor are partitioned by ZeRO stage 3."""
+    layout = flat_optimizer.flat.layout
+    return layout is not None and layout.stage == 3
 
 
 def _optimizer_of(engine: Any) -> ZeroOptimizer:
@@ -144,46 +153,59 @@ class _Values(NamedTuple):
     @classmethod
     def of(cls, optimizer: ZeroOptimizer, *, to_load: bool) -> _Values:
         """Collect the values of this rank, and add the leaves of others. All ranks must call this together."""
-        new_name_of = global_names(optimizer.model)
-        local_params: dict[str, Any] = {}
-        leaves_of_units: list[list[Any]] = []
-        units = optimizer.all_units()
-        for unit in units:
-            unit_params, unit_leaves = unit.to_global(optimizer.state, to_load=to_load)
-            for name, param in unit_params.items():
-                local_params[new_name_of.get(name, name)] = param
-            leaves_of_units.append(unit_leaves)
-        leaves = [_merged(*leaves_of_path) for leaves_of_path in zip(*leaves_of_units, strict=True)]
+        global_name_of = global_names(optimizer.model)
+        flat_optimizers = optimizer.all_flat_optimizers()
+        params: dict[str, Any] = {}
+        leaves: list[Any] = []
+        for flat_optimizer in flat_optimizers:
+            # Each has all leaves of the state, with None for the parameters of the others.
+            new_leaves = flat_optimizer.global_leaves(optimizer.state, to_load=to_load)
+            if leaves:
+                new_leaves = list(map(_merged, leaves, new_leaves))
+            leaves = new_leaves
+            for name, param in flat_optimizer.global_params(to_load=to_load).items():
+                params[global_name_of.get(name, name)] = param
         paths: list[tuple[Any, ...]] = []
-        if units:  # a pipeline stage may have no parameters
-            for path in tree.paths(units[0].unflatten(leaves)):
-                paths.append(tuple([new_name_of.get(str(entry), entry) for entry in path]))
-        local_state: dict[Any, Any] = {}
-        for path, leaf in zip(paths, leaves, strict=True):
-            if leaf is not None:
-                local_state[path] = leaf
-        tx: Transform | None = optimizer.tx
-        identities = gather_objects((optimizer.tx.fingerprint, bool(new_name_of)))
-        if set(identities) != {(optimizer.tx.fingerprint, False)}:
-            tx = None
-        return cls(_with_leaves_of_others(local_params), _nested(_with_leaves_of_others(local_state)), paths, tx)
+        if flat_optimizers:  # a pipeline stage may have no parameters
+            paths = [_renamed(path, global_name_of) for path in flat_optimizers[0].state_paths]
+        leaf_of_path = dict(zip(paths, leaves, strict=True))
+        local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
+        return cls(
+            params=_with_leaves_of_others(params),
+            state=_nested(_with_leaves_of_others(local_leaves)),
+            paths=paths,
+            tx=_common_transform(optimizer.tx, has_own_names=bool(global_name_of)),
+        )
+
+
+def _renamed(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple[Any, ...]:
+    """Return the path of a leaf of the state, in which the name of a parameter is replaced by its new name."""
+    return tuple([new_name_of.get(str(entry), entry) for entry in path])
+
+
+def _common_transform(tx: Transform, *, has_own_names: bool) -> Transform | None:
+    """Return the transform of this rank if all ranks have the same; else None. All ranks must call this together.
+
+    ``has_own_names`` is True if this rank has other names for its parameters than the checkpoint. Then the labels of
+    its transform do not fit the checkpoint.
+    """
+    identities = gather_objects((tx.fingerprint, has_own_names))
+    if set(identities) == {(tx.fingerprint, False)}:
+        return tx
+    return None
 
 
 def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
     """Add an empty `FlatShard` for each leaf that only other ranks hold. Mark whole leaves that not all ranks hold."""
     specs = {key: Spec(tuple(leaf.shape), leaf.dtype) for key, leaf in leaves.items()}
     specs_of_ranks: list[dict[Any, Spec]] = gather_objects(specs)
-    all_specs: dict[Any, Spec] = {}
+    all_leaves: dict[Any, Any] = {}
     for rank_specs in specs_of_ranks:
         for key, spec in rank_specs.items():
-            all_specs.setdefault(key, spec)
-    all_leaves: dict[Any, Any] = {}
-    for key, spec in all_specs.items():
+            all_leaves.setdefault(key, FlatShard(spec.shape, 0, torch.empty(0, dtype=spec.dtype)))
+    for key, leaf in leaves.items():
         is_on_all_ranks = all(key in rank_specs for rank_specs in specs_of_ranks)
-        leaf = leaves.get(key)
-        if leaf is None:
-            all_leaves[key] = FlatShard(spec.shape, 0, torch.empty(0, dtype=spec.dtype))
-        elif isinstance(leaf, Tensor) and not is_on_all_ranks:
+        if isinstance(leaf, Tensor) and not is_on_all_ranks:
             all_leaves[key] = FlatShard.cut(leaf, 0, leaf.numel())
         else:
             all_leaves[key] = leaf
@@ -207,12 +229,8 @@ def _nested(leaf_of_path: Mapping[tuple[Any, ...], Any]) -> PyTree:
     return root
 
 
-def _merged(*leaves: Tensor | FlatShard | None) -> Tensor | FlatShard | None:
-    """Return the one value that is not None; of several step counts, return the largest."""
-    merged: Tensor | FlatShard | None = None
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and isinstance(merged, Tensor):
-            merged = torch.maximum(merged, leaf)
-        elif leaf is not None:
-            merged = leaf
-    return merged
+def _merged(first: Tensor | FlatShard | None, second: Tensor | FlatShard | None) -> Tensor | FlatShard | None:
+    """Return the value that is not None; of two step counts, return the larger."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.maximum(first, second)
+    return first if second is None else second

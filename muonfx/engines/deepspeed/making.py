@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from muonfx.core import Transform
+from muonfx.engines.deepspeed.flat_params import trained_parameters
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
-from muonfx.engines.deepspeed.pieces import trained_parameters
 from muonfx.engines.deepspeed.rates import require_rates_by_group
 from muonfx.engines.parts import with_parts
 from muonfx.optimizer import muon

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,18 +14,23 @@ from muonfx.core import Locality, Transform
 from muonfx.core.hyperparams import hyperparams
 from muonfx.core.transform import require_transform
 from muonfx.core.visit import visit
-from muonfx.engines.deepspeed.parallel import expert_group_name, gather_objects, tensor_group_of, whole_shape_of
-from muonfx.engines.deepspeed.pieces import (
-    Pieces,
+from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer, raise_on_all_ranks
+from muonfx.engines.deepspeed.flat_params import (
+    FlatParams,
     flats_of,
-    local_shape_of,
     locate,
     stage_3_of,
     trained_parameters,
-    whole_pieces,
+    whole_params_of,
+)
+from muonfx.engines.deepspeed.parallel import (
+    expert_group_name,
+    gather_objects,
+    local_shape_of,
+    tensor_group_of,
+    whole_shape_of,
 )
 from muonfx.engines.deepspeed.rates import GroupRates
-from muonfx.engines.deepspeed.unit import Unit, raise_on_all_ranks
 from muonfx.optimizer.group_numbers import GroupNumbers
 from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
@@ -61,15 +65,12 @@ class ZeroOptimizer(Optimizer):
         self.tx = tx
         self.model = model
         self._params = trained_parameters(model)
-        self._like: dict[str, Tensor] = {}
-        """The parameters in full, as meta tensors."""
-        for name, param in self._params.items():
-            self._like[name] = torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta")
-        tx.init(self._like)  # raises if the transform cannot handle the parameters
+        self._whole_params = _whole_params(self._params)
+        tx.init(self._whole_params)  # raises if the transform cannot handle the parameters
         self._numbers: dict[tuple[str, ...], GroupNumbers] = {}
         """The object that reads the hyperparameters of each group, by the parameter names of the group."""
-        self._units: dict[Tensor, Unit] = {}
-        """The units that exist, by their first tensor: a flat tensor, or at stage 0 the first one of a group."""
+        self._flat_optimizers: dict[Tensor, FlatOptimizer] = {}
+        """Those that exist, by their first tensor: a flat tensor, or at stage 0 the first parameter of a group."""
         super().__init__(self._new_groups(), {})
         own_groups(self)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
@@ -84,8 +85,8 @@ class ZeroOptimizer(Optimizer):
 
         Experts have a group of their own for each group of ranks that share them.
         """
-        rules = update_rules_of(tuple(visit(self.tx, self._like)))
-        for name in self._like:
+        rules = update_rules_of(tuple(visit(self.tx, self._whole_params)))
+        for name in self._whole_params:
             if name not in rules or rules[name].is_left_out:
                 raise ValueError(
                     f"{name!r} requires grad but has no label: give it a label, or freeze it before this call"
@@ -98,9 +99,10 @@ class ZeroOptimizer(Optimizer):
 
     def _new_group(self, rule: UpdateRule, expert_group: str | None, pairs: list[tuple[str, Tensor]]) -> dict[str, Any]:
         """Return a param group for named parameters with the hyperparameters of the transforms that update them."""
-        defaults = hyperparams(self.tx)
         numbers = GroupNumbers(rule.hyperparams)
-        self._numbers[tuple(dict(pairs))] = numbers
+        param_names = tuple([name for name, _ in pairs])
+        self._numbers[param_names] = numbers
+        defaults = hyperparams(self.tx)
         entries = numbers.entries({name: defaults[name] for name in numbers.names})
         group = {"label": rule.label, "lr": 0.0, **entries, "params": pairs}
         if expert_group is not None:
@@ -130,41 +132,41 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        is_first = not self._units
-        numbers_per_group: list[dict[str, Any]] = []
-        units_per_group: list[list[Unit]] = []
+        is_first = not self._flat_optimizers
         try:
-            self._require_same_trained()
-            self._rates.check(self.param_groups)
-            for group in self.param_groups:
-                numbers_per_group.append(self._numbers_of(group).read(group))
-            # The units of all groups before any update, because creating a unit may raise an error.
-            for group in self.param_groups:
-                units_per_group.append(self._units_of(group["param_names"], group["params"]))
-            for units in units_per_group:
-                for unit in units:
-                    unit.check(self.state)
+            prepared = self._prepare_step()
         except Exception as error:
-            raise_on_all_ranks(error, self._units.values())
+            raise_on_all_ranks(error, self._flat_optimizers.values())
             raise  # without ranks that wait for this one
-        # DeepSpeed may take a first step with zero gradients, only to allocate the state. The units now have their
-        # state. A real step on zeros would advance the count of AdamW and decay the weights.
-        if is_first and self._is_initialization():
+        # DeepSpeed may take a first step with zero gradients, only to allocate the state. The state exists now. A real
+        # step on zeros would advance the count of AdamW and decay the weights.
+        if is_first and self._has_zero_gradients():
             return loss
-        for numbers, units in zip(numbers_per_group, units_per_group, strict=True):
-            for unit in units:
-                unit.step(numbers, self.state)
+        for optimizer, numbers in prepared:
+            optimizer.step(numbers, self.state)
         return loss
 
-    def _is_initialization(self) -> bool:
-        """Return whether this is the step with zero gradients that DeepSpeed takes only to allocate the state."""
-        if any(unit.pieces.is_flat for unit in self._units.values()):
+    def _prepare_step(self) -> list[tuple[FlatOptimizer, dict[str, Any]]]:
+        """Return the flat optimizers of all groups, each with its hyperparameters; raise before any of them steps."""
+        self._require_same_trained()
+        self._rates.check(self.param_groups)
+        numbers_per_group = [self._numbers_of(group).read(group) for group in self.param_groups]
+        prepared: list[tuple[FlatOptimizer, dict[str, Any]]] = []
+        for group, numbers in zip(self.param_groups, numbers_per_group, strict=True):
+            for optimizer in self._optimizers_of(group["param_names"], group["params"]):
+                prepared.append((optimizer, numbers))
+        for optimizer, _ in prepared:
+            optimizer.check_and_cast(self.state)
+        return prepared
+
+    def _has_zero_gradients(self) -> bool:
+        """Return True if all tensors are fp32 copies of the parameters of stage 0, whose gradients are zero."""
+        if any(optimizer.flat.is_flat for optimizer in self._flat_optimizers.values()):
             return False
         model_params = set(self._params.values())
         for group in self.param_groups:
-            for param in group["params"]:
-                is_copy = param not in model_params  # in fp32, into which DeepSpeed puts the zeros
-                if not is_copy or param.grad is None or param.grad.any():
+            for tensor in group["params"]:
+                if tensor in model_params or tensor.grad is None or tensor.grad.any():
                     return False
         return True
 
@@ -181,61 +183,66 @@ class ZeroOptimizer(Optimizer):
             if param not in trained_now:
                 raise _trained_has_changed(name, "required grad")
 
-    def all_units(self) -> list[Unit]:
-        """Return a list with a `Unit` (parameters and their state) for each flat tensor that DeepSpeed steps on.
+    def all_flat_optimizers(self) -> list[FlatOptimizer]:
+        """Return the `FlatOptimizer` (parameters and their state) of each flat tensor that DeepSpeed steps on.
 
         Before the first step, this method creates them. All ranks must call it together.
         """
         self._require_same_trained()
-        units: list[Unit] = []
+        optimizers: list[FlatOptimizer] = []
         for group in self.param_groups:
             names: list[str] = group["param_names"]
             params = [self._params[name] for name in names]
             engine = stage_3_of(params)
             tensors: list[Tensor] = group["params"]
-            if engine is not None:
+            if engine is not None:  # DeepSpeed puts its flat tensors into the group during a step only
                 tensors = flats_of(engine, params)
-            units += self._units_of(names, tensors, without_grads=True)
-        return units
+            optimizers += self._optimizers_of(names, tensors, without_grads=True)
+        return optimizers
 
     @torch.no_grad()
     def update_working_copy(self) -> None:
         """Copy the full-precision parameters into the model's parameters, and round them to the dtype of the model."""
-        for unit in self.all_units():
-            for name, view in unit.pieces.views(unit.pieces.flat).items():
+        for optimizer in self.all_flat_optimizers():
+            for name, view in optimizer.flat.views(optimizer.flat.tensors).items():
                 partition = getattr(self._params[name], "ds_tensor", None)  # this rank's shard at stage 3
                 if partition is None:
                     self._params[name].copy_(view)
                 else:
                     partition.data.view(-1)[: view.numel()].copy_(view.reshape(-1))
 
-    def _units_of(self, names: Sequence[str], tensors: list[Tensor], *, without_grads: bool = False) -> list[Unit]:
-        """Return the units of one param group, and create those that do not exist.
+    def _optimizers_of(
+        self, names: Sequence[str], tensors: list[Tensor], *, without_grads: bool = False
+    ) -> list[FlatOptimizer]:
+        """Return the flat optimizers of one param group, and create those that do not exist.
 
-        ``names`` are the parameters from which DeepSpeed made the group, and ``tensors`` are the tensors that are in
-        the group now. At stage 0 these are the parameters, or copies of them in fp32, and the group has one unit. At
-        other stages they are flat tensors with shards of the parameters, and each has a unit. A flat tensor without a
-        gradient is left out unless ``without_grads``, because a step does not update it.
+        At stage 0 the group has one for all its parameters. At other stages it has one for each flat tensor.
+
+        Args:
+            names: the parameters from which DeepSpeed made the group.
+            tensors: the tensors that are in the group now. At stage 0 these are the parameters, or copies of them in
+                fp32; at other stages flat tensors with shards of the parameters.
+            without_grads: whether to return those of flat tensors without a gradient, which a step does not update.
         """
         params = {name: self._params[name] for name in names}
         tensor_group = tensor_group_of(self.model.modules())
+        optimizers: list[FlatOptimizer] = []
         if _are_unflattened(tensors, params.values()):
-            tensor_of = dict(zip(names, tensors, strict=True))
-            find_pieces = functools.partial(whole_pieces, tensor_of, params, self._like, tensor_group)
-            return [self._unit_of(tensors[0], find_pieces)]
-        units: list[Unit] = []
-        for flat in tensors:
-            if flat.grad is None and not without_grads:
+            if tensors[0] not in self._flat_optimizers:
+                tensor_of = dict(zip(names, tensors, strict=True))
+                self._add(whole_params_of(tensor_of, params, self._whole_params, tensor_group))
+            return [self._flat_optimizers[tensors[0]]]
+        for flat_tensor in tensors:
+            if flat_tensor.grad is None and not without_grads:
                 continue
-            find_pieces = functools.partial(locate, flat, params, self._like, tensor_group)
-            units.append(self._unit_of(flat, find_pieces))
-        return units
+            if flat_tensor not in self._flat_optimizers:
+                self._add(locate(flat_tensor, params, self._whole_params, tensor_group))
+            optimizers.append(self._flat_optimizers[flat_tensor])
+        return optimizers
 
-    def _unit_of(self, first_tensor: Tensor, find_pieces: Callable[[], Pieces]) -> Unit:
-        """Return the unit whose first tensor is given; create it from its pieces if it does not exist."""
-        if first_tensor not in self._units:
-            self._units[first_tensor] = Unit(self.tx, self._like, find_pieces(), self.state)
-        return self._units[first_tensor]
+    def _add(self, flat: FlatParams) -> None:
+        """Create the optimizer of a flat tensor, or of all parameters of a group at stage 0."""
+        self._flat_optimizers[flat.tensors[0]] = FlatOptimizer(self.tx, self._whole_params, flat, self.state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, and keep the dtypes in it. DeepSpeed calls this with the state of this rank.
@@ -245,6 +252,17 @@ class ZeroOptimizer(Optimizer):
                 state belongs to another transform, the next step raises an error.
         """
         saved_groups: list[dict[str, Any]] = state_dict["param_groups"]
+        self._require_same_groups(saved_groups)
+        super().load_state_dict(state_dict)
+        # torch has cast the state to the dtypes of the parameters. Replace it by the saved tensors.
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            for param, index in zip(group["params"], saved_group["params"], strict=True):
+                for key, value in state_dict["state"].get(index, {}).items():
+                    if isinstance(value, Tensor):
+                        self.state[param][key] = value.to(param.device, copy=True)
+
+    def _require_same_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise unless saved param groups have the parameters and the hyperparameters of this optimizer's groups."""
         names_per_group = [group["param_names"] for group in self.param_groups]
         saved_names_per_group = [group.get("param_names") for group in saved_groups]
         if saved_names_per_group != names_per_group:
@@ -252,18 +270,17 @@ class ZeroOptimizer(Optimizer):
                 f"the state has groups with the parameters {saved_names_per_group}, expected {names_per_group}"
             )
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
-            for hyperparam in self._numbers_of(group).hyperparams:
-                if hyperparam.key not in saved_group:
+            for key in self._numbers_of(group).keys:
+                if key not in saved_group:
                     first_name = group["param_names"][0]
-                    raise ValueError(
-                        f"the state has no hyperparameter {hyperparam.key!r} for the group of {first_name!r}"
-                    )
-        super().load_state_dict(state_dict)
-        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
-            for param, index in zip(group["params"], saved_group["params"], strict=True):
-                for key, value in state_dict["state"].get(index, {}).items():
-                    if isinstance(value, Tensor):  # undo the cast to the parameter's dtype by torch
-                        self.state[param][key] = value.to(param.device, copy=True)
+                    raise ValueError(f"the state has no hyperparameter {key!r} for the group of {first_name!r}")
+
+
+def _whole_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters that ZeRO or AutoTP may have partitioned in full, as meta tensors by name."""
+    return {
+        name: torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta") for name, param in params.items()
+    }
 
 
 def _trained_has_changed(name: str, when: str) -> ValueError:

@@ -8,6 +8,7 @@ split as a whole (``partition_sizes``), or, in fused layers, part by part (``sub
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +27,11 @@ def whole_shape_of(param: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def local_shape_of(param: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter that ZeRO may have partitioned: under AutoTP, of this rank's rows or columns."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
 def tensor_group_of(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:
     """Return the tensor-parallel group of a model's layers; None if no layer is partitioned."""
     for module in modules:
@@ -34,15 +40,12 @@ def tensor_group_of(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:
     return None
 
 
-def tensor_shards_of(
-    name: str, param: Tensor, local_shape: Sequence[int], size: int
-) -> tuple[ShardPosition, ...] | None:
+def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition, ...] | None:
     """Return the `ShardPosition` of each tensor-parallel rank; None if every rank holds the whole parameter.
 
     Args:
         name: the name of the parameter, for errors.
         param: the parameter.
-        local_shape: its shape on this rank, before ZeRO partitions it.
         size: the number of tensor-parallel ranks.
 
     Raises:
@@ -50,26 +53,27 @@ def tensor_shards_of(
     """
     is_marked = getattr(param, "tensor_model_parallel", False)
     metadata: dict[str, Any] = getattr(param, METADATA, None) or {}
-    if metadata.get("replicated") or not (is_marked or metadata):
+    is_partitioned = is_marked or metadata
+    if metadata.get("replicated") or not is_partitioned:
         return None
     dim = metadata.get("partition_dim")
+    # A fused layer is partitioned part by part. Another layer is a single part.
     widths: Sequence[Sequence[int]] | None = metadata.get("sub_param_shard_widths")
-    if widths is None and metadata.get("partition_sizes") is not None:
-        widths = [metadata["partition_sizes"]]
+    sizes: Sequence[int] | None = metadata.get("partition_sizes")
+    if widths is None and sizes is not None:
+        widths = [sizes]
     if dim is None or widths is None:
         raise _undescribed(name, metadata)
     shape = whole_shape_of(param)
     shards: list[ShardPosition] = []
-    shapes: set[tuple[int, ...]] = set()
-    numel = 0
     for rank in range(size):
         spans: list[list[Span]] = [[(0, length)] for length in shape]
         spans[dim] = _spans_of_rank(widths, rank)
-        shard = ShardPosition.grid(spans)
-        shards.append(shard)
-        shapes.add(shard.shape)
-        numel += shard.numel
-    if numel != ShardPosition.whole(shape).numel or tuple(local_shape) not in shapes:
+        shards.append(ShardPosition.grid(spans))
+    # The shards must be disjoint, and one of them must be on this rank.
+    numel_of_shards = sum(shard.numel for shard in shards)
+    shapes = {shard.shape for shard in shards}
+    if numel_of_shards != ShardPosition.whole(shape).numel or local_shape_of(param) not in shapes:
         raise _undescribed(name, metadata)
     return tuple(shards)
 
@@ -95,14 +99,13 @@ def block_group_of(data_group: dist.ProcessGroup, tensor_group: dist.ProcessGrou
     All of these ranks must call this together.
     """
     tensor_ranks = dist.get_process_group_ranks(tensor_group)
-    ranks = sorted(set[int]().union(*gather_objects(tensor_ranks, data_group)))
+    ranks_of_groups: list[list[int]] = gather_objects(tensor_ranks, data_group)
+    ranks = sorted(set(chain.from_iterable(ranks_of_groups)))
     if ranks == sorted(tensor_ranks):
         return tensor_group
-    if len(ranks) == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    group = dist.new_group(ranks, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
+    group: Any = dist.group.WORLD
+    if len(ranks) < dist.get_world_size():
+        group = dist.new_group(ranks, use_local_synchronization=True)
     return group
 
 
@@ -139,9 +142,9 @@ def global_names(model: nn.Module) -> dict[str, str]:
         expert_group: Any = getattr(layer, "ep_group", None)
         if experts is None or expert_group is None:
             continue
-        first_expert = dist.get_rank(expert_group) * len(experts)
         if dist.get_world_size(expert_group) == 1:
             continue
+        first_expert = dist.get_rank(expert_group) * len(experts)
         prefix = f"{layer_name}.experts.deepspeed_experts"
         for local_index, expert in enumerate(experts):
             for name, _ in expert.named_parameters():

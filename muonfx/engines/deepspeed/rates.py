@@ -19,14 +19,13 @@ class GroupRates:
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._requested = [(str(group["label"]), float(group["lr"])) for group in groups]
+        self._requested = _labels_and_rates(groups)
         """The label and the rate of each group at construction, such as ``("muon", 0.02)``."""
-        distinct_rates = {rate for _, rate in self._requested}
-        self._is_settled = len(distinct_rates) < 2
-        """True if no more checks are needed: the groups have one rate, or a scheduler has kept their rates apart."""
+        self._needs_checks = _have_different_rates(self._requested)
+        """False if the groups were made with one rate, or a scheduler has given them different rates in a step."""
         self._rate_of_group: dict[tuple[str, ...], float] = {}
         """The rates in this step, by the parameter names of the group: DeepSpeed steps on one group at a time."""
-        self._common_rate: float | None = None
+        self._warned_rate: float | None = None
         """The rate that all groups had in an earlier step, with a warning; None before that."""
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -35,7 +34,7 @@ class GroupRates:
         A rate that is equal in all groups, and not above any requested rate, may be the start of a warmup. It is
         reported as a warning; the error is raised if a later rate is equal in all groups, too.
         """
-        if self._is_settled:
+        if not self._needs_checks:
             return
         for group in groups:
             self._rate_of_group[tuple(group["param_names"])] = float(group["lr"])
@@ -44,19 +43,20 @@ class GroupRates:
         rates = set(self._rate_of_group.values())
         self._rate_of_group.clear()
         if len(rates) > 1:
-            self._is_settled = True  # the scheduler has a rate for each group
-            return
-        rate = rates.pop()
-        if rate == 0.0:  # the usual start of a warmup
+            self._needs_checks = False
+        else:
+            self._check_common_rate(rates.pop())
+
+    def _check_common_rate(self, rate: float) -> None:
+        """Warn of the first rate that all groups have, if it may be of a warmup; raise ValueError otherwise."""
+        if rate in (0.0, self._warned_rate):  # a warmup usually starts at 0
             return
         message = _message(self._requested, f"the learning rate {rate:g} in all groups")
-        has_changed = self._common_rate not in (None, rate)
-        is_above_a_request = rate > min(requested for _, requested in self._requested)
-        if has_changed or is_above_a_request:
+        lowest_requested = min(requested for _, requested in self._requested)
+        if self._warned_rate is not None or rate > lowest_requested:
             raise ValueError(message)
-        if self._common_rate is None:
-            warnings.warn(message, stacklevel=4)
-        self._common_rate = rate
+        warnings.warn(message, stacklevel=6)  # at the caller of `ZeroOptimizer.step`
+        self._warned_rate = rate
 
 
 def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -68,19 +68,30 @@ def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[s
     Traceback (most recent call last):
     ValueError: param_groups: found "warmup_max_lr": 0.02 in DeepSpeed's config, ... "warmup_max_lr": [0.02, 0.0003]...
     """
-    requested = [(str(group["label"]), float(group["lr"])) for group in groups]
+    requested = _labels_and_rates(groups)
+    if not _have_different_rates(requested):
+        return
     scheduler: Mapping[str, Any] = config.get("scheduler") or {}
     params: dict[str, Any] = dict(scheduler.get("params") or {})
     if scheduler.get("type") == "WarmupDecayLR":
         params.setdefault("warmup_max_lr", 0.001)  # DeepSpeed's default, also for all groups
-    if len({rate for _, rate in requested}) < 2:
-        return
     for key in _RATE_KEYS:
         value = params.get(key)
         is_one_number = isinstance(value, int | float)
         # The Trainer replaces "auto" by its learning_rate.
         if is_one_number or value == "auto":
             raise ValueError(_message(requested, f'"{key}": {json.dumps(value)} in DeepSpeed\'s config', key))
+
+
+def _labels_and_rates(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """Return the label and the learning rate of each group, such as ``[("muon", 0.02), ("adamw", 0.0003)]``."""
+    return [(str(group["label"]), float(group["lr"])) for group in groups]
+
+
+def _have_different_rates(labels_and_rates: Sequence[tuple[str, float]]) -> bool:
+    """Return True if groups, given as pairs of a label and a learning rate, have more than one rate."""
+    distinct_rates = {rate for _, rate in labels_and_rates}
+    return len(distinct_rates) > 1
 
 
 def _message(requested: Sequence[tuple[str, float]], problem: str, key: str = "warmup_max_lr") -> str:

@@ -1,0 +1,290 @@
+"""`FlatOptimizer`: updates the parameters in one flat tensor of DeepSpeed, and stores their optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Donation, Transform
+from muonfx.core.hyperparams import hyperparams, with_hyperparams
+from muonfx.core.value import prepared
+from muonfx.engines.deepspeed.flat_params import FlatParams, NamedTensors
+from muonfx.optimizer.group_numbers import fitted
+from muonfx.optimizer.state_entries import path_of
+from muonfx.optimizer.stepping import add_in_place
+from muonfx.sharding.communication.agree import agree
+from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.sharding.transform import from_global, sharded, to_global
+from muonfx.tree import PyTree, Spec
+from muonfx.tree.dtypes import widens
+from muonfx.tree.members import ownership_of
+
+States = dict[Tensor, Any]
+"""``optimizer.state``: a dict from tensor to a dict from key, such as ``momentum.trace``, to its state."""
+
+
+class _StateLeaf(NamedTuple):
+    """Where a leaf of the state is in ``optimizer.state``."""
+
+    key: str
+    """The key, such as ``momentum.trace``."""
+    name: str | None
+    """The parameter whose shape the leaf has; None for another leaf, such as a step count, which all tensors share."""
+
+
+class FlatOptimizer:
+    """The optimizer of one flat tensor of DeepSpeed; at stage 0, of all parameters of a group.
+
+    Args:
+        tx: the transform that updates the parameters.
+        whole_params: all parameters of the model in full, as meta tensors.
+        flat: the flat tensor, and the positions of the parameters' shards in it.
+        states: ``optimizer.state``. New state is put into it, unless it has entries that DeepSpeed has loaded.
+    """
+
+    def __init__(self, tx: Transform, whole_params: NamedTensors, flat: FlatParams, states: States) -> None:
+        self.flat = flat
+        self._tx = tx
+        self._all_names = list(whole_params)
+        self._numbers: dict[str, Any] | None = None
+        """The hyperparameters in the last step."""
+        self._current_tx = tx
+        """The transform with these hyperparameters."""
+        params = flat.views(flat.tensors)
+        state = self._transform().init(self._with_all_names(params))
+        self._treedef = tree.flatten(state)[1]
+        self.state_paths = tree.paths(state)
+        """The path of each leaf of the state."""
+        self._state_leaves = _state_leaves_of(state, dict.fromkeys(self._all_names), params)
+        """For each leaf of the state, where it is in ``optimizer.state``. A leaf that is None is not in it."""
+        # DeepSpeed may have loaded a state before. It replaces the new one, which only shows the expected entries.
+        loaded_states = {tensor: states[tensor] for tensor in flat.tensors if states.get(tensor)}
+        self._store(state, states)
+        self._specs: dict[Tensor, dict[str, Spec]] = {tensor: tree.spec(states[tensor]) for tensor in flat.tensors}
+        """The expected shape and dtype of each entry in ``optimizer.state``, by tensor and key."""
+        states.update(loaded_states)
+
+    def _transform(self) -> Transform:
+        """Return the transform with the current hyperparameters, sharded unless each rank has whole parameters."""
+        if self.flat.layout is None:
+            return self._current_tx
+        return sharded(self._current_tx, self.flat.layout)
+
+    def _params(self) -> dict[str, Tensor]:
+        """Return the parameters, or their shards, by name; they share memory with the tensors of DeepSpeed."""
+        return self.flat.views([tensor.detach() for tensor in self.flat.tensors])
+
+    def _with_all_names(self, params: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Return a dict with every parameter of the model, in which those that ``params`` lacks are None."""
+        return {name: params.get(name) for name in self._all_names}
+
+    def _store(self, state: PyTree, states: States) -> None:
+        """Put a new state into ``optimizer.state``: shards of parameters as parts of flat tensors."""
+        for tensor in self.flat.tensors:
+            states[tensor] = {}
+        shards_of_key: dict[str, dict[str, Tensor]] = {}  # for each key, the shards by parameter name
+        for (key, name), leaf in zip(self._state_leaves, tree.leaves(state), strict=True):
+            if name is not None:
+                shards_of_key.setdefault(key, {})[name] = leaf
+            elif leaf is not None:
+                for tensor in self.flat.tensors:
+                    states[tensor][key] = leaf
+        tensor_of = self.flat.views(self.flat.tensors)
+        for key, shards in shards_of_key.items():
+            if self.flat.is_flat:
+                (flat_tensor,) = self.flat.tensors
+                states[flat_tensor][key] = self._flattened(key, shards)
+            else:
+                for name, shard in shards.items():
+                    states[tensor_of[name]][key] = shard
+
+    def _flattened(self, key: str, shards: NamedTensors) -> Tensor:
+        """Return the shards of a state, by parameter name, in one tensor of the length of the flat tensor.
+
+        ``key`` is the key of the state in ``optimizer.state``, for errors.
+        """
+        dtypes = {shard.dtype for shard in shards.values()}
+        if len(dtypes) > 1:
+            raise ValueError(f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one")
+        flat_state = torch.zeros_like(self.flat.tensors[0], dtype=dtypes.pop(), requires_grad=False)
+        views = self.flat.views([flat_state])
+        for name, shard in shards.items():
+            views[name].copy_(shard)
+        return flat_state
+
+    def check_and_cast(self, states: States) -> None:
+        """Raise unless ``optimizer.state``, which may be loaded, fits the transform; cast it to its dtypes."""
+        for tensor, specs in self._specs.items():
+            state_of_key: dict[str, Any] = states.get(tensor, {})
+            if state_of_key.keys() != specs.keys():
+                raise self._other_keys(state_of_key, specs)
+            for key, spec in specs.items():
+                leaf = state_of_key[key]
+                if tuple(leaf.shape) != spec.shape or not widens(leaf.dtype, spec.dtype):
+                    raise self._other_spec(key, leaf, spec)
+                state_of_key[key] = leaf.to(spec.dtype)
+
+    def _other_keys(self, state_of_key: Mapping[str, Any], specs: Mapping[str, Any]) -> ValueError:
+        """Return an error for a key that only the loaded state has, or only the state of the transform (``specs``)."""
+        key = min(specs.keys() ^ state_of_key.keys())
+        problem = "belongs to another transform"
+        if key in specs:
+            problem = "is missing"
+        return ValueError(
+            f"optimizer.state: {key!r} {problem}, in the state {self._owners_text()}; it has {sorted(state_of_key)}, "
+            f"expected {sorted(specs)}: load a state of {self._tx!r}, or start without one"
+        )
+
+    def _other_spec(self, key: str, leaf: Tensor, spec: Spec) -> ValueError:
+        """Return an error for a loaded tensor of another shape, or of a dtype that would be narrowed."""
+        return ValueError(
+            f"optimizer.state: {key!r} {self._owners_text()} has shape {tuple(leaf.shape)} and dtype "
+            f"{leaf.dtype}, expected {spec.shape} and {spec.dtype} or a dtype that widens to it"
+        )
+
+    def _owners_text(self) -> str:
+        """Return the parameters of this optimizer for an error: "of 'up.weight' and 3 more"."""
+        return f"of {self.flat.names[0]!r} and {len(self.flat.names) - 1} more"
+
+    def _read(self, states: States) -> PyTree:
+        """Return the state of the transform as a tree, built from the tensors in ``states`` (``optimizer.state``).
+
+        The leaves share memory with these tensors, so a step may update them in place. In a flat state tensor, a leaf
+        is a view of the part that belongs to one parameter.
+        """
+        views_of_key: dict[str, dict[str, Tensor]] = {}  # for each key, the views by parameter name
+        leaves: list[Tensor | None] = []
+        for key, name in self._state_leaves:
+            if name is None:  # every tensor has the same leaf, or none has it
+                leaves.append(states[self.flat.tensors[0]].get(key))
+                continue
+            if key not in views_of_key:
+                views_of_key[key] = self.flat.views([states[tensor].get(key) for tensor in self.flat.tensors])
+            leaves.append(views_of_key[key][name])
+        return tree.unflatten(self._treedef, leaves)
+
+    def _write(self, stored_state: PyTree, new_state: PyTree, states: States) -> None:
+        """Write a new state to ``optimizer.state``, into the tensors of ``stored_state``, which `_read` returned."""
+        stored_leaves = tree.leaves(stored_state)
+        new_leaves = tree.leaves(new_state)
+        for state_leaf, stored_leaf, new_leaf in zip(self._state_leaves, stored_leaves, new_leaves, strict=True):
+            if new_leaf is stored_leaf:
+                continue
+            if state_leaf.name is None:  # every tensor has the same leaf
+                for tensor in self.flat.tensors:
+                    states[tensor][state_leaf.key] = new_leaf
+            elif new_leaf.data_ptr() != stored_leaf.data_ptr():  # else the step has updated the memory in place
+                stored_leaf.copy_(new_leaf)
+
+    def step(self, numbers: dict[str, Any], states: States) -> None:
+        """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, by name.
+
+        Call `check_and_cast` before.
+        """
+        if numbers is not self._numbers:  # `GroupNumbers.read` returns the same dict until a number changes
+            fitted_numbers = fitted(hyperparams(self._tx), numbers)
+            self._current_tx = prepared(with_hyperparams(self._tx, fitted_numbers))
+            self._numbers = numbers
+        params = self._params()
+        grads = self.flat.views([tensor.grad for tensor in self.flat.tensors])
+        state = self._read(states)
+        updates, new_state = self._transform().update(
+            self._with_all_names(grads),
+            state,
+            self._with_all_names(params),
+            donate=Donation(updates=self.flat.is_flat, state=True),
+        )
+        add_in_place(params, {name: updates[name] for name in params})
+        self._write(state, new_state, states)
+
+    def global_params(self, *, to_load: bool) -> dict[str, Any]:
+        """Return a dict from name to parameter: a whole tensor, or a shard with its position (`FlatShard`).
+
+        ``to_load`` is False to save the parameters: then shards that another rank saves are empty.
+        """
+        params = self._params()
+        return {name: self.flat.with_position(name, params[name], to_load=to_load) for name in params}
+
+    def global_leaves(self, states: States, *, to_load: bool) -> list[Any]:
+        """Return the leaves of the optimizer state: whole tensors, or shards with their positions (`FlatShard`).
+
+        A leaf for a parameter of another flat tensor is None. ``to_load`` is as in `global_params`.
+        """
+        self.check_and_cast(states)
+        state = self._read(states)
+        if self.flat.layout is not None:
+            state = to_global(self._transform(), state, self._with_all_names(self._params()))
+        leaves: list[Any] = []
+        for state_leaf, leaf in zip(self._state_leaves, tree.leaves(state), strict=True):
+            if state_leaf.name is None or not isinstance(leaf, Tensor):  # a count, None, or a `FlatShard`
+                leaves.append(leaf)
+            else:
+                leaves.append(self.flat.with_position(state_leaf.name, leaf, to_load=to_load))
+        return leaves
+
+    @torch.no_grad()
+    def load(self, params: Mapping[str, Any], leaves: Sequence[Any], states: States) -> None:
+        """Copy loaded parameters and state leaves into the flat tensors.
+
+        They have the form that `global_params` and `global_leaves` return.
+        """
+        views = self._params()
+        for name, view in views.items():
+            values = params[name]
+            if isinstance(values, FlatShard):
+                values = values.data
+            view.copy_(values.view(view.shape))
+        stored_state = self._read(states)
+        new_leaves: list[Any] = []
+        for stored_leaf, loaded_leaf in zip(tree.leaves(stored_state), leaves, strict=True):
+            if stored_leaf is None:  # a leaf of another flat tensor
+                new_leaves.append(None)
+            elif isinstance(loaded_leaf, Tensor):
+                new_leaves.append(loaded_leaf.clone())  # each flat optimizer advances its step counts in place
+            elif self.flat.layout is None:
+                new_leaves.append(loaded_leaf.whole)
+            else:
+                new_leaves.append(loaded_leaf)
+        new_state = tree.unflatten(self._treedef, new_leaves)
+        if self.flat.layout is not None:
+            new_state = from_global(self._transform(), new_state, self._with_all_names(views))
+        self._write(stored_state, new_state, states)
+
+
+def _state_leaves_of(state: PyTree, all_params: Mapping[str, None], params: NamedTensors) -> list[_StateLeaf]:
+    """Return for each leaf of a state where it is in ``optimizer.state``.
+
+    A leaf of the shape of a parameter is stored with this parameter: the momentum of "fc.weight" is at
+    ``_StateLeaf("momentum.trace", "fc.weight")``. Every tensor has an entry with any other leaf, such as a step count.
+
+    Args:
+        state: a new state.
+        all_params: a dict with the names of all parameters of the model.
+        params: the parameters of the flat tensor, or their shards, by name.
+    """
+    state_leaves: list[_StateLeaf] = []
+    owners = ownership_of(state, all_params)
+    for path, (name, path_without_name), leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
+        if leaf is not None and name is not None and name in params and leaf.shape == params[name].shape:
+            state_leaves.append(_StateLeaf(path_of(path_without_name), name))
+        else:
+            state_leaves.append(_StateLeaf(path_of(path), None))
+    return state_leaves
+
+
+def raise_on_all_ranks(error: Exception, optimizers: Iterable[FlatOptimizer]) -> None:
+    """Raise an error that this rank has before a step on all ranks that wait for it; return if none can wait.
+
+    The other ranks wait in the first sharded one of ``optimizers``, where the ranks agree on the step. Without this
+    call they would wait until the timeout of the group.
+    """
+    for optimizer in optimizers:
+        flat = optimizer.flat
+        if flat.is_flat and flat.tensors[0].grad is None:
+            continue  # no rank steps a flat tensor without a gradient
+        if flat.layout is not None and flat.layout.group is not None and flat.layout.size > 1:
+            agree("a step", flat.layout.group, error)

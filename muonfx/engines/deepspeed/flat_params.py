@@ -1,0 +1,383 @@
+"""Locate the shards of parameters in the flat tensors that DeepSpeed steps on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from muonfx.engines.deepspeed.parallel import (
+    block_group_of,
+    gather_objects,
+    local_shape_of,
+    tensor_shards_of,
+    whole_shape_of,
+)
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.shards.cut import Cut, Intervals, Listed, Whole
+from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.sharding.shards.position import ShardPosition
+from muonfx.tree import Spec
+
+NamedTensors: TypeAlias = Mapping[str, Tensor]
+"""Parameters, or tensors for them, by name."""
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return a dict from name to parameter, with the parameters of a model that require grad."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def stage_3_of(params: Iterable[Tensor]) -> Any:
+    """Return DeepSpeed's own optimizer that holds these parameters at ZeRO stage 3; None at other stages."""
+    for param in params:
+        engine: Any = getattr(param, "_z3_optimizer", None)
+        if engine:
+            return engine
+    return None
+
+
+class FlatInterval(NamedTuple):
+    """The shard of a parameter on one rank, which is an interval of DeepSpeed's flat tensor and of the parameter."""
+
+    start_in_flat: int
+    """First element of the shard in DeepSpeed's flat tensor."""
+    start_in_param: int
+    """First element of the shard in the flattened parameter."""
+    length: int
+    """Number of elements of the shard; 0 if the rank holds nothing of the parameter."""
+
+
+class FlatParams(NamedTuple):
+    """The parameters in one flat tensor that DeepSpeed steps on, with the positions of this rank's shards."""
+
+    names: tuple[str, ...]
+    """The names of the parameters."""
+    tensors: list[Tensor]
+    """A list of the flat tensor; at stage 0, a list of whole parameters, in the order of ``names``."""
+    layout: Layout | None = None
+    """The layout (which rank holds which shard of each parameter); None if this rank holds all of them whole."""
+    intervals: Mapping[str, FlatInterval] = {}
+    """A dict from parameter name to this rank's shard; empty at stage 0."""
+    shard_shapes: Mapping[str, tuple[int, ...]] = {}
+    """A dict from parameter name to the shape of this rank's shard; empty at stage 0."""
+    saved_elsewhere: frozenset[str] = frozenset()
+    """The parameters whose shards overlap with those of other tensor-parallel ranks, which save the same values."""
+
+    @property
+    def is_flat(self) -> bool:
+        """True if ``tensors`` is one flat tensor; False at stage 0, where it lists parameters."""
+        return bool(self.intervals)
+
+    def with_position(self, name: str, value: Tensor, *, to_load: bool) -> Tensor | FlatShard:
+        """Return ``value``, the shard of a parameter or of its state, with its position; unchanged if it is whole.
+
+        To save, an empty shard is returned if another rank saves the values.
+        """
+        if self.layout is None:
+            return value
+        shape = self.layout.specs[name].shape
+        position = self.layout.position(name)
+        if not self.is_flat and position == ShardPosition.whole(shape):
+            return value
+        if name in self.saved_elsewhere and not to_load:
+            return FlatShard(shape, 0, value.new_empty(0))
+        if not self.is_flat:
+            position = position.interval_of_shard(0, position.numel)  # the same elements, flattened
+        if position.start is None:  # some rows or columns of AutoTP, not an interval of the parameter
+            return FlatShard(shape, 0, value.reshape(-1), elements=position)
+        return FlatShard(shape, position.start, value.reshape(-1))
+
+    def views(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        """Return a dict from parameter name to its shard in a flat tensor, such as a gradient; memory is shared.
+
+        ``tensors`` is a list of the flat tensor; at stage 0, a list with a tensor for each parameter.
+        """
+        if not self.is_flat:
+            return dict(zip(self.names, tensors, strict=True))
+        (flat_tensor,) = tensors
+        views: dict[str, Any] = {}
+        for name, interval in self.intervals.items():
+            shard = flat_tensor.narrow(0, interval.start_in_flat, interval.length)
+            views[name] = shard.view(self.shard_shapes[name])
+        return views
+
+
+def locate(
+    flat_tensor: Tensor,
+    params: NamedTensors,
+    whole_params: NamedTensors,
+    tensor_group: dist.ProcessGroup | None,
+) -> FlatParams:
+    """Find where the shards of ``params`` are in a flat tensor of ZeRO stage 1, 2 or 3.
+
+    ``whole_params`` has all parameters of the model by name, as meta tensors of their whole shapes. ``tensor_group`` is
+    the tensor-parallel group, if there is one. All ranks with parts of these parameters call this together.
+    """
+    engine = stage_3_of(params.values())
+    stage = 2 if engine is None else 3
+    if engine is None:
+        partition = _partition_of_buffer(flat_tensor, params)
+    else:
+        partition = _partition_of_stage_3(flat_tensor, params, engine)
+    if tensor_group is not None:
+        partition = _with_tensor_parallel(partition, params, tensor_group)
+    flat_tensor_of = dict.fromkeys(params, flat_tensor)
+    layout = _layout(partition.cuts, whole_params, flat_tensor_of, partition.group, stage=stage)
+    intervals = partition.intervals
+    shard_shapes = {name: layout.position(name).shape for name in intervals}
+    flat = FlatParams(tuple(intervals), [flat_tensor], layout, intervals, shard_shapes, partition.saved_elsewhere)
+    misplaced_name = partition.misplaced_name or _name_of_differing(flat, params)
+    # All ranks raise if the mapping of one of them is wrong.
+    for name in gather_objects(misplaced_name, partition.group):
+        if name is not None:
+            raise _misplaced(name)
+    return flat
+
+
+def whole_params_of(
+    tensors: NamedTensors,
+    params: NamedTensors,
+    whole_params: NamedTensors,
+    tensor_group: dist.ProcessGroup | None,
+) -> FlatParams:
+    """Return the `FlatParams` of stage 0, where the parameters of a rank are not flattened.
+
+    Each rank has all parameters whole, or, with the tensor-parallel group of AutoTP, some rows or columns of them.
+
+    Args:
+        tensors: the tensors on which DeepSpeed steps, by name: the parameters, or copies of them in fp32.
+        params: the parameters by name.
+        whole_params: all parameters of the model by name, as meta tensors of their whole shapes.
+        tensor_group: the tensor-parallel group; None without one.
+    """
+    if tensor_group is None:
+        return FlatParams(tuple(tensors), list(tensors.values()))
+    size = dist.get_world_size(tensor_group)
+    cuts: dict[str, Cut] = {}
+    for name, param in params.items():
+        shards = tensor_shards_of(name, param, size)
+        if shards is not None:
+            cuts[name] = Listed(whole_shape_of(param), shards)
+    layout = _layout(cuts, whole_params, tensors, tensor_group, stage=None)
+    return FlatParams(tuple(tensors), list(tensors.values()), layout)
+
+
+def _layout(
+    cuts: Mapping[str, Cut],
+    whole_params: NamedTensors,
+    tensor_of: NamedTensors,
+    group: dist.ProcessGroup,
+    *,
+    stage: int | None,
+) -> Layout:
+    """Return the layout of the parameters of a model over the ranks of a group.
+
+    Parameters without a cut count as replicated: they are in no flat tensor, or in another one. ``tensor_of`` has the
+    tensors that DeepSpeed steps on, whose dtypes the parameters have there.
+    """
+    specs: dict[str, Spec] = {}
+    all_cuts: dict[str, Cut] = {}
+    size = dist.get_world_size(group)
+    for name, param in whole_params.items():
+        specs[name] = Spec(tuple(param.shape), tensor_of.get(name, param).dtype)
+        all_cuts[name] = cuts.get(name) or Whole(param.shape, size)
+    return Layout("flat", specs, all_cuts, size, dist.get_rank(group), group, stage)
+
+
+class _Partition(NamedTuple):
+    """How the parameters in one flat tensor are partitioned over the ranks."""
+
+    cuts: dict[str, Cut]
+    """For each parameter, which of its elements each rank holds."""
+    intervals: dict[str, FlatInterval]
+    """For each parameter, the interval of this rank in its flat tensor."""
+    group: dist.ProcessGroup
+    """The ranks that hold parts of the parameters."""
+    misplaced_name: str | None = None
+    """The first parameter for which DeepSpeed's mapping is wrong, to be raised on all ranks."""
+    saved_elsewhere: frozenset[str] = frozenset()
+    """See `FlatParams`."""
+
+
+def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partition:
+    """Return the partition of stages 1 and 2: the parameters are concatenated, and each rank has an equal interval."""
+    intervals = _mapped_intervals(params)
+    group = _data_group(flat_tensor, params)
+    intervals_of_ranks: list[dict[str, FlatInterval]] = gather_objects(intervals, group)
+    length = flat_tensor.numel()
+    borders = tuple([rank * length for rank in range(len(intervals_of_ranks) + 1)])
+    cuts: dict[str, Cut] = {}
+    misplaced_name: str | None = None
+    for name, param in params.items():
+        shape = local_shape_of(param)
+        start = _start_in_buffer([intervals[name] for intervals in intervals_of_ranks], length, prod(shape))
+        if start is None:
+            start = 0
+            if misplaced_name is None:
+                misplaced_name = name
+        cuts[name] = Intervals(shape, start, borders)
+    return _Partition(cuts, intervals, group, misplaced_name)
+
+
+def _start_in_buffer(interval_of_rank: Sequence[FlatInterval], length: int, numel: int) -> int | None:
+    """Return where a parameter of ``numel`` elements begins in the buffer, the concatenated flat tensors of all ranks.
+
+    The flat tensor of each rank has ``length`` elements. The result is None if the mapping of DeepSpeed is wrong: it
+    is right if all ranks agree on the start, and together hold every element once.
+    """
+    if numel == 0:  # AutoTP gives a rank no rows if there are fewer heads than ranks
+        return 0
+    starts: set[int] = set()
+    for rank, interval in enumerate(interval_of_rank):
+        if interval.length:
+            start_of_interval = rank * length + interval.start_in_flat
+            starts.add(start_of_interval - interval.start_in_param)
+    mapped_elements = sum(interval.length for interval in interval_of_rank)
+    if len(starts) != 1 or mapped_elements != numel:
+        return None
+    return starts.pop()
+
+
+def _mapped_intervals(params: NamedTensors) -> dict[str, FlatInterval]:
+    """Return the interval of each parameter that this rank holds at stages 1 and 2, as DeepSpeed's mapping gives it."""
+    intervals: dict[str, FlatInterval] = {}
+    for name, param in params.items():
+        mapping: Any = getattr(param, "_hp_mapping", None)
+        if mapping is None:
+            intervals[name] = FlatInterval(start_in_flat=0, start_in_param=0, length=0)
+        else:
+            in_flat = mapping.hp_fragment_address
+            in_param = mapping.lp_fragment_address
+            intervals[name] = FlatInterval(in_flat.start, in_param.start, in_flat.numel)
+    return intervals
+
+
+def _data_group(flat_tensor: Tensor, params: NamedTensors) -> Any:
+    """Return the process group over which DeepSpeed has partitioned the parameters at stages 1 and 2."""
+    for param in params.values():
+        group: Any = getattr(param, "_dp_group", None)
+        if group is not None:
+            return group
+    raise ValueError(
+        f"{next(iter(params))!r}: found a flat tensor of {flat_tensor.numel()} elements in its group, and no mapping "
+        "of DeepSpeed to the parameter; expected ZeRO stage 1, 2 or 3, or whole parameters"
+    )
+
+
+def _partition_of_stage_3(flat_tensor: Tensor, params: NamedTensors, engine: Any) -> _Partition:
+    """Return the partition of stage 3: each parameter has an equal interval on each rank, the last ones padded.
+
+    ``flat_tensor`` concatenates the shards of this rank. ``engine`` is DeepSpeed's own optimizer of stage 3.
+    """
+    flat_ids = list(map(id, engine.fp32_partitioned_groups_flat))
+    members: list[Any] = engine.fp16_groups[flat_ids.index(id(flat_tensor))]  # the parameters in ``flat_tensor``
+    name_of = {id(param): name for name, param in params.items()}
+    group = members[0].ds_process_group
+    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    cuts: dict[str, Cut] = {}
+    intervals: dict[str, FlatInterval] = {}
+    start_in_flat = 0
+    for param in members:
+        name = name_of[id(param)]
+        shape = local_shape_of(param)
+        padded_length = int(param.ds_tensor.ds_numel)  # of every rank's shard
+        borders = [padded_length * index for index in range(size + 1)]
+        cuts[name] = Intervals(shape, 0, tuple(borders))
+        start_in_param = min(rank * padded_length, prod(shape))
+        length = min(padded_length, prod(shape) - start_in_param)
+        intervals[name] = FlatInterval(start_in_flat, start_in_param, length)
+        start_in_flat += padded_length
+    return _Partition(cuts, intervals, group)
+
+
+def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_group: dist.ProcessGroup) -> _Partition:
+    """Return the partition of whole parameters by both AutoTP and ZeRO.
+
+    AutoTP gives each tensor-parallel rank some rows or columns of a parameter. ZeRO flattens them and partitions them
+    once more, as ``partition`` describes.
+    """
+    group = block_group_of(partition.group, tensor_group)
+    tensor_rank = dist.get_rank(tensor_group)
+    # For each rank, its tensor-parallel rank, and its interval of each parameter.
+    ranks: list[tuple[int, dict[str, FlatInterval]]] = gather_objects((tensor_rank, partition.intervals), group)
+    cuts: dict[str, Cut] = {}
+    overlapping: set[str] = set()
+    for name, param in params.items():
+        shape = whole_shape_of(param)
+        shards = tensor_shards_of(name, param, dist.get_world_size(tensor_group))
+        positions: list[ShardPosition] = []
+        for shard_index, intervals in ranks:
+            start = intervals[name].start_in_param
+            stop = start + intervals[name].length
+            if shards is None:
+                positions.append(ShardPosition.interval(shape, start, stop))
+            else:
+                positions.append(shards[shard_index].interval_of_shard(start, stop))
+        cuts[name] = Listed(shape, positions)
+        # If AutoTP has split other parameters unevenly, the flat tensors of tensor-parallel ranks have different
+        # lengths, so a parameter that they all hold is cut at different places. An update needs no more than equal
+        # values where the shards overlap. A checkpoint needs shards without overlaps: those of tensor-parallel rank 0.
+        if shards is None and tensor_rank != 0 and _do_overlap(positions):
+            overlapping.add(name)
+    return _Partition(cuts, partition.intervals, group, partition.misplaced_name, frozenset(overlapping))
+
+
+def _do_overlap(positions: Iterable[ShardPosition]) -> bool:
+    """Return whether different intervals of one tensor overlap."""
+    intervals = sorted({(position.start or 0, position.numel) for position in positions if position.numel})
+    neighbors = pairwise(intervals)
+    return any(start + length > next_start for (start, length), (next_start, _) in neighbors)
+
+
+def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
+    """Return the flat tensors in which DeepSpeed holds these parameters at stage 3, one for each sub-group."""
+    param_ids = set(map(id, params))
+    flats: list[Tensor] = []
+    for flat, members in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
+        if id(members[0]) in param_ids:
+            flats.append(flat)
+    return flats
+
+
+def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
+    """Return the name of the first parameter whose values are not those in the flat tensor; None if all are."""
+    for name, view in flat.views(flat.tensors).items():
+        shard = _local_shard(params[name], flat.intervals[name].start_in_param, view.numel())
+        if shard.numel() < view.numel():
+            warnings.warn(
+                f"{name!r}: its values cannot be compared with DeepSpeed's flat tensor, because DeepSpeed stores them "
+                "elsewhere; DeepSpeed's mapping is assumed to be right",
+                stacklevel=2,
+            )
+            continue
+        values = view.reshape(-1).to(shard.dtype)
+        # nan_to_num, since a NaN is not equal to itself
+        if not torch.equal(values.nan_to_num(), shard.to(view.device).nan_to_num()):
+            return name
+    return None
+
+
+def _local_shard(param: Tensor, start: int, length: int) -> Tensor:
+    """Return the elements of a flattened parameter from ``start`` that this rank holds; fewer if it has not all."""
+    partition: Tensor | None = getattr(param, "ds_tensor", None)
+    if partition is not None:  # this rank's shard at stage 3, which begins at ``start``
+        return partition.detach().reshape(-1)[:length]
+    return param.detach().reshape(-1)[start : start + length]
+
+
+def _misplaced(name: str) -> ValueError:
+    """Return an error for a parameter that is not where DeepSpeed's mapping locates it in the flat tensor."""
+    return ValueError(
+        f"{name!r}: its values are not at the position that DeepSpeed's mapping gives in the flat tensor: the update "
+        'would change other parameters. With "round_robin_gradients": true the mapping is wrong: set it to false'
+    )
