@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import NoneType
 from typing import (
     Any,
     Literal,
@@ -174,29 +175,28 @@ class Declaration:
     short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
 
     def __post_init__(self) -> None:
-        """Raise unless each option has one of the types in its annotation."""
-        self._require("locality", Locality, "a Locality, such as Locality.MATRIX, or a function")
-        self._require("reads_params", bool, "True, False or a function of the arguments")
-        for option in ("resolve", "name_patterns", "check_extras"):
-            self._require(option, type(None), "a function or None")
-        if not isinstance(self.combinator, Combinator):
-            raise self._error("combinator", "a Combinator", TypeError)
-        if not isinstance(self.matrices, MatrixWork):
-            raise self._error("matrices", "a MatrixWork", TypeError)
-        positions = get_args(Position)
-        if not (self.position is None or self.position in positions or callable(self.position)):
-            error_class = ValueError if isinstance(self.position, str) else TypeError
-            expected = f"one of {', '.join(map(repr, positions))}, None or a function of the arguments"
-            raise self._error("position", expected, error_class)
+        """Raise TypeError for an option of a wrong type, and ValueError for an unknown position."""
+        for option, (types, expected) in _TYPES_OF_OPTIONS.items():
+            value = getattr(self, option)
+            if not isinstance(value, types):
+                raise TypeError(f"transform: {option} must be {expected}, found {value!r}")
+        if isinstance(self.position, str) and self.position not in get_args(Position):
+            raise ValueError(f"transform: position must be {_POSITIONS}, found {self.position!r}")
 
-    def _require(self, option: str, kind: type, expected: str) -> None:
-        """Raise unless an option is a function or an instance of ``kind``, described by ``expected``."""
-        value = getattr(self, option)
-        if not (isinstance(value, kind) or callable(value)):
-            raise self._error(option, expected, TypeError)
 
-    def _error(self, option: str, expected: str, error_class: type[Exception]) -> Exception:
-        return error_class(f"transform: {option} must be {expected}, found {getattr(self, option)!r}")
+_POSITIONS = f"one of {', '.join(map(repr, get_args(Position)))}, None or a function of the arguments"
+_FUNCTION_OR_NONE = ((Callable, NoneType), "a function or None")
+_TYPES_OF_OPTIONS = {
+    "locality": ((Locality, Callable), "a Locality, such as Locality.MATRIX, or a function"),
+    "combinator": (Combinator, "a Combinator"),
+    "matrices": (MatrixWork, "a MatrixWork"),
+    "reads_params": ((bool, Callable), "True, False or a function of the arguments"),
+    "position": ((str, NoneType, Callable), _POSITIONS),
+    "resolve": _FUNCTION_OR_NONE,
+    "name_patterns": _FUNCTION_OR_NONE,
+    "check_extras": _FUNCTION_OR_NONE,
+}
+"""For each option of `Declaration`, the types of its values and words for them."""
 
 
 # ------------------------------------------------------------------------------------ the signatures of init and update
