@@ -209,22 +209,22 @@ def check_roles(
         ValueError: two dicts have different roles, a role is "hidden", a label has no number, or no parameter has the
             label of a number.
     """
-    labels_by_name = _labels_by_name(labels)
     numbers_by_role: dict[str, Mapping[str, object]] = {}
     for argument, value in numbers.items():
         if isinstance(value, Mapping):
             numbers_by_role[argument] = cast("Mapping[str, object]", value)
-    if not numbers_by_role:
-        if labels_by_name is not None:
-            _require_known_labels(owner, list(numbers), None, labels_by_name)
-        return None
-    arguments = list(numbers_by_role)
-    roles = _common_roles(owner, numbers_by_role, number)
-    if labels is default_labels or labels is default_labels_by_name:  # these return "muon" and "adamw"
-        raise _labels_without_roles(owner, arguments[0], labels)
+    roles = None
+    arguments = list(numbers)
+    if numbers_by_role:
+        roles = _common_roles(owner, numbers_by_role, number)
+        arguments = list(numbers_by_role)
+        if labels is default_labels or labels is default_labels_by_name:  # these return "muon" and "adamw"
+            raise _labels_without_roles(owner, arguments[0], labels)
+    labels_by_name = _labels_by_name(labels)
     if labels_by_name is not None:
         _require_known_labels(owner, arguments, roles, labels_by_name)
-        _require_used_roles(owner, arguments[0], roles, labels_by_name)
+        if roles is not None:
+            _require_used_roles(owner, arguments[0], roles, labels_by_name)
     return roles
 
 

@@ -93,17 +93,15 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     return init, update
 
 
-def _widest_summand(*transforms: Transform | tuple[str, Transform]) -> Locality:
-    """Return the locality of `add_updates`: the largest one of its transforms."""
-    return widest(entries_of(transforms, "add_updates").values())
+def _summands(transforms: Any) -> list[Transform]:
+    """Return the transforms among the arguments of `add_updates`, which may have names."""
+    return list(entries_of(transforms, "add_updates").values())
 
 
-def _reads_params(*transforms: Transform | tuple[str, Transform]) -> bool:
-    """Return True if one of the transforms of `add_updates` reads parameters."""
-    return any(tx.reads_params for tx in entries_of(transforms, "add_updates").values())
-
-
-@transform(locality=_widest_summand, reads_params=_reads_params)
+@transform(
+    locality=lambda *transforms: widest(_summands(transforms)),
+    reads_params=lambda *transforms: any(tx.reads_params for tx in _summands(transforms)),
+)
 def add_updates(*transforms: Transform | tuple[str, Transform]):
     """Apply several transforms to the same updates, and return the sum of their outputs.
 

@@ -16,7 +16,7 @@ from muonfx import tree
 from muonfx.core.checks import warn_caller
 from muonfx.core.transform import Position, Transform, within
 
-_AFTER = {"after_learning_rate", "last", "last_observer"}
+_AFTER = {"after_learning_rate", "last", "last_observer"}  # positions that require the final updates
 _LAST = {"last", "last_observer"}
 _OBSERVERS = {"observer", "last_observer"}
 
@@ -32,9 +32,9 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
         if error:
             raise ValueError(f"{chain}: {error}")
     for earlier, later in pairs:
-        doubt = _doubt(earlier, later)
-        if doubt:
-            warn_caller(f"{chain}: {doubt}")
+        warning = _warning(earlier, later)
+        if warning:
+            warn_caller(f"{chain}: {warning}")
             return
     warn_of_skipped_steps(chain, members)
 
@@ -134,8 +134,8 @@ def _positioned(member: str, tx: Transform) -> Iterator[_Placed]:
 
 def _error(earlier: _Placed, later: _Placed) -> str:
     """Return an error message if the order of two transforms in a chain is wrong, else an empty string."""
-    is_rate = later.position == "learning_rate"
-    if earlier.position == "learning_rate" and is_rate:
+    later_is_rate = later.position == "learning_rate"
+    if earlier.position == "learning_rate" and later_is_rate:
         return (
             f"found learning rates in {earlier.member!r} and {later.member!r}, expected one: each reverses the sign of "
             "the updates, so both together increase the loss. Remove one of them, or replace it by scale(...)"
@@ -145,8 +145,8 @@ def _error(earlier: _Placed, later: _Placed) -> str:
             f"{later.tx.name} comes after the learning rate in {earlier.member!r}, but it requires updates in the "
             f"direction of the gradient; put it before {earlier.member!r}"
         )
-    if earlier.position in _AFTER and (is_rate or later.position == "turns"):
-        reversal = "the learning rate" if is_rate else "the negative scale"
+    if earlier.position in _AFTER and (later_is_rate or later.position == "turns"):
+        reversal = "the learning rate" if later_is_rate else "the negative scale"
         message = (
             f"{earlier.tx.name} comes before {reversal} in {later.member!r}, but it requires the updates that are "
             f"added to the parameters; put it after {later.member!r}"
@@ -157,7 +157,7 @@ def _error(earlier: _Placed, later: _Placed) -> str:
     return ""
 
 
-def _doubt(earlier: _Placed, later: _Placed) -> str:
+def _warning(earlier: _Placed, later: _Placed) -> str:
     """Return a warning if the order of two transforms in a chain is probably a mistake, else an empty string."""
     if earlier.position == "learning_rate" and later.position == "sets_size":
         return (

@@ -222,16 +222,14 @@ _HOLE = _Hole()
 
 def _split(value: Any, values: list[object]) -> object:
     """Replace the numbers, transforms and schedules in an argument by placeholders, and append them to ``values``."""
-    if isinstance(value, float | Tensor | Recorded):
+    if isinstance(value, float):
         values.append(value)
         return _HOLE
-    if type(value) in (tuple, list, dict):
-        return _split_item(value, values)
-    return value
+    return _split_item(value, values)
 
 
 def _split_item(item: Any, values: list[object]) -> object:
-    """Split a container among the arguments, or an item of it. A float in a container is fixed structure."""
+    """Do the work of `_split` for all but a float that is an argument. A float in a container is not replaced."""
     if isinstance(item, Recorded | Tensor):
         values.append(item)
         return _HOLE
@@ -314,7 +312,7 @@ class Structure:
             return False
         if self.skeleton != other.skeleton:
             return False
-        # Equal dicts may have another order, and the parts are stored in the order of the skeleton.
+        # Equal dicts may have their keys in another order, in which the parts of the value are stored, too.
         return _names_of_leaves(self.skeleton) == _names_of_leaves(other.skeleton)
 
     def __hash__(self) -> int:
@@ -427,13 +425,7 @@ class Recorded:
     @property
     def arguments(self) -> dict[str, Any]:
         """A dict with all arguments of the call that created this value, by name, including defaults."""
-        values = iter(self.parts)
-        arguments = dict(self.structure.skeleton)
-        for name, skeleton in arguments.items():
-            if skeleton is _HOLE:
-                arguments[name] = next(values)
-            elif type(skeleton) in (tuple, list, dict):
-                arguments[name] = _join(skeleton, values)
+        arguments: Any = _join(self.structure.skeleton, iter(self.parts))
         return arguments
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -574,9 +566,8 @@ def parts_of(recorded: Recorded, name: str = "") -> list[tuple[str, Any]]:
     The names begin with ``name``, the dotted name of the transform, such as "muon.momentum".
     """
     numbers: list[tuple[str, Any]] = []
-    prefix = dotted(name)
     for argument, value in zip(part_names(recorded), recorded.parts, strict=True):
-        full_name = prefix + argument if argument else name
+        full_name = joined_name(name, argument)
         if isinstance(value, Recorded):
             numbers += parts_of(value, full_name)
         else:

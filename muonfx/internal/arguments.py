@@ -302,10 +302,11 @@ def bind(
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        parameters = dict(signature.parameters)
-        if parameters.pop("self", None) is not None:  # a method
-            args = args[1:]
-        problem = _problem_of_call(parameters, args, kwargs) or str(error)
+        reason = str(error)
+    parameters = dict(signature.parameters)
+    if parameters.pop("self", None) is not None:  # a method
+        args = args[1:]
+    problem = _problem_of_call(parameters, args, kwargs) or reason
     accepted: list[str] = []
     for name, parameter in parameters.items():
         accepted.append(name if _is_positional(parameter) else f"{name}=")

@@ -11,6 +11,7 @@ from muonfx.tree.structure import (
     Key,
     PyTree,
     TypedPath,
+    entries_of_path,
     flatten,
     leaves,
     named_leaves,
@@ -95,13 +96,12 @@ def _ownership_of_path(path: TypedPath, name_of: Mapping[TypedPath, str], mixed_
     If ("mlp", "weight") is a parameter, ("trace", "mlp", "weight") belongs to it, and the rest of the path is
     ("trace",).
     """
-    entries = [key.entry for key in path]
     section = _parameter_section(path, name_of, mixed_nodes)
     if section is None:
-        return Ownership(None, tuple(entries))
+        return Ownership(None, entries_of_path(path))
     name = name_of[path[section.start : section.stop]]
-    del entries[section.start : section.stop]
-    return Ownership(name, tuple(entries))
+    path_without_name = path[: section.start] + path[section.stop :]
+    return Ownership(name, entries_of_path(path_without_name))
 
 
 class _Section(NamedTuple):

@@ -85,17 +85,8 @@ class _Node:
             return next(leaves)
         return self.rebuild([child.unflatten(leaves) for child in self.children])
 
-    def paths(self, above: tuple[object, ...]) -> list[tuple[object, ...]]:
-        """Return the path of each leaf, such as ("a", 0), after the path ``above`` of this node."""
-        if self.kind is None:
-            return [above]
-        paths: list[tuple[object, ...]] = []
-        for entry, child in zip(self.entries, self.children, strict=True):
-            paths += child.paths((*above, entry))
-        return paths
-
     def typed_paths(self, above: TypedPath) -> list[TypedPath]:
-        """Return the path of each leaf, as `paths` does, with entries that show if they are fields of a NamedTuple."""
+        """Return the path of each leaf, such as (Key("a"), Key(0)), after the path ``above`` of this node."""
         if self.kind is None:
             return [above]
         is_field = hasattr(self.kind, "_fields")
@@ -310,7 +301,7 @@ def paths(tree: PyTree) -> list[tuple[object, ...]]:
     [('blocks', 0, 'q')]
     """
     if torch.compiler.is_compiling():
-        return _traced_flatten(tree, []).paths(())
+        return list(builtins.map(entries_of_path, typed_paths(tree)))
     return _paths_below(optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE), ())
 
 
@@ -337,6 +328,11 @@ class Key(NamedTuple):
 
 
 TypedPath = tuple[Key, ...]
+
+
+def entries_of_path(path: TypedPath) -> tuple[object, ...]:
+    """Return a path without the marks of fields: ("a", 0) for (Key("a"), Key(0))."""
+    return tuple([key.entry for key in path])
 
 
 def typed_paths(tree: PyTree) -> list[TypedPath]:
@@ -375,7 +371,7 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
     def unless_none(leaf: Any, *leaves_of_rest: Any) -> Any:
         return None if leaf is None else function(leaf, *leaves_of_rest)
 
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the compiler cannot trace optree
         tree_leaves, treedef = flatten(tree)
         lists = [tree_leaves]
         for further_tree in rest:
@@ -480,11 +476,9 @@ class Present:
         try:
             if self._keys is None:
                 return subtrees(self._treedef, tree)
-            if isinstance(tree, _DICTS) and len(tree) == len(self._keys):
-                return [tree[key] for key in self._keys]
+            return _values_of_dict(tree, self._keys)
         except (KeyError, ValueError):
-            pass
-        raise _other_structure(tree, names(self._tree(self._leaves)))
+            raise _other_structure(tree, names(self._tree(self._leaves))) from None
 
     def _tree(self, leaves: Sequence[object]) -> PyTree:
         """Build a tree with the structure of the tree given to `Present`, with one leaf for each position."""
@@ -514,6 +508,13 @@ class Present:
         """Return a list of the dotted names of the leaves that are not None."""
         all_names = names(self._tree(self._leaves)) if self._keys is None else self._keys
         return [all_names[index] for index in self._indices]
+
+
+def _values_of_dict(tree: PyTree, keys: list[str]) -> list[PyTree]:
+    """Return the values of a dict in the order of its keys. Raise KeyError if the tree is no dict with these keys."""
+    if not isinstance(tree, _DICTS) or len(tree) != len(keys):
+        raise KeyError
+    return [tree[key] for key in keys]
 
 
 def _other_structure(tree: PyTree, expected: list[str]) -> ValueError:
