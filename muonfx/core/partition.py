@@ -71,7 +71,7 @@ class Condition(ABC):
 
 
 class _Choice(NamedTuple):
-    """What labels or a mask choose for each parameter."""
+    """The choice of labels or of a mask for each parameter."""
 
     value_of: dict[str, Any]
     """A dict from parameter name to its label, or to True if it is selected: ``{"w": "muon"}`` or ``{"w": True}``."""
