@@ -185,8 +185,8 @@ class Declaration:
 
 
 _POSITIONS = f"one of {', '.join(map(repr, get_args(Position)))}, None or a function of the arguments"
-_FUNCTION_OR_NONE = ((Callable, NoneType), "a function or None")
-_TYPES_OF_OPTIONS = {
+_FUNCTION_OR_NONE: tuple[Any, str] = ((Callable, NoneType), "a function or None")
+_TYPES_OF_OPTIONS: dict[str, tuple[Any, str]] = {
     "locality": ((Locality, Callable), "a Locality, such as Locality.MATRIX, or a function"),
     "combinator": (Combinator, "a Combinator"),
     "matrices": (MatrixWork, "a MatrixWork"),
@@ -629,14 +629,10 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
     """Return a dict from name to transform for the arguments of `chain`. A repeated name gets a suffix: "scale_2"."""
     entries: dict[str, Transform] = {}
     for index, entry in enumerate(transforms):
-        if isinstance(entry, Transform):
-            entries[_unused_name(entry.name, entries)] = entry
-            continue
-        if not (isinstance(entry, tuple) and len(entry) == 2):
+        pair: Any = (None, entry) if isinstance(entry, Transform) else entry
+        if not _is_pair(pair):
             raise _wrong_entry(of, index, entry)
-        name, tx = entry
-        if not isinstance(tx, Transform) or not isinstance(name, str | None):
-            raise _wrong_entry(of, index, entry)
+        name, tx = pair
         if name is None:
             name = _unused_name(tx.name, entries)
         elif name in entries or not name or "." in name or "/" in name:
@@ -644,6 +640,13 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
             raise ValueError(f"{of}: found the name {name!r}, {expected}: choose another")
         entries[name] = tx
     return entries
+
+
+def _is_pair(value: Any) -> bool:
+    """Return True for a pair of a name, or None, and a transform."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return isinstance(value[0], str | None) and isinstance(value[1], Transform)
 
 
 def _unused_name(name: str, entries: Mapping[str, Transform]) -> str:
