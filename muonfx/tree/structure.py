@@ -476,9 +476,11 @@ class Present:
         try:
             if self._keys is None:
                 return subtrees(self._treedef, tree)
-            return _values_of_dict(tree, self._keys)
+            if isinstance(tree, _DICTS) and len(tree) == len(self._keys):
+                return [tree[key] for key in self._keys]
         except (KeyError, ValueError):
-            raise _other_structure(tree, names(self._tree(self._leaves))) from None
+            pass  # as for another container or length
+        raise _other_structure(tree, names(self._tree(self._leaves)))
 
     def _tree(self, leaves: Sequence[object]) -> PyTree:
         """Build a tree with the structure of the tree given to `Present`, with one leaf for each position."""
@@ -508,13 +510,6 @@ class Present:
         """Return a list of the dotted names of the leaves that are not None."""
         all_names = names(self._tree(self._leaves)) if self._keys is None else self._keys
         return [all_names[index] for index in self._indices]
-
-
-def _values_of_dict(tree: PyTree, keys: list[str]) -> list[PyTree]:
-    """Return the values of a dict in the order of its keys. Raise KeyError if the tree is no dict with these keys."""
-    if not isinstance(tree, _DICTS) or len(tree) != len(keys):
-        raise KeyError
-    return [tree[key] for key in keys]
 
 
 def _other_structure(tree: PyTree, expected: list[str]) -> ValueError:
