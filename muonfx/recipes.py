@@ -124,9 +124,15 @@ def normuon(
     >>> list(normuon(0.001).init({"w": torch.zeros(4, 4)}))[:3]
     ['momentum', 'orthogonalize', 'normalize_neurons']
     """
-    tx = muon(learning_rate, decay=decay, orthogonalize=orthogonalize, weight_decay=weight_decay, mask=mask)
-    average, direction, *rest = tx.children
-    return chain(average, direction, normalize_neurons(neuron_decay, view=view_of(orthogonalize)), *rest)
+    view = view_of(orthogonalize)
+    return chain(
+        momentum(decay),
+        orthogonalize,
+        normalize_neurons(neuron_decay, view=view),
+        scale_by_shape(view=view),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
 
 
 @plain_arguments
@@ -207,22 +213,27 @@ def check_roles(
     for argument, value in numbers.items():
         if isinstance(value, Mapping):
             numbers_by_role[argument] = cast("Mapping[str, object]", value)
+    roles = None
+    arguments = list(numbers)
+    if numbers_by_role:
+        roles = _common_roles(owner, numbers_by_role, number)
+        arguments = list(numbers_by_role)
+        if labels is default_labels or labels is default_labels_by_name:  # these return "muon" and "adamw"
+            raise _labels_without_roles(owner, arguments[0], labels)
     labels_by_name = _labels_by_name(labels)
-    if not numbers_by_role:
-        if labels_by_name is not None:
-            _require_known_labels(owner, list(numbers), None, labels_by_name)
-        return None
-    roles = _common_roles(owner, numbers_by_role, number)
-    arguments = list(numbers_by_role)
-    if labels is default_labels or labels is default_labels_by_name:
-        raise ValueError(
-            f"{owner}: {arguments[0]} has numbers by role, found labels 'muon' and 'adamw' of {labels!r}, "
-            "expected roles: give labels=muonfx.default_labels(model, roles=True)"
-        )
     if labels_by_name is not None:
         _require_known_labels(owner, arguments, roles, labels_by_name)
-        _require_used_roles(owner, arguments[0], roles, labels_by_name)
+        if roles is not None:
+            _require_used_roles(owner, arguments[0], roles, labels_by_name)
     return roles
+
+
+def _labels_without_roles(owner: str, argument: str, labels: object) -> ValueError:
+    """Return the error of numbers by role together with a function that labels parameters "muon" and "adamw"."""
+    return ValueError(
+        f"{owner}: {argument} has numbers by role, found labels 'muon' and 'adamw' of {labels!r}, "
+        "expected roles: give labels=muonfx.default_labels(model, roles=True)"
+    )
 
 
 def _common_roles(owner: str, numbers_by_role: Mapping[str, Mapping[str, object]], kind: object) -> list[str]:
@@ -262,23 +273,31 @@ def _labels_by_name(labels: object) -> Mapping[str, str | None] | None:
 def _require_known_labels(
     owner: str, arguments: list[str], roles: list[str] | None, labels: Mapping[str, str | None]
 ) -> None:
-    """Raise ValueError if a label has no number in ``arguments``."""
-    expected = ["muon", "adamw"] if roles is None else ["hidden", *roles]
+    """Raise ValueError if a parameter has a label without a number.
+
+    ``roles`` are the keys of ``arguments``, such as ``["embedding", "head"]``; None if these are single numbers.
+    """
+    expected = ["muon", "adamw"]
+    if roles is not None:
+        expected = ["hidden", *roles]
     for name, label in labels.items():
         if label is None or label in expected:
             continue
-        unused_roles = set(roles or ()).difference(labels.values())
-        misspelt = close_names(label, unused_roles)
-        if misspelt:
-            advice = f"write {label!r} instead of {misspelt[0]!r}"
-        elif roles is None:
-            advice = f"give {arguments[0]} as a dict"
-        else:
-            advice = f"add {label!r} to {' and '.join(arguments)}"
+        advice = f"give {arguments[0]} as a dict"
+        if roles is not None:
+            advice = _advice_on_label(label, arguments, set(roles).difference(labels.values()))
         raise ValueError(
             f"{owner}: parameter {name!r} has the label {label!r}, expected None or one of "
             f"{format_list(expected)}: {advice}, or change the label"
         )
+
+
+def _advice_on_label(label: str, arguments: list[str], unused_roles: set[str]) -> str:
+    """Return how to give a number for a label: correct a role that is the label of no parameter, or add the label."""
+    misspelt = close_names(label, unused_roles)
+    if misspelt:
+        return f"write {label!r} instead of {misspelt[0]!r}"
+    return f"add {label!r} to {' and '.join(arguments)}"
 
 
 def _require_used_roles(owner: str, argument: str, roles: list[str], labels: Mapping[str, str | None]) -> None:

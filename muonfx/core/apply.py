@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,32 +49,41 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
     """
     if type(donate) is not bool:
         raise TypeError(f"apply_updates: donate must be True or False, found {donate!r}")
-
     leaves, treedef = tree.flatten(params)
     if not torch.compiler.is_compiling():
         warn_of_growing_graphs("apply_updates", params, leaves, updates)
     try:
         update_leaves = tree.subtrees(treedef, updates)
-        # Shapes are compared before anything is overwritten; tensors of other shapes would be broadcast.
-        for leaf, update in zip(leaves, update_leaves, strict=True):
-            if leaf is not None and update is not None and leaf.shape != update.shape:
-                check_updates_fit(params, updates)
+        if not _have_equal_shapes(leaves, update_leaves):  # tensors of other shapes would be broadcast
+            check_updates_fit(params, updates)
         if donate:
             check_writable("apply_updates: params", params)
             leaves = copied_where_shared(leaves, update_leaves)
-        if not donate and PLAIN.issuperset(map(type, leaves)) and PLAIN.issuperset(map(type, update_leaves)):
-            sums = cast_like(apply("add", leaves, update_leaves), leaves)
-        else:
-            pairs = zip(leaves, update_leaves, strict=True)
-            sums = [_add(leaf, update, in_place=donate) for leaf, update in pairs]
-    except (AttributeError, TypeError, ValueError):
+        new_leaves = _sums(leaves, update_leaves, in_place=donate)
+    except (AttributeError, TypeError, ValueError):  # inputs are examined only if they fail, to save time
         check_floating("params", params)
         check_floating("updates", updates)
         check_updates_fit(params, updates)
         raise
     if not torch.compiler.is_compiling():
-        count_update_in_graph(leaves, sums)
-    return tree.unflatten(treedef, sums)
+        count_update_in_graph(leaves, new_leaves)
+    return tree.unflatten(treedef, new_leaves)
+
+
+def _have_equal_shapes(leaves: Sequence[Any], update_leaves: Sequence[Any]) -> bool:
+    """Return True if each update has the shape of its parameter. None fits any shape."""
+    for leaf, update in zip(leaves, update_leaves, strict=True):
+        if leaf is not None and update is not None and leaf.shape != update.shape:
+            return False
+    return True
+
+
+def _sums(leaves: list[Any], update_leaves: list[Any], *, in_place: bool) -> list[Any]:
+    """Return ``parameter + update`` for two lists, rounded to the parameter's dtype. Without update: the parameter."""
+    if not in_place and PLAIN.issuperset(map(type, [*leaves, *update_leaves])):
+        return cast_like(apply("add", leaves, update_leaves), leaves)  # one call for all tensors
+    pairs = zip(leaves, update_leaves, strict=True)
+    return [_add(leaf, update, in_place=in_place) for leaf, update in pairs]
 
 
 def _add(leaf: Tensor | None, update: Tensor | None, *, in_place: bool) -> Tensor | None:

@@ -32,17 +32,23 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def public_name(value: Any) -> str:
-    """Return the dotted name of a function, class or factory without submodules, such as "muonfx.momentum"."""
-    permanent_name = getattr(getattr(value, "definition", None), "name", None)
+    """Return the dotted name of a function, class or factory without submodules, such as "muonfx.momentum".
+
+    A factory may have a permanent name, such as "acme.my_momentum". Some functions written in C have no module.
+    """
+    definition = getattr(value, "definition", None)  # only a factory has one
+    permanent_name = getattr(definition, "name", None)
     if permanent_name is not None:
         return str(permanent_name)
-    module = str(getattr(value, "__module__", None) or "")
-    if module.partition(".")[0] == _PACKAGE:
-        module = _PACKAGE
-    elif module in _SCRIPTS:
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    module = getattr(value, "__module__", None)
+    if not module:
+        return str(name)
+    if module in _SCRIPTS:
         module = _name_of_script(module)
-    name = getattr(value, "__qualname__", None) or type(value).__qualname__
-    return f"{module}.{name}" if module else str(name)
+    elif module.partition(".")[0] == _PACKAGE:
+        module = _PACKAGE
+    return f"{module}.{name}"
 
 
 def _name_of_script(module: str) -> str:
@@ -56,29 +62,44 @@ def _name_of_script(module: str) -> str:
 
 
 def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
-    """Return an argument as text for fingerprints, equal in every process. ``nested`` converts items of containers."""
-    convert = nested or text_of
+    """Return an argument as text for fingerprints, equal in every process: "(1,2)" for the tuple ``(1, 2)``.
+
+    ``nested`` converts the items of containers.
+    """
+    if nested is None:
+        nested = text_of
     if isinstance(value, Tensor):
         return "*"
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if type(value) in (tuple, list):
-        return f"({','.join(map(convert, value))})"
+        return "(" + ",".join(map(nested, value)) + ")"
     if isinstance(value, Mapping):
-        return _text_of_mapping(cast("Mapping[Any, Any]", value), convert)
+        return _text_of_mapping(cast("Mapping[Any, Any]", value), nested)
     if isinstance(value, Set):
-        return f"{{{','.join(sorted(map(convert, cast('Set[Any]', value))))}}}"
-    if is_dataclass(value) and not isinstance(value, type) and not type(value).__name__.startswith("_"):
-        return code_of(value, convert)  # private classes, such as predicates, have a repr that names public functions
+        return "{" + ",".join(sorted(map(nested, cast("Set[Any]", value)))) + "}"
+    if _is_public_dataclass(value):
+        return code_of(value, nested)
     if isinstance(value, functools.partial):
-        return _text_of_partial(cast("functools.partial[Any]", value), convert)
-    if inspect.ismethod(value):
-        return f"{public_name(value.__func__)} of {convert(value.__self__)}"
-    if inspect.isfunction(value) and value.__name__ == "<lambda>":  # all lambdas of one scope share a name
-        return public_name(value) + _text_of_code(value.__code__)
+        return _text_of_partial(cast("functools.partial[Any]", value), nested)
     if inspect.isroutine(value) or inspect.isclass(value):
-        return public_name(value)
+        return _text_of_function(value, nested)
     return _MAIN.sub(lambda match: _name_of_script(match[0]), without_addresses(repr(value)))
+
+
+def _is_public_dataclass(value: object) -> bool:
+    """Return True for an instance of a dataclass, except private ones: their ``repr`` names public functions."""
+    kind = type(value)
+    return is_dataclass(kind) and not kind.__name__.startswith("_")
+
+
+def _text_of_function(function: Any, convert: Callable[[Any], str]) -> str:
+    """Return the public name of a function or class; the code too for a lambda, and the object for a method."""
+    if inspect.ismethod(function):
+        return f"{public_name(function.__func__)} of {convert(function.__self__)}"
+    if inspect.isfunction(function) and function.__name__ == "<lambda>":  # all lambdas of one scope share a name
+        return public_name(function) + _text_of_code(function.__code__)
+    return public_name(function)
 
 
 def _text_of_mapping(mapping: Mapping[Any, Any], convert: Callable[[Any], str]) -> str:
@@ -87,7 +108,7 @@ def _text_of_mapping(mapping: Mapping[Any, Any], convert: Callable[[Any], str]) 
     # The order of a dict is kept, since it may matter, for example for patterns over parameter names.
     if not isinstance(mapping, dict):
         pairs.sort()
-    return f"{{{','.join(pairs)}}}"
+    return "{" + ",".join(pairs) + "}"
 
 
 def _text_of_partial(partial: functools.partial[Any], convert: Callable[[Any], str]) -> str:
@@ -154,18 +175,19 @@ def _name_in_package(value: Any) -> str:
     For ``muonfx.routing.rules.ndim``, the modules ``muonfx``, ``muonfx.routing`` and ``muonfx.routing.rules`` are
     searched in this order, and the name is "routing.ndim".
     """
-    package, *submodules = (value.__module__ or "").split(".")  # None for a function in a bare exec()
+    name = value.__qualname__
+    module_name = value.__module__ or ""  # None for a function in a bare exec()
+    package, *submodules = module_name.split(".")
     if package != _PACKAGE:
-        return value.__qualname__
+        return name
     module = sys.modules[package]
-    path: list[str] = []
-    for submodule in [*submodules, None]:
-        if getattr(module, value.__qualname__, None) is value:
-            return ".".join([*path, value.__qualname__])
-        if submodule is not None:
-            module = getattr(module, submodule, None)
-            path.append(submodule)
-    return value.__qualname__
+    if getattr(module, name, None) is value:
+        return name
+    for length, submodule in enumerate(submodules, start=1):
+        module = getattr(module, submodule, None)
+        if getattr(module, name, None) is value:
+            return ".".join([*submodules[:length], name])
+    return name
 
 
 def same(a: Any, b: Any) -> bool:

@@ -67,9 +67,9 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
         ['momentum', 'rate']
     """
     entries = entries_of(transforms)
-    if not (_memory or torch.compiler.is_compiling()):
+    if not _memory and not torch.compiler.is_compiling():
         check_order("chain", entries)
-        _memory["checked"] = True  # the order does not depend on numbers, so it is not checked again when they change
+        _memory["order_is_checked"] = True  # the memory is shared with chains that differ only in numbers
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}
@@ -79,22 +79,28 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     ):
         """Pass the updates through the transforms in order. Return the last updates, and the states by name."""
         new_state: dict[str, PyTree] = {}
-        may_write = donate.updates
+        may_overwrite = donate.updates  # True if nothing else holds the tensors of the current updates
         for name, tx in entries.items():
-            out, new_state[name] = tx.run(
-                updates, state[name], params, donate=Donation(may_write, donate.state), **extras
-            )
-            # Nothing else holds new tensors of a transform that follows `Donation`, so the next one may overwrite them.
-            may_write = donate.state and tx._keeps_donation_promise and (may_write or is_new(out, updates))
+            donation = Donation(may_overwrite, donate.state)
+            out, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
+            if not (donate.state and tx._keeps_donation_promise):
+                may_overwrite = False  # the state of the transform may hold the tensors that it returned
+            elif not may_overwrite:
+                may_overwrite = is_new(out, updates)
             updates = out
         return updates, new_state
 
     return init, update
 
 
+def _summands(transforms: Any) -> list[Transform]:
+    """Return the transforms among the arguments of `add_updates`, which may have names."""
+    return list(entries_of(transforms, "add_updates").values())
+
+
 @transform(
-    locality=lambda *transforms: widest(entries_of(transforms, "add_updates").values()),
-    reads_params=lambda *transforms: any(tx.reads_params for tx in entries_of(transforms, "add_updates").values()),
+    locality=lambda *transforms: widest(_summands(transforms)),
+    reads_params=lambda *transforms: any(tx.reads_params for tx in _summands(transforms)),
 )
 def add_updates(*transforms: Transform | tuple[str, Transform]):
     """Apply several transforms to the same updates, and return the sum of their outputs.
@@ -128,12 +134,12 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
         """Return the sum of the outputs of all transforms for the same updates, and the states by name."""
-        treedef = tree.flatten(updates)[1]
+        _, treedef = tree.flatten(updates)
         sums: list[PyTree] = [None] * treedef.num_leaves
         new_state: dict[str, PyTree] = {}
+        donation = Donation(updates=False, state=donate.state)  # every transform receives the same updates
         for name, tx in entries.items():
-            # Every transform gets the same updates, so none may overwrite them.
-            out, new_state[name] = tx.run(updates, state[name], params, donate=Donation(False, donate.state), **extras)
+            out, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
             sums = list(map(_sum, sums, tree.subtrees(treedef, out)))
         return tree.unflatten(treedef, sums), new_state
 

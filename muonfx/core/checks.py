@@ -54,14 +54,20 @@ def _is_finite(number: float) -> bool:
     return -math.inf < number < math.inf
 
 
+def _has_no_value(argument: object) -> bool:
+    """Return True for a tensor, for ``object()``, by which optree replaces leaves, and for torch's symbolic numbers."""
+    kind = type(argument)
+    return isinstance(argument, Tensor) or kind is object or kind.__module__.startswith("torch")
+
+
 def _number(name: str, value: object, expected: str = "finite", fits: Callable[[float], bool] = _is_finite) -> Any:
     """Return an argument. Raise if it is not a finite number for which ``fits`` is True, as ``expected`` describes.
 
     Tensors, placeholders and symbolic numbers have no value to check and are returned.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        if isinstance(value, Tensor) or type(value) is object or type(value).__module__.startswith("torch"):
-            return value  # a tensor, a pytree library's placeholder for a leaf, or a symbolic number
+        if _has_no_value(value):
+            return value
         raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")
     if not _is_finite(value):
         raise ValueError(f"{name} must be finite, found {value!r}")
@@ -337,9 +343,10 @@ def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Struc
     if params is None:
         return update_leaves, update_treedef, update_specs
     leaves, treedef = tree.flatten(params)
+    specs = _specs(leaves)
+    # The two comparisons are fast. The checks are slow, and find the leaf for the message.
     if update_treedef != treedef:
         check_structure("updates", updates, "params", params)
-    specs = _specs(leaves)
     if update_specs != specs:
         _check_shapes(updates, update_leaves, leaves)
     return leaves, treedef, specs
@@ -393,7 +400,7 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
     if treedef != expected.structure:
         raise _wrong_structure(name, state, expected)
     specs = _specs(leaves)
-    if specs == expected.specs:
+    if specs == expected.specs:  # the usual case, in one comparison
         return
     for index, (spec, expected_spec) in enumerate(zip(specs, expected.specs, strict=True)):
         if expected_spec is None or spec == expected_spec:
@@ -401,14 +408,20 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
         leaf_name = shown_name(tree.names(state)[index])
         if spec is None:
             raise TypeError(f"state: {leaf_name} must be a tensor, found {type(leaves[index]).__name__}")
-        shape, dtype = spec
-        expected_shape, expected_dtype = expected_spec
-        if shape == expected_shape and not with_dtypes:
-            continue
-        raise ValueError(
-            f"state: {leaf_name} has shape {tuple(shape)} and dtype {dtype}, expected {tuple(expected_shape)} and "
-            f"{expected_dtype}; pass a state that was made by init(params) for these parameters and with these options"
-        )
+        if with_dtypes or spec[0] != expected_spec[0]:
+            raise _wrong_leaf(leaf_name, spec, expected_spec)
+
+
+def _wrong_leaf(
+    leaf_name: str, spec: tuple[torch.Size, torch.dtype], expected_spec: tuple[torch.Size, torch.dtype]
+) -> ValueError:
+    """Return the error of a leaf of a state with another shape or dtype than expected."""
+    shape, dtype = spec
+    expected_shape, expected_dtype = expected_spec
+    return ValueError(
+        f"state: {leaf_name} has shape {tuple(shape)} and dtype {dtype}, expected {tuple(expected_shape)} and "
+        f"{expected_dtype}; pass a state that was made by init(params) for these parameters and with these options"
+    )
 
 
 def _wrong_structure(name: str, state: PyTree, expected: ExpectedState) -> ValueError:
@@ -454,7 +467,7 @@ def count_update_in_graph(params: Sequence[object], new_params: Sequence[object]
 
 
 def warn_of_growing_graphs(
-    caller: str, params: PyTree, leaves: Sequence[object], updates: PyTree, numbers: Sequence[Tensor] | None = None
+    caller: str, params: PyTree, leaves: Sequence[object], updates: PyTree, numbers: Sequence[Tensor] = ()
 ) -> None:
     """Warn if parameters were not detached, so that their autograd graph grows with every step.
 
@@ -468,8 +481,8 @@ def warn_of_growing_graphs(
         params: the parameters.
         leaves: the leaves of ``params``, which the caller has already.
         updates: the updates of this step.
-        numbers: the tensors among the transform's arguments, from `update` only. If one requires gradients, the user
-            differentiates through the steps by it, and there is no warning.
+        numbers: the tensors among the transform's arguments. If one requires gradients, the user differentiates
+            through the steps by it, and there is no warning.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -483,18 +496,17 @@ def warn_of_growing_graphs(
     index = _index_of_graph(leaves)
     if index is None:
         return
-    if numbers is not None and any(number.requires_grad for number in numbers):
+    if any(number.requires_grad for number in numbers):
         return
     updates_have_graph = any(leaf.requires_grad for leaf in tree.tensors(updates))
     if not updates_have_graph:
         reason = "because the gradients have no graph"
-        warnings.warn(_growing_graph(caller, tree.names(params)[index], reason), UserWarning, stacklevel=3)
-        return
-    # A step calls `update` and then `apply_updates`. Only `update` passes numbers, and only it warns of a long graph.
-    is_update = numbers is not None
-    if is_update and updates_in_graph(leaves[index]) == MANY_UPDATES:  # not `>=`: warn at one step only
+    elif caller == "update" and updates_in_graph(leaves[index]) == MANY_UPDATES:
+        # "apply_updates" follows in the same step. Not `>=`: there is one warning.
         reason = f"because one graph records the last {MANY_UPDATES} updates"
-        warnings.warn(_growing_graph(caller, tree.names(params)[index], reason), UserWarning, stacklevel=3)
+    else:
+        return
+    warn_caller(_growing_graph(caller, tree.names(params)[index], reason))
 
 
 def _growing_graph(caller: str, name: str, reason: str) -> str:

@@ -59,13 +59,11 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
     if functorch_is_active() or is_traced():
         return NOTHING, updates, state  # memory cannot be compared here
     update_leaves = tree.leaves(updates)
-    state_leaves = tree.leaves(state)
-    shared = _sharing([*update_leaves, *state_leaves, *tree.leaves(params)])
-    if not shared:
-        return donate, updates, state
-    if donate.updates:
+    # The indices of shared tensors in one list: first those of the updates, then of the state and the parameters.
+    shared = _sharing([*update_leaves, *tree.leaves(state), *tree.leaves(params)])
+    if shared and donate.updates:
         updates = _with_clones(updates, shared, start=0)
-    if donate.state:
+    if shared and donate.state:
         state = _with_clones(state, shared, start=len(update_leaves))
     return donate, updates, state
 
@@ -94,12 +92,12 @@ def _with_clones(values: PyTree, shared: set[int], *, start: int) -> PyTree:
 
 def _repeated(leaves: Sequence[Any]) -> set[int]:
     """Return the indices of tensors that occur more than once."""
-    index_of: dict[Tensor, int] = {}
+    first_index_of: dict[Tensor, int] = {}  # tensors are compared as objects here, not by their elements
     repeated: set[int] = set()
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
-        first_index = index_of.setdefault(leaf, index)
+        first_index = first_index_of.setdefault(leaf, index)
         if first_index != index:
             repeated |= {first_index, index}
     return repeated
@@ -107,18 +105,16 @@ def _repeated(leaves: Sequence[Any]) -> set[int]:
 
 def _sharing(leaves: Sequence[Any]) -> set[int]:
     """Return the indices of tensors that share memory with another tensor, or whose own elements overlap."""
-    indices: list[int] = []
+    indices: list[int] = []  # for each of the tensors, its index among the leaves
     tensors: list[Tensor] = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             indices.append(index)
-            tensors.append(leaf)
-    if not PLAIN.issuperset(map(type, tensors)):
-        tensors = [_in_memory(tensor) for tensor in tensors]
+            tensors.append(leaf if type(leaf) in PLAIN else _plain_tensor(leaf))
     return {indices[position] for position in sharing(tensors)}
 
 
-def _in_memory(leaf: Tensor) -> Tensor:
+def _plain_tensor(leaf: Tensor) -> Tensor:
     """Return the plain tensor that stores the elements of a leaf, such as the local tensor of a DTensor."""
     while type(leaf) not in PLAIN and hasattr(leaf, "__tensor_flatten__"):
         inner: Any = leaf
@@ -129,9 +125,9 @@ def _in_memory(leaf: Tensor) -> Tensor:
 def check_writable(tree_name: str, params: PyTree) -> None:
     """Raise ValueError if a parameter's elements share memory, as after ``expand()``, so in-place updates fail."""
     for index, leaf in enumerate(tree.leaves(params)):
-        if type(leaf) in PLAIN and leaf.is_contiguous():
+        if type(leaf) in PLAIN and leaf.is_contiguous():  # the usual case, which needs no search
             continue
-        if isinstance(leaf, Tensor) and overlaps_itself(_in_memory(leaf)):
+        if isinstance(leaf, Tensor) and overlaps_itself(_plain_tensor(leaf)):
             raise ValueError(
                 f"{tree_name}: {tree.names(params)[index]!r} has shape {tuple(leaf.shape)} and strides "
                 f"{leaf.stride()}, so several elements share memory (as after expand()), expected a tensor that can be "

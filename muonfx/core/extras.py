@@ -71,9 +71,13 @@ def _check_signature(beginning: str, function: Callable[..., object], form: str,
         signature = inspect.signature(function)
     except ValueError:  # a function written in C may have no signature
         return
-    named = [parameter.name for parameter in signature.parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
+    args = [None] * positional
+    kwargs: dict[str, None] = {}
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            kwargs[parameter.name] = None
     try:
-        signature.bind(*[None] * positional, **dict.fromkeys(named))
+        signature.bind(*args, **kwargs)  # compares the numbers and names of arguments only, not the values
     except TypeError as error:
         raise TypeError(f"{beginning} must take {form}; it takes {signature}: {error}") from None
 
@@ -84,24 +88,19 @@ def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_n
     They follow from its signature and, if it has ``**extras``, from the extra arguments of the transforms that it calls
     (``inner``). If it calls none (``calls_none``), ``**extras`` accepts any name.
     """
-    named: set[str] = set()
-    required: set[str] = set()
-    takes_all = False
-    for parameter in inspect.signature(update).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            named.add(parameter.name)
-            if parameter.default is parameter.empty:
-                required.add(parameter.name)
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            takes_all = True
-    understood: frozenset[str] | None = frozenset(named - _OUR_EXTRAS)
-    if takes_all and calls_none:
-        understood = None
+    parameters = inspect.signature(update).parameters.values()
+    keyword_only = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    named = frozenset([parameter.name for parameter in keyword_only])
+    required = {parameter.name for parameter in keyword_only if parameter.default is parameter.empty}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    understood: frozenset[str] | None = named - _OUR_EXTRAS
     if takes_all:
         for extras in inner:
             required |= extras.required - named  # an argument that this signature names with a default is optional
             understood = _union(understood, extras.understood)
-    return Extras(frozenset(named), takes_all, frozenset(required - {"sum_over_leaves"}), understood)
+        if calls_none:
+            understood = None  # any name
+    return Extras(named, takes_all, frozenset(required - {"sum_over_leaves"}), understood)
 
 
 def _union(names: frozenset[str] | None, further_names: frozenset[str] | None) -> frozenset[str] | None:

@@ -78,16 +78,29 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
 
 def _unknown_names(unknown: list[str], names: list[str]) -> KeyError:
     """Return the error for hyperparameters that a transform does not have: "momentum.deacy" of "momentum.decay"."""
-    argument_of = {name: name.rpartition(".")[2] for name in names}
-    arguments = set(argument_of.values())
-    wanted_argument = unknown[0].rpartition(".")[2]
-    close_arguments = [wanted_argument]
-    if wanted_argument not in arguments:
-        close_arguments = closest(wanted_argument, arguments)
-    close = [name for name, argument in argument_of.items() if argument in close_arguments]
-    close = close[:3] or closest(unknown[0], names)
-    advice = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+    close = _close_names(unknown[0], names)
+    advice = ""
+    if close:
+        advice = f" (did you mean {' or '.join(map(repr, close))}?)"
     return KeyError(f"no hyperparameter {', '.join(unknown)}{advice}; there are {', '.join(names) or 'none'}")
+
+
+def _close_names(unknown: str, names: list[str]) -> list[str]:
+    """Return up to three dotted names whose last component is, or resembles, the last one of an unknown name.
+
+    >>> _close_names("mu.deacy", ["momentum.decay", "scale.factor"])
+    ['momentum.decay']
+    """
+    last_component_of = {name: name.rpartition(".")[2] for name in names}
+    components = set(last_component_of.values())
+    component = unknown.rpartition(".")[2]
+    similar = [component]
+    if component not in components:
+        similar = closest(component, components)
+    close = [name for name in names if last_component_of[name] in similar]
+    if close:
+        return close[:3]
+    return closest(unknown, names)
 
 
 def stack(transforms: Sequence[R]) -> R:

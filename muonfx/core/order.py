@@ -16,7 +16,7 @@ from muonfx import tree
 from muonfx.core.checks import warn_caller
 from muonfx.core.transform import Position, Transform, within
 
-_AFTER = {"after_learning_rate", "last", "last_observer"}
+_AFTER = {"after_learning_rate", "last", "last_observer"}  # positions that require the final updates
 _LAST = {"last", "last_observer"}
 _OBSERVERS = {"observer", "last_observer"}
 
@@ -32,9 +32,9 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
         if error:
             raise ValueError(f"{chain}: {error}")
     for earlier, later in pairs:
-        doubt = _doubt(earlier, later)
-        if doubt:
-            warn_caller(f"{chain}: {doubt}")
+        warning = _warning(earlier, later)
+        if warning:
+            warn_caller(f"{chain}: {warning}")
             return
     warn_of_skipped_steps(chain, members)
 
@@ -55,26 +55,27 @@ def _ordered_pairs(members: Mapping[str, Transform]) -> list[tuple[_Placed, _Pla
 
 def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
     """Warn of transforms that act at every micro-batch, because they are outside an `accumulate`."""
-    wrappers: dict[str, Transform] = {}
+    wrapper_of: dict[str, Transform] = {}  # by member of the chain, an `accumulate` in it
     for name, tx in members.items():
         wrapper = _skipping_in(tx)
         if wrapper is not None:
-            wrappers[name] = wrapper
-    if not wrappers:
+            wrapper_of[name] = wrapper
+    if not wrapper_of:
         return
-    wrapper_name, wrapper = next(iter(wrappers.items()))
-    is_after_wrapper = False
+    first_name, *_ = wrapper_of
+    wrapper = wrapper_of[first_name]
+    receives_zeros = False  # members before the first `accumulate` receive gradients
     for name, tx in members.items():
-        if name in wrappers:
-            is_after_wrapper = True
+        if name in wrapper_of:
+            receives_zeros = True
             continue
         for inner in within(tx):
-            effect = _effect_of_every_call(inner, after_zeros=is_after_wrapper)
+            effect = _effect_of_every_call(inner, after_zeros=receives_zeros)
             if effect:
                 example = f"{wrapper.name}(chain(..., {inner.name}(...)), ...)"
                 warn_caller(
                     f"{chain}: {inner.name} in {name!r} {effect} at every micro-batch, because it is outside of "
-                    f"{wrapper.name} in {wrapper_name!r}: move it inside, as in {example}"
+                    f"{wrapper.name} in {first_name!r}: move it inside, as in {example}"
                 )
                 return
 
@@ -88,19 +89,25 @@ def _skipping_in(tx: Transform) -> Transform | None:
 
 
 def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
-    """Return what a transform without inner transforms does even if an update is zero: a verb phrase, or ""."""
+    """Return what a call of a transform does even if updates are zero, such as "changes its state"; "" for nothing.
+
+    A transform with inner transforms counts as nothing, since they have effects of their own. ``after_zeros`` is True
+    if the transform receives updates of zero at most calls.
+    """
     if tx._schedules:
         return "advances its schedule"
     if tx.children or tx.position == "observer":
         return ""
-    # Names, shapes and masks of the parameters are not known here, so a transform that depends on them may raise.
+    # The parameters are not known here, so the transform runs on an example.
     params = {"w": torch.ones(2, 2)}
+    zeros = {"w": torch.zeros(2, 2)}
     try:
         state = tx.functions.init(params)
-        updates, _ = tx.run(tree.map(torch.zeros_like, params), state, params)
-    except Exception:
+        updates, _ = tx.run(zeros, state, params)
+    except Exception:  # it depends on the names, shapes or masks of the real parameters
         return ""
-    if list(tree.tensors(state)):
+    has_state = len(list(tree.tensors(state))) > 0
+    if has_state:
         return "changes its state"
     if after_zeros and any(bool(leaf.any()) for leaf in tree.tensors(updates)):
         return "changes the parameters"
@@ -127,8 +134,8 @@ def _positioned(member: str, tx: Transform) -> Iterator[_Placed]:
 
 def _error(earlier: _Placed, later: _Placed) -> str:
     """Return an error message if the order of two transforms in a chain is wrong, else an empty string."""
-    is_rate = later.position == "learning_rate"
-    if earlier.position == "learning_rate" and is_rate:
+    later_is_rate = later.position == "learning_rate"
+    if earlier.position == "learning_rate" and later_is_rate:
         return (
             f"found learning rates in {earlier.member!r} and {later.member!r}, expected one: each reverses the sign of "
             "the updates, so both together increase the loss. Remove one of them, or replace it by scale(...)"
@@ -138,8 +145,8 @@ def _error(earlier: _Placed, later: _Placed) -> str:
             f"{later.tx.name} comes after the learning rate in {earlier.member!r}, but it requires updates in the "
             f"direction of the gradient; put it before {earlier.member!r}"
         )
-    if earlier.position in _AFTER and (is_rate or later.position == "turns"):
-        reversal = "the learning rate" if is_rate else "the negative scale"
+    if earlier.position in _AFTER and (later_is_rate or later.position == "turns"):
+        reversal = "the learning rate" if later_is_rate else "the negative scale"
         message = (
             f"{earlier.tx.name} comes before {reversal} in {later.member!r}, but it requires the updates that are "
             f"added to the parameters; put it after {later.member!r}"
@@ -150,7 +157,7 @@ def _error(earlier: _Placed, later: _Placed) -> str:
     return ""
 
 
-def _doubt(earlier: _Placed, later: _Placed) -> str:
+def _warning(earlier: _Placed, later: _Placed) -> str:
     """Return a warning if the order of two transforms in a chain is probably a mistake, else an empty string."""
     if earlier.position == "learning_rate" and later.position == "sets_size":
         return (
@@ -172,17 +179,20 @@ def signs(tx: Transform) -> frozenset[int]:
 
 
 def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
-    """Return the possible `signs` of a transform's updates, given the signs of each transform that it calls."""
-    possible = frozenset({_sign_without_inner(tx)})
+    """Return the possible `signs` of a transform's updates, given the signs of each transform that it calls.
+
+    A chain of transforms with the signs {1} and {-1} has the sign {-1}: signs in sequence multiply. A `partition` of
+    them has {1, -1}, since the updates of a wrapper may be those of any transform that it calls.
+    """
+    possible_signs = frozenset({_sign_without_inner(tx)})
     if tx.declaration.combinator.in_sequence:
-        for signs_of_member in inner:
-            possible = _products(possible, signs_of_member)
-        return possible
-    # The updates of a wrapper may be those of any transform that it calls.
-    union: frozenset[int] = frozenset().union(*inner)  # dynamo cannot call `frozenset[int]`
-    if not union:
-        return possible
-    return _products(possible, union)
+        for member_signs in inner:
+            possible_signs = _products(possible_signs, member_signs)
+        return possible_signs
+    inner_signs: frozenset[int] = frozenset().union(*inner)  # dynamo cannot call `frozenset[int]`
+    if not inner_signs:  # it calls no transform
+        return possible_signs
+    return _products(possible_signs, inner_signs)
 
 
 def _products(signs: frozenset[int], factors: frozenset[int]) -> frozenset[int]:
@@ -196,13 +206,10 @@ def _products(signs: frozenset[int], factors: frozenset[int]) -> frozenset[int]:
 def _sign_without_inner(tx: Transform) -> int:
     """Return -1 if a transform itself reverses the sign of updates, 1 if it keeps the sign, and 0 if unknown."""
     position = tx.position
-    if position in ("learning_rate", "turns"):
+    if position in ("learning_rate", "turns"):  # "turns" is declared by a negative scale, for example
         return -1
     if position == "either_sign":
         return 0
-    # A third-party transform without a position may reverse updates.
-    module = tx.factory.__module__ or ""  # None for a factory in a bare exec()
-    is_ours = module.partition(".")[0] == __name__.partition(".")[0]
-    if position is None and not is_ours:
+    if position is None and not tx.factory.definition.is_ours:  # nothing is known of other packages
         return 0
     return 1

@@ -28,10 +28,20 @@ def _row(tx: Any, title: str) -> Row:
         if not _is_transform(tx, inner):
             continue
         argument = name.rpartition(".")[2]  # "inner" for "cautious.inner"
-        # "inner: momentum"; a member of a chain is called as its transform, and a transparent wrapper has no name.
-        inner_title = inner.name if argument in ("", "tx", inner.name) else f"{argument}: {inner.name}"
-        rows.append(_row(inner, inner_title))
-    return Row((title, tx.locality.name, ", ".join(_shown_arguments(tx))), tuple(rows))
+        rows.append(_row(inner, _title(argument, inner.name)))
+    arguments = ", ".join(_shown_arguments(tx))
+    return Row((title, tx.locality.name, arguments), tuple(rows))
+
+
+def _title(argument: str, name: str) -> str:
+    """Return the title of a transform that is an argument of another one, such as "inner: momentum".
+
+    A member of a chain has its own name as argument, and the only transform in a wrapper "" or "tx": the title is then
+    the name alone.
+    """
+    if argument in ("", "tx", name):
+        return name
+    return f"{argument}: {name}"
 
 
 def _is_transform(tx: Any, value: object) -> bool:

@@ -71,15 +71,18 @@ class Condition(ABC):
 
 
 class _Choice(NamedTuple):
-    """A value for each parameter name: its label, or True if it is selected."""
+    """The choice of labels or of a mask for each parameter."""
 
-    values: dict[str, Any]
-    routed: RoutedLabels | None = None
+    value_of: dict[str, Any]
+    """A dict from parameter name to its label, or to True if it is selected: ``{"w": "muon"}`` or ``{"w": True}``."""
+    routed_labels: RoutedLabels | None = None
     """The same labels with their reasons, if `muonfx.routing` made them."""
 
 
 class _Chooser:
-    """Returns a value for each parameter, from the argument ``labels`` of `partition` or ``mask`` of `masked`.
+    """Chooses a value for each parameter by the argument ``labels`` of `partition` or ``mask`` of `masked`.
+
+    A value is a label, such as "muon", or True or False.
 
     Args:
         argument: the name of the argument, for errors.
@@ -94,7 +97,6 @@ class _Chooser:
     def __init__(
         self, argument: str, source: object, expected: str, kinds: tuple[type, ...], memory: Memory | None = None
     ) -> None:
-        # Two likely mistakes, for which the general error would not help.
         if isinstance(source, Condition) and source.needs_modules():
             raise _condition_on_modules(argument, source)
         if isinstance(source, torch.nn.Module):
@@ -103,10 +105,8 @@ class _Chooser:
         self.source = source
         self.expected = expected
         self.kinds = kinds
-        if memory is None:
-            memory = {}
-        self._choice_of: dict[Any, _Choice] = memory
-        """The cache: by the `_cache_key` of parameters, their values."""
+        self._cache: dict[Any, _Choice] = {} if memory is None else memory
+        """A dict from the `_cache_key` of some parameters to the choice for them."""
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> _Choice:
         """Return the value of each parameter, from the cache if these parameters were seen before.
@@ -115,15 +115,15 @@ class _Chooser:
         """
         names = tree.names(params)
         key = self._cache_key(params, names)
-        if key in self._choice_of:
-            return self._choice_of[key]
+        if key in self._cache:
+            return self._cache[key]
         if torch.compiler.is_compiling():  # a trace may not change the cache
             return self._choose(params, names)
         with warnings.catch_warnings():
             if quiet:
                 warnings.simplefilter("ignore")
             choice = self._choose(params, names)
-        self._choice_of[key] = choice
+        self._cache[key] = choice
         return choice
 
     def _cache_key(self, params: PyTree, names: list[str]) -> object:
@@ -136,19 +136,19 @@ class _Chooser:
         specs = map(_shape_and_dtype, tree.leaves(params))
         return tuple(zip(names, specs, strict=True))
 
-    def of_updates(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
+    def for_step(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
         """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step. It issues no warnings.
 
         ``params`` may be None. The updates then give the names, shapes and dtypes. A function that chooses values may
         read the shape of any parameter, so an update of None, which has no shape, is an error.
         """
         if params is not None:
-            return self(params, quiet=True).values
+            return self(params, quiet=True).value_of
         if callable(self.source):
             for name, leaf in tree.named_leaves(updates):
                 if leaf is None:
                     raise _unknown_shape(self.argument, name)
-        return self(updates, quiet=True).values
+        return self(updates, quiet=True).value_of
 
     def _choose(self, params: PyTree, names: list[str]) -> _Choice:
         """Return the value of each parameter, without the cache. Raise if one has no value or a wrong one.
@@ -163,7 +163,8 @@ class _Chooser:
             chosen = source(params)
         else:
             chosen = source
-        if isinstance(chosen, Mapping) and self._is_by_name(chosen):
+        is_by_name = isinstance(chosen, Mapping) and self._has_only_values(chosen)
+        if is_by_name:
             return self._choose_by_name(chosen, names)
         return self._choose_by_tree(chosen, names)
 
@@ -182,8 +183,8 @@ class _Chooser:
                 raise TypeError(f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}")
         return _Choice(value_of)
 
-    def _is_by_name(self, source: Mapping[Any, Any]) -> bool:
-        """Return True if a mapping has names and values; any other mapping is a tree."""
+    def _has_only_values(self, source: Mapping[Any, Any]) -> bool:
+        """Return True if a mapping has names as keys, and values such as labels. Any other mapping is a tree."""
         return all(isinstance(key, str) and isinstance(value, self.kinds) for key, value in source.items())
 
     def _choose_by_name(self, source: Mapping[str, Any], names: list[str]) -> _Choice:
@@ -195,10 +196,11 @@ class _Chooser:
                 f"{self.argument}: found no value for {format_list(missing)}, expected {self.expected} for each "
                 "parameter: add them, or select a whole subtree with a pattern, as in muonfx.routing.path('head.*')"
             )
-        values = {name: source[key] for name, key in key_of.items()}
-        if isinstance(source, RoutedLabels):
-            return _Choice(values, source.for_names(key_of))
-        return _Choice(values)
+        value_of = {name: source[key] for name, key in key_of.items()}
+        routed_labels = None
+        if isinstance(source, RoutedLabels):  # labels with reasons, under the names of these parameters
+            routed_labels = source.for_names(key_of)
+        return _Choice(value_of, routed_labels)
 
 
 def _shape_and_dtype(leaf: torch.Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
@@ -235,14 +237,17 @@ def _unknown_shape(argument: str, name: str) -> ValueError:
 def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
     """Return a dict from parameter name to its key in a mapping, also if a wrapper such as DDP renamed the parameters.
 
+    A parameter without a key is left out.
+
     >>> _keys_of(["module.fc.weight"], {"fc.weight": "muon"})
     {'module.fc.weight': 'fc.weight'}
     """
-    if all(name in source for name in names):
-        return dict(zip(names, names, strict=True))
+    exact_keys = {name: name for name in names if name in source}
+    if len(exact_keys) == len(names):
+        return exact_keys
     key_of_plain_name = {plain_name: key for key, plain_name in unwrapped(source).items()}
-    if len(key_of_plain_name) < len(source):  # two keys differ by a wrapper only
-        key_of_plain_name = {}
+    if len(key_of_plain_name) < len(source):  # two keys have one plain name, so plain names are ambiguous
+        return exact_keys
     key_of: dict[str, str] = {}
     for name, plain_name in unwrapped(names).items():
         if name in source:
@@ -309,17 +314,29 @@ def _require_known_labels(labels: Mapping[str, str | None], transforms: Mapping[
             )
 
 
+def _check_labels(choice: _Choice, transforms: Mapping[str, Transform], params: PyTree) -> None:
+    """Raise if labels do not fit the transforms and the parameters; warn of labels that are probably a mistake."""
+    _require_known_labels(choice.value_of, transforms)
+    if choice.routed_labels is not None:
+        choice.routed_labels.check_shapes(transforms, params)
+        choice.routed_labels.warn_of_views(transforms)
+    for label in transforms:
+        if label not in choice.value_of.values():
+            _warn_of_unused_label(label, choice)
+
+
 def _warn_of_unused_label(label: str, choice: _Choice) -> None:
     """Warn that no parameter has a label. The warning counts the other labels, and has up to five of their reasons."""
     message = f"partition: no parameter has the label {label!r}; its transform does nothing"
-    if choice.values:
-        counts = [f"{label!r} for {count}" for label, count in Counter(choice.values.values()).items()]
-        message += f". The labels of the {len(choice.values)} parameters are {', '.join(counts)}"
+    labels = list(choice.value_of.values())
+    if labels:
+        counts = [f"{used_label!r} for {count}" for used_label, count in Counter(labels).items()]
+        message += f". The labels of the {len(labels)} parameters are {', '.join(counts)}"
     else:
         message += ": there are no parameters"
     reasons: list[str] = []
-    if choice.routed is not None:
-        reasons = choice.routed.reasons()
+    if choice.routed_labels is not None:
+        reasons = choice.routed_labels.reasons()
     if len(reasons) > 5:
         reasons = [*reasons[:5], "..."]
     if reasons:
@@ -338,16 +355,16 @@ def mask_patterns(tx: Transform) -> list[NamePatterns]:
 def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     """Return an equal `partition` whose labels are a plain mapping by name, so that it also works on shards."""
     choice = _label_chooser(tx.arguments["labels"])(params)
-    if choice.routed is None:
-        return tx.replace(labels=choice.values)
-    choice.routed.check_shapes(tx.arguments["transforms"], params)
+    if choice.routed_labels is None:
+        return tx.replace(labels=choice.value_of)
+    choice.routed_labels.check_shapes(tx.arguments["transforms"], params)
     # The resolved transform may run on shards, whose dims differ: a 0-d parameter is 1-d in a flat buffer.
-    return tx.replace(labels=choice.routed.without_shapes())
+    return tx.replace(labels=choice.routed_labels.without_shapes())
 
 
 def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
     """Return the names that a `partition` does not update: the label is None, or its transform leaves them out."""
-    labels = _label_chooser(tx.arguments["labels"])(params, quiet=True).values
+    labels = _label_chooser(tx.arguments["labels"])(params, quiet=True).value_of
     transforms = tx.arguments["transforms"]
     names = {name for name, label in labels.items() if label is None}
     for label, leaves in _leaves_by_label(labels, transforms, params).items():
@@ -357,18 +374,18 @@ def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
 
 def _left_out_by_mask(tx: Transform, params: PyTree) -> set[str]:
     """Return the names of the selected parameters that the inner transform of `masked` does not update."""
-    is_selected = _mask_chooser("masked: mask", tx.arguments["mask"])(params, quiet=True).values
+    is_selected = _mask_chooser("masked: mask", tx.arguments["mask"])(params, quiet=True).value_of
     return left_out(tx.arguments["inner"], _selected_leaves(is_selected, params))
 
 
 def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
     """Return an equal `masked` whose mask is a plain dict by name, so that it also works on shards."""
-    return tx.replace(mask=_mask_chooser("masked: mask", tx.arguments["mask"])(params).values)
+    return tx.replace(mask=_mask_chooser("masked: mask", tx.arguments["mask"])(params).value_of)
 
 
 @transform(
     locality=lambda transforms, labels: widest(transforms.values()),
-    combinator=Combinator(Locality.ELEMENT, leaves_out=_left_out_by_labels),
+    combinator=Combinator(own_locality=Locality.ELEMENT, leaves_out=_left_out_by_labels),
     resolve=_resolve_partition,
 )
 @with_memory
@@ -407,39 +424,31 @@ def partition(
         {'w': tensor([-0.1000]), 'b': tensor([-1.])}
     """
     _require_transforms(transforms)
-    choose = _label_chooser(labels, _memory)
+    choose_labels = _label_chooser(labels, _memory)
 
     def init(params: PyTree) -> dict[str, PyTree]:
         """Return the state of each group, by label. Check the labels, and warn of probable mistakes."""
-        choice = choose(params)
-        _require_known_labels(choice.values, transforms)
-        if choice.routed is not None:
-            choice.routed.check_shapes(transforms, params)
-            choice.routed.warn_of_views(transforms)
-        for label in transforms:
-            if label not in choice.values.values():
-                _warn_of_unused_label(label, choice)
-        state: dict[str, PyTree] = {}
-        for label, leaves in _leaves_by_label(choice.values, transforms, params).items():
-            state[label] = transforms[label].functions.init(leaves)
-        return state
+        choice = choose_labels(params)
+        _check_labels(choice, transforms, params)
+        params_of = _leaves_by_label(choice.value_of, transforms, params)
+        return {label: tx.functions.init(params_of[label]) for label, tx in transforms.items()}
 
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
         """Run each transform on the leaves of its group, which it receives as a flat dict by name."""
-        labels = choose.of_updates(updates, params)
-        _require_known_labels(labels, transforms)
-        updates_of = _leaves_by_label(labels, transforms, updates)
+        label_of = choose_labels.for_step(updates, params)  # by parameter name
+        _require_known_labels(label_of, transforms)
+        updates_of = _leaves_by_label(label_of, transforms, updates)
         params_of: dict[str, Any] = dict.fromkeys(transforms)
         if params is not None:
-            params_of = _leaves_by_label(labels, transforms, params)
-        new_updates: dict[str, Any] = dict.fromkeys(labels)  # None for parameters with the label None
+            params_of = _leaves_by_label(label_of, transforms, params)
+        new_updates: dict[str, Any] = dict.fromkeys(label_of)  # None for parameters with the label None
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():
             out, new_state[label] = tx.run(updates_of[label], state[label], params_of[label], donate=donate, **extras)
             new_updates.update(out)
-        treedef = tree.flatten(updates)[1]
+        _, treedef = tree.flatten(updates)
         return tree.unflatten(treedef, new_updates.values()), new_state
 
     return init, update
@@ -447,7 +456,7 @@ def partition(
 
 @transform(
     locality=lambda inner, mask: inner.locality,
-    combinator=Combinator(Locality.ELEMENT, leaves_out=_left_out_by_mask),
+    combinator=Combinator(own_locality=Locality.ELEMENT, leaves_out=_left_out_by_mask),
     resolve=_resolve_masked,
     name_patterns=mask_patterns,
 )
@@ -483,18 +492,22 @@ def masked(
     choose = _mask_chooser("masked: mask", mask, _memory)
 
     def init(params: PyTree) -> PyTree:
-        return inner.functions.init(_selected_leaves(choose(params).values, params))
+        """Return the state of the inner transform for the selected parameters."""
+        is_selected = choose(params).value_of
+        return inner.functions.init(_selected_leaves(is_selected, params))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run the inner transform on the selected leaves. Return the other updates unchanged."""
-        is_selected = choose.of_updates(updates, params)
+        is_selected = choose.for_step(updates, params)  # by parameter name
+        selected_updates = _selected_leaves(is_selected, updates)
+        selected_params = None
         if params is not None:
-            params = _selected_leaves(is_selected, params)
-        out, state = inner.run(_selected_leaves(is_selected, updates), state, params, donate=donate, **extras)
+            selected_params = _selected_leaves(is_selected, params)
+        out, new_state = inner.run(selected_updates, state, selected_params, donate=donate, **extras)
         leaves, treedef = tree.flatten(updates)
-        new_updates = dict(zip(is_selected, leaves, strict=True))
-        new_updates.update(out)
-        return tree.unflatten(treedef, new_updates.values()), state
+        update_of = dict(zip(is_selected, leaves, strict=True))
+        update_of.update(out)  # keeps the order of the leaves
+        return tree.unflatten(treedef, update_of.values()), new_state
 
     return init, update
 
@@ -507,4 +520,4 @@ def resolve_mask(argument: str, mask: object, memory: Memory | None = None) -> C
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))
     choose = _mask_chooser(argument, mask, memory)
-    return lambda params: list(choose(params).values.values())
+    return lambda params: list(choose(params).value_of.values())

@@ -57,19 +57,25 @@ def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
     if not names:
         return
     for pattern in patterns:
-        candidates = set(names)
-        if pattern.required:
-            candidates.update(unwrapped(names).values())
-        matched: set[str] = set()
-        for group in pattern.groups:
-            matches = {name for name in candidates if _matches(name, group)}
-            if not matches:
-                _report(pattern, group, f"matches none of the {len(names)} parameters; {_advice(group, names)}")
-            elif matches <= matched:
-                problem = "matches only names that an earlier pattern matches, and the first counts: "
-                _report(pattern, group, problem + format_list(sorted(matches), shown_name))
-            elif pattern.first_counts:
-                matched |= matches
+        _check_groups(pattern, names)
+
+
+def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
+    """Report each group of globs of a pattern that selects no parameter, by a warning or an error."""
+    candidates = set(names)
+    if pattern.required:  # transforms with required globs also match names without "module." and other wrappers
+        candidates.update(unwrapped(names).values())
+    matched_before: set[str] = set()
+    for group in pattern.groups:
+        matches = {name for name in candidates if _matches(name, group)}
+        if not matches:
+            _report(pattern, group, f"matches none of the {len(names)} parameters; {_advice(group, names)}")
+            continue
+        if pattern.first_counts and matches <= matched_before:
+            shown_matches = format_list(sorted(matches), shown_name)
+            problem = f"matches only names that an earlier pattern matches, and the first counts: {shown_matches}"
+            _report(pattern, group, problem)
+        matched_before |= matches
 
 
 def _matches(name: str, globs: tuple[str, ...]) -> bool:

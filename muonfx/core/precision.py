@@ -21,13 +21,14 @@ def product_dtypes(tx: Transform, param_dtypes: Iterable[torch.dtype], device: t
     Transforms without matrix products are left out.
     """
     # For float64 parameters, "auto" is float64. For all others it is one dtype.
-    dtype = torch.float64 if set(param_dtypes) == {torch.float64} else torch.float32
-    dtypes: dict[str, str] = {}
+    param_dtype = torch.float64 if set(param_dtypes) == {torch.float64} else torch.float32
+    name_of_dtype: dict[str, str] = {}
     for name, inner in _named_transforms(tx):
         rounds_to = inner.declaration.matrices.rounds_to
         if rounds_to is not None:
-            dtypes[name] = str(rounds_to(inner, dtype, device)).removeprefix("torch.")
-    return dtypes
+            product_dtype = rounds_to(inner, param_dtype, device)
+            name_of_dtype[name] = str(product_dtype).removeprefix("torch.")
+    return name_of_dtype
 
 
 def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
@@ -39,11 +40,13 @@ def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device
     compute_dtypes = product_dtypes(tx, param_dtypes, device)
     libraries: dict[str, str] = {}
     for name, inner in _named_transforms(tx):
-        if name in compute_dtypes and inner.arguments.get("products") == "auto":
-            dtypes = [compute_dtypes[name]]
-            if dtypes == ["bfloat16"] and inner.arguments.get("dtype") == "auto":
-                dtypes.append("float16")
-            libraries[name] = _library(dtypes, device)
+        if name not in compute_dtypes or inner.arguments.get("products") != "auto":
+            continue
+        compute_dtype = compute_dtypes[name]
+        dtypes = [compute_dtype]
+        if compute_dtype == "bfloat16" and inner.arguments.get("dtype") == "auto":
+            dtypes.append("float16")
+        libraries[name] = _library(dtypes, device)
     return libraries
 
 

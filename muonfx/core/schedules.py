@@ -210,10 +210,9 @@ def warmup_cosine_decay_schedule(
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
     _within(warmup_steps, total_steps, "warmup_steps")
-    return joined(
-        [linear_schedule(start, peak, warmup_steps), cosine_decay_schedule(peak, total_steps - warmup_steps, end)],
-        [warmup_steps],
-    )
+    warmup = linear_schedule(start, peak, warmup_steps)
+    decay = cosine_decay_schedule(peak, total_steps - warmup_steps, end)
+    return joined([warmup, decay], [warmup_steps])
 
 
 @schedule
@@ -239,11 +238,9 @@ def warmup_stable_decay_schedule(
     """
     checks.whole_number("decay_steps", decay_steps)
     _within(warmup_steps + decay_steps, total_steps, "warmup_steps + decay_steps")
-    fall_at = total_steps - decay_steps
-    return joined(
-        [linear_schedule(start, peak, warmup_steps), constant_schedule(peak), linear_schedule(peak, end, decay_steps)],
-        [warmup_steps, fall_at],
-    )
+    warmup = linear_schedule(start, peak, warmup_steps)
+    decay = linear_schedule(peak, end, decay_steps)
+    return joined([warmup, constant_schedule(peak), decay], [warmup_steps, total_steps - decay_steps])
 
 
 def _within(steps: int, total_steps: int, name: str) -> None:
@@ -304,28 +301,34 @@ class ScheduledState(NamedTuple):
 def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], InitAndUpdate]) -> InitAndUpdate:
     """Return the functions ``(init, update)`` of a transform that has schedules among its arguments.
 
-    At each step, ``build`` receives a dict from argument name to the number of this step, and returns the functions
-    that compute the update.
+    ``build`` receives a dict from argument name to number, such as ``{"learning_rate": tensor(0.1)}``, and returns
+    ``(init, update)`` for these numbers. It is called at each step with the values of the schedules at this step.
     """
 
-    def functions_at(count: Tensor) -> InitAndUpdate:
+    def build_at(count: Tensor) -> InitAndUpdate:
+        """Return the functions for the numbers at step ``count``."""
         dtype = torch.float32 if count.device.type == "mps" else torch.float64
-        return build({name: schedule(count).to(dtype) for name, schedule in schedules.items()})
-
-    def functions_at_start() -> InitAndUpdate:
-        # On the CPU, because a schedule that looks values up in a table cannot run on the meta device.
-        return functions_at(torch.zeros((), dtype=torch.int64, device="cpu"))
+        numbers = {name: schedule(count).to(dtype) for name, schedule in schedules.items()}
+        return build(numbers)
 
     def init(params: PyTree) -> ScheduledState:
-        inner, _ = functions_at_start()
-        return ScheduledState(torch.zeros((), dtype=torch.int64, device=device_of(params)), inner(params))
+        """Return the initial state with the numbers of step 0."""
+        inner_init, _ = build_at(_step_zero("cpu"))
+        return ScheduledState(_step_zero(device_of(params)), inner_init(params))
 
     def update(updates: PyTree, state: ScheduledState, params: PyTree = None, **extras: Any):
-        _, inner = functions_at(state.count)
-        updates, inner_state = inner(updates, state.inner, params, **extras)
+        """Return the updates with the numbers of the step in the state, and the state of the next step."""
+        _, inner_update = build_at(state.count)
+        updates, inner_state = inner_update(updates, state.inner, params, **extras)
         return updates, ScheduledState(state.count + 1, inner_state)
 
-    if torch.compiler.is_compiling():  # the signature was read before tracing
+    if torch.compiler.is_compiling():  # the signature is read before tracing
         return init, update
-    _, like = functions_at_start()
-    return init, functools.wraps(like)(update)
+    # The names of the extra arguments are read from the signature, so it must be that of the inner `update`.
+    _, update_at_start = build_at(_step_zero("cpu"))
+    return init, functools.wraps(update_at_start)(update)
+
+
+def _step_zero(device: torch.device | str) -> Tensor:
+    """Return step 0. Schedules need it on the CPU: one that reads a table of values cannot run on the meta device."""
+    return torch.zeros((), dtype=torch.int64, device=device)

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import NoneType
 from typing import (
     Any,
     Literal,
@@ -174,31 +175,37 @@ class Declaration:
     short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
 
     def __post_init__(self) -> None:
-        positions = get_args(Position)
-        valid_positions = f"one of {', '.join(map(repr, positions))}, None or a function of the arguments"
-        self._require(
-            "locality", "a Locality, such as Locality.MATRIX, or a function", isinstance(self.locality, Locality)
-        )
-        self._require("combinator", "a Combinator", isinstance(self.combinator, Combinator))
-        self._require("matrices", "a MatrixWork", isinstance(self.matrices, MatrixWork))
-        self._require("reads_params", "True, False or a function of the arguments", isinstance(self.reads_params, bool))
-        self._require("position", valid_positions, self.position is None or self.position in positions)
-        for option in ("resolve", "name_patterns", "check_extras"):
-            self._require(option, "a function or None", getattr(self, option) is None)
+        """Raise TypeError for an option of a wrong type, and ValueError for an unknown position."""
+        for option, (types, expected) in _TYPES_OF_OPTIONS.items():
+            value = getattr(self, option)
+            if not isinstance(value, types):
+                raise TypeError(f"transform: {option} must be {expected}, found {value!r}")
+        if isinstance(self.position, str) and self.position not in get_args(Position):
+            raise ValueError(f"transform: position must be {_POSITIONS}, found {self.position!r}")
 
-    def _require(self, option: str, expected: str, is_valid: bool) -> None:
-        """Raise unless the value of an option is valid, or is a function where functions are accepted."""
-        value = getattr(self, option)
-        if is_valid or (callable(value) and option not in ("combinator", "matrices")):
-            return
-        error = ValueError if option == "position" and isinstance(value, str) else TypeError
-        raise error(f"transform: {option} must be {expected}, found {value!r}")
+
+_POSITIONS = f"one of {', '.join(map(repr, get_args(Position)))}, None or a function of the arguments"
+_FUNCTION_OR_NONE: tuple[Any, str] = ((Callable, NoneType), "a function or None")
+_TYPES_OF_OPTIONS: dict[str, tuple[Any, str]] = {
+    "locality": ((Locality, Callable), "a Locality, such as Locality.MATRIX, or a function"),
+    "combinator": (Combinator, "a Combinator"),
+    "matrices": (MatrixWork, "a MatrixWork"),
+    "reads_params": ((bool, Callable), "True, False or a function of the arguments"),
+    "position": ((str, NoneType, Callable), _POSITIONS),
+    "resolve": _FUNCTION_OR_NONE,
+    "name_patterns": _FUNCTION_OR_NONE,
+    "check_extras": _FUNCTION_OR_NONE,
+}
+"""For each option of `Declaration`, the types of its values and words for them."""
 
 
 # ------------------------------------------------------------------------------------ the signatures of init and update
 
 
 _shape_of = operator.attrgetter("shape")
+
+_CHECKED_STEPS = (0, 1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
+"""The steps at which the values of a schedule are checked when a transform is created."""
 
 
 class EmptyState(NamedTuple):
@@ -294,7 +301,7 @@ class Transform(Recorded):
         """Raise if a schedule has an invalid value at one of the steps 0, 1, 10, ..., 1,000,000."""
         if not self._schedules:
             return
-        for step in (0, *(10**power for power in range(7))):
+        for step in _CHECKED_STEPS:
             arguments = arguments_at(self, step)
             is_infinite = any(math.isinf(arguments[name]) for name in self._schedules)
             if is_infinite and step > 0:
@@ -425,12 +432,7 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             params = without_left_out(self, params)
-            leaves, treedef, specs = checks.check_update(updates, params)
-            expected = self._expected_state(leaves, treedef, specs)
-            if expected is not None:
-                checks.check_state_like(self.name, state, expected, with_dtypes=params is not None)
-            if params is not None:
-                checks.warn_of_growing_graphs("update", params, leaves, updates, self.tensors)
+            self._check_inputs(updates, state, params)
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             checks.check_structure("updates", updates, "params", params)
         check_extras(self, extras)
@@ -448,26 +450,38 @@ class Transform(Recorded):
             return new_updates, new_state
         return new_updates, tree.copy_shared(new_state, state)
 
+    def _check_inputs(self, updates: PyTree, state: PyTree, params: PyTree) -> None:
+        """Raise unless updates, state and parameters fit together. Warn if the parameters have a growing graph."""
+        leaves, treedef, specs = checks.check_update(updates, params)
+        expected = self._expected_state(leaves, treedef, specs)
+        if expected is not None:
+            checks.check_state_like(self.name, state, expected, with_dtypes=params is not None)
+        if params is not None:
+            checks.warn_of_growing_graphs("update", params, leaves, updates, self.tensors)
+
     def _expected_state(
         self, leaves: list[Any], treedef: Structure, specs: list[checks.LeafSpec]
     ) -> checks.ExpectedState | None:
-        """Return the structure, shapes and dtypes that the state must have; None if one of ``specs`` is None."""
+        """Return the structure, shapes and dtypes of a valid state; None if one of the parameters' specs is None.
+
+        The arguments describe the parameters, as `muonfx.core.checks.check_update` returns them.
+        """
         # A state may contain copies of numeric arguments, so their shapes matter.
         number_shapes = tuple(map(_shape_of, self.tensors))
         if any(number_shapes):
             check_numbers(self)
-        expected_states: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
+        cache: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
         key = treedef, tuple(specs), number_shapes
-        if key in expected_states:
-            return expected_states[key]
+        if key in cache:
+            return cache[key]
         if None in specs:  # without params, a leaf with a None gradient may still have a parameter and a state
             return None
         meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # init has already issued these warnings
             state = self.functions.init(tree.unflatten(treedef, meta_leaves))
-        expected_states[key] = checks.ExpectedState.of(state)
-        return expected_states[key]
+        cache[key] = checks.ExpectedState.of(state)
+        return cache[key]
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the ``update`` function without checking the arguments. Return its pair (updates, state).
@@ -476,30 +490,35 @@ class Transform(Recorded):
         only those of the ``extras`` that it accepts. ``donate`` and ``sum_over_leaves`` are supplied if it accepts
         them. Only the result of a function outside of this package is checked.
         """
-        signature = self.extras
-        names = signature.named
-        takes_all = signature.takes_all
-        accepted = extras  # a dict of this call alone, so entries may be added to it
-        if extras and not takes_all:
-            accepted = {}
-            for name in extras:  # no comprehension, which is a call: this runs for each transform of a step
-                if name in names:
-                    accepted[name] = extras[name]
-        if takes_all or "donate" in names:
-            accepted["donate"] = donate
-        if "sum_over_leaves" in names:
-            # Under `sharded`, the caller has passed a sum over ranks. Without it, all leaves are here.
-            accepted.setdefault("sum_over_leaves", sum_over_leaves)
+        accepted = self._accepted(extras, donate)
         _, update = self._built
-        if autocast_is_on():
+        if autocast_is_on():  # tested here, to save a call for each transform of a step
             result = outside_autocast(update, updates, state, params, **accepted)
         else:
             result = update(updates, state, params, **accepted)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"{self.name}: its update must return (updates, state), found {type(result).__name__}")
-        if not (self.structure.factory.definition.is_ours or torch.compiler.is_compiling()):
+        is_ours = self.structure.factory.definition.is_ours
+        if not is_ours and not torch.compiler.is_compiling():
             self._check_result(result, updates, state)
         return result
+
+    def _accepted(self, extras: dict[str, Any], donate: Donation) -> dict[str, Any]:
+        """Return those extra arguments that the ``update`` function accepts, with ``donate`` and a sum over leaves.
+
+        ``extras`` belongs to one call of `run`, so entries may be added to it.
+        """
+        signature = self.extras
+        names = signature.named
+        accepted = extras
+        if extras and not signature.takes_all:
+            accepted = {name: extra for name, extra in extras.items() if name in names}
+        if signature.takes_all or "donate" in names:
+            accepted["donate"] = donate
+        if "sum_over_leaves" in names:
+            # Under `sharded`, the caller has passed a sum over ranks. Without it, all leaves are here.
+            accepted.setdefault("sum_over_leaves", sum_over_leaves)
+        return accepted
 
     def _check_result(self, result: tuple[PyTree, PyTree], updates: PyTree, state: PyTree) -> None:
         """Raise if another structure is returned: a leaf would be missing in the next transform, or not be updated."""
@@ -560,16 +579,18 @@ def left_out(tx: Transform, params: PyTree) -> set[str]:
 
 
 def without_left_out(tx: Transform, params: PyTree) -> PyTree:
-    """Return parameters with None for each leaf that no transform can update and none has to: quantized weights.
+    """Return parameters with None in place of quantized weights that are not updated.
 
-    Such a leaf is not a floating-point tensor, and it is a frozen parameter or has the label None.
+    These are leaves that are no floating-point tensors, and that are frozen or have the label None.
     """
     leaves, treedef = tree.flatten(params)
     if checks.all_usable(leaves):
         return params
-    not_updated = left_out(tx, params)
-    for index, (name, leaf) in enumerate(tree.named_leaves(params)):
-        if not checks.is_usable(leaf) and (name in not_updated or checks.is_frozen(leaf)):
+    names_left_out = left_out(tx, params)
+    for index, name in enumerate(tree.names(params)):
+        if checks.is_usable(leaves[index]):
+            continue
+        if name in names_left_out or checks.is_frozen(leaves[index]):
             leaves[index] = None
     return tree.unflatten(treedef, leaves)
 
@@ -586,11 +607,11 @@ def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Trans
     >>> matrices
     {'qk': (4, 3)}
     """
-    declared = tx.declaration.matrices.on_stacks
-    if declared is not None:
-        return declared(tx, shapes)
+    on_stacks = tx.declaration.matrices.on_stacks
+    if on_stacks is not None:
+        return on_stacks(tx, shapes)
     matrices: dict[str, tuple[int, int]] = {}
-    if tx.locality is Locality.MATRIX:
+    if tx.locality is Locality.MATRIX:  # such a transform takes stacks as it is
         for name, shape in shapes.items():
             if len(shape) > 2:
                 matrices[name] = (shape[-2], shape[-1])
@@ -608,23 +629,34 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
     """Return a dict from name to transform for the arguments of `chain`. A repeated name gets a suffix: "scale_2"."""
     entries: dict[str, Transform] = {}
     for index, entry in enumerate(transforms):
-        name = None
-        tx = entry
-        if isinstance(entry, tuple) and len(entry) == 2:
-            name, tx = entry
-        if not isinstance(tx, Transform) or not isinstance(name, str | None):
+        pair: Any = (None, entry) if isinstance(entry, Transform) else entry
+        if not _is_pair(pair):
             raise _wrong_entry(of, index, entry)
+        name, tx = pair
         if name is None:
-            name = tx.name
-            count = 1
-            while name in entries:
-                count += 1
-                name = f"{tx.name}_{count}"
+            name = _unused_name(tx.name, entries)
         elif name in entries or not name or "." in name or "/" in name:
             expected = "expected a nonempty name without '.' or '/' that no other transform of the chain has"
             raise ValueError(f"{of}: found the name {name!r}, {expected}: choose another")
         entries[name] = tx
     return entries
+
+
+def _is_pair(value: Any) -> bool:
+    """Return True for a pair of a name, or None, and a transform."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return isinstance(value[0], str | None) and isinstance(value[1], Transform)
+
+
+def _unused_name(name: str, entries: Mapping[str, Transform]) -> str:
+    """Return a name, with a suffix such as "_2" if the entries of a chain have it already."""
+    unused_name = name
+    count = 1
+    while unused_name in entries:
+        count += 1
+        unused_name = f"{name}_{count}"
+    return unused_name
 
 
 def _wrong_entry(of: str, index: int, entry: object) -> TypeError:
@@ -763,11 +795,10 @@ def transform(
         >>> sign_descent().locality.name
         'ELEMENT'
     """
-    bind("transform", inspect.signature(Declaration), (), options)
-    options["short_names"] = options.get("short_names") or {}
-    declaration = Declaration(**options)
-
-    def decorate(constructor: Callable[..., InitAndUpdate]) -> Callable[..., Transform]:
-        return make_factory(Transform, constructor, declaration, name=name)
-
-    return decorate if constructor is None else decorate(constructor)
+    bind("transform", inspect.signature(Declaration), (), options)  # raises a clear error for an unknown option
+    if options.get("short_names") is None:
+        options["short_names"] = {}
+    decorate = functools.partial(make_factory, Transform, declaration=Declaration(**options), name=name)
+    if constructor is None:  # called with options: @transform(locality=...)
+        return decorate
+    return decorate(constructor)

@@ -37,9 +37,9 @@ Memory = dict[object, Any]
 """The cache that a constructor under ``with_memory`` receives. Each result must be determined by its key."""
 
 
-# The names of the types in an annotation `ScalarOrSchedule`, for which a constructor gets the number of each step.
-_BY_STEP = frozenset({"Tensor", "Schedule"})
-_SCALAR = _BY_STEP | {"float", "None"}
+_PACKAGE = __name__.partition(".")[0]
+_SCALAR_OR_SCHEDULE = frozenset({"float", "Tensor", "Schedule"})
+"""The names of the types in the annotation `ScalarOrSchedule`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,12 +64,44 @@ class Definition:
     declaration: object
     """Further options of the decorator; for `transform`, a `Declaration`."""
 
+    @classmethod
+    def of(cls, constructor: Callable[..., Any], declaration: object, name: str | None, transparent: bool) -> Self:
+        """Read the signature of a constructor. The other arguments are the options of its decorator."""
+        parameters = dict(inspect.signature(constructor).parameters)
+        kinds = [(argument, parameter.kind.name) for argument, parameter in parameters.items()]
+        module = constructor.__module__ or ""  # None for a function in a bare exec()
+        return cls(
+            constructor=constructor,
+            parameters=parameters,
+            kinds=tuple(kinds),
+            plain=_types_of_arguments(parameters, constructor),
+            name=name,
+            remembers=getattr(constructor, "takes_memory", False),
+            transparent=transparent,
+            is_ours=module.partition(".")[0] == _PACKAGE,
+            declaration=declaration,
+        )
+
     def as_float(self, name: str, value: Any) -> object:
         """Return the value of an argument, converted to float if it is an int and the annotation is float."""
         is_int = isinstance(value, int) and not isinstance(value, bool)
         if is_int and "float" in self.plain[name]:
             return float(value)
         return value
+
+
+def _types_of_arguments(
+    parameters: Mapping[str, inspect.Parameter], constructor: Callable[..., Any]
+) -> dict[str, frozenset[str]]:
+    """Return the names of the types that each argument of a constructor accepts, such as {"float", "None"}.
+
+    `ScalarOrSchedule` counts as float, because the constructor receives the number of each step in place of a schedule.
+    """
+    accepted = accepted_types_of(parameters, constructor)
+    for argument, types in accepted.items():
+        if types - {"None"} == _SCALAR_OR_SCHEDULE:
+            accepted[argument] = types - {"Tensor", "Schedule"}
+    return accepted
 
 
 class Factory(Protocol):
@@ -94,32 +126,20 @@ def make_factory(
     name: str | None = None,
     transparent: bool = False,
 ) -> Any:
-    """Turn a constructor into a factory: a function with the same signature whose results are ``recorded_class``."""
+    """Turn a constructor into a factory: a function with the same signature that returns a ``recorded_class``.
+
+    ``declaration``, ``name`` and ``transparent`` are fields of `Definition`.
+    """
 
     @functools.wraps(constructor)
     def call(*args: object, **kwargs: object) -> Any:
-        return prepared(recorded_class._record(factory, *args, **kwargs))
+        recorded = recorded_class._record(factory, *args, **kwargs)
+        return prepared(recorded)
 
     if name is not None:
         _check_public_name(name)
-    parameters = dict(inspect.signature(constructor).parameters)
-    accepted: dict[str, frozenset[str]] = {}
-    for argument, types in accepted_types_of(parameters, constructor).items():
-        if _BY_STEP <= types <= _SCALAR:  # the annotation ScalarOrSchedule
-            types = types - _BY_STEP
-        accepted[argument] = types
     factory = cast("Factory", call)
-    factory.definition = Definition(
-        constructor=constructor,
-        parameters=parameters,
-        kinds=tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
-        plain=accepted,
-        name=name,
-        remembers=getattr(constructor, "takes_memory", False),
-        transparent=transparent,
-        is_ours=(constructor.__module__ or "").partition(".")[0] == __name__.partition(".")[0],
-        declaration=declaration,
-    )
+    factory.definition = Definition.of(constructor, declaration, name, transparent)
     return factory
 
 
@@ -129,36 +149,38 @@ def _check_public_name(name: object) -> None:
 
 
 class Lazy(Generic[V]):
-    """A property that is computed at the first read and then cached. Nothing is cached while torch.compile traces."""
+    """A property that is computed at the first read and then cached in the ``__dict__`` of its object.
+
+    Later reads find it there without a call. Nothing is cached while torch.compile traces.
+    """
 
     def __init__(self, compute: Callable[[Any], V]) -> None:
         self._compute = compute
         self._name = compute.__name__
         self.__doc__ = compute.__doc__
 
-    def __get__(self, value: Any, owner: type | None = None) -> V:
-        """Compute the property, and store it in ``value.__dict__``, where later reads find it without this call."""
-        if value is None:  # read from the class, as by a documentation tool
+    def __get__(self, instance: Any, owner: type | None = None) -> V:
+        """Return the property of an object, and store it in ``instance.__dict__``."""
+        if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
-        result = self._compute(value)
+        result = self._result(instance)
         # Objects created while tracing must not be stored on an object that outlives the trace.
         if not torch.compiler.is_compiling():
-            value.__dict__[self._name] = result
+            instance.__dict__[self._name] = result
         return result
+
+    def _result(self, instance: Any) -> V:
+        return self._compute(instance)
 
 
 class _OfStructure(Lazy[V]):
     """A `Lazy` property whose result is also cached in the structure, which values with other numbers share."""
 
-    def __get__(self, value: Any, owner: type | None = None) -> V:
-        if value is None:
-            return cast("V", self)
-        shared: dict[str, Any] = value.structure.attributes
-        if self._name not in shared:
-            shared[self._name] = self._compute(value)
-        if not torch.compiler.is_compiling():
-            value.__dict__[self._name] = shared[self._name]
-        return shared[self._name]
+    def _result(self, instance: Any) -> V:
+        results: dict[str, Any] = instance.structure.attributes
+        if self._name not in results:
+            results[self._name] = self._compute(instance)
+        return results[self._name]
 
 
 def of_structure(compute: Callable[[Any], V]) -> V:
@@ -200,16 +222,14 @@ _HOLE = _Hole()
 
 def _split(value: Any, values: list[object]) -> object:
     """Replace the numbers, transforms and schedules in an argument by placeholders, and append them to ``values``."""
-    if isinstance(value, float | Tensor | Recorded):
+    if isinstance(value, float):
         values.append(value)
         return _HOLE
-    if type(value) in (tuple, list, dict):
-        return _split_item(value, values)
-    return value
+    return _split_item(value, values)
 
 
 def _split_item(item: Any, values: list[object]) -> object:
-    """Split a container among the arguments, or an item of it. A float in a container is fixed structure."""
+    """Do the work of `_split` for all but a float that is an argument. A float in a container is not replaced."""
     if isinstance(item, Recorded | Tensor):
         values.append(item)
         return _HOLE
@@ -292,7 +312,7 @@ class Structure:
             return False
         if self.skeleton != other.skeleton:
             return False
-        # Equal dicts may have another order, and the parts are stored in the order of the skeleton.
+        # Equal dicts may have their keys in another order, in which the parts of the value are stored, too.
         return _names_of_leaves(self.skeleton) == _names_of_leaves(other.skeleton)
 
     def __hash__(self) -> int:
@@ -302,6 +322,27 @@ class Structure:
 def _wrong_dataclass(owner: str, name: str, value: object, expected: type) -> TypeError:
     advice = f": pass {expected.__name__}({value!r})" if isinstance(value, str) else ""
     return TypeError(f"{owner}: {name} must be a {expected.__name__}, found {value!r}{advice}")
+
+
+def _is_written_by_position(parameter: inspect.Parameter, value: object) -> bool:
+    """Return True if a ``repr`` has an argument without its name: a required one, such as a transform; no number."""
+    if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
+        return False
+    return not isinstance(value, int | float | Tensor)
+
+
+def _flatten_for_optree(recorded: Recorded) -> tuple[tuple[Any, ...], Structure, tuple[str, ...]]:
+    """Return children, structure and the names of the children, as optree requires."""
+    return recorded.parts, recorded.structure, part_names(recorded)
+
+
+def _flatten_for_torch(recorded: Recorded) -> tuple[list[Any], Structure]:
+    """Return children and structure, as ``torch.utils._pytree`` requires."""
+    return list(recorded.parts), recorded.structure
+
+
+def _unflatten_for_torch(parts: Iterable[Any], structure: Any) -> Recorded:
+    return Recorded._from(structure, parts)
 
 
 class Recorded:
@@ -322,13 +363,14 @@ class Recorded:
         signature = inspect.Signature(list(definition.parameters.values()))
         bound = bind(factory.__name__, signature, args, kwargs)
         bound.apply_defaults()
-        values: list[object] = []
-        skeleton: dict[str, object] = {}
+        parts: list[object] = []  # the numbers, transforms and schedules among the arguments
+        skeleton: dict[str, object] = {}  # the arguments by name, with placeholders for the parts
         for name, argument in bound.arguments.items():
             if argument is not definition.parameters[name].default:
                 argument = cls._checked(factory, name, argument)
-            skeleton[name] = _split(definition.as_float(name, argument), values)
-        return cls._from(Structure(cls, factory, skeleton), values)
+            argument = definition.as_float(name, argument)
+            skeleton[name] = _split(argument, parts)  # appends to `parts`
+        return cls._from(Structure(cls, factory, skeleton), parts)
 
     @classmethod
     def _checked(cls, factory: Factory, name: str, argument: Any) -> Any:
@@ -343,11 +385,7 @@ class Recorded:
 
     def _names_of_parts(self, argument: str) -> Iterable[str]:
         """Return the dotted names of the numbers and recorded values (such as transforms) within one argument."""
-        skeleton = self.structure.skeleton[argument]
-        if skeleton is _HOLE:
-            return [argument]
-        if type(skeleton) not in (tuple, list, dict):
-            return []
+        skeleton = self.structure.skeleton[argument]  # the argument, with the placeholder _HOLE for each of these
         prefix = argument
         if type(skeleton) is dict:  # its items have its keys as names: "muon", not "transforms.muon"
             prefix = ""
@@ -373,17 +411,10 @@ class Recorded:
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Register the subclass as a pytree node with optree and ``torch.utils._pytree``."""
         super().__init_subclass__(**kwargs)
-        optree.register_pytree_node(
-            cast("Any", cls),  # optree's type hints require a collection, but any class works
-            cast("Any", lambda value: (value.parts, value.structure, part_names(value))),
-            cast("Any", Recorded._from),
-            namespace=NAMESPACE,
-        )
+        register: Any = optree.register_pytree_node  # its type hints require a collection, but any class works
+        register(cls, _flatten_for_optree, Recorded._from, namespace=NAMESPACE)
         torch_pytree.register_pytree_node(
-            cls,
-            lambda value: (list(value.parts), value.structure),
-            lambda parts, structure: Recorded._from(cast("Structure", structure), parts),
-            serialized_type_name=public_name(cls),
+            cls, _flatten_for_torch, _unflatten_for_torch, serialized_type_name=public_name(cls)
         )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -394,13 +425,7 @@ class Recorded:
     @property
     def arguments(self) -> dict[str, Any]:
         """A dict with all arguments of the call that created this value, by name, including defaults."""
-        values = iter(self.parts)
-        arguments = dict(self.structure.skeleton)
-        for name, skeleton in arguments.items():
-            if skeleton is _HOLE:
-                arguments[name] = next(values)
-            elif type(skeleton) in (tuple, list, dict):
-                arguments[name] = _join(skeleton, values)
+        arguments: Any = _join(self.structure.skeleton, iter(self.parts))
         return arguments
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -483,24 +508,19 @@ class Recorded:
 
     def __repr__(self) -> str:
         """Return Python code that creates an equal value. Arguments that equal their defaults are left out."""
-        texts: list[str] = []
-        has_keyword = False
+        positional: list[str] = []
+        keywords: list[str] = []
         for name, parameter in self.factory.definition.parameters.items():
             value = self.arguments[name]
             if parameter.kind is parameter.VAR_POSITIONAL:
-                texts += map(code_of_value, value)
+                positional += map(code_of_value, value)
             elif parameter.kind is parameter.VAR_KEYWORD:
-                texts += [f"{key}={code_of_value(item)}" for key, item in value.items()]
+                keywords += [f"{key}={code_of_value(item)}" for key, item in value.items()]
+            elif not keywords and _is_written_by_position(parameter, value):
+                positional.append(code_of_value(value))
             elif not same(value, parameter.default):
-                # Write numbers as keywords, and the transforms and labels of a combinator as positional arguments.
-                is_required = parameter.default is parameter.empty
-                can_be_positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD and not has_keyword
-                if is_required and can_be_positional and not isinstance(value, int | float | Tensor):
-                    texts.append(code_of_value(value))
-                else:
-                    texts.append(f"{name}={code_of_value(value)}")
-                    has_keyword = True
-        return f"{self.factory.__name__}({', '.join(texts)})"
+                keywords.append(f"{name}={code_of_value(value)}")
+        return f"{self.factory.__name__}({', '.join([*positional, *keywords])})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Recorded):
@@ -527,7 +547,7 @@ class Recorded:
 def prepared(recorded: R) -> R:
     """Build the functions of a transform and of its inner transforms and schedules now, and return the transform.
 
-    Bad arguments then raise before the first use.
+    Bad arguments then raise before the first use. A transform is marked, so that this happens once.
     """
     if "_is_prepared" in recorded.__dict__:
         return recorded
@@ -535,8 +555,8 @@ def prepared(recorded: R) -> R:
         if isinstance(value, Recorded):
             prepared(value)
     recorded._prepare()
-    if not torch.compiler.is_compiling():
-        recorded.__dict__["_is_prepared"] = True
+    if not torch.compiler.is_compiling():  # a trace may not change an object that outlives it
+        recorded.__dict__["_is_prepared"] = True  # attributes cannot be set on an immutable value
     return recorded
 
 
@@ -546,9 +566,8 @@ def parts_of(recorded: Recorded, name: str = "") -> list[tuple[str, Any]]:
     The names begin with ``name``, the dotted name of the transform, such as "muon.momentum".
     """
     numbers: list[tuple[str, Any]] = []
-    prefix = dotted(name)
     for argument, value in zip(part_names(recorded), recorded.parts, strict=True):
-        full_name = prefix + argument if argument else name
+        full_name = joined_name(name, argument)
         if isinstance(value, Recorded):
             numbers += parts_of(value, full_name)
         else:
@@ -564,7 +583,7 @@ def with_numbers(recorded: R, numbers: Iterator[object]) -> R:
             values.append(with_numbers(value, numbers))
         else:
             values.append(next(numbers))
-    if all(map(operator.is_, values, recorded.parts)):
+    if all(map(operator.is_, values, recorded.parts)):  # no number changed
         return recorded
     return cast("R", Recorded._from(recorded.structure, values))
 
@@ -601,44 +620,53 @@ def walk(recorded: Recorded, name: str = "") -> Iterator[tuple[str, Recorded]]:
 
 def part_names(recorded: Recorded) -> tuple[str, ...]:
     """Return the dotted names of a transform's own numbers and inner transforms, in order."""
-    derived = recorded.structure.derived
-    if "part_names" not in derived:
-        names: list[str] = []
-        if recorded.factory.definition.transparent:
-            names.append("")
-        else:
-            for argument in recorded.structure.skeleton:
-                names += recorded._names_of_parts(argument)
-        derived["part_names"] = tuple(names)
-    return derived["part_names"]
+    cache = recorded.structure.derived  # shared with transforms that differ only in numbers
+    if "part_names" not in cache:
+        cache["part_names"] = _part_names(recorded)
+    return cache["part_names"]
+
+
+def _part_names(recorded: Recorded) -> tuple[str, ...]:
+    if recorded.factory.definition.transparent:
+        return ("",)
+    names: list[str] = []
+    for argument in recorded.structure.skeleton:
+        names += recorded._names_of_parts(argument)
+    return tuple(names)
 
 
 def _structure(recorded: Recorded) -> str:
-    """Return the text whose hash is the fingerprint: public names and arguments, without numbers and defaults."""
+    """Return the text whose hash is the fingerprint: public names and arguments, without numbers and defaults.
+
+    For example, "muonfx.chain(transforms=(muonfx.momentum(nesterov=True),muonfx.scale()))".
+    """
     recorded = strip_transparent(recorded)
     definition = recorded.factory.definition
-    remaining = iter(recorded.parts)
-    changed: list[str] = []
+    parts = iter(recorded.parts)
+    texts: list[str] = []
     for name, skeleton in recorded.structure.skeleton.items():
-        text = _text(skeleton, remaining)
-        if text != _default_text(definition, name):
-            changed.append(f"{name}={text}")
-    return f"{public_name(recorded.factory)}({','.join(changed)})"
-
-
-def _text(skeleton: object, remaining: Iterator[object]) -> str:
-    """Return an argument as text for the fingerprint; ``remaining`` yields the values of its placeholders."""
-    if skeleton is _HOLE:
-        value = next(remaining)
-        return _structure(value) if isinstance(value, Recorded) else _NUMBER
-    return text_of(skeleton, lambda item: _text(item, remaining))
+        text = _text(skeleton, parts)
+        if text != _text_of_default(definition, name):
+            texts.append(f"{name}={text}")
+    return f"{public_name(recorded.factory)}({','.join(texts)})"
 
 
 _NUMBER = "*"
+"""The text of a number, and of an argument without a default."""
 
 
-def _default_text(definition: Definition, name: str) -> str:
-    """Return an argument's default as text for the fingerprint; ``"*"``, as for a number, if it has none."""
+def _text(skeleton: object, parts: Iterator[object]) -> str:
+    """Return an argument as text for the fingerprint. Each placeholder in it takes the next value from ``parts``."""
+    if skeleton is not _HOLE:
+        return text_of(skeleton, lambda item: _text(item, parts))
+    part = next(parts)
+    if isinstance(part, Recorded):
+        return _structure(part)
+    return _NUMBER
+
+
+def _text_of_default(definition: Definition, name: str) -> str:
+    """Return the default of an argument as text for the fingerprint: "*" for a number, or if there is no default."""
     parameter = definition.parameters[name]
     if parameter.kind is parameter.VAR_POSITIONAL:
         return "()"
@@ -646,6 +674,6 @@ def _default_text(definition: Definition, name: str) -> str:
         return "{}"
     if parameter.default is parameter.empty:
         return _NUMBER
-    values: list[object] = []
-    skeleton = _split(definition.as_float(name, parameter.default), values)
-    return _text(skeleton, iter(values))
+    parts: list[object] = []
+    skeleton = _split(definition.as_float(name, parameter.default), parts)  # appends to `parts`
+    return _text(skeleton, iter(parts))

@@ -7,6 +7,7 @@ transform, and what its numbers are called. Nothing depends on values, so meta t
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,18 +43,18 @@ class OwnNumbers:
     @classmethod
     def of(cls, tx: Transform, name: str, key: str) -> OwnNumbers:
         """Return the names for a transform with a dotted name, and a key (the name without labels)."""
-        full_name_of: dict[str, str] = {}
+        full_name_of: dict[str, str] = {}  # {"decay": "muon.momentum.decay"}
         keys: list[str] = []
         for argument in _own_numbers(tx):
             full_name_of[argument] = dotted(name) + argument
             keys.append(dotted(key) + argument)
         short_names: dict[str, str | tuple[str, ...]] = {}
         for short_name, declared in tx.declaration.short_names.items():
-            if isinstance(declared, str):
-                if declared in full_name_of:
-                    short_names[short_name] = full_name_of[declared]
-            elif full_name_of.keys() >= set(declared):
-                short_names[short_name] = tuple([full_name_of[argument] for argument in declared])
+            arguments = [declared] if isinstance(declared, str) else declared
+            if not all(argument in full_name_of for argument in arguments):  # an argument is None or a schedule
+                continue
+            full_names = [full_name_of[argument] for argument in arguments]
+            short_names[short_name] = full_names[0] if isinstance(declared, str) else tuple(full_names)
         return cls(tuple(full_name_of.values()), tuple(keys), short_names)
 
 
@@ -143,22 +144,15 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
     resolved = tx.resolve(params)
     calls: list[Visit] = []
     for call in calls_of(resolved, params):
-        inner_key = key
-        if call.label is None:
-            inner_key = joined_name(key, call.argument)
+        inner_name = joined_name(name, call.argument)
+        inner_key = joined_name(key, call.argument)
+        if call.label is not None:  # a key has no labels, so it is the same for "muon" and "adamw"
+            inner_key = key
         inner_state = None
         if state is not None and call.state is not None:
             inner_state = (*state, *call.state)
-        calls.append(
-            _visit(
-                call.tx,
-                call.params,
-                state=inner_state,
-                name=joined_name(name, call.argument),
-                key=inner_key,
-                label=call.label,
-            )
-        )
+        inner = _visit(call.tx, call.params, state=inner_state, name=inner_name, key=inner_key, label=call.label)
+        calls.append(inner)
     names = tuple(tree.names(params))
     # Not computed later, on demand: torch.compile cannot trace the lock of a cached property.
     numbers = OwnNumbers.of(resolved, name, key)
@@ -205,19 +199,17 @@ def calls_of(tx: Transform, params: PyTree) -> list[Call]:
     """
     if not tx.children:
         return []
-    inner_of: dict[str, Transform] = {}
-    for name, value in zip(part_names(tx), tx.parts, strict=True):
-        if isinstance(value, Transform):
-            inner_of[name] = value
-    if chain_entries(tx) is not None:
-        return [Call(member, name, params, state=(name,), label=None) for name, member in inner_of.items()]
+    entries = chain_entries(tx)
+    if entries is not None:
+        return [Call(member, name, params, state=(name,), label=None) for name, member in entries.items()]
+    names = [name for name, value in zip(part_names(tx), tx.parts, strict=True) if isinstance(value, Transform)]
     recorded = record_calls(tx, params, replaced=is_wrapper(tx))
     path_of = _placeholder_paths(recorded.state)
     # An inner transform that `init` does not call counts as one that receives all parameters.
-    received = [recorded.params_of.get(index, params) for index in range(len(inner_of))]
+    received = [recorded.params_of.get(index, params) for index in range(len(names))]
     labels = _labels(tx, received)
     calls: list[Call] = []
-    for index, (name, inner) in enumerate(inner_of.items()):
+    for index, (name, inner) in enumerate(zip(names, tx.children, strict=True)):
         label = name if name in labels else None
         calls.append(Call(inner, name, received[index], path_of.get(index), label))
     return calls
@@ -264,12 +256,12 @@ def _labels(tx: Transform, received: Sequence[PyTree]) -> set[str]:
     """Return the names of inner transforms that are labels, such as "muon"; none if leaves are not divided by label.
 
     A label is a key of a dict of transforms that is an argument, as for `partition`. ``received`` are the parameters
-    that each inner transform receives.
+    that each inner transform receives. Labels divide the leaves, so none is passed to two inner transforms.
     """
     names: list[str] = []
     for params in received:
         names += tree.names(params)
-    if len(names) > len(set(names)):  # some leaf is passed to several inner transforms
+    if len(set(names)) < len(names):  # a leaf is passed to two
         return set()
     labels: set[str] = set()
     for argument in tx.arguments.values():
@@ -317,8 +309,12 @@ def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> Rec
     instead of placeholders.
     """
     received: dict[int, PyTree] = {}
-    indices = iter(range(len(tx.children)))
-    recording = tx.with_children(lambda inner: _recorder(inner, next(indices), received.__setitem__, replaced))
+    indices = itertools.count()  # `with_children` calls its function once for each child, in order
+
+    def recorder(inner: Transform) -> Transform:
+        return _recorder(inner, next(indices), received.__setitem__, replaced)
+
+    recording = tx.with_children(recorder)
     with warnings.catch_warnings():  # init on the real parameters gives the warnings
         warnings.simplefilter("ignore")
         return RecordedInit(recording.functions.init(params), received)
@@ -336,16 +332,16 @@ def resolve_within(tx: Transform, params: PyTree) -> Transform:
 
 
 def fixed(visited: Visit) -> Transform:
-    """Return the transform of a visit with the resolved transforms of its calls inside."""
+    """Return the transform of a visit, in which each inner transform is replaced by its resolved form."""
     tx = visited.tx
-    resolved = [fixed(call) for call in visited.calls]
-    if all(map(operator.is_, resolved, tx.children)):
+    children = [fixed(call) for call in visited.calls]
+    if all(map(operator.is_, children, tx.children)):  # none of them had a choice to make
         return tx
     entries = chain_entries(tx)
     if entries is not None:
-        return as_chain(dict(zip(entries, resolved, strict=True)))
-    remaining = iter(resolved)
-    return tx.with_children(lambda _: next(remaining))
+        return as_chain(dict(zip(entries, children, strict=True)))
+    next_child = iter(children).__next__  # `with_children` calls its function once for each child, in order
+    return tx.with_children(lambda _: next_child())
 
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:

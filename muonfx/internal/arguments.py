@@ -57,15 +57,17 @@ def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset
         members = get_args(annotation)
     type_names: set[str] = set()
     for member in members:
-        type_names.update(_names_of_member(member))
-    has_plain_type = not type_names.isdisjoint(_PLAIN) or any(map(_is_literal, type_names))
-    if not has_plain_type or "" in type_names:
-        return frozenset()
-    return frozenset(type_names)
+        names_of_member = _names_of_member(member)
+        if not names_of_member:  # such as a type variable
+            return frozenset()
+        type_names.update(names_of_member)
+    if any(type_name in _PLAIN or _is_literal(type_name) for type_name in type_names):
+        return frozenset(type_names)
+    return frozenset()
 
 
 def _names_of_member(member: object) -> list[str]:
-    """Return the type name of a member of a union, or the strings of a ``Literal``; [""] for any other member."""
+    """Return the type name of a member of a union, or the strings of a ``Literal``; [] if the member is no type."""
     origin = get_origin(member)
     if origin is Literal:
         return list(map(repr, get_args(member)))
@@ -73,7 +75,7 @@ def _names_of_member(member: object) -> list[str]:
         return [re.sub(r"\b(collections\.abc|typing|torch|muonfx(\.\w+)*)\.", "", str(member))]
     if isinstance(member, type):
         return [_SHOWN.get(member.__name__, member.__name__)]
-    return [""]
+    return []
 
 
 def _is_literal(type_name: str) -> bool:
@@ -86,34 +88,41 @@ def check_plain(owner: str, name: str, value: object, type_names: frozenset[str]
     Numbers of NumPy and of other libraries become int or float. The error begins with ``owner``, the
     function, and ``name``, the argument. ``type_names`` are the allowed types, from `accepted_types`.
     """
-    if not isinstance(value, bool | Tensor):
-        if isinstance(value, numbers.Integral) and type_names & {"int", "float"}:
-            value = int(value)
-        elif isinstance(value, numbers.Real) and "float" in type_names:
-            value = float(value)
+    value = _python_number(value, type_names)
     if not type_names or _is_one_of(value, type_names):
         return value
-    choices = sorted(filter(_is_literal, type_names))
+    choices = sorted(filter(_is_literal, type_names))  # "'auto'", with quotes
     message = f"{owner}: {name} must be {_words_for(type_names)}, found {short_repr(value)}"
-    message += _advice_for(value, type_names, choices)
-    if choices and isinstance(value, str):
+    message += _advice_for(value, type_names, [choice.strip("'\"") for choice in choices])
+    if choices and isinstance(value, str):  # the type is right, and the string is not one of the choices
         raise ValueError(message)
     raise TypeError(message)
 
 
+def _python_number(value: Any, type_names: frozenset[str]) -> Any:
+    """Return a number, such as ``numpy.float32(0.5)``, as an int or float that is allowed; other values unchanged."""
+    if isinstance(value, bool | Tensor):
+        return value
+    if isinstance(value, numbers.Integral) and not type_names.isdisjoint({"int", "float"}):
+        return int(value)
+    if isinstance(value, numbers.Real) and "float" in type_names:
+        return float(value)
+    return value
+
+
 def _words_for(type_names: frozenset[str]) -> str:
-    """Return words for the allowed types, such as "a number or a 0-d tensor or None" for {"float", "None"}."""
-    choices: list[str] = []
-    further_types: list[str] = []
-    for type_name in sorted(type_names):
-        if _is_literal(type_name):
-            choices.append(type_name.replace("'", '"'))
-        elif type_name == "Tensor" and "float" in type_names:
-            continue  # the words for a float are "a number or a 0-d tensor"
-        elif type_name not in _PLAIN:
-            further_types.append(type_name)
-    plain_types = [words for plain_type, words in _PLAIN.items() if plain_type in type_names]
-    return " or ".join([*choices, *plain_types, *further_types])
+    """Return words for the allowed types, such as "a number or a 0-d tensor or None" for {"float", "None"}.
+
+    Strings come first, then plain types, then others, such as "torch.dtype".
+    """
+    names = sorted(type_names)
+    words = [name.replace("'", '"') for name in names if _is_literal(name)]
+    words += [_PLAIN[name] for name in _PLAIN if name in type_names]
+    for name in names:
+        is_float_tensor = name == "Tensor" and "float" in type_names  # in the words "a number or a 0-d tensor"
+        if not (_is_literal(name) or name in _PLAIN or is_float_tensor):
+            words.append(name)
+    return " or ".join(words)
 
 
 def short_repr(value: object) -> str:
@@ -125,13 +134,21 @@ def short_repr(value: object) -> str:
 
 
 def _advice_for(value: object, type_names: frozenset[str], choices: list[str]) -> str:
-    """Return what to do about an argument of a wrong type, as the end of a sentence; "" if nothing is known."""
+    """Return what to do about an argument of a wrong type, as the end of a sentence; "" if nothing is known.
+
+    ``choices`` are the strings that the argument accepts, such as "auto".
+    """
+    if isinstance(value, str) and "torch.dtype" in type_names:
+        return _advice_for_dtype(value)
     if isinstance(value, str):
-        if "torch.dtype" in type_names:
-            return _advice_for_dtype(value)
-        return did_you_mean(value, [choice[1:-1] for choice in choices])
-    if "float" not in type_names:
-        return ""
+        return did_you_mean(value, choices)
+    if "float" in type_names:
+        return _advice_for_number(value)
+    return ""
+
+
+def _advice_for_number(value: object) -> str:
+    """Return what to do about a model, a scheduler or another object in place of a number."""
     if isinstance(value, nn.Module | Iterator | Mapping):
         return (
             ": a transform has no parameters; give them to muonfx.Muon(model), to "
@@ -139,7 +156,7 @@ def _advice_for(value: object, type_names: frozenset[str], choices: list[str]) -
         )
     if isinstance(value, LRScheduler):
         return ": a torch scheduler acts on an optimizer, such as muonfx.TransformOptimizer(model, transform)"
-    if hasattr(value, "factory"):
+    if hasattr(value, "factory"):  # a muonfx schedule, whose class cannot be imported here
         return (
             ": it accepts no schedule; use a torch scheduler, or a chain with the schedule in muonfx.TransformOptimizer"
         )
@@ -167,22 +184,25 @@ def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
 
     An int is accepted as a float, and a 0-d tensor too; a bool is accepted as a bool only.
     """
-    if isinstance(value, bool):
-        return "bool" in type_names
-    if isinstance(value, int):
-        return bool(type_names & {"int", "float"})
-    if isinstance(value, float):
-        return "float" in type_names
     if isinstance(value, str):
         return "str" in type_names or repr(value) in type_names
-    if value is None:
-        return "None" in type_names
-    if isinstance(value, Tensor):
-        return bool(type_names & {"float", "Tensor"})
-    if type(value) is object or _is_symbolic(value):
-        return True  # a pytree library's placeholder for a leaf, or a number of a tracer
+    for kind, accepting_names in _ACCEPTED_AS:
+        if isinstance(value, kind):
+            return any(name in type_names for name in accepting_names)
+    if _is_symbolic(value):
+        return True
     # A schedule, a tuple or another object: the code that uses the argument checks it further.
     return any(_is_other_type(type_name) for type_name in type_names)
+
+
+_ACCEPTED_AS = (
+    (bool, ("bool",)),  # first, because a bool is an int in Python
+    (int, ("int", "float")),
+    (float, ("float",)),
+    (type(None), ("None",)),
+    (Tensor, ("float", "Tensor")),
+)
+"""Types of values, with the names of the types as which they are accepted."""
 
 
 def _is_other_type(type_name: str) -> bool:
@@ -190,7 +210,12 @@ def _is_other_type(type_name: str) -> bool:
 
 
 def _is_symbolic(value: object) -> bool:
-    """Return True for the numbers and placeholders of torch's tracers, such as ``torch.SymInt`` and ``fx.Proxy``."""
+    """Return True for the numbers and placeholders of torch's tracers, such as ``torch.SymInt`` and ``fx.Proxy``.
+
+    Also for ``object()``, by which optree replaces the leaves of a tree.
+    """
+    if type(value) is object:
+        return True
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return True
     return type(value).__module__.startswith(("torch.fx", "torch.utils._", "torch.export", "torch._"))
@@ -277,10 +302,11 @@ def bind(
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        parameters = dict(signature.parameters)
-        if parameters.pop("self", None) is not None:  # a method
-            args = args[1:]
-        problem = _problem_of_call(parameters, args, kwargs) or str(error)
+        reason = str(error)
+    parameters = dict(signature.parameters)
+    if parameters.pop("self", None) is not None:  # a method
+        args = args[1:]
+    problem = _problem_of_call(parameters, args, kwargs) or reason
     accepted: list[str] = []
     for name, parameter in parameters.items():
         accepted.append(name if _is_positional(parameter) else f"{name}=")
@@ -334,20 +360,26 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
         """Call the function with checked arguments. A tensor of one element becomes 0-d where a number is accepted."""
         bound = bind(owner, signature, args, kwargs)
         for name, value in bound.arguments.items():
-            if not types_of[name]:
-                continue
-            value = check_plain(owner, name, value, types_of[name])
-            if isinstance(value, Tensor) and value.ndim and "float" in types_of[name]:
-                if value.numel() != 1:
-                    raise ValueError(
-                        f"{owner}: {name} must be a number or a 0-d tensor, found a tensor of shape "
-                        f"{tuple(value.shape)}; for one transform with each of several numbers: muonfx.stack"
-                    )
-                value = value.reshape(())
-            bound.arguments[name] = value
+            if types_of[name]:
+                value = check_plain(owner, name, value, types_of[name])
+                if isinstance(value, Tensor) and "float" in types_of[name]:
+                    value = _zero_dim(owner, name, value)
+                bound.arguments[name] = value
         return function(*bound.args, **bound.kwargs)
 
     return checked
+
+
+def _zero_dim(owner: str, name: str, value: Tensor) -> Tensor:
+    """Return a tensor of one element as a 0-d tensor. Raise ValueError for any other tensor with dims."""
+    if value.ndim == 0:
+        return value
+    if value.numel() != 1:
+        raise ValueError(
+            f"{owner}: {name} must be a number or a 0-d tensor, found a tensor of shape "
+            f"{tuple(value.shape)}; for one transform with each of several numbers: muonfx.stack"
+        )
+    return value.reshape(())
 
 
 def plain_fields(dataclass: type[T]) -> type[T]:
@@ -368,12 +400,15 @@ def plain_fields(dataclass: type[T]) -> type[T]:
 def accepted_types_of(
     parameters: Mapping[str, inspect.Parameter], function: Callable[..., object]
 ) -> dict[str, frozenset[str]]:
-    """Return a dict from each parameter of a function to the names of its allowed types, as `accepted_types` does.
+    """Return a dict from each parameter of a function or class to the names of its allowed types.
 
-    The names are empty, for no check, if a parameter is variadic or its default has another type.
+    For ``rate: float = 0.1`` it has ``{"rate": {"float"}}``. The names are empty, which means that values are not
+    checked, if a parameter is variadic or its default has another type.
     """
     inner = inspect.unwrap(function)
-    names = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])  # a class has no globals
+    names = getattr(inner, "__globals__", None)
+    if names is None:  # a class
+        names = vars(sys.modules[inner.__module__])
     types_of_parameter: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():
         types_of_parameter[name] = frozenset()

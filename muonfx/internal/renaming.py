@@ -18,12 +18,10 @@ def new_names(
 ) -> tuple[dict[str, str], list[str]]:
     """Rename checkpoint entries; return a dict from each name in the checkpoint to its new name, and a list of errors.
 
-    Errors are texts about entries of ``rename`` that are malformed or match no name. ``level`` is the separator in
-    names, and ``what`` is the noun in errors, such as "leaf".
+    ``names`` maps each name in the checkpoint to a name without wrappers, such as "module.fc.weight" to "fc.weight". An
+    entry of ``rename`` may match either. Errors are texts about entries that are malformed or match no name. ``level``
+    is the separator in names, and ``what`` is the noun in errors, such as "leaf".
     """
-    # An entry `pattern: target` matches the name `pattern` and names that begin with `pattern` and `level`; with `*`,
-    # each `*` of `target` is replaced by the text that the same `*` in `pattern` matches. `names` maps each name in the
-    # checkpoint to the name before renaming, and an entry may match either.
     targets, problems = _checked_entries(rename)
     new_name_of = dict(names)
     used: set[str] = set()
@@ -130,12 +128,17 @@ def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, s
 
 
 def _added_prefix(short_names: Sequence[str], long_names: Sequence[str]) -> dict[str, str]:
-    """Return a renaming that adds one prefix to ``short_names`` and gives the sorted ``long_names``; else {}."""
+    """Return a renaming that adds one prefix to ``short_names`` and gives the sorted ``long_names``; else {}.
+
+    ["trace/fc.weight"] and ["trace/model.fc.weight"] give {"trace/*": "trace/model.*"}. The prefix ends at one of the
+    dots of the first long name, so each of them is tried.
+    """
     if not long_names:
         return {}
     first_parameter = long_names[0].rpartition("/")[2]
-    for dot in re.finditer(r"\.", first_parameter):
-        prefix = first_parameter[: dot.end()]
+    components = first_parameter.split(".")
+    for length in range(1, len(components)):
+        prefix = ".".join(components[:length]) + "."
         renamed: list[str] = []
         renaming: dict[str, str] = {}
         for name in short_names:

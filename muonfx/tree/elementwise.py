@@ -101,8 +101,10 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
     return list(getattr(torch, f"_foreach_{name}")(xs, *rest, **options))
 
 
-def _for_each(scalar: Tensor, xs: Sequence[Tensor]) -> Tensors:
-    """Return a list that has the scalar once for each tensor, cast to the dtype of the tensor."""
+def _for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
+    """Return a list that has the scalar once for each tensor; a scalar tensor is cast to the dtype of the tensor."""
+    if not isinstance(scalar, Tensor):
+        return [scalar] * len(xs)
     scalar_in = {dtype: scalar.to(dtype) for dtype in _dtypes(xs)}
     return [scalar_in[x.dtype] for x in xs]
 
@@ -140,20 +142,14 @@ def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
 
 def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Tensors:
     """Convert all tensors to one dtype, or each to its own dtype, given as a list. Equal dtypes are not copied."""
-    if not isinstance(dtype, torch.dtype):
-        return _tensorwise(_as_dtype, xs, dtype)
-    if _dtypes(xs) <= {dtype}:
-        return list(xs)
-    return _tensorwise(_as_dtype, xs, [dtype] * len(xs))
-
-
-def _as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)
+    if isinstance(dtype, torch.dtype):
+        dtype = [dtype] * len(xs)
+    return [x if x.dtype == new_dtype else x.to(new_dtype) for x, new_dtype in zip(xs, dtype, strict=True)]
 
 
 def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
     """Convert each tensor of ``xs`` to the dtype of the tensor at the same position in ``ys``."""
-    return [x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(xs, ys, strict=True)]
+    return cast(xs, [y.dtype for y in ys])
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -214,21 +210,21 @@ def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``.
 
-    One foreach call is the fast case. The cases before it are those in which foreach cannot be used, or would round or
-    promote in another way.
+    The last line is the usual case. Before it are those in which a foreach call is impossible or has other bits.
     """
     if _leafwise(xs, scalar=c):
         return _tensorwise(lambda x: x * c, xs)
-    if isinstance(c, Tensor) and _needs_separate_calls(xs):
-        return _tensorwise(lambda x: mul([x], c, reuse=reuse)[0], xs)
-    if isinstance(c, Tensor) and _would_widen(xs):
-        return _in_wide(mul, xs, scalar=c, reuse=reuse)
+    if isinstance(c, Tensor):
+        if _needs_separate_calls(xs):
+            return _tensorwise(lambda x: mul([x], c, reuse=reuse)[0], xs)
+        if _would_widen(xs):
+            return _in_wide(mul, xs, scalar=c, reuse=reuse)
     if reuse and _rounds_numbers(xs):  # foreach would round the number to the narrow dtype first
         factor = _fit(c, xs)
         return _tensorwise(lambda x: x.mul_(factor), xs)
-    if isinstance(c, Tensor):
-        return _foreach("mul", xs, _fit(c, xs), reuse=reuse)
-    return _foreach("mul", xs, _numbers([c], xs)[0], reuse=reuse)
+    if not isinstance(c, Tensor):
+        c = _numbers([c], xs)[0]
+    return _foreach("mul", xs, _fit(c, xs), reuse=reuse)
 
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
@@ -244,15 +240,18 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x + c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, scalar=c):
         return _tensorwise(lambda x: x + c, xs)
-    if isinstance(c, Tensor) and _needs_separate_calls(xs):
-        return _tensorwise(lambda x: shift([x], c, reuse=reuse)[0], xs)
-    if _rounds_numbers(xs) or (isinstance(c, Tensor) and _would_widen(xs)):
+    is_narrow = _rounds_numbers(xs)
+    if isinstance(c, Tensor):
+        if _needs_separate_calls(xs):
+            return _tensorwise(lambda x: shift([x], c, reuse=reuse)[0], xs)
+        is_narrow = is_narrow or _would_widen(xs)
+    if is_narrow:
         return _in_wide(shift, xs, scalar=c, reuse=reuse)
     summand = _fit(c, xs)
     if not reuse:
         return _tensorwise(lambda x: x + summand, xs)
-    # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
     if isinstance(summand, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
+        # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
         return _foreach("add", xs, [summand] * len(xs), reuse=True)
     return _foreach("add", xs, summand, reuse=True)
 
@@ -261,16 +260,23 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
     """Return ``x + c * y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, ys, scalar=c):
         return _tensorwise(lambda x, y: x + c * y, xs, ys)
-    if (isinstance(c, Tensor) or c != 1.0) and _rounds_numbers(xs):
-        return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
-    if isinstance(c, Tensor) and _on_cpu(xs):
-        return _foreach("addcmul", xs, ys, _for_each(c, xs), reuse=reuse)  # rounds as `alpha=` does
-    if isinstance(c, Tensor) and _needs_separate_calls([*xs, *ys]):
-        return _tensorwise(lambda x, y: add([x], [y], c, reuse=reuse)[0], xs, ys)
     if isinstance(c, Tensor):
-        ys = list(torch._foreach_mul(ys, _fit(c, ys)))
-        c = 1.0
+        return _add_by_tensor(xs, ys, c, reuse=reuse)
+    if c != 1.0 and _rounds_numbers(xs):
+        return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
     return _foreach("add", xs, ys, alpha=c, reuse=reuse)
+
+
+def _add_by_tensor(xs: Tensors, ys: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
+    """Return ``x + c * y`` for a 0-d tensor ``c``, with foreach calls; with ``reuse``, the results overwrite ``xs``."""
+    if _rounds_numbers(xs):
+        return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
+    if _on_cpu(xs):  # there addcmul rounds as `alpha=` does for a number
+        return _foreach("addcmul", xs, ys, _for_each(c, xs), reuse=reuse)
+    if _needs_separate_calls([*xs, *ys]):
+        return _tensorwise(lambda x, y: add([x], [y], c, reuse=reuse)[0], xs, ys)
+    products = torch._foreach_mul(ys, _fit(c, ys))
+    return _foreach("add", xs, list(products), reuse=reuse)
 
 
 def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Tensors:
@@ -278,19 +284,22 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
     if _rounds_numbers(xs):
         return _in_wide(lerp, xs, ys, scalar=weight, reuse=reuse)
     if _leafwise(xs, ys, scalar=weight):
-        weights: Sequence[Scalar] = [weight] * len(xs)
-        if isinstance(weight, Tensor):
-            weights = _for_each(weight, xs)
+        weights = _for_each(weight, xs)
         return _tensorwise(lambda x, y, w: torch.lerp(x, y.to(x.dtype), w), xs, ys, weights)
-    if isinstance(weight, Tensor) and _on_cpu(xs):
-        return _foreach("lerp", xs, ys, _for_each(weight, xs), reuse=reuse)
-    if isinstance(weight, Tensor) and _needs_separate_calls(xs):
-        return _tensorwise(lambda x, y: lerp([x], [y], weight, reuse=reuse)[0], xs, ys)
     if isinstance(weight, Tensor):
-        steps = torch._foreach_sub(ys, xs)
-        torch._foreach_mul_(steps, _fit(weight, xs))
-        return add(xs, list(steps), reuse=reuse)
+        return _lerp_by_tensor(xs, ys, weight, reuse=reuse)
     return _foreach("lerp", xs, ys, weight, reuse=reuse)
+
+
+def _lerp_by_tensor(xs: Tensors, ys: Tensors, weight: Tensor, *, reuse: bool) -> Tensors:
+    """Return ``x + weight * (y - x)`` for a 0-d tensor ``weight``, with foreach calls; ``reuse`` overwrites ``xs``."""
+    if _on_cpu(xs):
+        return _foreach("lerp", xs, ys, _for_each(weight, xs), reuse=reuse)
+    if _needs_separate_calls(xs):
+        return _tensorwise(lambda x, y: lerp([x], [y], weight, reuse=reuse)[0], xs, ys)
+    steps = torch._foreach_sub(ys, xs)
+    torch._foreach_mul_(steps, _fit(weight, xs))
+    return add(xs, list(steps), reuse=reuse)
 
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
@@ -354,37 +363,41 @@ def by_stacks(
     depend on the other tensors.
     """
 
-    def apply(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
+    def on_lists(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
         """Call ``function`` for each group of tensors. ``lists`` has one list of tensors for each of its arguments."""
-        # A tracer or a torch.func transform gets each tensor by itself; its memory cannot be examined.
-        is_transformed = _leafwise(*lists) or is_traced()
-        groups = _stacks(lists, stacks_of_one=is_transformed)
-        outputs: list[Tensors] = []
-        for _ in range(results):
-            outputs.append(list(lists[0]))  # each element is replaced below
+        if _leafwise(*lists) or is_traced():  # the memory of tensors cannot be examined
+            groups = [[index] for index in range(len(lists[0]))]
+            prepare = Tensor.contiguous
+        else:
+            groups = _groups(lists)
+            prepare = aligned
+        result_at: list[dict[int, Tensor]] = [{} for _ in range(results)]  # for each result, a dict by index in a list
         for indices in groups:
-            stacks = [_stack_of(xs, indices, is_transformed) for xs in lists]
-            result = function(*stacks)
-            stacks_of_results = [result] if isinstance(result, Tensor) else result
-            for output, stack in zip(outputs, stacks_of_results, strict=True):
-                for index, x in zip(indices, _unstacked(stack), strict=True):
-                    output[index] = x
-        return tuple(outputs)
+            stacks = [_stack_of(xs, indices, prepare) for xs in lists]
+            stacks_of_results = function(*stacks)
+            if isinstance(stacks_of_results, Tensor):
+                stacks_of_results = [stacks_of_results]
+            for tensor_at, stack in zip(result_at, stacks_of_results, strict=True):
+                tensor_at.update(dict(zip(indices, _unstacked(stack), strict=True)))
+        return tuple(map(_in_order, result_at))
 
-    return apply
+    return on_lists
 
 
-def _stack_of(xs: Sequence[Tensor], indices: list[int], is_transformed: bool) -> Tensor:
+def _in_order(tensor_at: dict[int, Tensor]) -> Tensors:
+    """Return a list of the tensors in a dict by index, in the order of the indices."""
+    return [tensor_at[index] for index in range(len(tensor_at))]
+
+
+def _stack_of(xs: Sequence[Tensor], indices: list[int], prepare: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the tensors at some indices of a list, which have one shape, as a stack.
 
-    A lone tensor becomes a contiguous stack of one: strides and the kernel of a single product change bits.
+    A lone tensor becomes a contiguous stack of one, since its strides would change the bits of a product. ``prepare``
+    makes it contiguous.
     """
     if len(indices) > 1:
         return torch.stack([xs[index] for index in indices])
-    x = xs[indices[0]]
-    if is_transformed:
-        return x.contiguous().unsqueeze(0)
-    return aligned(x).unsqueeze(0)
+    return prepare(xs[indices[0]]).unsqueeze(0)
 
 
 def _unstacked(stack: Tensor) -> Sequence[Tensor]:
@@ -394,16 +407,17 @@ def _unstacked(stack: Tensor) -> Sequence[Tensor]:
     return _unbound(stack)
 
 
-def _stacks(lists: Sequence[Sequence[Tensor]], *, stacks_of_one: bool) -> list[list[int]]:
-    """Group the indices of small tensors that can be stacked; any other tensor is in a group by itself."""
-    if stacks_of_one:
-        return [[index] for index in range(len(lists[0]))]
-    indices_of_spec: defaultdict[object, list[int]] = defaultdict(list)
+def _groups(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Group the indices of small tensors that can be stacked; any other tensor is in a group by itself.
+
+    Lists of a (2, 3), a (4,) and a (2, 3) tensor give the groups ``[[0, 2], [1]]``.
+    """
+    indices_by_spec: defaultdict[object, list[int]] = defaultdict(list)
     for index, tensors in enumerate(zip(*lists, strict=True)):
         spec = tuple(map(_stackable_spec, tensors))
-        indices_of_spec[spec].append(index)
+        indices_by_spec[spec].append(index)
     groups: list[list[int]] = []
-    for indices in indices_of_spec.values():
+    for indices in indices_by_spec.values():
         limit = _most_in_a_stack([xs[indices[0]] for xs in lists])
         for start in range(0, len(indices), limit):
             groups.append(indices[start : start + limit])

@@ -11,6 +11,7 @@ from muonfx.tree.structure import (
     Key,
     PyTree,
     TypedPath,
+    entries_of_path,
     flatten,
     leaves,
     named_leaves,
@@ -78,23 +79,29 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
     leaves below such a child belong to its parameter, whether one tensor or a whole record. The field of a NamedTuple
     is never a parameter, even if a parameter has its name, unless the parameters are in a NamedTuple themselves.
     """
-    name_of = dict(zip(typed_paths(params), names(params), strict=True))
-    if () in name_of:
-        return _ownership_of_one_tensor(state, name_of[()], leaves(params)[0])
-    for name in list(name_of.values()):
+    param_paths = typed_paths(params)
+    if param_paths == [()]:  # the parameters are one tensor
+        return _ownership_of_one_tensor(state, leaves(params)[0])
+    name_of = dict(zip(param_paths, names(params), strict=True))
+    for name in names(params):
         name_of[(Key(name),)] = name  # the flat dicts of `partition` have dotted names as keys
     state_paths = typed_paths(state)
     mixed_nodes = _mixed_nodes(state_paths, name_of)
-    owners: list[Ownership] = []
-    for path in state_paths:
-        entries = tuple([key.entry for key in path])
-        section = _parameter_section(path, name_of, mixed_nodes)
-        if section is None:
-            owners.append(Ownership(None, entries))
-        else:
-            name = name_of[path[section.start : section.stop]]
-            owners.append(Ownership(name, entries[: section.start] + entries[section.stop :]))
-    return owners
+    return [_ownership_of_path(path, name_of, mixed_nodes) for path in state_paths]
+
+
+def _ownership_of_path(path: TypedPath, name_of: Mapping[TypedPath, str], mixed_nodes: Set[TypedPath]) -> Ownership:
+    """Return the ownership of the leaf of a state at a path. ``name_of`` has the parameters by their paths.
+
+    If ("mlp", "weight") is a parameter, ("trace", "mlp", "weight") belongs to it, and the rest of the path is
+    ("trace",).
+    """
+    section = _parameter_section(path, name_of, mixed_nodes)
+    if section is None:
+        return Ownership(None, entries_of_path(path))
+    name = name_of[path[section.start : section.stop]]
+    path_without_name = path[: section.start] + path[section.stop :]
+    return Ownership(name, entries_of_path(path_without_name))
 
 
 class _Section(NamedTuple):
@@ -128,24 +135,28 @@ def _mixed_nodes(state_paths: Sequence[TypedPath], name_of: Mapping[TypedPath, s
 def _parameter_section(
     path: TypedPath, name_of: Mapping[TypedPath, str], mixed_nodes: Set[TypedPath]
 ) -> _Section | None:
-    """Return the section of the path of a state leaf that is its parameter; None if it belongs to no parameter."""
-    best: _Section | None = None
+    """Return the section of the path of a state leaf that is its parameter; None if it belongs to no parameter.
+
+    In ("trace", "mlp", "weight"), it is ("mlp", "weight") if this is a parameter, and if the node ("trace",) has
+    parameters only: it is not among ``mixed_nodes``.
+    """
+    sections: list[_Section] = []
     for start in range(len(path)):
         section = _section_from(path, start, name_of)
-        if section is None or path[:start] in mixed_nodes:
-            continue
-        # Several nodes may match. Longer paths and deeper nodes are less likely to match by coincidence.
-        if best is None or section.stop - section.start >= best.stop - best.start:
-            best = section
-    return best
+        if section is not None and path[:start] not in mixed_nodes:
+            sections.append(section)
+    # Longer paths and deeper nodes are less likely to match by coincidence.
+    return max(sections, key=_length_and_depth, default=None)
 
 
-def _ownership_of_one_tensor(state: PyTree, name: str, param: object) -> list[Ownership]:
-    """Return the ownership for parameters that are a single tensor: leaves of its shape belong to it."""
+def _length_and_depth(section: _Section) -> tuple[int, int]:
+    return section.stop - section.start, section.start
+
+
+def _ownership_of_one_tensor(state: PyTree, param: object) -> list[Ownership]:
+    """Return the ownership if the parameters are one tensor, with the name "": leaves of its shape belong to it."""
     owners: list[Ownership] = []
     for path, leaf in zip(paths(state), leaves(state), strict=True):
-        if _have_one_shape(leaf, param):
-            owners.append(Ownership(name, path))
-        else:
-            owners.append(Ownership(None, path))
+        name = "" if _have_one_shape(leaf, param) else None
+        owners.append(Ownership(name, path))
     return owners

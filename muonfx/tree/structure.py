@@ -85,17 +85,8 @@ class _Node:
             return next(leaves)
         return self.rebuild([child.unflatten(leaves) for child in self.children])
 
-    def paths(self, above: tuple[object, ...]) -> list[tuple[object, ...]]:
-        """Return the path of each leaf, such as ("a", 0), after the path ``above`` of this node."""
-        if self.kind is None:
-            return [above]
-        paths: list[tuple[object, ...]] = []
-        for entry, child in zip(self.entries, self.children, strict=True):
-            paths += child.paths((*above, entry))
-        return paths
-
     def typed_paths(self, above: TypedPath) -> list[TypedPath]:
-        """Return the path of each leaf, as `paths` does, with entries that show if they are fields of a NamedTuple."""
+        """Return the path of each leaf, such as (Key("a"), Key(0)), after the path ``above`` of this node."""
         if self.kind is None:
             return [above]
         is_field = hasattr(self.kind, "_fields")
@@ -121,8 +112,10 @@ class _Node:
         return subtrees
 
     def _children_in(self, tree: PyTree) -> list[PyTree] | None:
-        """Return the children of a tree with this container and these entries; None if its container is another."""
-        # The types of dicts are interchangeable and are matched by key, as in optree.
+        """Return the children of a tree with this container and these entries; None if its container is another.
+
+        The types of dicts are interchangeable and are matched by key, as in optree.
+        """
         if self.kind in _DICTS and type(tree) in _DICTS:
             if len(tree) != len(self.entries) or not all(entry in tree for entry in self.entries):
                 return None
@@ -144,11 +137,15 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
     if node is None or optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
         return None, []
     children, metadata, entries, build = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
-    if optree.is_namedtuple_class(kind):
+    if optree.is_namedtuple_class(kind):  # optree has indices as entries; paths have the names of fields
         entries = optree.namedtuple_fields(kind)
     elif optree.is_structseq_class(kind):
         entries = optree.structseq_fields(kind)
-    return _Node(kind, tuple(entries), metadata, lambda new: build(metadata, new)), list(children)
+
+    def rebuild(new_children: list[PyTree]) -> PyTree:
+        return build(metadata, new_children)
+
+    return _Node(kind, tuple(entries), metadata, rebuild), list(children)
 
 
 def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
@@ -157,25 +154,23 @@ def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
     Optree handles other containers itself. Torch 2.13 cannot trace optree (0.20) through an empty dict.
     """
     kind = type(node)
-    keys = list(node)
-    entries = keys
+    old_keys = list(node)
+    keys = old_keys
     if kind is not OrderedDict:
-        entries = total_order_sorted(node)
-    default_factory = None
-    if isinstance(node, defaultdict):
-        default_factory = node.default_factory
+        keys = total_order_sorted(node)
+    default_factory = node.default_factory if isinstance(node, defaultdict) else None
 
     def rebuild(children: list[PyTree]) -> PyTree:
-        """Build the dict from new children, with the keys in the order of the old dict."""
-        child_of = dict(zip(entries, children, strict=True))
-        in_old_order = {key: child_of[key] for key in keys}
+        """Build a dict of the same type from new children. It has the keys in the order of the old dict."""
+        child_of = dict(zip(keys, children, strict=True))
+        items = {key: child_of[key] for key in old_keys}
         if kind is defaultdict:
-            return defaultdict(default_factory, in_old_order)
+            return defaultdict(default_factory, items)
         if kind is OrderedDict:
-            return OrderedDict(in_old_order)
-        return in_old_order
+            return OrderedDict(items)
+        return items
 
-    return _Node(kind, tuple(entries), default_factory, rebuild), [node[key] for key in entries]
+    return _Node(kind, tuple(keys), default_factory, rebuild), [node[key] for key in keys]
 
 
 def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
@@ -255,16 +250,14 @@ _PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 def is_flat(tree: PyTree) -> bool:
     """Return True if a tree is a dict from strings to tensors and None, such as ``dict(model.named_parameters())``."""
     # Such a tree needs no traversal: transforms use it several times a step, and a model has hundreds of leaves.
-    if type(tree) is not dict:
+    if type(tree) is not dict or not set(builtins.map(type, tree)) <= {str}:
         return False
     leaf_types = set(builtins.map(type, tree.values()))
-    if not leaf_types <= _PLAIN_LEAVES:
-        if torch.compiler.is_compiling():  # torch 2.10 cannot trace a difference of sets
-            return False
-        for leaf_type in leaf_types - _PLAIN_LEAVES:
-            if not issubclass(leaf_type, Tensor):  # DTensors are leaves, too
-                return False
-    return set(builtins.map(type, tree)) <= {str}
+    if leaf_types <= _PLAIN_LEAVES:
+        return True
+    if torch.compiler.is_compiling():  # torch 2.10 cannot trace a loop over a set
+        return False
+    return all(issubclass(leaf_type, Tensor | None) for leaf_type in leaf_types)  # such as DTensor
 
 
 def tensors(tree: PyTree) -> Iterator[Tensor]:
@@ -308,7 +301,7 @@ def paths(tree: PyTree) -> list[tuple[object, ...]]:
     [('blocks', 0, 'q')]
     """
     if torch.compiler.is_compiling():
-        return _traced_flatten(tree, []).paths(())
+        return list(builtins.map(entries_of_path, typed_paths(tree)))
     return _paths_below(optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE), ())
 
 
@@ -318,8 +311,8 @@ def _paths_below(structure: Structure, above: tuple[object, ...]) -> list[tuple[
     if level is None:  # a leaf
         return [above]
     entries: list[object] = level.entries()
-    if structure.type not in _DICTS:  # accessors have the names of fields, but take much longer than entries
-        entries = [getattr(accessor[0], "field", accessor[0].entry) for accessor in level.accessors()]
+    if structure.type not in _DICTS:  # only accessors have the names of fields, but they take much longer
+        entries = [_key_of(accessor[0]).entry for accessor in level.accessors()]
     paths_of_leaves: list[tuple[object, ...]] = []
     for entry, child in zip(entries, structure.children(), strict=True):
         paths_of_leaves += _paths_below(child, (*above, entry))
@@ -335,6 +328,11 @@ class Key(NamedTuple):
 
 
 TypedPath = tuple[Key, ...]
+
+
+def entries_of_path(path: TypedPath) -> tuple[object, ...]:
+    """Return a path without the marks of fields: ("a", 0) for (Key("a"), Key(0))."""
+    return tuple([key.entry for key in path])
 
 
 def typed_paths(tree: PyTree) -> list[TypedPath]:
@@ -373,7 +371,7 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
     def unless_none(leaf: Any, *leaves_of_rest: Any) -> Any:
         return None if leaf is None else function(leaf, *leaves_of_rest)
 
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the compiler cannot trace optree
         tree_leaves, treedef = flatten(tree)
         lists = [tree_leaves]
         for further_tree in rest:
@@ -458,14 +456,16 @@ class Present:
 
     def __init__(self, tree: PyTree) -> None:
         """Read the positions from ``tree``. A flat dict is read without flattening, which takes less time."""
-        self._keys = list(tree) if is_flat(tree) else None
+        self._keys = list(tree) if is_flat(tree) else None  # None: the tree is not a flat dict
         if self._keys is None:
             self._leaves, self._treedef = flatten(tree)
         else:
             self._leaves = list(tree.values())
-        self._is_complete = type(None) not in set(builtins.map(type, self._leaves))
-        self._indices: Sequence[int] = range(len(self._leaves))
-        if not self._is_complete:
+        leaf_types = set(builtins.map(type, self._leaves))  # faster than a loop over hundreds of leaves
+        self._is_complete = type(None) not in leaf_types
+        if self._is_complete:
+            self._indices: Sequence[int] = range(len(self._leaves))
+        else:
             self._indices = [index for index, leaf in enumerate(self._leaves) if leaf is not None]
 
     def _subtrees(self, tree: PyTree) -> list[Any]:
@@ -479,7 +479,7 @@ class Present:
             if isinstance(tree, _DICTS) and len(tree) == len(self._keys):
                 return [tree[key] for key in self._keys]
         except (KeyError, ValueError):
-            pass
+            pass  # as for another container or length
         raise _other_structure(tree, names(self._tree(self._leaves)))
 
     def _tree(self, leaves: Sequence[object]) -> PyTree:
