@@ -38,15 +38,15 @@ def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
             overlapping.add(i)
         if x.numel() and x.data_ptr():  # meta tensors have no memory
             spans.append((x.data_ptr(), x.data_ptr() + _bytes_spanned(x), i))
-    spans.sort()
-    last_end = 0
-    last_index = -1  # of the tensor that ends at `last_end`
-    for start, end, i in spans:
-        if start < last_end:
-            overlapping |= {i, last_index}
-        if end > last_end:
-            last_end = end
-            last_index = i
+    # In the order of their starts, a span overlaps an earlier one if it starts before the largest end of those.
+    largest_end = 0
+    index_of_largest_end = -1
+    for start, end, i in sorted(spans):
+        if start < largest_end:
+            overlapping |= {i, index_of_largest_end}
+        if end > largest_end:
+            largest_end = end
+            index_of_largest_end = i
     return overlapping
 
 

@@ -79,17 +79,21 @@ class _Factor(torch.autograd.Function):
 
 def _derivative(x: torch.Tensor, p: torch.Tensor, t: torch.Tensor, rtol: float) -> torch.Tensor:
     """Return the derivative of the polar factor `p` of the matrix `x` (`x = p H`) in the direction `t`."""
-    # With `x = U S V^T` it is `U K V^T` for `K_ij = (U^T t V - V^T t^T U)_ij / (s_i + s_j)`, plus the components of `t`
-    # outside the spaces of `U` and `V`, divided by `S`.
+    # With x = U S V^T (nonzero singular values only): p = U V^T, H = V S V^T, and the derivative is the sum of
+    #   p K                   where K is antisymmetric and H K + K H = A - A^T for A = p^T t V V^T,
+    #   (I - p p^T) t H^+     for the part of t whose columns are outside the space of U,
+    #   p H^+ p^T t (I - V V^T)     for the part of t whose rows are outside the space of V.
     h = p.mT @ x
     h = (h + h.mT) / 2
-    rows = p.mT @ p
-    inside = p.mT @ t @ rows
-    inverse = _Sylvester.apply(h, 2 * rows, rtol)
-    turned = p @ _Sylvester.apply(h, inside - inside.mT, rtol)
-    beyond_columns = t @ inverse - p @ (p.mT @ t @ inverse)
-    beyond_rows = p @ (inverse @ (p.mT @ t - inside))
-    return turned + beyond_columns + beyond_rows
+    v_vt = p.mT @ p
+    h_plus = _Sylvester.apply(h, 2 * v_vt, rtol)  # the pseudoinverse: H H^+ + H^+ H = 2 V V^T
+    pt_t = p.mT @ t
+    a = pt_t @ v_vt
+    k = _Sylvester.apply(h, a - a.mT, rtol)
+    within = p @ k
+    outside_columns = t @ h_plus - p @ (pt_t @ h_plus)
+    outside_rows = p @ (h_plus @ (pt_t - a))
+    return within + outside_columns + outside_rows
 
 
 def solve_sylvester(h: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

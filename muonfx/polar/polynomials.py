@@ -33,14 +33,18 @@ def polynomials(value: CoefficientsLike | torch.Tensor, steps: int | None = None
     """Check the arguments `coefficients` and `steps` of `orthogonalize`, and return them as `Polynomials`."""
     if isinstance(value, torch.Tensor):
         _check_table(value)
-        return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))
+        rows = step_indices(value.shape[0], steps)
+        return Polynomials(steps=(), restarts=(), table=value, indices=tuple(rows))
     known = resolve(value)
-    triples = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(known, steps))
-    restarts = default_restarts(len(triples))
-    if known.restarts is not None:
-        restarts = _continued(known.restarts, len(triples))
-    safety = 1.0 if known.row_scaling else fixed(known.norm_safety)
-    return Polynomials(triples, restarts, safety, known.row_scaling)
+    polynomial_of_step = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(known, steps))
+    if known.restarts is None:
+        restarts = default_restarts(len(polynomial_of_step))
+    else:
+        restarts = _continued(known.restarts, len(polynomial_of_step))
+    safety = fixed(known.norm_safety)
+    if known.row_scaling:  # it undoes any scaling of the whole matrix before it
+        safety = 1.0
+    return Polynomials(polynomial_of_step, restarts, safety, known.row_scaling)
 
 
 def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:

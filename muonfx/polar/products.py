@@ -82,7 +82,7 @@ class Buffered(Functional):
             x: the batch, which is overwritten.
             tall: True if its matrices have more rows than columns.
             how: how the Gram matrix of the batch is computed: "batched", "blocks" or "quack".
-            small: how products of small matrices are computed.
+            small: how products of small matrices are computed, with the same choices.
             workspace: provides memory for small matrices; None: new memory.
             results: provides memory for batches, in which results may be returned; None: new memory.
         """
@@ -101,39 +101,40 @@ class Buffered(Functional):
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
         """Return `x x^T + shift * I` for each matrix, or `x^T x + shift * I` if the batch is tall."""
         wide = x.mT if self._tall else x
+        identities = None
+        if shift != 0:  # added within the product, so that the diagonal is rounded after the shift, when it is small
+            identities = self._identity_matrix().expand(len(x), -1, -1)
+        if self._how != "batched":
+            return self._mirrored(self._how, wide, identities, beta=shift, alpha=1.0)
         out = self._small_matrices()
-        if self._how == "quack":
-            if shift == 0:
-                return quack.symmetric_matmul(wide, out=out)
-            # Contiguous, because quack refuses a batch stride of zero. In the same product, so that the diagonal is
-            # rounded after the shift, when it is small.
-            identities = self._identity_matrix().expand_as(out).contiguous()
-            return quack.symmetric_matmul(wide, addend=identities, beta=shift, out=out)
-        if self._how == "blocks":
-            if shift:
-                out.copy_(self._identity_matrix())
-            _add_by_blocks(out, wide, wide, beta=shift, alpha=1.0)
-            return out
-        if shift == 0:
+        if identities is None:
             return torch.bmm(wide, wide.mT, out=out)
-        return torch.baddbmm(self._identity_matrix().expand_as(out), wide, wide.mT, beta=shift, out=out)
+        return torch.baddbmm(identities, wide, wide.mT, beta=shift, out=out)
 
     def symmetric(
         self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
     ) -> torch.Tensor:
         """Return `beta * addend + alpha * p q` for symmetric matrices that commute, in a buffer."""
+        # Only rounding makes the product of two different matrices asymmetric. The antisymmetric half of this error is
+        # harmless. Mirroring one triangle would make it symmetric, so only squares are mirrored.
+        if p is q and self._small != "batched":
+            return self._mirrored(self._small, p, addend, beta=beta, alpha=alpha)
+        return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=self._small_matrices())
+
+    def _mirrored(
+        self, how: str, p: torch.Tensor, addend: torch.Tensor | None, *, beta: float, alpha: float
+    ) -> torch.Tensor:
+        """Return `beta * addend + alpha * p p^T` in a buffer; one half is computed, by "quack" or "blocks"."""
         out = self._small_matrices()
-        if p is not q:
-            # Only rounding makes this product asymmetric. The antisymmetric half of that error is harmless; mirroring
-            # one triangle would make all of it symmetric.
-            return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
-        if self._small == "quack":
-            return quack.symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=out)
-        if self._small == "blocks":
+        if how == "quack":
+            if addend is None:
+                return quack.symmetric_matmul(p, alpha=alpha, out=out)
+            # Contiguous, because quack refuses the batch stride of zero that an expanded identity has.
+            return quack.symmetric_matmul(p, addend=addend.contiguous(), alpha=alpha, beta=beta, out=out)
+        if addend is not None:
             out.copy_(addend)  # once here, since each product would copy its own strided block
-            _add_by_blocks(out, p, q, beta=beta, alpha=alpha)
-            return out
-        return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
+        _add_by_blocks(out, p, beta=beta, alpha=alpha)
+        return out
 
     def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
         """Return `a + weight * b`, in a buffer that the next call overwrites."""
@@ -186,21 +187,29 @@ def block_side(n: int) -> int:
     return min(512, max(128, n // 4 // 128 * 128))
 
 
-def _add_by_blocks(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float) -> None:
-    """Compute the symmetric `out <- beta * out + alpha * p q^T`: blocks up to the diagonal, then mirror the others."""
-    # One matrix at a time, since batched products of torch copy a partial batch. Mirrored for the whole batch at once,
-    # since such a copy takes less time than its launch. With beta 0 the values in `out` do not matter.
-    n, side = out.shape[-1], block_side(out.shape[-1])
-    for square, left, right in zip(out.unbind(), p.unbind(), q.unbind(), strict=True):
-        end = 0
-        for rows, rows_of_square in zip(left.split(side), square.split(side), strict=True):
-            end += rows.shape[0]
-            target = rows_of_square.narrow(1, 0, end)
-            columns = right.narrow(0, 0, end).mT
+def _add_by_blocks(out: torch.Tensor, p: torch.Tensor, *, beta: float, alpha: float) -> None:
+    """Compute `out <- beta * out + alpha * p p^T`, where `out` is symmetric; with `beta` 0 its values do not matter.
+
+    The result is divided into blocks. Those up to the diagonal (#) are computed, and the others (.) are mirrored::
+
+        # . .
+        # # .
+        # # #
+    """
+    n = out.shape[-1]
+    side = block_side(n)
+    # One matrix at a time, since batched products of torch copy a partial batch.
+    for square, matrix in zip(out.unbind(), p.unbind(), strict=True):
+        for start in range(0, n, side):
+            end = min(start + side, n)
+            target = square[start:end, :end]  # the computed blocks of these rows
+            rows = matrix[start:end]
+            columns = matrix[:end].mT
             if beta == 0 and alpha == 1:
                 torch.mm(rows, columns, out=target)
             else:
                 target.addmm_(rows, columns, beta=beta, alpha=alpha)
+    # For the whole batch at once, since such a copy takes less time than its launch.
     for start in range(side, n, side):
-        rows = slice(start, start + side)
-        out[:, :start, rows].copy_(out[:, rows, :start].mT)
+        end = start + side
+        out[:, :start, start:end].copy_(out[:, start:end, :start].mT)

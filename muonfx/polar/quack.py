@@ -149,13 +149,16 @@ def relative_error(
     out = torch.full((len(p), n, n), torch.nan, dtype=p.dtype, device=p.device)
     symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=out)
     exact = alpha * (p.double() @ p.double().mT)
-    magnitude = abs(alpha) * (p.double().abs() @ p.double().abs().mT)
+    magnitude = abs(alpha) * (p.double().abs() @ p.double().abs().mT)  # the sum of the magnitudes of all terms
     if addend is not None:
         exact += beta * addend.double()
         magnitude += abs(beta) * addend.double().abs()
-    # k products and two more operations in fp32, then one rounding to the dtype of `out`. A tensor core truncates where
-    # other hardware rounds, so the errors of a sum count twice.
+    # k products and two more operations in fp32. A tensor core truncates where other hardware rounds, so the errors of
+    # a sum count twice.
+    error_of_sum = 2 * (k + 4) * torch.finfo(torch.float32).eps * magnitude
+    # Then one rounding to the dtype of `out`: half a unit in the last place, or a whole one of subnormal numbers.
     narrow = torch.finfo(p.dtype)
-    of_sums = 2 * (k + 4) * torch.finfo(torch.float32).eps * magnitude
-    bound = of_sums + narrow.eps / 2 * (exact.abs() + of_sums) + narrow.smallest_normal * narrow.eps
+    subnormal_step = narrow.smallest_normal * narrow.eps
+    error_of_rounding = narrow.eps / 2 * (exact.abs() + error_of_sum)
+    bound = error_of_sum + error_of_rounding + subnormal_step
     return ((out.double() - exact).abs() / bound).max().item()
