@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from muonfx import tree
@@ -301,38 +302,44 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
     number 1 of ``tx`` receives and returns the dict of the last two.
     """
 
-    def join(by_group: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Convert the states of the groups to a dict by member. A group of one member has that member's state."""
-        state: dict[str, PyTree] = {}
-        for names, group_state in zip(groups, by_group.values(), strict=True):
-            if len(names) == 1:
-                state[names[0]] = group_state
-            else:
-                state |= group_state
-        return state
-
-    def divide(state: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Convert a dict by member to the states of the groups, by the number of the group; it undoes `join`."""
-        by_group: dict[str, PyTree] = {}
-        for index, names in enumerate(groups):
-            if len(names) == 1:
-                by_group[str(index)] = state[names[0]]
-            else:
-                by_group[str(index)] = {name: state[name] for name in names}
-        return by_group
-
     def init(params: PyTree) -> dict[str, PyTree]:
-        return join(tx.functions.init(params))
+        return _by_member(tx.functions.init(params), groups)
 
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
-        updates, by_group = tx.run(updates, divide(state), params, donate=donate, **extras)
-        new_state = join(by_group)
+        updates, by_group = tx.run(updates, _by_group(state, groups), params, donate=donate, **extras)
+        new_state = _by_member(by_group, groups)
         # In the order of the old state: the order of the keys is part of the structure.
         return updates, {name: new_state[name] for name in state}
 
     return init, update
+
+
+def _by_member(by_group: Mapping[str, PyTree], groups: tuple[list[str], ...]) -> dict[str, PyTree]:
+    """Convert the states of groups of members to a dict by member.
+
+    >>> _by_member({"0": "a", "1": {"momentum": "b", "scale": "c"}}, (["clip"], ["momentum", "scale"]))
+    {'clip': 'a', 'momentum': 'b', 'scale': 'c'}
+    """
+    state: dict[str, PyTree] = {}
+    for names, group_state in zip(groups, by_group.values(), strict=True):
+        if len(names) == 1:
+            state[names[0]] = group_state
+        else:
+            state |= group_state
+    return state
+
+
+def _by_group(state: Mapping[str, PyTree], groups: tuple[list[str], ...]) -> dict[str, PyTree]:
+    """Convert a dict by member to the states of groups, by the number of the group; it undoes `_by_member`."""
+    by_group: dict[str, PyTree] = {}
+    for index, names in enumerate(groups):
+        if len(names) == 1:
+            by_group[str(index)] = state[names[0]]
+        else:
+            by_group[str(index)] = {name: state[name] for name in names}
+    return by_group
 
 
 @stand_in
@@ -420,12 +427,12 @@ class PlacedTransforms:
         return entry
 
 
+@dataclass(eq=False)
 class _Entry:
-    def __init__(self, meta_params: PyTree, original: Transform, placed: Transform) -> None:
-        self.meta_params = meta_params
-        self.original = original
-        """The transform whose numbers `placed` has."""
-        self.placed = placed
+    meta_params: PyTree
+    original: Transform
+    """The transform whose numbers `placed` has."""
+    placed: Transform
 
     def fits(self, params: PyTree) -> bool:
         """Return True if parameters have the shapes of `meta_params`. A leaf that is None fits any shape."""

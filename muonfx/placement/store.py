@@ -46,7 +46,7 @@ def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     length = 0
     for spec in specs:
         starts.append(length)
-        length += _whole_pages(spec.nbytes)
+        length += rounded_up(spec.nbytes, PAGE)
     if not length:
         return []
     mapped = _mapped(folder, length)
@@ -58,9 +58,9 @@ def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     return tensors
 
 
-def _whole_pages(nbytes: int) -> int:
-    """Return a number of bytes, rounded up to a multiple of the page size."""
-    return -(-nbytes // PAGE) * PAGE
+def rounded_up(nbytes: int, multiple: int) -> int:
+    """Return a number of bytes, rounded up to a multiple of another number: 257 to 512 for multiples of 256."""
+    return (nbytes + multiple - 1) // multiple * multiple
 
 
 def _mapped(folder: str, length: int) -> mmap.mmap:
@@ -138,7 +138,7 @@ def _advise(tensor: Tensor, advice: str) -> None:
         return
     mapped, where = mapping
     storage = tensor.untyped_storage()
-    mapped.madvise(getattr(mmap, advice), storage.data_ptr() - where.start, _whole_pages(storage.nbytes()))
+    mapped.madvise(getattr(mmap, advice), storage.data_ptr() - where.start, rounded_up(storage.nbytes(), PAGE))
 
 
 class Store(NamedTuple):

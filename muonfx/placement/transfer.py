@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from muonfx.placement.store import read_ahead, release
+from muonfx.placement.store import read_ahead, release, rounded_up
 
 T = TypeVar("T")
 ALIGNED = 256
@@ -29,12 +29,7 @@ def buffer(nbytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
 
 def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
     """Return how many bytes of a buffer some tensors need, including the padding between them."""
-    return sum(_aligned(leaf.nbytes) for leaf in leaves)
-
-
-def _aligned(nbytes: int) -> int:
-    """Return a number of bytes, rounded up to a multiple of `ALIGNED`."""
-    return -(-nbytes // ALIGNED) * ALIGNED
+    return sum(rounded_up(leaf.nbytes, ALIGNED) for leaf in leaves)
 
 
 class BucketTransfer:
@@ -134,12 +129,12 @@ class BucketTransfer:
         for source in sources:
             read_ahead(source)
         if self._stream is None:
-            _copy_from_store(sources, views)
+            _copy_on_cpu(sources, views, stored=sources)
             return views, None
         if self._staging:
             staged = _cut(self._staging[bucket_index % 2], sources)
             self._stream.synchronize()  # the copies from this staging buffer, two buckets ago, are complete
-            _copy_from_store(sources, staged)
+            _copy_on_cpu(sources, staged, stored=sources)
             sources = staged
         with torch.cuda.stream(self._stream):
             for view, source in zip(views, sources, strict=True):
@@ -153,12 +148,12 @@ class BucketTransfer:
     ) -> None:
         """Copy the new state of a bucket, in `leaves`, to the stored tensors `targets`, after the event `computed`."""
         if self._stream is None or computed is None:  # on a CPU
-            _copy_to_store(leaves, targets)
+            _copy_on_cpu(leaves, targets, stored=targets)
         elif self._staging:
             staged = _cut(self._staging[bucket_index % 2], targets)
             _copy_from_gpu(self._stream, leaves, staged, computed)
             self._stream.synchronize()  # the staging buffer now has the values
-            _copy_to_store(staged, targets)
+            _copy_on_cpu(staged, targets, stored=targets)
         else:
             _copy_from_gpu(self._stream, leaves, targets, computed)
 
@@ -175,18 +170,11 @@ def _copy_from_gpu(
                 leaf.record_stream(stream)
 
 
-def _copy_from_store(stored: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy stored tensors into host memory, and free the memory of those in files."""
-    for source, target in zip(stored, targets, strict=True):
+def _copy_on_cpu(sources: Sequence[Tensor], targets: Sequence[Tensor], *, stored: Sequence[Tensor]) -> None:
+    """Copy tensors in host memory, and free the memory of those in files: ``stored`` is the sources or the targets."""
+    for source, target, stored_tensor in zip(sources, targets, stored, strict=True):
         target.copy_(source)
-        release(source)
-
-
-def _copy_to_store(leaves: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
-    """Copy tensors in host memory into stored tensors, and free the memory of those in files."""
-    for leaf, target in zip(leaves, stored, strict=True):
-        target.copy_(leaf)
-        release(target)
+        release(stored_tensor)
 
 
 def _cut(memory: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -195,7 +183,7 @@ def _cut(memory: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     start = 0
     for leaf in leaves:
         views.append(memory[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape))
-        start += _aligned(leaf.nbytes)
+        start += rounded_up(leaf.nbytes, ALIGNED)
     return views
 
 

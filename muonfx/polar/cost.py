@@ -10,6 +10,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from muonfx.polar import policy
 from muonfx.polar.coefficients import CoefficientsLike
@@ -34,7 +35,7 @@ def newton_schulz_cost(
     device: str = "cpu",
     *,
     dtype: torch.dtype = torch.float32,
-    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    coefficients: CoefficientsLike | Tensor = "polar_express_5",
     steps: int | None = None,
     method: policy.MethodLike = "auto",
     products: ProductsLike = "auto",
@@ -55,7 +56,7 @@ def newton_schulz_cost(
     return _cost(short, long, torch.device(device), dtype, resolved, method, products, may_take_fp16)
 
 
-def _with_numbers(table: torch.Tensor, indices: tuple[int, ...]) -> Polynomials:
+def _with_numbers(table: Tensor, indices: tuple[int, ...]) -> Polynomials:
     """Return polynomials of the same cost as those of a tensor `(k, 2)` or `(k, 3)`, whose values may be unknown."""
     c = 1.0 if table.shape[1] == 3 else 0.0  # the cost of a step depends only on whether c is 0
     return Polynomials(steps=((1.0, 1.0, c),) * len(indices), restarts=())

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from muonfx.polar.coefficients import Step
 from muonfx.polar.policy import Plan
@@ -26,18 +27,18 @@ from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import wide_dtype
 
 
-def power_of_two_scaled(x: torch.Tensor) -> torch.Tensor:
+def power_of_two_scaled(x: Tensor) -> Tensor:
     """Scale each nonempty fp32 or fp64 matrix by a power of two, so that its largest magnitude is in [1, 2)."""
     return x * unit_power(x)
 
 
-def unit_power(x: torch.Tensor, dim: tuple[int, ...] = (-2, -1)) -> torch.Tensor:
+def unit_power(x: Tensor, dim: tuple[int, ...] = (-2, -1)) -> Tensor:
     """Return powers of two by which to multiply `x`, so that its largest magnitude over `dim` is in [1, 2)."""
     # The power is a constant for autograd, which is correct because every caller divides it out again.
     return power_of_two(x.detach().abs().amax(dim, keepdim=True))
 
 
-def power_of_two(largest: torch.Tensor) -> torch.Tensor:
+def power_of_two(largest: Tensor) -> Tensor:
     """Return, for each positive fp32 or fp64 number in `largest`, the power of two that scales it into [1, 2).
 
     The power is always a normal number. For a subnormal number, or one in the top binade, it is the nearest normal
@@ -57,7 +58,7 @@ def power_of_two(largest: torch.Tensor) -> torch.Tensor:
     return power.nan_to_num(nan=smallest_power).clamp(smallest_power, largest_power)
 
 
-def power_of_two_by_bits(largest: torch.Tensor) -> torch.Tensor:
+def power_of_two_by_bits(largest: Tensor) -> Tensor:
     """Return what `power_of_two` returns for nonzero numbers, in three operations instead of eight.
 
     It reads the exponent from the bits of a number, for which torch has no derivative, and on 2.11 no `vmap`.
@@ -94,7 +95,7 @@ def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
     return torch.finfo(compute).smallest_normal <= torch.finfo(held).smallest_normal
 
 
-def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+def rounded_and_scaled(x: Tensor, compute: torch.dtype) -> Tensor:
     """Round `x` to the dtype `compute` and scale it by a power of two; return the values in fp32 or wider."""
     wide = wide_dtype(compute)
     if same_range(x.dtype, compute):
@@ -105,7 +106,7 @@ def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
     return power_of_two_scaled(power_of_two_scaled(x)).to(compute).to(wide)
 
 
-def frobenius_normalized(x: torch.Tensor, compute: torch.dtype, safety: float = 1.0) -> torch.Tensor:
+def frobenius_normalized(x: Tensor, compute: torch.dtype, safety: float = 1.0) -> Tensor:
     """Divide nonempty matrices by `safety` times their Frobenius norm; return them in the dtype `compute`.
 
     At a zero matrix, the gradient is finite.
@@ -115,7 +116,7 @@ def frobenius_normalized(x: torch.Tensor, compute: torch.dtype, safety: float = 
     return (x * inverse_root(total, safety)).to(compute)
 
 
-def inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
+def inverse_root(total: Tensor, safety: float) -> Tensor:
     """Return `1 / (safety * sqrt(total))` for each sum of squares; at 0, `1 / safety` and a finite gradient."""
     # `where` instead of an eps, which would change the result for small matrices. It is inside the root, whose
     # derivative at zero is infinite and would enter the gradient as 0 * inf.
@@ -123,7 +124,7 @@ def inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
     return scale if safety == 1.0 else scale / safety
 
 
-def normalize_(batch: torch.Tensor, safety: float, compute: torch.dtype) -> torch.Tensor:
+def normalize_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     """Divide each matrix of a nonempty batch `(b, n, m)` by `safety` times its Frobenius norm, in place.
 
     Return the batch in the dtype `compute`, in the same memory: its dtype, or one with as many bytes. A bf16 matrix is
@@ -134,7 +135,7 @@ def normalize_(batch: torch.Tensor, safety: float, compute: torch.dtype) -> torc
     return normalize_on_device_(batch, safety, compute)
 
 
-def normalize_on_device_(batch: torch.Tensor, safety: float, compute: torch.dtype) -> torch.Tensor:
+def normalize_on_device_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     """Normalize a batch as `normalize_` does, with few operations, since each starts a kernel."""
     wide = wide_dtype(compute)
     result = batch.view(compute)
@@ -146,7 +147,7 @@ def normalize_on_device_(batch: torch.Tensor, safety: float, compute: torch.dtyp
     return torch.div(result, divisors, out=result)
 
 
-def normalize_on_cpu_(batch: torch.Tensor, safety: float, compute: torch.dtype) -> torch.Tensor:
+def normalize_on_cpu_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     """Normalize a batch on a CPU as `normalize_` does, matrix by matrix, without wide temporary tensors."""
     wide = wide_dtype(compute)
     # First by a power of two, to magnitudes below 2, so that no square overflows or is lost.
@@ -163,13 +164,13 @@ def normalize_on_cpu_(batch: torch.Tensor, safety: float, compute: torch.dtype) 
     return result
 
 
-def _multiply_(batch: torch.Tensor, factors: torch.Tensor) -> None:
+def _multiply_(batch: Tensor, factors: Tensor) -> None:
     """Multiply each matrix of a batch on a CPU by its own factor, in place; compute in fp32 at least, round once."""
     for matrix, factor in zip(batch.unbind(), factors.unbind(), strict=True):
         matrix.mul_(factor)
 
 
-def rounded_in_place(batch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def rounded_in_place(batch: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a batch in another dtype with as many bytes, in the same memory; the batch itself if it has this dtype.
 
     >>> x = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
@@ -181,7 +182,7 @@ def rounded_in_place(batch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return batch.view(dtype).copy_(batch)
 
 
-def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_normalized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Divide each row by the square root of its row sum of `|x x^T|`; return the result and its own Gram matrix.
 
     A zero row stays zero.
@@ -204,7 +205,7 @@ def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return result, gram
 
 
-def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
+def as_function(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
     """Orthogonalize a nonempty batch `(b, n, m)`, n <= m, without in-place writes.
 
     Return it in `plan.dtype`, or in `plan.rounded_to` if that is not None.
@@ -214,7 +215,7 @@ def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Ten
     return _orthogonalized(x.to(plan.rounded_to), plan, resolved).to(plan.rounded_to)
 
 
-def _orthogonalized(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
+def _orthogonalized(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
     """Orthogonalize a batch as `as_function` does, and return it in `plan.dtype`."""
     # Before row scaling too, which undoes it: the row sums must be in the range of fp16.
     x = frobenius_normalized(x, plan.dtype, resolved.safety)
@@ -230,8 +231,8 @@ def _orthogonalized(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch
 
 
 def in_place(
-    batch: torch.Tensor, plan: Plan, resolved: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
-) -> torch.Tensor:
+    batch: Tensor, plan: Plan, resolved: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
+) -> Tensor:
     """Orthogonalize a batch `(b, n, m)`, or `(b, m, n)` if `tall`, with temporary tensors in `workspace`.
 
     The result overwrites `batch` or uses memory of `results`, and has the dtype of `batch`: `plan.dtype`, or
@@ -245,7 +246,7 @@ def in_place(
     return rounded_in_place(result, batch.dtype)
 
 
-def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
+def standard_iteration(x: Tensor, steps: Sequence[Step]) -> Tensor:
     """Run Newton-Schulz with one Gram matrix per step: apply the polynomials `steps` to the singular values of `x`."""
     for a, b, c in steps:
         gram = torch.bmm(x, x.mT)
@@ -256,9 +257,7 @@ def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
     return x
 
 
-def newton_schulz(
-    x: torch.Tensor, stages: Sequence[GramStage], on: Functional, gram: torch.Tensor | None = None
-) -> torch.Tensor:
+def newton_schulz(x: Tensor, stages: Sequence[GramStage], on: Functional, gram: Tensor | None = None) -> Tensor:
     """Run the Newton-Schulz iteration on `x` in stages; the steps of a stage share one Gram matrix `x x^T`.
 
     `on` computes the matrix products. `gram` is the Gram matrix of the first stage, less its center, if it is known.
@@ -320,7 +319,7 @@ def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
     return Shifted(s * u, 1.0, product)
 
 
-def newton_schulz_with_tensor(x: torch.Tensor, table: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+def newton_schulz_with_tensor(x: Tensor, table: Tensor, indices: Sequence[int]) -> Tensor:
     """Run Newton-Schulz, with one Gram matrix per step, with coefficients in a differentiable tensor.
 
     `table` has the shape `(k, 2)` or `(k, 3)`; `indices` gives its row for each step.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from muonfx.internal.tracing import called_once, is_differentiated, is_traced, is_watched, outside_autocast
 from muonfx.polar.checks import check_matrix, sharing
@@ -25,15 +26,15 @@ _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer tha
 
 
 def orthogonalize(
-    x: torch.Tensor,
+    x: Tensor,
     *,
-    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    coefficients: CoefficientsLike | Tensor = "polar_express_5",
     steps: int | None = None,
     method: MethodLike = "auto",
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
     max_scratch_bytes: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Orthogonalize a matrix by Newton-Schulz: map its singular values close to 1 and keep its singular vectors.
 
     `band(coefficients)` returns the interval that contains the resulting singular values. A zero matrix gives zero.
@@ -80,9 +81,9 @@ def orthogonalize(
 
 
 def orthogonalize_many(
-    xs: Sequence[torch.Tensor],
+    xs: Sequence[Tensor],
     *,
-    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    coefficients: CoefficientsLike | Tensor = "polar_express_5",
     steps: int | None = None,
     method: MethodLike = "auto",
     dtype: DTypeLike = "auto",
@@ -90,7 +91,7 @@ def orthogonalize_many(
     max_scratch_bytes: int | None = None,
     donate: bool = False,
     workspace: Workspace | None = None,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Orthogonalize a list of matrices. Matrices of one shape, or of its transpose, are computed as one batch.
 
     With one thread of a CPU, the results equal `[orthogonalize(x, ...) for x in xs]` bit by bit. Elsewhere they are
@@ -150,7 +151,7 @@ class Orthogonalizer:
 
     def __init__(
         self,
-        coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+        coefficients: CoefficientsLike | Tensor = "polar_express_5",
         steps: int | None = None,
         method: MethodLike = "auto",
         dtype: DTypeLike = "auto",
@@ -188,12 +189,12 @@ class Orthogonalizer:
 
     def __call__(
         self,
-        xs: Sequence[torch.Tensor],
+        xs: Sequence[Tensor],
         *,
         max_scratch_bytes: int | None = None,
         donate: bool = False,
         workspace: Workspace | None = None,
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """Orthogonalize a list of matrices, without checking them; arguments are as in `orthogonalize_many`."""
         if max_scratch_bytes is not None and max_scratch_bytes < 1:
             raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
@@ -220,7 +221,7 @@ class Orthogonalizer:
 
     def _jobs(
         self,
-        xs: Sequence[torch.Tensor],
+        xs: Sequence[Tensor],
         watched: bool,
         differentiated: bool,
         max_scratch_bytes: int | None,
@@ -247,7 +248,7 @@ class Orthogonalizer:
         return jobs
 
 
-def _grouped(xs: Sequence[torch.Tensor], in_buffers: bool) -> list[tuple[_Kind, list[int]]]:
+def _grouped(xs: Sequence[Tensor], in_buffers: bool) -> list[tuple[_Kind, list[int]]]:
     """Group matrices that can be in one batch; return pairs of their common properties and their indices in `xs`."""
     groups: list[tuple[_Kind, list[int]]] = []
     for i, x in enumerate(xs):
@@ -261,7 +262,7 @@ def _grouped(xs: Sequence[torch.Tensor], in_buffers: bool) -> list[tuple[_Kind, 
     return groups
 
 
-def _kind_of(x: torch.Tensor, in_buffers: bool) -> _Kind:
+def _kind_of(x: Tensor, in_buffers: bool) -> _Kind:
     """Return the properties of a matrix by which it is grouped. With `in_buffers`, large ones are not transposed."""
     rows, columns = x.shape[-2:]
     short, long = (rows, columns) if rows <= columns else (columns, rows)
@@ -287,7 +288,7 @@ class _Job(NamedTuple):
     workspace: Workspace | None
 
 
-def _may_be_overwritten(xs: Sequence[torch.Tensor]) -> list[bool]:
+def _may_be_overwritten(xs: Sequence[Tensor]) -> list[bool]:
     """Return a bool for each donated tensor: True if it is contiguous and shares no memory with another."""
     shared = sharing(xs)
     return [x.is_contiguous() and i not in shared for i, x in enumerate(xs)]
@@ -298,13 +299,13 @@ class _Piece(NamedTuple):
 
     input_index: int
     """The position of the input in the list of inputs."""
-    matrices: torch.Tensor
+    matrices: Tensor
     """The matrices `(b, short, long)`, or `(b, long, short)` in a tall batch."""
-    destination: torch.Tensor | None
+    destination: Tensor | None
     """Memory for the results, of the same shape; None if the results become a new tensor, for a whole input."""
 
 
-def _run(xs: list[torch.Tensor], overwrite: list[bool], job: _Job) -> list[torch.Tensor]:
+def _run(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
     """Orthogonalize nonempty tensors of one kind. Return their results, in order.
 
     A tensor may be a matrix, or a stack ``(..., m, n)``. `overwrite` is True for each tensor that its result
@@ -316,21 +317,19 @@ def _run(xs: list[torch.Tensor], overwrite: list[bool], job: _Job) -> list[torch
     results = list(xs)
     if job.in_one_batch:
         pieces = _pieces(xs, overwrite, results, job.kind, limit=None)
-        _run_batch(pieces, results, job, must_copy=False)
+        _run_batch(pieces, results, job)
         return results
     if job.kind.tall is None and {x.ndim for x in xs} == {2}:
         return _run_single_matrices(xs, overwrite, job)
     limit = _most_in_a_batch(job)
     pieces = _pieces(xs, overwrite, results, job.kind, limit)
-    number_tall = sum([x.shape[-2] > x.shape[-1] for x in xs])
-    must_copy = job.kind.tall is None and 0 < number_tall < len(xs)  # see `_new_contiguous`
     for batch in _packed(pieces, limit):
-        _run_batch(batch, results, job, must_copy)
+        _run_batch(batch, results, job)
     return results
 
 
 def _pieces(
-    xs: list[torch.Tensor], overwrite: list[bool], results: list[torch.Tensor], kind: _Kind, limit: int | None
+    xs: list[Tensor], overwrite: list[bool], results: list[Tensor], kind: _Kind, limit: int | None
 ) -> list[_Piece]:
     """Return pieces of at most `limit` matrices for all tensors. None: no limit, so one piece for each tensor.
 
@@ -351,21 +350,21 @@ def _pieces(
     return pieces
 
 
-def _run_batch(batch: list[_Piece], results: list[torch.Tensor], job: _Job, must_copy: bool) -> None:
+def _run_batch(batch: list[_Piece], results: list[Tensor], job: _Job) -> None:
     """Orthogonalize pieces in one batch, and write their results.
 
     The result of a piece with a destination is written there. Else ``results[piece.input_index]``, which is the input,
-    is replaced by its result: a view of the batch, or a copy of it if `must_copy`.
+    is replaced by its result.
     """
     tall = job.kind.tall
     y = _new_batch(batch, job) if tall is None else _batch_in_buffers(batch, job, tall)
     counts = [piece.matrices.shape[0] for piece in batch]  # not len, which fixes a symbolic size
-    destinations: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
+    destinations: list[Tensor] = []
+    values: list[Tensor] = []
     for piece, value in zip(batch, y.split(counts), strict=True):
         if piece.destination is None:
             x = results[piece.input_index]
-            results[piece.input_index] = _result_like(x, value, must_copy)
+            results[piece.input_index] = _result_like(x, value)
         elif value.data_ptr() != piece.destination.data_ptr():  # else the iteration has run in the destination
             destinations.append(piece.destination)
             values.append(value)
@@ -373,31 +372,20 @@ def _run_batch(batch: list[_Piece], results: list[torch.Tensor], job: _Job, must
         torch._foreach_copy_(destinations, values)
 
 
-def _result_like(x: torch.Tensor, value: torch.Tensor, must_copy: bool) -> torch.Tensor:
-    """Return the orthogonalized batch `value` of an input `x` in its shape and dtype, as a copy if `must_copy`."""
+def _result_like(x: Tensor, value: Tensor) -> Tensor:
+    """Return the orthogonalized batch `value` of an input `x` in its shape and dtype, contiguous."""
     if value.shape[-2] != x.shape[-2]:  # a tall input was computed as its transpose
         value = value.mT
-    return _new_contiguous(value.to(x.dtype).reshape(x.shape), must_copy)
+    return value.to(x.dtype).reshape(x.shape).contiguous()
 
 
-def _new_contiguous(result: torch.Tensor, must_copy: bool) -> torch.Tensor:
-    """Return a contiguous result: a copy if `must_copy`, else the result itself where it is contiguous.
-
-    Tall matrices are computed as their transposes, so their results are copies. The result of a wide matrix can be a
-    view, which keeps its whole batch in memory. If there are both, both are copied, so that no batch stays in memory.
-    """
-    if must_copy:
-        return result.clone(memory_format=torch.contiguous_format)
-    return result.contiguous()
-
-
-def _run_single_matrices(xs: list[torch.Tensor], overwrite: list[bool], job: _Job) -> list[torch.Tensor]:
+def _run_single_matrices(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
     """Orthogonalize small matrices `(m, n)` of one kind, in batches, with few calls for each. Return their results.
 
     `overwrite` is True for each matrix that its result overwrites.
     """
     limit = _most_in_a_batch(job)
-    wide: list[torch.Tensor] = []
+    wide: list[Tensor] = []
     number_tall = 0
     for x in xs:
         if x.shape[0] == job.kind.short:
@@ -405,17 +393,17 @@ def _run_single_matrices(xs: list[torch.Tensor], overwrite: list[bool], job: _Jo
         else:
             wide.append(x.mT)
             number_tall += 1
-    must_copy = 0 < number_tall < len(xs)  # see `_new_contiguous`
-    results: list[torch.Tensor] = []
+    # The result of a wide matrix can be a view of its batch, and keeps all of it in memory. If the batch also has tall
+    # matrices, whose results are copies, it is less memory to copy all results.
+    must_copy = 0 < number_tall < len(xs)
+    results: list[Tensor] = []
     for start in range(0, len(xs), limit):
         batch = slice(start, start + limit)
         results += _run_stack(xs[batch], wide[batch], overwrite[batch], job, must_copy)
     return results
 
 
-def _run_stack(
-    xs: list[torch.Tensor], wide: list[torch.Tensor], overwrite: list[bool], job: _Job, must_copy: bool
-) -> list[torch.Tensor]:
+def _run_stack(xs: list[Tensor], wide: list[Tensor], overwrite: list[bool], job: _Job, must_copy: bool) -> list[Tensor]:
     """Orthogonalize matrices as one stack, and return their results; all temporary tensors are freed at the end.
 
     Args:
@@ -428,18 +416,20 @@ def _run_stack(
     # Contiguous also if there is one tall matrix: sums of transposed memory round in another order.
     stack = torch.stack(wide) if len(wide) > 1 else aligned(wide[0])[None]
     ys = outside_autocast(as_function, stack, job.plan, job.resolved).to(job.kind.dtype).unbind()
-    results: list[torch.Tensor] = []
-    destinations: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
+    results: list[Tensor] = []
+    destinations: list[Tensor] = []
+    values: list[Tensor] = []
     for x, wide_x, y, is_overwritten in zip(xs, wide, ys, overwrite, strict=True):
         if is_overwritten:
             results.append(x)
             destinations.append(wide_x)
             values.append(y)
-        elif wide_x is x:
-            results.append(_new_contiguous(y, must_copy))
+            continue
+        result = y if wide_x is x else y.mT
+        if must_copy:
+            results.append(result.clone(memory_format=torch.contiguous_format))
         else:
-            results.append(_new_contiguous(y.mT, must_copy))
+            results.append(result.contiguous())
     if destinations:
         torch._foreach_copy_(destinations, values)
     return results
@@ -459,7 +449,7 @@ def _most_in_a_batch(job: _Job) -> int:
     return min(limit, limit_of_cache)
 
 
-def _as_batch(x: torch.Tensor, kind: _Kind) -> torch.Tensor:
+def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
     """View matrices `(..., m, n)` as a batch `(b, short, long)`, or as `(b, m, n)` if the kind has a memory order."""
     if kind.tall is not None:
         return x.reshape(-1, *x.shape[-2:])
@@ -471,7 +461,7 @@ def _as_batch(x: torch.Tensor, kind: _Kind) -> torch.Tensor:
     return wide.reshape(-1, *wide.shape[-2:])
 
 
-def _new_batch(batch: list[_Piece], job: _Job) -> torch.Tensor:
+def _new_batch(batch: list[_Piece], job: _Job) -> Tensor:
     """Orthogonalize pieces `(b, short, long)` as one batch in new memory. Return the batch in their dtype."""
     matrices = [piece.matrices for piece in batch]
     # Contiguous also if there is one tall stack: sums of transposed memory round in another order.
@@ -484,7 +474,7 @@ def _new_batch(batch: list[_Piece], job: _Job) -> torch.Tensor:
     return outside_autocast(as_function, joined, job.plan, job.resolved).to(job.kind.dtype)
 
 
-def _batch_in_buffers(batch: list[_Piece], job: _Job, tall: bool) -> torch.Tensor:
+def _batch_in_buffers(batch: list[_Piece], job: _Job, tall: bool) -> Tensor:
     """Orthogonalize pieces as one batch in reused buffers, or in the memory of the pieces if that is possible.
 
     `tall` is True if the matrices have more rows than columns. Return the batch.
@@ -502,7 +492,7 @@ def _batch_in_buffers(batch: list[_Piece], job: _Job, tall: bool) -> torch.Tenso
     return outside_autocast(in_place, joined, plan, job.resolved, tall=tall, workspace=workspace, results=results)
 
 
-def _joined(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:
+def _joined(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> Tensor:
     """Return the matrices of pieces as one batch `(b, rows, columns)` that the iteration may overwrite.
 
     It is a view of the matrices if they have the given dtype and `_are_one_buffer`. Else it is a copy in memory of the

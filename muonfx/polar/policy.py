@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from muonfx.internal.display import Report, Shown, Table, format_bytes, format_shape
 from muonfx.internal.tracing import called_once, fixed
@@ -136,7 +137,7 @@ def explain(
     device: torch.device | str = "cpu",
     *,
     held: torch.dtype = torch.float32,
-    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    coefficients: CoefficientsLike | Tensor = "polar_express_5",
     steps: int | None = None,
     method: MethodLike = "auto",
     dtype: DTypeLike = "auto",
@@ -240,7 +241,7 @@ def check_method(method: MethodLike, resolved: Polynomials) -> None:
     """Raise an error unless `method` is a known name or the numbers of steps of stages, and fits the coefficients."""
     if isinstance(method, tuple):
         _check_lengths(method, resolved)
-    elif not isinstance(method, str) or method not in ("auto", "standard", "gram"):
+    elif method not in ("auto", "standard", "gram"):
         raise ValueError(
             f"method: found {method!r}, expected 'auto', 'standard' or 'gram', or the steps of each stage: (2, 3)"
         )
@@ -333,7 +334,7 @@ def compute_dtype(
     device: torch.device,
     requested: DTypeLike = "auto",
     *,
-    coefficients: CoefficientsLike | torch.Tensor | None = None,
+    coefficients: CoefficientsLike | Tensor | None = None,
     steps: int | None = None,
 ) -> torch.dtype:
     """Return the dtype in which `orthogonalize` computes matrix products for inputs of `dtype` on `device`.

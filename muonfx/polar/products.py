@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from muonfx.polar import quack
 from muonfx.polar.workspace import Workspace
@@ -30,36 +31,34 @@ class Shifted(NamedTuple):
 
     shift: float
     scale: float
-    rest: torch.Tensor
+    rest: Tensor
 
 
 class Functional:
     """Matrix products of the Newton-Schulz iteration that allocate every result, for batches `(b, n, m)`, n <= m."""
 
-    def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
+    def gram(self, x: Tensor, shift: float) -> Tensor:
         """Return `x x^T + shift * I` for each matrix of a batch."""
         if shift == 0:
             return torch.bmm(x, x.mT)
         identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device).expand(x.shape[0], -1, -1)
         return torch.baddbmm(identity, x, x.mT, beta=shift)
 
-    def symmetric(
-        self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
-    ) -> torch.Tensor:
+    def symmetric(self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float) -> Tensor:
         """Return `beta * addend + alpha * p q` for symmetric matrices that commute, so that the result is symmetric."""
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha)
 
-    def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
+    def sum(self, a: Tensor, b: Tensor, weight: float) -> Tensor:
         """Return `a + weight * b`; a subclass may overwrite the result at the next call."""
         if not _rounds_by_place(a):
             return torch.add(a, b, alpha=weight)
         return torch.add(a.float(), b.float(), alpha=weight).to(a.dtype)
 
-    def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
+    def weighted(self, x: Tensor, q: Shifted) -> Tensor:
         """Return `Q x` for the matrix `Q = q.shift * I + q.scale * q.rest`; `x` may be overwritten."""
         return torch.baddbmm(x, q.rest, x, beta=q.shift, alpha=q.scale)
 
-    def keep(self, *live: torch.Tensor) -> None:
+    def keep(self, *live: Tensor) -> None:
         """Release the memory of all small matrices except `live`. Does nothing here, since Python frees memory."""
 
 
@@ -68,7 +67,7 @@ class Buffered(Functional):
 
     def __init__(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         *,
         tall: bool,
         how: str,
@@ -92,13 +91,13 @@ class Buffered(Functional):
         self._workspace = workspace or Workspace()
         self._spare = (results or Workspace()).empty(x.shape, x.dtype, x.device)
         self._n = min(x.shape[-2:])
-        self._free: list[torch.Tensor] = []  # buffers of small matrices that `keep` has released
-        self._lent: list[torch.Tensor] = []  # buffers of small matrices that are in use
-        self._sum: torch.Tensor | None = None
-        self._wide_sum: torch.Tensor | None = None
-        self._identity: torch.Tensor | None = None
+        self._free: list[Tensor] = []  # buffers of small matrices that `keep` has released
+        self._lent: list[Tensor] = []  # buffers of small matrices that are in use
+        self._sum: Tensor | None = None
+        self._wide_sum: Tensor | None = None
+        self._identity: Tensor | None = None
 
-    def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
+    def gram(self, x: Tensor, shift: float) -> Tensor:
         """Return `x x^T + shift * I` for each matrix, or `x^T x + shift * I` if the batch is tall."""
         wide = x.mT if self._tall else x
         identities = None
@@ -111,9 +110,7 @@ class Buffered(Functional):
             return torch.bmm(wide, wide.mT, out=out)
         return torch.baddbmm(identities, wide, wide.mT, beta=shift, out=out)
 
-    def symmetric(
-        self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
-    ) -> torch.Tensor:
+    def symmetric(self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float) -> Tensor:
         """Return `beta * addend + alpha * p q` for symmetric matrices that commute, in a buffer."""
         # Only rounding makes the product of two different matrices asymmetric. The antisymmetric half of this error is
         # harmless. Mirroring one triangle would make it symmetric, so only squares are mirrored.
@@ -121,9 +118,7 @@ class Buffered(Functional):
             return self._mirrored(self._small, p, addend, beta=beta, alpha=alpha)
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=self._small_matrices())
 
-    def _mirrored(
-        self, how: str, p: torch.Tensor, addend: torch.Tensor | None, *, beta: float, alpha: float
-    ) -> torch.Tensor:
+    def _mirrored(self, how: str, p: Tensor, addend: Tensor | None, *, beta: float, alpha: float) -> Tensor:
         """Return `beta * addend + alpha * p p^T` in a buffer; one half is computed, by "quack" or "blocks"."""
         out = self._small_matrices()
         if how == "quack":
@@ -136,7 +131,7 @@ class Buffered(Functional):
         _add_by_blocks(out, p, beta=beta, alpha=alpha)
         return out
 
-    def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
+    def sum(self, a: Tensor, b: Tensor, weight: float) -> Tensor:
         """Return `a + weight * b`, in a buffer that the next call overwrites."""
         if self._sum is None:
             self._sum = self._allocate_small(len(a))
@@ -146,7 +141,7 @@ class Buffered(Functional):
             self._wide_sum = self._workspace.empty(self._sum.shape, torch.float32, self._sum.device)
         return self._sum.copy_(self._wide_sum.copy_(b).mul_(weight).add_(a))
 
-    def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
+    def weighted(self, x: Tensor, q: Shifted) -> Tensor:
         """Return `Q x`, or `x Q` if the batch is tall, for `Q = q.shift * I + q.scale * q.rest`; may overwrite `x`."""
         if self._tall:
             y = torch.baddbmm(x, x, q.rest, beta=q.shift, alpha=q.scale, out=self._spare)
@@ -155,28 +150,28 @@ class Buffered(Functional):
         self._spare = x
         return y
 
-    def keep(self, *live: torch.Tensor) -> None:
+    def keep(self, *live: Tensor) -> None:
         """Make the buffers of all small matrices except `live` available for new results."""
         live_ids = {id(matrix) for matrix in live}
         self._free += [buffer for buffer in self._lent if id(buffer) not in live_ids]
         self._lent = [buffer for buffer in self._lent if id(buffer) in live_ids]
 
-    def _small_matrices(self) -> torch.Tensor:
+    def _small_matrices(self) -> Tensor:
         """Return a buffer for a batch of small matrices: a released buffer, or a new one."""
         buffer = self._free.pop() if self._free else self._allocate_small(len(self._spare))
         self._lent.append(buffer)
         return buffer
 
-    def _allocate_small(self, count: int) -> torch.Tensor:
+    def _allocate_small(self, count: int) -> Tensor:
         return self._workspace.empty((count, self._n, self._n), self._spare.dtype, self._spare.device)
 
-    def _identity_matrix(self) -> torch.Tensor:
+    def _identity_matrix(self) -> Tensor:
         if self._identity is None:
             self._identity = torch.eye(self._n, out=self._allocate_small(1)[0])
         return self._identity
 
 
-def _rounds_by_place(x: torch.Tensor) -> bool:
+def _rounds_by_place(x: Tensor) -> bool:
     """Return True if a weighted sum rounds an element by its place in memory, and so by the size of the batch."""
     # A CPU rounds bf16 and fp16 once in the vectorized part of a tensor, and twice in the rest.
     return x.is_cpu and x.dtype.itemsize == 2
@@ -187,7 +182,7 @@ def block_side(n: int) -> int:
     return min(512, max(128, n // 4 // 128 * 128))
 
 
-def _add_by_blocks(out: torch.Tensor, p: torch.Tensor, *, beta: float, alpha: float) -> None:
+def _add_by_blocks(out: Tensor, p: Tensor, *, beta: float, alpha: float) -> None:
     """Compute `out <- beta * out + alpha * p p^T`, where `out` is symmetric; with `beta` 0 its values do not matter.
 
     The result is divided into blocks. Those up to the diagonal (#) are computed, and the others (.) are mirrored::

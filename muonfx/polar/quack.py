@@ -19,6 +19,7 @@ import importlib.util
 import warnings
 
 import torch
+from torch import Tensor
 
 from muonfx.internal.tracing import called_once, untraced
 from muonfx.polar.hardware import cuda_capability
@@ -101,13 +102,13 @@ def _failure(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def symmetric_matmul(
-    p: torch.Tensor,
+    p: Tensor,
     *,
-    addend: torch.Tensor | None = None,
+    addend: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
-    out: torch.Tensor,
-) -> torch.Tensor:
+    out: Tensor,
+) -> Tensor:
     """Write `alpha p p^T + beta addend` into `out` by quack, and return it.
 
     `p` is `(b, n, k)`, contiguous or the transpose of a contiguous tensor. `addend` and `out` are contiguous
@@ -141,9 +142,7 @@ def _first_error(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def relative_error(
-    p: torch.Tensor, addend: torch.Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
-) -> float:
+def relative_error(p: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> float:
     """Return the largest error of an entry of `alpha p p^T + beta addend` by quack, divided by its bound."""
     n, k = p.shape[-2:]
     out = torch.full((len(p), n, n), torch.nan, dtype=p.dtype, device=p.device)
