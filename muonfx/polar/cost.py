@@ -77,9 +77,9 @@ def _cost(
     plan = policy.plan(
         short,
         long,
-        held=dtype,
-        device=device,
-        resolved=resolved,
+        dtype,  # of the matrix, and of the products
+        device,
+        resolved,
         method=method,
         dtype=dtype,
         products=products,
@@ -88,7 +88,7 @@ def _cost(
     )
     # Not the operation count: halved products save less time than operations, and memory passes take time too.
     multiply_adds = policy.work(plan, device, portable=True)
-    return Cost(flops=_flops(plan), load=2 * multiply_adds, scratch_bytes=plan.scratch_bytes)
+    return Cost(_flops(plan), 2 * multiply_adds, plan.scratch_bytes)
 
 
 def _flops(plan: policy.Plan) -> float:

@@ -270,16 +270,9 @@ def _plan_in(compute: torch.dtype, request: _Request, why_dtype: str) -> Plan:
     bound = None
     if resolved.table is None:
         bound = largest(resolved.steps, restarts_of(stages), resolved.safety, compute)
-    return Plan(
-        shape=(request.short, request.long),
-        dtype=compute,
-        method=method,
-        stages=stages,
-        products=products,
-        small_products=small_products,
-        reasons=(why_dtype, why_method, why_products),
-        bound=bound,
-    )
+    shape = (request.short, request.long)
+    reasons = (why_dtype, why_method, why_products)
+    return Plan(shape, compute, method, stages, products, small_products, reasons, bound)
 
 
 @called_once  # hardware queries cannot be traced

@@ -113,7 +113,7 @@ class Buffered(Functional):
     def symmetric(self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float) -> Tensor:
         """Return `beta * addend + alpha * p q` for symmetric matrices that commute, in a buffer."""
         # Only rounding makes the product of two different matrices asymmetric. The antisymmetric half of this error is
-        # harmless. Mirroring one triangle would make it symmetric, so only squares are mirrored.
+        # harmless. Mirroring one triangle would make all of it symmetric, so only squares are mirrored.
         if p is q and self._small != "batched":
             return self._mirrored(self._small, p, addend, beta=beta, alpha=alpha)
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=self._small_matrices())
