@@ -217,13 +217,13 @@ class BucketedState:
         self._targets: dict[int, Tensor] = {}
         self._transfer: BucketTransfer | None = None
         if store != IN_MEMORY and not store.is_direct(device):  # else the update uses the state where it is
-            are_moving = map(moves, self._leaves, parameters)
-            self._start_transfer([index for index, is_moving in enumerate(are_moving) if is_moving])
+            moving = [index for index, leaf in enumerate(self._leaves) if moves(leaf, parameters[index])]
+            self._start_transfer(moving)
 
     def _start_transfer(self, moving: list[int]) -> None:
         """Allocate the memory of the next state in the store, and start to load the first bucket.
 
-        `moving` has the indices of the leaves that are stored between steps.
+        `moving` has the indices of the leaves that are loaded before the update and written back after it.
         """
         self._allocate_targets(moving)
         for index in moving:

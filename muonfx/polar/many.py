@@ -173,12 +173,14 @@ class Orthogonalizer:
 
     def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
         """Return the `Plan` (dtype, method, products) for matrices of one shape, dtype and device; it is cached."""
-        if traced:  # symbols have no hash
-            return self._plan(*kind[:4], self._resolved(), differentiated=differentiated)
         key = (kind, differentiated)
-        if key not in self._plans:
-            self._plans[key] = self._plan(*kind[:4], self._polynomials, differentiated=differentiated)
-        return self._plans[key]
+        if not traced and key in self._plans:  # not in a trace, whose symbols have no hash
+            return self._plans[key]
+        resolved = self._resolved()
+        result = self._plan(kind.short, kind.long, kind.dtype, kind.device, resolved, differentiated=differentiated)
+        if not traced:
+            self._plans[key] = result
+        return result
 
     def _resolved(self) -> Polynomials:
         """Return the polynomials, with constant numbers also in a trace."""
