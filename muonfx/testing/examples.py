@@ -79,7 +79,7 @@ class Example(NamedTuple):
         return self.map(copied)
 
     def dense(self) -> Example:
-        """Return the example with a tensor in place of each parameter or gradient that is None."""
+        """Return the example with a tensor in place of each parameter or gradient that is None. Any values do."""
 
         def filled_param(_: int, param: Tensor | None) -> Tensor:
             if param is None:
