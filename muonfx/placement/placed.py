@@ -95,7 +95,7 @@ ApplyToParams = Callable[[PyTree, PyTree], None]
 """A function ``(params, updates)`` that adds updates to parameters."""
 
 Input = Literal["leaves", "matrices", "tree"]
-"""What a transform must receive at a time: any leaves or shards, whole matrices, or the whole tree.
+"""The parts of a tree that a transform requires together: any leaves or shards, whole matrices, or the whole tree.
 
 A chain or a wrapper counts as "tree" unless all of its inner transforms take less."""
 

@@ -176,7 +176,7 @@ def explain(
 
 
 class _Request(NamedTuple):
-    """What a plan depends on besides dtypes: the sides of the matrix, its device and the settings of the caller."""
+    """The inputs of a plan besides dtypes: the sides of the matrix, its device and the settings of the caller."""
 
     short: int
     long: int
