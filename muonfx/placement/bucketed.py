@@ -35,63 +35,66 @@ from muonfx.tree.members import parameters_of
 
 
 def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) -> None:
-    """Raise OSError if the state is on a disk without enough space for a second copy, the next state."""
+    """Raise OSError if the state is on a disk without enough space for the next state, which is written beside it.
+
+    Donated tensors need no space, since they are overwritten.
+    """
     if not store.on_disk:
         return
     device = device_of(params)
-    copied: list[Any] = []
+    specs: list[Any] = []
     for leaf, parameter in zip(tree.leaves(state), parameters_of(state, params), strict=True):
-        if not moves(leaf, parameter):
-            continue
-        is_overwritten = donate.state and store.has(leaf, device)
-        if not is_overwritten:
-            copied.append(tree.spec(leaf))
-    store.require(copied)
+        if moves(leaf, parameter) and not (donate.state and store.has(leaf, device)):
+            specs.append(tree.spec(leaf))
+    store.require(specs)
 
 
 @stand_in
 @with_memory
-def in_buckets(_memory: Memory, tx: Transform, bucket_bytes: int, buckets: list[list[str]]):
+def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[list[str]]):
     """Run a transform that works leaf by leaf on one bucket of parameters at a time, to bound its temporary memory.
 
-    The names in ``buckets`` are the parameters for which the transform was placed. A step with other parameters, or
-    without some of them, divides its parameters into buckets again.
+    The names in ``buckets``, such as ``[["q", "k"], ["mlp"]]``, are the parameters for which the transform was placed.
+    A step with other parameters, or without some of them, divides its parameters into buckets again.
     """
     usual_names = sorted(itertools.chain.from_iterable(buckets))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket, or at once if there is one bucket or some state has no parameter."""
-        present = [name for name, leaf in tree.named_leaves(params) if leaf is not None]
         current_buckets = buckets
-        if sorted(present) != usual_names:
+        if sorted(_present(params)) != usual_names:
             current_buckets = buckets_by_shape(params, bucket_bytes)
-        # First the number of buckets: a step that is traced within a branch may not change `_memory`.
-        if params is None or len(current_buckets) < 2:
-            return tx.run(updates, state, params, donate=donate, **extras)
-        parameters = remembered_parameters(_memory, state, updates)
-        if not can_be_shared_out(tree.leaves(state), parameters):
-            return tx.run(updates, state, params, donate=donate, **extras)
-        device = device_of(updates, params)
-        bucketed = BucketedState(IN_MEMORY, device, state, parameters, current_buckets, donate)
-        return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
+        if params is not None and len(current_buckets) > 1:
+            # Not earlier: a step with one bucket may be traced within a branch, and must not change the cache then.
+            parameters = remembered_parameters(_cache, state, updates)
+            if can_be_shared_out(tree.leaves(state), parameters):
+                device = device_of(updates, params)
+                bucketed = BucketedState(IN_MEMORY, device, state, parameters, current_buckets, donate)
+                return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
+        return tx.run(updates, state, params, donate=donate, **extras)
 
     return tx.functions.init, update
 
 
+def _present(values: PyTree) -> dict[str, Any]:
+    """Return the leaves of a tree that are not None, by name."""
+    return {name: leaf for name, leaf in tree.named_leaves(values) if leaf is not None}
+
+
 def buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
     """Split parameter names into lists of at most `limit` bytes. Equal shapes are neighbours, to form batches."""
-    present = [(name, leaf) for name, leaf in tree.named_leaves(params) if leaf is not None]
-    present.sort(key=lambda pair: tuple(pair[1].shape))
-    return cut_into_buckets({name: leaf.nbytes for name, leaf in present}, limit)
+    leaf_of = _present(params)
+    names = sorted(leaf_of, key=lambda name: tuple(leaf_of[name].shape))
+    return cut_into_buckets({name: leaf_of[name].nbytes for name in names}, limit)
 
 
 @stand_in
 @with_memory
-def in_store(_memory: Memory, tx: Transform, store: Store):
+def in_store(_cache: Memory, tx: Transform, store: Store):
     """Run a transform that works leaf by leaf, and load its state from a store bucket by bucket.
 
-    Only the state of one bucket, and of the next, is on the device at a time. Between steps, the state is in host
-    memory or on disk (the store). ``tx`` receives and returns the state of a bucket as tensors on the device.
+    Only the state of one bucket of parameters, and of the next, is on the device at a time. Between steps, the state is
+    in host memory or on disk (the store). ``tx`` receives and returns the state of a bucket as tensors on the device.
     """
 
     def init(params: PyTree) -> PyTree:
@@ -102,12 +105,11 @@ def in_store(_memory: Memory, tx: Transform, store: Store):
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket. The next state is in the store again."""
-        parameters = remembered_parameters(_memory, state, updates)
-        present = [name for name, leaf in tree.named_leaves(updates) if leaf is not None]
-        buckets = cut_into_buckets(sizes_of(present, state, parameters), store.bucket_bytes)
-        # A tensor without a parameter, such as a sum over all leaves, belongs to no bucket.
-        can_be_divided = can_be_shared_out(tree.leaves(state), parameters)
-        if len(buckets) < 2 or not can_be_divided:
+        parameters = remembered_parameters(_cache, state, updates)
+        if can_be_shared_out(tree.leaves(state), parameters):
+            sizes = sizes_of(_present(updates), state, parameters)
+            buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]
+        else:  # a tensor without a parameter, such as a sum over all leaves, belongs to no bucket
             buckets = [tree.names(updates)]
         bucketed = BucketedState(store, device_of(updates, params), state, parameters, buckets, donate)
         return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
@@ -117,31 +119,29 @@ def in_store(_memory: Memory, tx: Transform, store: Store):
 
 @stand_in
 @with_memory
-def at_once(_memory: Memory, tx: Transform, store: Store):
-    """Run a transform that needs all leaves, and load its whole state from a store."""
+def at_once(_cache: Memory, tx: Transform, store: Store):
+    """Run a transform that needs all leaves. Its state is in a store between steps, and loaded as a whole in each step.
+
+    The store is host memory or a disk.
+    """
 
     def init(params: PyTree) -> PyTree:
-        """Return the initial state, with its tensors in the store. Warn if loading all of it at once defeats that."""
+        """Return the initial state, with its tensors in the store. Warn that they are loaded as a whole."""
         state = tx.functions.init(params)
         device = device_of(params)
         if device.type == "meta":
             return state
         parameters = parameters_of(state, params)
         nbytes = sum(sizes_of(tree.names(params), state, parameters).values())
-        if not nbytes:
-            return state
-        if not store.is_direct(device):  # a direct store needs no copy on the device
+        if nbytes and not store.is_direct(device):  # a direct store needs no copy on the device
             _warn_of_whole_state(tx, nbytes)
         return store_away(store, device, state, parameters)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` with its whole state on the device, as one bucket of all parameters."""
-        parameters = remembered_parameters(_memory, state, updates)
-        store_of_state = IN_MEMORY
-        if any(map(moves, tree.leaves(state), parameters)):
-            store_of_state = store
-        all_leaves = [tree.names(updates)]  # one bucket
-        bucketed = BucketedState(store_of_state, device_of(updates, params), state, parameters, all_leaves, donate)
+        parameters = remembered_parameters(_cache, state, updates)
+        buckets = [tree.names(updates)]
+        bucketed = BucketedState(store, device_of(updates, params), state, parameters, buckets, donate)
         return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
 
     return init, update
@@ -159,7 +159,10 @@ def _warn_of_whole_state(tx: Transform, nbytes: int) -> None:
 
 @stand_in
 def skippable(tx: Transform):
-    """Run a transform only if the extra argument ``only_if`` is true or None: its state is then not loaded in vain."""
+    """Run an offloaded transform only if the extra argument ``only_if`` is true or None.
+
+    A wrapper such as `accumulate` gives this argument. If it is false, the state of ``tx`` is not loaded.
+    """
 
     def update(
         updates: PyTree,
@@ -180,8 +183,8 @@ def skippable(tx: Transform):
 
 @stand_in
 @with_memory
-def with_own_state_in_store(_memory: Memory, tx: Transform, division: StateDivision, store: Store):
-    """Run a wrapper whose own state is loaded at once; the transforms that it calls load theirs themselves.
+def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivision, store: Store):
+    """Run a wrapper whose own state is in a store; the transforms that it calls load and store theirs themselves.
 
     A wrapper is a transform that calls others (its inner transforms), such as `accumulate`. Its own state is the part
     of its state that belongs to no inner transform, such as a sum of gradients.
@@ -198,27 +201,27 @@ def with_own_state_in_store(_memory: Memory, tx: Transform, division: StateDivis
         device = device_of(params)
         if device.type == "meta":
             return state
-        wrapper_state, inner_states = division.split(state)
-        stored = store_away(store, device, wrapper_state, parameters_of(wrapper_state, params))
-        return division.merge(stored, inner_states)
+        own_state, inner_states = division.split(state)
+        stored_state = store_away(store, device, own_state, parameters_of(own_state, params))
+        return division.merge(stored_state, inner_states)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        """Run the wrapper with its own state on the device. All tensors of the next state are in the store."""
-        wrapper_state, inner_states = division.split(state)
+        """Load the wrapper's own state, run the wrapper, and store its own state again, as one bucket."""
+        own_state, inner_states = division.split(state)
         device = device_of(updates, params)
-        parameters = remembered_parameters(_memory, wrapper_state, updates)
-        all_leaves = [tree.names(updates)]  # one bucket
-        with BucketedState(store, device, wrapper_state, parameters, all_leaves, donate) as bucketed:
+        parameters = remembered_parameters(_cache, own_state, updates)
+        with BucketedState(store, device, own_state, parameters, [tree.names(updates)], donate) as bucketed:
+            loaded_state = division.merge(bucketed.load(0), inner_states)
             # Donate no more than the caller does: the loaded part is a copy, but the inner states are the caller's.
-            whole_state = division.merge(bucketed.load(0), inner_states)
-            new_updates, new_state = tx.run(updates, whole_state, params, donate=donate, **extras)
-            new_wrapper_state, new_inner_states = division.split(new_state)
-            for index, inner_state in enumerate(inner_states):
-                # The inner transforms have stored their states, unless the wrapper returned other tensors.
-                new_inner_states[index] = stored_again(store, device, inner_state, new_inner_states[index], donate)
-            bucketed.write_back(0, new_wrapper_state)
-            new_updates = bucketed.without_buffers(new_updates)
-        return new_updates, division.merge(bucketed.end(), new_inner_states)
+            new_updates, new_state = tx.run(updates, loaded_state, params, donate=donate, **extras)
+            new_own_state, new_inner_states = division.split(new_state)
+            bucketed.write_back(0, new_own_state)
+            new_updates = bucketed.copied_from_buffers(new_updates)
+            stored_state = bucketed.end()
+        # The inner transforms have stored their states, unless the wrapper returned other tensors.
+        for index, inner_state in enumerate(inner_states):
+            new_inner_states[index] = stored_again(store, device, inner_state, new_inner_states[index], donate)
+        return new_updates, division.merge(stored_state, new_inner_states)
 
     return init, update
 
@@ -269,20 +272,28 @@ def remembered_parameters(memory: Memory, state: PyTree, updates: PyTree) -> lis
 def _run_in_buckets(
     tx: Transform, bucketed: BucketedState, updates: PyTree, params: PyTree, donate: Donation, extras: Mapping[str, Any]
 ) -> tuple[PyTree, PyTree]:
-    """Run a transform for each bucket of parameters in turn. Return all updates and the whole next state."""
+    """Run a transform for each bucket of parameters in turn. Return all updates and the whole next state.
+
+    For a bucket, the updates of all other parameters are None. `bucketed` loads and stores the state.
+    """
     leaves, treedef = tree.flatten(updates)
     index_of = {name: index for index, name in enumerate(tree.names(updates))}
     new_leaves: list[Any] = [None] * len(leaves)
     with bucketed:
         for bucket_index, bucket in enumerate(bucketed.buckets):
             indices = [index_of[name] for name in bucket]
-            bucket_leaves: list[Any] = [None] * len(leaves)
+            bucket_updates = tree.unflatten(treedef, _only(leaves, indices))
+            results = bucketed.run(bucket_index, tx.run, bucket_updates, params, extras, may_write=donate.updates)
+            result_leaves = tree.leaves(results)
             for index in indices:
-                bucket_leaves[index] = leaves[index]
-            bucket_updates = tree.unflatten(treedef, bucket_leaves)
-            out = bucketed.run(bucket_index, tx.run, bucket_updates, params, extras, may_write=donate.updates)
-            out_leaves = tree.leaves(out)
-            for index in indices:
-                new_leaves[index] = out_leaves[index]
-            del bucket_leaves, bucket_updates, out, out_leaves  # free them before the next bucket
+                new_leaves[index] = result_leaves[index]
+            del bucket_updates, results, result_leaves  # free them before the next bucket
     return tree.unflatten(treedef, new_leaves), bucketed.end()
+
+
+def _only(leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    """Return the leaves with the given indices, and None in place of all others."""
+    selected: list[Any] = [None] * len(leaves)
+    for index in indices:
+        selected[index] = leaves[index]
+    return selected

@@ -90,10 +90,8 @@ def stored_again(store: Store, device: torch.device, state: PyTree, new_state: P
     indices: list[int] = []
     for index, (old_leaf, new_leaf) in enumerate(zip(tree.leaves(state), new_leaves, strict=True)):
         was_stored = isinstance(old_leaf, Tensor) and old_leaf.ndim > 0 and store.has(old_leaf, device)
-        is_unchanged = new_leaf is old_leaf
-        if not was_stored or (is_unchanged and donate.state):
-            continue
-        if is_unchanged or not store.has(new_leaf, device):
+        must_be_copied = not donate.state if new_leaf is old_leaf else not store.has(new_leaf, device)
+        if was_stored and must_be_copied:
             indices.append(index)
     return tree.unflatten(treedef, _copied(store, device, new_leaves, indices))
 
@@ -130,27 +128,26 @@ def init_in_buckets(
 
     A call receives the parameters of other buckets as empty tensors on the device `outside`; None: as None.
     """
-    device = device_of(params)
-    merged: list[Any] = []
-    treedef: Any = None
-    for bucket_index, bucket in enumerate(buckets):
-        with warnings.catch_warnings():
-            if bucket_index > 0:  # the first call has issued the warnings
-                warnings.simplefilter("ignore")
-            state = init(_params_of_bucket(params, bucket, outside))
-        parameters = parameters_of(state, params)
-        leaves, treedef = tree.flatten(state)
-        for index, parameter in enumerate(parameters):
-            if parameter is not None and parameter not in bucket:
-                leaves[index] = None
-        stored = store_away(store, device, tree.unflatten(treedef, leaves), parameters)
-        del state, leaves  # free them before the next bucket
-        stored_leaves, treedef = tree.flatten(stored)
-        if merged:
-            _fill_in(merged, stored_leaves)
-        else:
-            merged = stored_leaves
-    return tree.unflatten(treedef, merged)
+    whole_state = _init_bucket(store, buckets[0], params, init, outside)
+    for bucket in buckets[1:]:
+        with warnings.catch_warnings():  # the first call has issued the warnings
+            warnings.simplefilter("ignore")
+            bucket_state = _init_bucket(store, bucket, params, init, outside)
+        whole_state = _merged(whole_state, bucket_state)
+    return whole_state
+
+
+def _init_bucket(
+    store: Store, bucket: Sequence[str], params: PyTree, init: Callable[[PyTree], PyTree], outside: str | None
+) -> PyTree:
+    """Return the initial state for the parameters of one bucket, offloaded to the store, with None for all others."""
+    state = init(_params_of_bucket(params, bucket, outside))
+    parameters = parameters_of(state, params)
+    leaves, treedef = tree.flatten(state)
+    for index, parameter in enumerate(parameters):
+        if parameter is not None and parameter not in bucket:
+            leaves[index] = None
+    return store_away(store, device_of(params), tree.unflatten(treedef, leaves), parameters)
 
 
 def _params_of_bucket(params: PyTree, bucket: Sequence[str], outside: str | None) -> PyTree:
@@ -166,15 +163,19 @@ def _params_of_bucket(params: PyTree, bucket: Sequence[str], outside: str | None
     return tree.unflatten(treedef, leaves)
 
 
-def _fill_in(leaves: list[Any], bucket_leaves: list[Any]) -> None:
-    """Replace each leaf that is None or a meta tensor by the leaf that a further bucket has."""
+def _merged(state: PyTree, bucket_state: PyTree) -> PyTree:
+    """Return the state of several buckets, with the leaves of a further bucket where it has None or meta tensors."""
+    leaves = tree.leaves(state)
+    bucket_leaves, treedef = tree.flatten(bucket_state)
     for index, leaf in enumerate(leaves):
         if leaf is None or (isinstance(leaf, Tensor) and leaf.is_meta):
             leaves[index] = bucket_leaves[index]
+    return tree.unflatten(treedef, leaves)
 
 
-_NO_BUCKET = -1
-"""In place of the number of a bucket, for a leaf whose parameter is in no bucket."""
+# In place of the number of a bucket.
+_NO_BUCKET = -1  # a leaf whose parameter is in no bucket
+_EVERY_BUCKET = -2  # a counter: a leaf without a parameter
 
 
 class BucketedState:
@@ -208,44 +209,47 @@ class BucketedState:
         self._donate = donate
         self._leaves, self._treedef = tree.flatten(state)
         self._new_leaves = list(self._leaves)
+        # For each leaf, the number of the bucket of its parameter, `_NO_BUCKET` or `_EVERY_BUCKET`.
         self._bucket_of = _bucket_of_leaves(parameters, buckets)
-        self._last_bucket = max(len(buckets), 1) - 1
-        self._transfer: BucketTransfer | None = None
+        # For each bucket, the indices of the leaves that are loaded and written back.
         self._moving: list[list[int]] = [[] for _ in buckets]
-        """For each bucket, the indices of the leaves that are loaded and written back."""
+        # By the index of a moving leaf, the tensor in the store to which its new value is written.
         self._targets: dict[int, Tensor] = {}
-        """By the index of a moving leaf, the tensor in the store to which its new value is written."""
-        if store == IN_MEMORY or store.is_direct(device):  # the update reads and writes the state where it is
-            return
-        moving: list[int] = []
-        for index, leaf in enumerate(self._leaves):
-            if not moves(leaf, parameters[index]):
-                continue
-            moving.append(index)
-            bucket_index = self._bucket_of[index]
-            if bucket_index is not None and bucket_index != _NO_BUCKET:
-                self._moving[bucket_index].append(index)
+        self._transfer: BucketTransfer | None = None
+        if store != IN_MEMORY and not store.is_direct(device):  # else the update uses the state where it is
+            moving = [index for index, leaf in enumerate(self._leaves) if moves(leaf, parameters[index])]
+            self._start_transfer(moving)
+
+    def _start_transfer(self, moving: list[int]) -> None:
+        """Allocate the memory of the next state in the store, and start to load the first bucket.
+
+        `moving` has the indices of the leaves that are loaded before the update and written back after it.
+        """
         self._allocate_targets(moving)
+        for index in moving:
+            target = self._targets[index]
+            bucket_index = self._bucket_of[index]
+            if bucket_index != _NO_BUCKET:
+                self._moving[bucket_index].append(index)
+            elif target is not self._leaves[index]:  # not updated in this step
+                self._new_leaves[index] = target.copy_(self._leaves[index])
+                release(target)
         if any(self._moving):
             leaves_of_buckets = [_take(self._leaves, indices) for indices in self._moving]
-            self._transfer = BucketTransfer(device, leaves_of_buckets, on_disk=store.on_disk)
+            self._transfer = BucketTransfer(self._device, leaves_of_buckets, on_disk=self._store.on_disk)
 
     def _allocate_targets(self, moving: list[int]) -> None:
         """Allocate new tensors for moving leaves, except for donated leaves in the store, which are overwritten."""
         missing: list[int] = []
         for index in moving:
             leaf = self._leaves[index]
-            self._targets[index] = leaf
-            # Leaves loaded from a checkpoint are not in the store yet.
-            is_overwritten = self._donate.state and self._store.has(leaf, self._device)
-            if not is_overwritten:
+            if self._donate.state and self._store.has(leaf, self._device):
+                self._targets[index] = leaf
+            else:  # not donated, or loaded from a checkpoint and not in the store yet
                 missing.append(index)
         specs = [tree.spec(self._leaves[index]) for index in missing]
-        for index, target in zip(missing, self._store.allocate(specs, self._device), strict=True):
-            self._targets[index] = target
-            if self._bucket_of[index] == _NO_BUCKET:  # no bucket will write it
-                self._new_leaves[index] = target.copy_(self._leaves[index])
-                release(target)
+        new_tensors = self._store.allocate(specs, self._device)
+        self._targets.update(zip(missing, new_tensors, strict=True))
 
     @property
     def may_write_state(self) -> bool:
@@ -253,47 +257,49 @@ class BucketedState:
         return self._donate.state or self._transfer is not None
 
     def load(self, bucket_index: int) -> PyTree:
-        """Return the state for the update of one bucket, which may overwrite it if `may_write_state`."""
-        transferred: dict[int, Tensor] = {}
+        """Return the state for the update of one bucket, on the device.
+
+        The update may overwrite it if `may_write_state`. Leaves that are needed afterwards are then copies.
+        """
+        loaded: dict[int, Tensor] = {}  # by the index of the leaf
         if self._transfer is not None:
             tensors = self._transfer.fetch(bucket_index)
-            transferred = dict(zip(self._moving[bucket_index], tensors, strict=True))
+            loaded = dict(zip(self._moving[bucket_index], tensors, strict=True))
         leaves = list(self._leaves)
         for index, leaf in enumerate(leaves):
-            if index in transferred:
-                leaves[index] = transferred[index]
+            if index in loaded:
+                leaves[index] = loaded[index]
             elif self._must_be_copied(index, bucket_index):
                 leaves[index] = leaf.clone()
         return tree.unflatten(self._treedef, leaves)
 
     def _must_be_copied(self, index: int, bucket_index: int) -> bool:
         """Return True if the update of a bucket may overwrite the leaf `index`, which is still needed afterwards."""
-        leaf_bucket = self._bucket_of[index]
         if not self.may_write_state or not isinstance(self._leaves[index], Tensor):
             return False
-        if leaf_bucket is not None and leaf_bucket != bucket_index:
-            return False  # not updated in this bucket; a wrapper may read its shape
-        if not self._donate.state:
-            return True
-        # Every bucket starts from the same counters, so only the last bucket may overwrite them.
-        return leaf_bucket is None and bucket_index != self._last_bucket
+        if self._bucket_of[index] == _EVERY_BUCKET:
+            # Every bucket starts from the same counter, so only the last may overwrite it, if it is donated.
+            is_last = bucket_index == len(self.buckets) - 1
+            return not (self._donate.state and is_last)
+        # Leaves of other buckets are not updated.
+        return self._bucket_of[index] == bucket_index and not self._donate.state
 
     def write_back(self, bucket_index: int, new_state: PyTree) -> None:
         """Take over the new state of one bucket, and start to copy the leaves that move into the store."""
         new_leaves = tree.leaves(new_state)
         for index, leaf in enumerate(new_leaves):
-            if self._bucket_of[index] in (None, bucket_index):
+            if self._bucket_of[index] in (bucket_index, _EVERY_BUCKET):
                 self._new_leaves[index] = leaf
         if self._transfer is None:
             return
         indices = self._moving[bucket_index]
-        targets = [self._targets[index] for index in indices]
+        targets = _take(self._targets, indices)
         self._transfer.put(bucket_index, _take(new_leaves, indices), targets)
         for index, target in zip(indices, targets, strict=True):
             self._new_leaves[index] = target
 
-    def without_buffers(self, updates: PyTree) -> PyTree:
-        """Return the updates of a bucket, with copies of those in a transfer buffer: the next bucket overwrites it."""
+    def copied_from_buffers(self, updates: PyTree) -> PyTree:
+        """Return updates, with copies of those in a transfer buffer, which the next bucket overwrites."""
         transfer = self._transfer
         if transfer is None:
             return updates
@@ -302,18 +308,21 @@ class BucketedState:
     def run(
         self,
         bucket_index: int,
-        run: Callable[..., tuple[PyTree, PyTree]],
+        update: Callable[..., tuple[PyTree, PyTree]],
         updates: PyTree,
         params: PyTree,
         extras: Mapping[str, Any],
         *,
         may_write: bool,
     ) -> PyTree:
-        """Call `run` (a transform's update) with the state of one bucket. Return the bucket's updates."""
+        """Call a transform's `update` with the state of one bucket. Return the bucket's updates.
+
+        With `may_write`, it may overwrite the `updates` that it receives.
+        """
         donate = Donation(may_write, self.may_write_state)
-        new_updates, new_state = run(updates, self.load(bucket_index), params, donate=donate, **extras)
+        new_updates, new_state = update(updates, self.load(bucket_index), params, donate=donate, **extras)
         self.write_back(bucket_index, new_state)
-        return self.without_buffers(new_updates)
+        return self.copied_from_buffers(new_updates)
 
     def end(self) -> PyTree:
         """Wait until all buckets are written back to host memory or disk, and return the whole next state."""
@@ -329,14 +338,18 @@ class BucketedState:
             self._transfer.abandon()
 
 
-def _take(leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+def _take(leaves: Sequence[Any] | Mapping[int, Any], indices: Sequence[int]) -> list[Any]:
     """Return the leaves with the given indices, in the order of the indices."""
     return [leaves[index] for index in indices]
 
 
-def _bucket_of_leaves(parameters: Sequence[str | None], buckets: Sequence[Sequence[str]]) -> list[int | None]:
-    """Return, for each leaf of a state, the number of its parameter's bucket; None for a counter."""
-    bucket_of: dict[str, int] = {}
-    for index, names in enumerate(buckets):
-        bucket_of |= dict.fromkeys(names, index)
-    return [None if name is None else bucket_of.get(name, _NO_BUCKET) for name in parameters]
+def _bucket_of_leaves(parameters: Sequence[str | None], buckets: Sequence[Sequence[str]]) -> list[int]:
+    """Return, for each leaf of a state, the number of its parameter's bucket, `_NO_BUCKET` or `_EVERY_BUCKET`.
+
+    >>> _bucket_of_leaves(["w", None, "b", "frozen"], [["w"], ["b"]])
+    [0, -2, 1, -1]
+    """
+    bucket_of_name: dict[str | None, int] = {None: _EVERY_BUCKET}
+    for bucket_index, names in enumerate(buckets):
+        bucket_of_name |= dict.fromkeys(names, bucket_index)
+    return [bucket_of_name.get(name, _NO_BUCKET) for name in parameters]

@@ -29,16 +29,19 @@ class Offloaded(Transform):
 
     @classmethod
     def _record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
-        """Build the result of `offload`. It turns ``offload(sharded(tx))`` into ``sharded(offload(tx))``."""
-        bound = bind("offload", inspect.Signature(list(factory.definition.parameters.values())), args, kwargs)
+        """Build the result of a call of `offload`. It turns ``offload(sharded(tx))`` into ``sharded(offload(tx))``."""
+        signature = inspect.Signature(list(factory.definition.parameters.values()))
+        bound = bind("offload", signature, args, kwargs)
         arguments = bound.arguments
         if isinstance(arguments.get("to"), os.PathLike):
             arguments["to"] = os.fspath(arguments["to"])
         outer = arguments["tx"]
         if not isinstance(outer, Outermost):
             return super()._record(factory, *bound.args, **bound.kwargs)
+        # The same call for the transform within `sharded`, which then stays outermost.
         arguments["tx"] = outer.arguments["tx"]
-        return outer.replace(tx=factory(*bound.args, **bound.kwargs))
+        offloaded = factory(*bound.args, **bound.kwargs)
+        return outer.replace(tx=offloaded)
 
     @property
     def name(self) -> str:
@@ -58,7 +61,7 @@ def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
 @_factory
 @with_memory
 def offload(
-    _memory: Memory,
+    _cache: Memory,
     tx: Transform,
     to: str = "cpu",
     *,
@@ -106,8 +109,8 @@ def offload(
     """
     require_transform("tx", tx)
     store = _store(to, bucket_bytes)
-
-    placed: PlacedTransforms = _memory.setdefault("placed", PlacedTransforms(Where(store=store)))
+    # A cache of transforms that run with their state in the store. Transforms with other numbers share it.
+    placed: PlacedTransforms = _cache.setdefault("placed", PlacedTransforms(Where(store=store)))
 
     def init(params: PyTree) -> PyTree:
         return placed(tx, params).functions.init(params)

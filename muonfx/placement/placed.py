@@ -15,8 +15,8 @@ each matrix is sent once. A wrapper, such as `partition`, keeps its own update; 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from muonfx import tree
@@ -94,18 +94,21 @@ IN_ONE_PROCESS = Where()
 ApplyToParams = Callable[[PyTree, PyTree], None]
 """A function ``(params, updates)`` that adds updates to parameters."""
 
-Unit = Literal["leaves", "matrices", "other"]
+Input = Literal["leaves", "matrices", "tree"]
+"""The parts of a tree that a transform requires together: any leaves or shards, whole matrices, or the whole tree.
+
+A chain or a wrapper counts as "tree" unless all of its inner transforms take less."""
 
 
-def _unit_of(tx: Transform, where: Where) -> Unit:
-    """Return what a transform must receive at a time: any leaves or shards, whole matrices, or something else."""
+def _input_of(tx: Transform, where: Where) -> Input:
+    """Return what a transform must receive at a time: any leaves or shards, whole matrices, or the whole tree."""
     if tx.locality is Locality.ELEMENT:
         return "leaves"
     if tx.locality <= Locality.LEAF and not where.is_sharded:
         return "leaves"
     if needs_matrices(tx) and where.is_sharded:
         return "matrices"
-    return "other"
+    return "tree"
 
 
 def needs_matrices(tx: Transform) -> bool:
@@ -148,7 +151,10 @@ def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS, *, visi
     if visited is None:
         visited = root_visit(tx, meta_like(params))
     rewritten = _place(visited, where, applies=True)
-    if list(map(id, tree.leaves(rewritten))) != list(map(id, tree.leaves(tx))):
+    # The leaves of a transform are its numbers. They must be the same objects, since `with_numbers` replaces them.
+    numbers = tree.leaves(tx)
+    new_numbers = tree.leaves(rewritten)
+    if list(map(id, new_numbers)) != list(map(id, numbers)):
         raise TypeError(
             f"{tx.name}: found other numbers after `resolve`, expected the numbers of the transform in their order: "
             "return a transform with the same numeric arguments"
@@ -182,27 +188,25 @@ def _with_extras(tx: Transform, extras: Mapping[str, Any], report: Callable[[], 
 
 
 def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
-    """Rewrite a transform. With ``applies``, it also adds its updates to the parameters, if it is given a function."""
-    unit = _unit_of(visited.tx, where)
-    if unit != "other":
-        return _place_unit(fixed(visited), unit, visited.params, where, applies=applies)
+    """Rewrite a transform so that it runs where its tensors are.
+
+    With ``applies``, the result takes the extra argument ``apply_to_params``, and adds its updates to the parameters.
+    """
+    needed_input = _input_of(visited.tx, where)
+    if needed_input == "leaves":
+        return _place_leaf_by_leaf(fixed(visited), visited.params, where, applies=applies)
+    if needed_input == "matrices":
+        return _place_on_owners(fixed(visited), where, applies=applies)
     if chain_entries(visited.tx) is not None:
         return _place_chain(visited, where, applies=applies)
-    result = _place_other(visited, where)
-    if applies:
-        result = applying(result, is_last=True)
-    return result
+    result = _place_wrapper(visited, where) if is_wrapper(visited.tx) else _place_whole_tree(visited.tx, where)
+    return applying(result) if applies else result
 
 
-def _place_unit(tx: Transform, unit: Unit, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
-    """Rewrite a transform, or a chain, that runs on some leaves at a time, on shards, or on whole matrices."""
-    if unit == "matrices":
-        assert where.ranks is not None
-        tx = where.ranks.on_owners(tx)
+def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
+    """Rewrite a transform, or a chain, that can run on some leaves or shards at a time, to run bucket by bucket."""
     if applies:  # within a bucket, so that its updates are freed before the next bucket
-        tx = applying(tx, is_last=True)
-    if unit == "matrices":
-        return tx
+        tx = applying(tx)
     if where.store != IN_MEMORY:
         return in_store(tx, where.store)
     if where.bucket_bytes is not None:
@@ -210,11 +214,15 @@ def _place_unit(tx: Transform, unit: Unit, meta_params: PyTree, where: Where, *,
     return tx
 
 
-def _place_other(visited: Visit, where: Where) -> Transform:
-    """Rewrite a wrapper, or a transform that needs all leaves or sums over them."""
-    tx = visited.tx
-    if is_wrapper(tx):
-        return _place_wrapper(visited, where)
+def _place_on_owners(tx: Transform, where: Where, *, applies: bool) -> Transform:
+    """Rewrite a transform, or a chain, so that each whole matrix is updated on one rank, which owns it."""
+    assert where.ranks is not None
+    on_owners = where.ranks.on_owners(tx)
+    return applying(on_owners) if applies else on_owners
+
+
+def _place_whole_tree(tx: Transform, where: Where) -> Transform:
+    """Rewrite a transform that needs all leaves, to run on the gathered tree, or sums over leaves, to run on shards."""
     runs_on_shards = works_on_pieces(tx) and not tx.children
     if where.is_sharded and not runs_on_shards:
         assert where.ranks is not None
@@ -226,56 +234,63 @@ def _place_other(visited: Visit, where: Where) -> Transform:
 
 def _place_wrapper(visited: Visit, where: Where) -> Transform:
     """Rewrite the inner transforms of a wrapper, each for the parameters that it receives."""
-    calls = iter(visited.calls)
-
-    def place_next(_: Transform) -> Transform:
-        result = _place(next(calls), where)
-        if where.store == IN_MEMORY:
-            return result
-        return skippable(result)
-
-    rewritten = visited.tx.with_children(place_next)
+    inner = [_place(call, where) for call in visited.calls]
     if where.store == IN_MEMORY:
-        return rewritten
+        return _with_inner(visited.tx, inner)
+    # With offloaded state, a wrapper can skip an inner transform before its state is loaded.
+    rewritten = _with_inner(visited.tx, [skippable(tx) for tx in inner])
     return with_own_state_in_store(rewritten, StateDivision.of(visited.tx, visited.params), where.store)
 
 
+def _with_inner(wrapper: Transform, inner: Iterable[Transform]) -> Transform:
+    """Return a wrapper with other inner transforms, in order."""
+    remaining = iter(inner)
+    return wrapper.with_children(lambda _: next(remaining))
+
+
 def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
-    """Rewrite a chain as a chain of groups of members that run together."""
+    """Rewrite a chain as a chain of groups of neighbouring members that run together.
+
+    With ``applies``, only the last group adds its updates to the parameters.
+    """
     entries = chain_entries(visited.tx)
     assert entries is not None
     members = dict(zip(entries, visited.calls, strict=True))
     groups = _groups(members, where)
+    last = len(groups) - 1
     rewritten: dict[str, Transform] = {}
-    for index, (unit, names) in enumerate(groups):
-        is_last = index == len(groups) - 1
-        if unit == "other":
-            result = _place(members[names[0]], where, applies=applies and is_last)
-        else:
-            group = _group_of(members, names)
-            result = _place_unit(group, unit, visited.params, where, applies=applies and is_last)
-        if applies and not is_last and result.extras.takes_all:
-            result = applying(result, is_last=False)
+    for index, group in enumerate(groups):
+        result = _place_group(group, visited.params, where, applies=applies and index == last)
+        if applies and index != last and result.extras.takes_all:
+            result = without_apply(result)
         rewritten[str(index)] = result
-    return in_groups(as_chain(rewritten), tuple([names for _, names in groups]))
+    return in_groups(as_chain(rewritten), tuple([list(group) for group in groups]))
 
 
-def _group_of(members: Mapping[str, Visit], names: list[str]) -> Transform:
-    """Return the resolved transform of the only member of a group, or a chain of its members."""
-    if len(names) == 1:
-        return fixed(members[names[0]])
-    return as_chain({name: fixed(members[name]) for name in names})
+def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
+    """Rewrite a group of members of a chain, by name, that run together."""
+    visits = list(members.values())
+    if len(visits) == 1:
+        return _place(visits[0], where, applies=applies)
+    group = as_chain({name: fixed(visited) for name, visited in members.items()})
+    if _input_of(visits[0].tx, where) == "matrices":
+        return _place_on_owners(group, where, applies=applies)
+    return _place_leaf_by_leaf(group, meta_params, where, applies=applies)
 
 
-def _groups(members: Mapping[str, Visit], where: Where) -> list[tuple[Unit, list[str]]]:
-    """Divide the names of a chain's members into neighbours that receive the same unit, and so can run together."""
-    groups: list[tuple[Unit, list[str]]] = []
+def _groups(members: Mapping[str, Visit], where: Where) -> list[dict[str, Visit]]:
+    """Divide the members of a chain, by name, into groups of neighbours that need the same input, and so run together.
+
+    A member that needs the whole tree is a group of its own.
+    """
+    groups: list[dict[str, Visit]] = []
+    previous_input: Input = "tree"
     for name, visited in members.items():
-        unit = _unit_of(visited.tx, where)
-        if groups and unit != "other" and groups[-1][0] == unit:
-            groups[-1][1].append(name)
-        else:
-            groups.append((unit, [name]))
+        needed_input = _input_of(visited.tx, where)
+        if needed_input == "tree" or needed_input != previous_input:
+            groups.append({})
+        groups[-1][name] = visited
+        previous_input = needed_input
     return groups
 
 
@@ -287,46 +302,51 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
     number 1 of ``tx`` receives and returns the dict of the last two.
     """
 
-    def join(by_group: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Convert the states of the groups to a dict by member. A group of one member has that member's state."""
-        state: dict[str, PyTree] = {}
-        for names, group_state in zip(groups, by_group.values(), strict=True):
-            if len(names) == 1:
-                state[names[0]] = group_state
-            else:
-                state |= group_state
-        return state
-
-    def divide(state: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Convert a dict by member to the states of the groups, by the number of the group; it undoes `join`."""
-        by_group: dict[str, PyTree] = {}
-        for index, names in enumerate(groups):
-            if len(names) == 1:
-                by_group[str(index)] = state[names[0]]
-            else:
-                by_group[str(index)] = {name: state[name] for name in names}
-        return by_group
-
     def init(params: PyTree) -> dict[str, PyTree]:
-        return join(tx.functions.init(params))
+        return _by_member(tx.functions.init(params), groups)
 
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
-        updates, by_group = tx.run(updates, divide(state), params, donate=donate, **extras)
-        new_state = join(by_group)
+        updates, by_group = tx.run(updates, _by_group(state, groups), params, donate=donate, **extras)
+        new_state = _by_member(by_group, groups)
         # In the order of the old state: the order of the keys is part of the structure.
         return updates, {name: new_state[name] for name in state}
 
     return init, update
 
 
-@stand_in
-def applying(tx: Transform, is_last: bool):
-    """Run a transform; if it is the last group, add its updates to the parameters, and return None for each.
+def _by_member(by_group: Mapping[str, PyTree], groups: tuple[list[str], ...]) -> dict[str, PyTree]:
+    """Convert the states of groups of members to a dict by member.
 
-    The extra argument ``apply_to_params`` is the function that adds them. Without it, the updates are returned. Other
-    groups than the last run without this argument: a transform with ``**extras`` would pass it on.
+    >>> _by_member({"0": "a", "1": {"momentum": "b", "scale": "c"}}, (["clip"], ["momentum", "scale"]))
+    {'clip': 'a', 'momentum': 'b', 'scale': 'c'}
+    """
+    state: dict[str, PyTree] = {}
+    for names, group_state in zip(groups, by_group.values(), strict=True):
+        if len(names) == 1:
+            state[names[0]] = group_state
+        else:
+            state |= group_state
+    return state
+
+
+def _by_group(state: Mapping[str, PyTree], groups: tuple[list[str], ...]) -> dict[str, PyTree]:
+    """Convert a dict by member to the states of groups, by the number of the group; it undoes `_by_member`."""
+    by_group: dict[str, PyTree] = {}
+    for index, names in enumerate(groups):
+        if len(names) == 1:
+            by_group[str(index)] = state[names[0]]
+        else:
+            by_group[str(index)] = {name: state[name] for name in names}
+    return by_group
+
+
+@stand_in
+def applying(tx: Transform):
+    """Run a transform, and add its updates to the parameters by the extra argument ``apply_to_params``, a function.
+
+    The returned updates are then None. Without this argument, they are returned as they are.
     """
 
     def update(
@@ -340,10 +360,28 @@ def applying(tx: Transform, is_last: bool):
     ):
         """Run ``tx``. If its updates were added to the parameters, return None for each of them."""
         updates, state = tx.run(updates, state, params, donate=donate, **extras)
-        if apply_to_params is None or not is_last:
+        if apply_to_params is None:
             return updates, state
         apply_to_params(params, updates)
         return tree.map(lambda _: None, updates), state
+
+    return tx.functions.init, update
+
+
+@stand_in
+def without_apply(tx: Transform):
+    """Run a transform with all extra arguments but ``apply_to_params``, which it would pass on to inner transforms."""
+
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        apply_to_params: ApplyToParams | None = None,
+        **extras: Any,
+    ):
+        return tx.run(updates, state, params, donate=donate, **extras)
 
     return tx.functions.init, update
 
@@ -389,12 +427,12 @@ class PlacedTransforms:
         return entry
 
 
+@dataclass(eq=False)
 class _Entry:
-    def __init__(self, meta_params: PyTree, original: Transform, placed: Transform) -> None:
-        self.meta_params = meta_params
-        self.original = original
-        """The transform whose numbers `placed` has."""
-        self.placed = placed
+    meta_params: PyTree
+    original: Transform
+    """The transform whose numbers `placed` has."""
+    placed: Transform
 
     def fits(self, params: PyTree) -> bool:
         """Return True if parameters have the shapes of `meta_params`. A leaf that is None fits any shape."""
@@ -431,20 +469,28 @@ def _row(visits: list[Visit]) -> Row:
 
 
 def grouped(outer: Visit) -> list[list[Visit]]:
-    """Return the calls of a transform; neighbours in a chain that need whole matrices are in one list."""
-    if chain_entries(outer.tx) is None:
-        return [[visited] for visited in outer.calls]
+    """Return the calls of a transform; neighbours in a chain that need whole matrices are in one list.
+
+    The calls of any other transform than a chain are in lists of their own.
+    """
+    is_chain = chain_entries(outer.tx) is not None
     groups: list[list[Visit]] = []
-    for is_stage, visits in itertools.groupby(outer.calls, lambda visited: needs_matrices(visited.tx)):
-        if is_stage:
-            groups.append(list(visits))
+    previous_needs_matrices = False
+    for visited in outer.calls:
+        current_needs_matrices = needs_matrices(visited.tx)
+        if is_chain and current_needs_matrices and previous_needs_matrices:
+            groups[-1].append(visited)
         else:
-            groups += [[visited] for visited in visits]
+            groups.append([visited])
+        previous_needs_matrices = current_needs_matrices
     return groups
 
 
 def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
-    """Yield each group of neighbouring transforms that need whole matrices, and so run together on their owners."""
+    """Yield each group of neighbouring transforms that need whole matrices, and so run together on their owners.
+
+    They may be at any depth within chains and wrappers.
+    """
     if needs_matrices(root.tx):
         yield [root]
     if not delegates(root.tx):
@@ -452,7 +498,7 @@ def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
     for group in grouped(root):
         if needs_matrices(group[0].tx):
             yield group
-        else:
+        else:  # a group of one transform, which may be a chain or a wrapper
             yield from matrix_stages(group[0])
 
 

@@ -7,6 +7,7 @@ the last tensor, even if the process is killed. To keep a state after the proces
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -45,7 +46,7 @@ def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     length = 0
     for spec in specs:
         starts.append(length)
-        length += _whole_pages(spec.nbytes)
+        length += rounded_up(spec.nbytes, PAGE)
     if not length:
         return []
     mapped = _mapped(folder, length)
@@ -53,13 +54,13 @@ def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     for spec, start in zip(specs, starts, strict=True):
         numel = torch.Size(spec.shape).numel()
         tensors.append(torch.frombuffer(mapped, dtype=spec.dtype, count=numel, offset=start).view(spec.shape))
-    _MAPPED[mapped] = _Where(folder, tensors[0].data_ptr(), length)
+    _MAPPED[mapped] = _Where(folder, tensors[0].data_ptr(), length)  # by which `folder_of` finds the file of a tensor
     return tensors
 
 
-def _whole_pages(nbytes: int) -> int:
-    """Return a number of bytes, rounded up to a multiple of the page size."""
-    return -(-nbytes // PAGE) * PAGE
+def rounded_up(nbytes: int, multiple: int) -> int:
+    """Return a number of bytes, rounded up to a multiple of another number: 257 to 512 for multiples of 256."""
+    return (nbytes + multiple - 1) // multiple * multiple
 
 
 def _mapped(folder: str, length: int) -> mmap.mmap:
@@ -88,13 +89,13 @@ def require_room(folder: str, nbytes: int) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(13, "the folder is not writable")
+            raise PermissionError(errno.EACCES, "the folder is not writable")
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise _explained(error, folder, nbytes) from error
     if nbytes > free:
         raise OSError(
-            28,
+            errno.ENOSPC,
             f"offload: to={folder!r} has {free / 2**20:.0f} MiB free, the state needs {nbytes / 2**20:.0f} MiB there",
         )
 
@@ -137,7 +138,7 @@ def _advise(tensor: Tensor, advice: str) -> None:
         return
     mapped, where = mapping
     storage = tensor.untyped_storage()
-    mapped.madvise(getattr(mmap, advice), storage.data_ptr() - where.start, _whole_pages(storage.nbytes()))
+    mapped.madvise(getattr(mmap, advice), storage.data_ptr() - where.start, rounded_up(storage.nbytes(), PAGE))
 
 
 class Store(NamedTuple):
@@ -168,11 +169,12 @@ class Store(NamedTuple):
     def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
         """Return new tensors where this store keeps state. Host memory is pinned if `device` is a CUDA device."""
         pin_memory = device.type == "cuda"
-        mapped = iter(in_file([spec for spec in specs if self._in_file(spec)], str(self.to)))
+        large_specs = [spec for spec in specs if self._in_file(spec)]
+        tensors_in_file = iter(in_file(large_specs, str(self.to)))
         tensors: list[Tensor] = []
         for spec in specs:
             if self._in_file(spec):
-                tensors.append(next(mapped))
+                tensors.append(next(tensors_in_file))
             else:
                 tensors.append(torch.empty(spec.shape, dtype=spec.dtype, device="cpu", pin_memory=pin_memory))
         return tensors

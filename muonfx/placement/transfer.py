@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from muonfx.placement.store import read_ahead, release
+from muonfx.placement.store import read_ahead, release, rounded_up
 
 T = TypeVar("T")
 ALIGNED = 256
@@ -29,12 +29,7 @@ def buffer(nbytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
 
 def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
     """Return how many bytes of a buffer some tensors need, including the padding between them."""
-    return sum(_aligned(leaf.nbytes) for leaf in leaves)
-
-
-def _aligned(nbytes: int) -> int:
-    """Return a number of bytes, rounded up to a multiple of `ALIGNED`."""
-    return -(-nbytes // ALIGNED) * ALIGNED
+    return sum(rounded_up(leaf.nbytes, ALIGNED) for leaf in leaves)
 
 
 class BucketTransfer:
@@ -53,18 +48,17 @@ class BucketTransfer:
     def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, on_disk: bool) -> None:
         self._buckets = buckets
         self._device = device
+        # All jobs that this transfer gave to the worker.
         self._jobs: list[Future[Any]] = []
-        """All jobs that this transfer gave to the worker."""
+        # By the index of a bucket that is being loaded, the result of `_read`.
         self._loads: dict[int, Future[tuple[list[Tensor], torch.cuda.Event | None]]] = {}
-        """By the index of a bucket that is being loaded, the result of `_read`."""
+        # The two buffers on the device. Bucket number `i` uses the buffer `i % 2`.
         size = max(map(nbytes_in_buffer, buckets), default=0)
         count = min(2, len(buckets))
         self._buffers = [buffer(size, device) for _ in range(count)]
-        """The two buffers on the device. Bucket number ``i`` uses the buffer ``i % 2``."""
+        # On a GPU only: the stream of the copies, and for state on disk, the two staging buffers in pinned host memory.
         self._stream: torch.cuda.Stream | None = None
-        """The stream of the copies, on a GPU only."""
         self._staging: list[Tensor] = []
-        """The two buffers in pinned host memory, for state on disk and a GPU only."""
         if device.type == "cuda":
             self._stream = _stream_of(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))  # for earlier users of the memory
@@ -135,17 +129,12 @@ class BucketTransfer:
         for source in sources:
             read_ahead(source)
         if self._stream is None:
-            for view, source in zip(views, sources, strict=True):
-                view.copy_(source)
-                release(source)
+            _copy_on_cpu(sources, views, stored=sources)
             return views, None
         if self._staging:
-            # The staging buffer was used two buckets ago: wait until the copies from it are complete.
             staged = _cut(self._staging[bucket_index % 2], sources)
-            self._stream.synchronize()
-            for view, source in zip(staged, sources, strict=True):
-                view.copy_(source)
-                release(source)
+            self._stream.synchronize()  # the copies from this staging buffer, two buckets ago, are complete
+            _copy_on_cpu(sources, staged, stored=sources)
             sources = staged
         with torch.cuda.stream(self._stream):
             for view, source in zip(views, sources, strict=True):
@@ -159,25 +148,33 @@ class BucketTransfer:
     ) -> None:
         """Copy the new state of a bucket, in `leaves`, to the stored tensors `targets`, after the event `computed`."""
         if self._stream is None or computed is None:  # on a CPU
-            for leaf, target in zip(leaves, targets, strict=True):
-                target.copy_(leaf)
-                release(target)
-            return
-        # The GPU copies into pinned memory only: into the targets in host memory, or into the staging buffer.
-        landing = targets
-        if self._staging:
-            landing = _cut(self._staging[bucket_index % 2], targets)
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(computed)
-            for leaf, target in zip(leaves, landing, strict=True):
-                target.copy_(leaf, non_blocking=True)
-                if leaf.is_cuda:  # its memory must not be reused before this copy ends
-                    leaf.record_stream(self._stream)
-        if self._staging:
+            _copy_on_cpu(leaves, targets, stored=targets)
+        elif self._staging:
+            staged = _cut(self._staging[bucket_index % 2], targets)
+            _copy_from_gpu(self._stream, leaves, staged, computed)
             self._stream.synchronize()  # the staging buffer now has the values
-            for staged, target in zip(landing, targets, strict=True):
-                target.copy_(staged)
-                release(target)
+            _copy_on_cpu(staged, targets, stored=targets)
+        else:
+            _copy_from_gpu(self._stream, leaves, targets, computed)
+
+
+def _copy_from_gpu(
+    stream: torch.cuda.Stream, leaves: Sequence[Tensor], pinned: Sequence[Tensor], computed: torch.cuda.Event
+) -> None:
+    """Start to copy `leaves` into `pinned` host memory on a stream, after the event `computed`."""
+    with torch.cuda.stream(stream):
+        stream.wait_event(computed)
+        for leaf, target in zip(leaves, pinned, strict=True):
+            target.copy_(leaf, non_blocking=True)
+            if leaf.is_cuda:  # its memory must not be reused before this copy ends
+                leaf.record_stream(stream)
+
+
+def _copy_on_cpu(sources: Sequence[Tensor], targets: Sequence[Tensor], *, stored: Sequence[Tensor]) -> None:
+    """Copy tensors in host memory, and free the memory of those in files: ``stored`` is the sources or the targets."""
+    for source, target, stored_tensor in zip(sources, targets, stored, strict=True):
+        target.copy_(source)
+        release(stored_tensor)
 
 
 def _cut(memory: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -186,7 +183,7 @@ def _cut(memory: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     start = 0
     for leaf in leaves:
         views.append(memory[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape))
-        start += _aligned(leaf.nbytes)
+        start += rounded_up(leaf.nbytes, ALIGNED)
     return views
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from muonfx.polar.coefficients import CoefficientsLike, coefficients, schedule
 
@@ -23,7 +24,7 @@ class Band(NamedTuple):
     peak: float
 
 
-def scalar_polynomial(value: CoefficientsLike, s: torch.Tensor, steps: int | None = None) -> torch.Tensor:
+def scalar_polynomial(value: CoefficientsLike, s: Tensor, steps: int | None = None) -> Tensor:
     """Apply the polynomials of all Newton-Schulz steps to singular values `s`; return the new singular values.
 
     Args:

@@ -6,13 +6,14 @@ import operator
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from muonfx.polar.policy import SUPPORTED
 
 
-def check_matrix(x: torch.Tensor, name: str) -> None:
+def check_matrix(x: Tensor, name: str) -> None:
     """Raise an error unless `x` is a dense tensor `(..., m, n)` of a supported dtype; the error begins with `name`."""
-    if not isinstance(x, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{name}: found {type(x).__name__}, expected a torch.Tensor of shape (..., m, n)")
     if x.dtype not in SUPPORTED:
         raise TypeError(
@@ -27,7 +28,7 @@ def check_matrix(x: torch.Tensor, name: str) -> None:
         )
 
 
-def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
+def sharing(xs: Sequence[Tensor]) -> set[int]:
     """Return the indices of tensors that share memory with another tensor, or whose own elements share memory."""
     if _are_disjoint(xs):
         return set()
@@ -38,35 +39,35 @@ def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
             overlapping.add(i)
         if x.numel() and x.data_ptr():  # meta tensors have no memory
             spans.append((x.data_ptr(), x.data_ptr() + _bytes_spanned(x), i))
-    spans.sort()
-    last_end = 0
-    last_index = -1  # of the tensor that ends at `last_end`
-    for start, end, i in spans:
-        if start < last_end:
-            overlapping |= {i, last_index}
-        if end > last_end:
-            last_end = end
-            last_index = i
+    # In the order of their starts, a span overlaps an earlier one if it starts before the largest end of those.
+    largest_end = 0
+    index_of_largest_end = -1
+    for start, end, i in sorted(spans):
+        if start < largest_end:
+            overlapping |= {i, index_of_largest_end}
+        if end > largest_end:
+            largest_end = end
+            index_of_largest_end = i
     return overlapping
 
 
-def _are_disjoint(xs: Sequence[torch.Tensor]) -> bool:
+def _are_disjoint(xs: Sequence[Tensor]) -> bool:
     """Return True if all tensors are contiguous and share no memory: the usual case, in few calls."""
-    if not all(map(torch.Tensor.is_contiguous, xs)):
+    if not all(map(Tensor.is_contiguous, xs)):
         return False
-    starts = list(map(torch.Tensor.data_ptr, xs))
+    starts = list(map(Tensor.data_ptr, xs))
     ends = sorted(map(operator.add, starts, [x.nbytes for x in xs]))
     # Spans are disjoint if each ends, in the order of the ends, before the next begins, in the order of the starts.
     return all(map(operator.le, ends, sorted(starts)[1:]))
 
 
-def _bytes_spanned(x: torch.Tensor) -> int:
+def _bytes_spanned(x: Tensor) -> int:
     """Return the number of bytes from the first element of a nonempty tensor to its last, with the gaps between."""
     last_offset = sum([(side - 1) * stride for side, stride in zip(x.shape, x.stride(), strict=True)])
     return (last_offset + 1) * x.itemsize
 
 
-def overlaps_itself(x: torch.Tensor) -> bool:
+def overlaps_itself(x: Tensor) -> bool:
     """Return True if several elements of the tensor may be in the same memory, as after `expand`."""
     if x.is_contiguous():
         return False

@@ -119,8 +119,8 @@ def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
             )
         if not math.isfinite(fixed(number)):
             raise ValueError(f"{where}: found {number!r} in {step!r}, expected finite numbers")
-    a, b, c = (*step, 0.0)[:3]
-    return float(a), float(b), float(c)
+    c = step[2] if len(step) == 3 else 0.0
+    return float(step[0]), float(step[1]), float(c)
 
 
 def coefficients(value: CoefficientsLike) -> Coefficients:

@@ -10,6 +10,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from muonfx.polar import policy
 from muonfx.polar.coefficients import CoefficientsLike
@@ -34,7 +35,7 @@ def newton_schulz_cost(
     device: str = "cpu",
     *,
     dtype: torch.dtype = torch.float32,
-    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    coefficients: CoefficientsLike | Tensor = "polar_express_5",
     steps: int | None = None,
     method: policy.MethodLike = "auto",
     products: ProductsLike = "auto",
@@ -48,14 +49,17 @@ def newton_schulz_cost(
     resolved = polynomials(coefficients, steps)
     if resolved.table is not None:
         policy.check_method(method, resolved)
-        # The cost depends only on whether there is a coefficient c, not on its value: any numbers stand for the tensor.
-        has_c = resolved.table.shape[1] == 3
-        step = (1.0, 1.0, 1.0 if has_c else 0.0)
-        resolved = Polynomials(steps=(step,) * len(resolved.indices), restarts=())
+        resolved = _with_numbers(resolved.table, resolved.indices)
         method = "standard"
         products = "batched"
     short, long = sorted(shape)
     return _cost(short, long, torch.device(device), dtype, resolved, method, products, may_take_fp16)
+
+
+def _with_numbers(table: Tensor, indices: tuple[int, ...]) -> Polynomials:
+    """Return polynomials of the same cost as those of a tensor `(k, 2)` or `(k, 3)`, whose values may be unknown."""
+    c = 1.0 if table.shape[1] == 3 else 0.0  # the cost of a step depends only on whether c is 0
+    return Polynomials(steps=((1.0, 1.0, c),) * len(indices), restarts=())
 
 
 @functools.lru_cache(maxsize=65536)  # a model has few shapes and many matrices
@@ -73,7 +77,7 @@ def _cost(
     plan = policy.plan(
         short,
         long,
-        dtype,
+        dtype,  # of the matrix, and of the products
         device,
         resolved,
         method=method,
@@ -83,7 +87,8 @@ def _cost(
         may_take_fp16=may_take_fp16,
     )
     # Not the operation count: halved products save less time than operations, and memory passes take time too.
-    return Cost(_flops(plan), 2 * policy.work(plan, device, portable=True), plan.scratch_bytes)
+    multiply_adds = policy.work(plan, device, portable=True)
+    return Cost(_flops(plan), 2 * multiply_adds, plan.scratch_bytes)
 
 
 def _flops(plan: policy.Plan) -> float:
@@ -91,15 +96,14 @@ def _flops(plan: policy.Plan) -> float:
     n, m = plan.shape
     gram_share = _computed_share(plan.products, n)
     small_share = _computed_share(plan.small_products, n)
-    squares = 0
-    further_steps = 0
-    for stage in plan.stages:
-        squares += sum(1 for _, _, c in stage.steps if c != 0)
-        further_steps += len(stage.steps) - 1
-    # Each stage takes two products with the long side. Each of its k steps takes a square unless c is zero, and each
-    # but the first three more products: at most 4 k - 3 small products.
+    # Products with the long side: each stage computes the symmetric R = X X^T, and Q X.
     long_products = len(plan.stages) * (1 + gram_share) * n * n * m
-    small_products = small_share * n**3 * (squares + 3 * further_steps)
+    # Products of Gram matrices: each step takes R^2 unless its c is 0, and each but the first of a stage three more.
+    number_of_small = 0
+    for stage in plan.stages:
+        squares = sum(1 for _, _, c in stage.steps if c != 0)
+        number_of_small += squares + 3 * (len(stage.steps) - 1)
+    small_products = small_share * n**3 * number_of_small
     return 2 * (long_products + small_products)
 
 
@@ -107,8 +111,8 @@ def _computed_share(how: str, n: int) -> float:
     """Return the part of a symmetric `n x n` product that is computed, not mirrored, by "batched" or "blocks"."""
     if how == "batched" or n == 0:
         return 1.0
-    computed = 0
     side = min(n, block_side(n))
-    for start in range(0, n, side):
+    computed = 0
+    for start in range(0, n, side):  # a row of blocks, from the diagonal on
         computed += min(side, n - start) * (n - start)
     return computed / n**2

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from muonfx.polar.checks import check_matrix
 
 
-def polar_factor(x: torch.Tensor, *, rtol: float | None = None) -> torch.Tensor:
+def polar_factor(x: Tensor, *, rtol: float | None = None) -> Tensor:
     """Return the exact orthogonal polar factor `U_r V_r^T` of each matrix `x = U S V^T`, by SVD.
 
     `r` is the number of nonzero singular values: all of them become 1, and zeros stay zero. Slow; `orthogonalize`
@@ -55,44 +56,48 @@ class _Factor(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor, rtol: float) -> torch.Tensor:
+    def forward(x: Tensor, rtol: float) -> Tensor:
         u, s, vh = torch.linalg.svd(x, full_matrices=False)
         is_nonzero = s > rtol * s.amax(-1, keepdim=True)
         return (u * is_nonzero.to(s.dtype).unsqueeze(-2)) @ vh
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
         x, ctx.rtol = inputs
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         x, p = ctx.saved_tensors
         return _derivative(x, p, grads[0], ctx.rtol), None  # the derivative is self-adjoint
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
         x, p = ctx.saved_tensors
         return _derivative(x, p, tangents[0], ctx.rtol)
 
 
-def _derivative(x: torch.Tensor, p: torch.Tensor, t: torch.Tensor, rtol: float) -> torch.Tensor:
+def _derivative(x: Tensor, p: Tensor, t: Tensor, rtol: float) -> Tensor:
     """Return the derivative of the polar factor `p` of the matrix `x` (`x = p H`) in the direction `t`."""
-    # With `x = U S V^T` it is `U K V^T` for `K_ij = (U^T t V - V^T t^T U)_ij / (s_i + s_j)`, plus the components of `t`
-    # outside the spaces of `U` and `V`, divided by `S`.
+    # With x = U S V^T (nonzero singular values only): p = U V^T, H = V S V^T, and the derivative is the sum of
+    #   p K                   where K is antisymmetric and H K + K H = A - A^T for A = p^T t V V^T,
+    #   (I - p p^T) t H^+     for the part of t whose columns are outside the space of U,
+    #   p H^+ p^T t (I - V V^T)     for the part of t whose rows are outside the space of V.
     h = p.mT @ x
     h = (h + h.mT) / 2
-    rows = p.mT @ p
-    inside = p.mT @ t @ rows
-    inverse = _Sylvester.apply(h, 2 * rows, rtol)
-    turned = p @ _Sylvester.apply(h, inside - inside.mT, rtol)
-    beyond_columns = t @ inverse - p @ (p.mT @ t @ inverse)
-    beyond_rows = p @ (inverse @ (p.mT @ t - inside))
-    return turned + beyond_columns + beyond_rows
+    v_vt = p.mT @ p
+    h_plus = _Sylvester.apply(h, 2 * v_vt, rtol)  # the pseudoinverse: H H^+ + H^+ H = 2 V V^T
+    pt_t = p.mT @ t
+    a = pt_t @ v_vt
+    k = _Sylvester.apply(h, a - a.mT, rtol)
+    within = p @ k
+    outside_columns = t @ h_plus - p @ (pt_t @ h_plus)
+    outside_rows = p @ (h_plus @ (pt_t - a))
+    return within + outside_columns + outside_rows
 
 
-def solve_sylvester(h: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+def solve_sylvester(h: Tensor, c: Tensor) -> Tensor:
     """Return the solution `K` of `H K + K H = C` for positive definite matrices `H`, with derivatives of any order."""
     return _Sylvester.apply((h + h.mT) / 2, c, 0.0)
 
@@ -103,7 +108,7 @@ class _Sylvester(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(h: torch.Tensor, c: torch.Tensor, rtol: float) -> torch.Tensor:
+    def forward(h: Tensor, c: Tensor, rtol: float) -> Tensor:
         # In the basis of the eigenvectors V of H: K_ij = C_ij / (h_i + h_j), and zero outside the range of H.
         values, v = torch.linalg.eigh(h)
         is_in_range = values > rtol * values.amax(-1, keepdim=True)
@@ -112,19 +117,19 @@ class _Sylvester(torch.autograd.Function):
         return v @ ((v.mT @ c @ v) / sums) @ v.mT
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, float], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
         h, _, ctx.rtol = inputs
         ctx.save_for_backward(h, output)
         ctx.save_for_forward(h, output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         h, k = ctx.saved_tensors
         of_c = _Sylvester.apply(h, grads[0], ctx.rtol)
         return -(of_c @ k.mT + k.mT @ of_c), of_c, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
         h, k = ctx.saved_tensors
         # H K' + K' H = C' - H' K - K H'
         h_tangent, c_tangent, _ = tangents

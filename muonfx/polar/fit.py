@@ -8,7 +8,9 @@ import torch
 
 from muonfx.polar.coefficients import Coefficients, Step
 
-_TAYLOR: Step = (1.875, -1.25, 0.375)  # the limit of the best quintic as its interval shrinks to the point 1
+_TAYLOR: Step = (1.875, -1.25, 0.375)
+"""The limit of the best quintic as its interval shrinks to the point 1, where its value is 1 and its first two
+derivatives are 0."""
 
 
 def fit_coefficients(
@@ -40,23 +42,24 @@ def fit_coefficients(
     5.6037
     """
     _check_arguments(steps, lower, cushion, safety)
-    low = lower
+    low = lower  # the previous polynomials map singular values into [low, high]
     high = 1.0
     fitted: list[Step] = []
     for i in range(steps):
         polynomial = _TAYLOR
         if low < high:
             polynomial = best_quintic(max(low, cushion * high), high)
-        a, b, c = polynomial
-        if low < cushion * high:  # multiply the results, so that those of both ends are equally far from 1
+        if low < cushion * high:  # fitted on a part only: make the results at both ends equally far from 1
             factor = 2.0 / (_value(polynomial, low) + _value(polynomial, high))
-            a, b, c = a * factor, b * factor, c * factor
-        if i < steps - 1:
-            a, b, c = a / safety, b / safety**3, c / safety**5
-        polynomial = (a, b, c)
+            a, b, c = polynomial
+            polynomial = (a * factor, b * factor, c * factor)
+        if i < steps - 1:  # not the last: divide the input by the margin for rounding
+            a, b, c = polynomial
+            polynomial = (a / safety, b / safety**3, c / safety**5)
         fitted.append(polynomial)
+        # The best polynomial maps its interval to [1 - e, 1 + e], and `low` to 1 - e. Both ends converge to 1.
         low = _value(polynomial, low)
-        high = 2.0 - low  # both converge to 1, up to rounding, and then in either order
+        high = 2.0 - low
     return Coefficients(
         "fitted",
         tuple(fitted),
@@ -82,25 +85,35 @@ def best_quintic(low: float, high: float) -> Step:
     """Return `(a, b, c)` of the odd quintic polynomial closest to 1 on `[low, high]`, by the Remez algorithm."""
     if not 0 < low < high:
         raise ValueError(f"best_quintic: found [{low!r}, {high!r}], expected 0 < low < high")
-    if low > (1 - 5e-6) * high:  # the four points coincide in double precision
+    if low > (1 - 5e-6) * high:  # the four points coincide in double precision: the limit, scaled to this point
         middle = (low + high) / 2
         return _TAYLOR[0] / middle, _TAYLOR[1] / middle**3, _TAYLOR[2] / middle**5
-    # The error of the best polynomial is `+e`, `-e`, `+e`, `-e` at both ends and at the two extrema between them.
+    # The error of the best polynomial is `+e`, `-e`, `+e`, `-e` at both ends and at the two extrema between them. Solve
+    # for a, b, c and e, move the two inner points to the extrema of this polynomial, and repeat.
     inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
     previous = math.inf
     for _ in range(100):
         s = torch.tensor([low, *inner, high], dtype=torch.float64, device="cpu")
         signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64, device="cpu")
-        a, b, c, error = torch.linalg.solve(torch.stack([s, s**3, s**5, signs], dim=1), torch.ones_like(s)).tolist()
+        equations = torch.stack([s, s**3, s**5, signs], dim=1)  # a s + b s^3 + c s^5 + sign e = 1
+        a, b, c, error = torch.linalg.solve(equations, torch.ones_like(s)).tolist()
         if abs(error - previous) <= 1e-15:
             break
         previous = error
-        # Extrema: a + 3 b t + 5 c t^2 = 0 for t = s^2, by the formula that does not cancel.
-        half = -1.5 * b + math.copysign(math.sqrt(max(2.25 * b * b - 5 * a * c, 0.0)), -b)
-        inner = sorted((math.sqrt(a / half), math.sqrt(half / (5 * c))))
+        inner = _extrema(a, b, c)
     return a, b, c  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
+def _extrema(a: float, b: float, c: float) -> list[float]:
+    """Return the two positive extrema of `a s + b s^3 + c s^5`, in ascending order."""
+    # The derivative a + 3 b t + 5 c t^2, with t = s^2, has the zeros t = q / (5 c) and t = a / q, where
+    # q = -(3 b + sign(b) sqrt(9 b^2 - 20 a c)) / 2. Unlike the usual formula, this one does not cancel.
+    root = math.sqrt(max(2.25 * b * b - 5 * a * c, 0.0))
+    q = -1.5 * b + math.copysign(root, -b)
+    return sorted((math.sqrt(a / q), math.sqrt(q / (5 * c))))
+
+
 def _value(step: Step, s: float) -> float:
+    """Return `a s + b s^3 + c s^5`."""
     a, b, c = step
     return s * (a + s * s * (b + c * s * s))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from muonfx.polar.coefficients import Step
 from muonfx.polar.policy import Plan
@@ -26,32 +27,38 @@ from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import wide_dtype
 
 
-def power_of_two_scaled(x: torch.Tensor) -> torch.Tensor:
+def power_of_two_scaled(x: Tensor) -> Tensor:
     """Scale each nonempty fp32 or fp64 matrix by a power of two, so that its largest magnitude is in [1, 2)."""
     return x * unit_power(x)
 
 
-def unit_power(x: torch.Tensor, dim: tuple[int, ...] = (-2, -1)) -> torch.Tensor:
+def unit_power(x: Tensor, dim: tuple[int, ...] = (-2, -1)) -> Tensor:
     """Return powers of two by which to multiply `x`, so that its largest magnitude over `dim` is in [1, 2)."""
     # The power is a constant for autograd, which is correct because every caller divides it out again.
     return power_of_two(x.detach().abs().amax(dim, keepdim=True))
 
 
-def power_of_two(largest: torch.Tensor) -> torch.Tensor:
-    """Return, for each positive fp32 or fp64 number in `largest`, the power of two that scales it into [1, 2)."""
+def power_of_two(largest: Tensor) -> Tensor:
+    """Return, for each positive fp32 or fp64 number in `largest`, the power of two that scales it into [1, 2).
+
+    The power is always a normal number. For a subnormal number, or one in the top binade, it is the nearest normal
+    power, so the scaled number is in [2^-51, 4). The power is 1 for zero, and the smallest for infinity and NaN.
+
+    >>> power_of_two(torch.tensor([5.0, 0.3, 0.0]))
+    tensor([0.2500, 4.0000, 1.0000])
+    """
     # `frexp` writes x as m 2^e with m in [1/2, 1), so 2 m / x is the power 2^(1 - e), and the division is exact.
-    # `ldexp` and `pow` round, and on torch 2.11 `vmap` cannot read the exponent from the bits. If the power would not
-    # be a normal number (the magnitude is subnormal or in the top binade), the nearest normal one is used and the
-    # scaled magnitude is in [2^-51, 4), still safe to square. The power of zero is 1, and that of infinity and NaN the
-    # smallest, so that they stay what they are.
+    # `ldexp` and `pow` round, and on torch 2.11 `vmap` cannot read the exponent from the bits.
     mantissa, _ = torch.frexp(largest)
-    power = torch.where(largest == 0, torch.ones_like(largest), 2 * mantissa / largest)
+    power = 2 * mantissa / largest
+    power = torch.where(largest == 0, torch.ones_like(largest), power)
     smallest_power = torch.finfo(largest.dtype).smallest_normal
     largest_power = 2 / smallest_power
+    # For infinity and NaN the quotient is NaN. Scaled by the smallest power, they stay what they are.
     return power.nan_to_num(nan=smallest_power).clamp(smallest_power, largest_power)
 
 
-def power_of_two_by_bits(largest: torch.Tensor) -> torch.Tensor:
+def power_of_two_by_bits(largest: Tensor) -> Tensor:
     """Return what `power_of_two` returns for nonzero numbers, in three operations instead of eight.
 
     It reads the exponent from the bits of a number, for which torch has no derivative, and on 2.11 no `vmap`.
@@ -59,14 +66,20 @@ def power_of_two_by_bits(largest: torch.Tensor) -> torch.Tensor:
     >>> power_of_two_by_bits(torch.tensor([5.0, 0.3, 1.0]))
     tensor([0.2500, 4.0000, 1.0000])
     """
-    is_double = largest.dtype == torch.float64
-    integer = torch.int64 if is_double else torch.int32
-    mantissa_bits = 52 if is_double else 23
-    one_exponent = 1 << mantissa_bits  # also the bits of the smallest normal number
-    infinity = (2047 if is_double else 255) << mantissa_bits
-    exponents = largest.view(integer).bitwise_and(infinity)
-    # The bits of 2^(127 - e) for an exponent of e - 127, and of the smallest normal number for infinity and NaN.
-    return (infinity - one_exponent - exponents).clamp_(min=one_exponent).view(largest.dtype)
+    # The bits of a number in [2^(E - bias), 2^(E - bias + 1)) are its mantissa and, above it, the biased exponent E.
+    # Its power is 2^(bias - E), whose biased exponent is 2 bias - E. Infinity and NaN get the smallest, which is 1.
+    if largest.dtype == torch.float64:
+        integer = torch.int64
+        mantissa_bits = 52
+        bias = 1023
+    else:
+        integer = torch.int32
+        mantissa_bits = 23
+        bias = 127
+    exponent_mask = (2 * bias + 1) << mantissa_bits
+    exponents = largest.view(integer).bitwise_and(exponent_mask)
+    exponents_of_powers = (2 * bias << mantissa_bits) - exponents
+    return exponents_of_powers.clamp_(min=1 << mantissa_bits).view(largest.dtype)
 
 
 def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
@@ -82,7 +95,7 @@ def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
     return torch.finfo(compute).smallest_normal <= torch.finfo(held).smallest_normal
 
 
-def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+def rounded_and_scaled(x: Tensor, compute: torch.dtype) -> Tensor:
     """Round `x` to the dtype `compute` and scale it by a power of two; return the values in fp32 or wider."""
     wide = wide_dtype(compute)
     if same_range(x.dtype, compute):
@@ -93,7 +106,7 @@ def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
     return power_of_two_scaled(power_of_two_scaled(x)).to(compute).to(wide)
 
 
-def frobenius_normalized(x: torch.Tensor, compute: torch.dtype, safety: float = 1.0) -> torch.Tensor:
+def frobenius_normalized(x: Tensor, compute: torch.dtype, safety: float = 1.0) -> Tensor:
     """Divide nonempty matrices by `safety` times their Frobenius norm; return them in the dtype `compute`.
 
     At a zero matrix, the gradient is finite.
@@ -103,7 +116,7 @@ def frobenius_normalized(x: torch.Tensor, compute: torch.dtype, safety: float = 
     return (x * inverse_root(total, safety)).to(compute)
 
 
-def inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
+def inverse_root(total: Tensor, safety: float) -> Tensor:
     """Return `1 / (safety * sqrt(total))` for each sum of squares; at 0, `1 / safety` and a finite gradient."""
     # `where` instead of an eps, which would change the result for small matrices. It is inside the root, whose
     # derivative at zero is infinite and would enter the gradient as 0 * inf.
@@ -111,7 +124,7 @@ def inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
     return scale if safety == 1.0 else scale / safety
 
 
-def normalize_(batch: torch.Tensor, safety: float, compute: torch.dtype) -> torch.Tensor:
+def normalize_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     """Divide each matrix of a nonempty batch `(b, n, m)` by `safety` times its Frobenius norm, in place.
 
     Return the batch in the dtype `compute`, in the same memory: its dtype, or one with as many bytes. A bf16 matrix is
@@ -122,7 +135,7 @@ def normalize_(batch: torch.Tensor, safety: float, compute: torch.dtype) -> torc
     return normalize_on_device_(batch, safety, compute)
 
 
-def normalize_on_device_(batch: torch.Tensor, safety: float, compute: torch.dtype) -> torch.Tensor:
+def normalize_on_device_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     """Normalize a batch as `normalize_` does, with few operations, since each starts a kernel."""
     wide = wide_dtype(compute)
     result = batch.view(compute)
@@ -134,26 +147,30 @@ def normalize_on_device_(batch: torch.Tensor, safety: float, compute: torch.dtyp
     return torch.div(result, divisors, out=result)
 
 
-def normalize_on_cpu_(batch: torch.Tensor, safety: float, compute: torch.dtype) -> torch.Tensor:
+def normalize_on_cpu_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     """Normalize a batch on a CPU as `normalize_` does, matrix by matrix, without wide temporary tensors."""
     wide = wide_dtype(compute)
-    # The infinity norm takes 30 times as long.
-    low, high = zip(*[torch.aminmax(matrix) for matrix in batch.unbind()], strict=True)
-    peaks = torch.maximum(torch.stack(high), -torch.stack(low)).to(wide)
-    _multiply_(batch, power_of_two(peaks))
+    # First by a power of two, to magnitudes below 2, so that no square overflows or is lost.
+    extremes = [torch.aminmax(matrix) for matrix in batch.unbind()]  # in 1/30 of the time of infinity norms
+    minima = torch.stack([extreme.min for extreme in extremes])
+    maxima = torch.stack([extreme.max for extreme in extremes])
+    largest_magnitudes = torch.maximum(maxima, -minima).to(wide)
+    _multiply_(batch, power_of_two(largest_magnitudes))
     result = rounded_in_place(batch, compute)
-    rows = torch.linalg.vector_norm(result, dim=-1, dtype=wide)  # by rows: for a whole bf16 matrix CPUs make a copy
-    _multiply_(result, inverse_root(rows.square().sum(-1), safety))  # sums are pairwise, norms are not
+    # Then by 1 / (safety * norm). The norms are taken by rows: for a whole bf16 matrix, CPUs make a wide copy.
+    row_norms = torch.linalg.vector_norm(result, dim=-1, dtype=wide)
+    squared_norms = row_norms.square().sum(-1)  # sums are pairwise, norms are not
+    _multiply_(result, inverse_root(squared_norms, safety))
     return result
 
 
-def _multiply_(batch: torch.Tensor, factors: torch.Tensor) -> None:
+def _multiply_(batch: Tensor, factors: Tensor) -> None:
     """Multiply each matrix of a batch on a CPU by its own factor, in place; compute in fp32 at least, round once."""
     for matrix, factor in zip(batch.unbind(), factors.unbind(), strict=True):
         matrix.mul_(factor)
 
 
-def rounded_in_place(batch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def rounded_in_place(batch: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a batch in another dtype with as many bytes, in the same memory; the batch itself if it has this dtype.
 
     >>> x = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
@@ -165,23 +182,30 @@ def rounded_in_place(batch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return batch.view(dtype).copy_(batch)
 
 
-def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide each row by the square root of its row sum of `|x x^T|`; return the result and its own Gram matrix."""
+def row_normalized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide each row by the square root of its row sum of `|x x^T|`; return the result and its own Gram matrix.
+
+    A zero row stays zero.
+    """
     # The spectral norm of the result is at most 1 (Gershgorin; arXiv 2208.03160), and closer to 1 than after the
-    # Frobenius norm. The singular vectors change, so the iteration finds the polar factor of another matrix. A zero row
-    # stays zero.
-    # Rows are first scaled to norm 1: in fp16 the squares of small rows underflow next to large ones.
+    # Frobenius norm. The singular vectors change, so the iteration finds the polar factor of another matrix.
+    # Rows are first scaled to norm 1, x_i = norm_i u_i: in fp16 the squares of small rows underflow next to large ones.
     wide = wide_dtype(x.dtype)
     norms = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True, dtype=wide)
     norms = torch.where(norms == 0, torch.ones_like(norms), norms)
-    unit = (x / norms).to(x.dtype)
-    gram = torch.bmm(unit, unit.mT)
-    sums = norms * (gram.abs() * norms.mT).sum(-1, keepdim=True)
-    scale = norms * torch.where(sums == 0, torch.ones_like(sums), sums).rsqrt()
-    return (unit * scale).to(x.dtype), (gram * scale * scale.mT).to(x.dtype)
+    u = (x / norms).to(x.dtype)
+    gram_of_u = torch.bmm(u, u.mT)
+    # The row sum of |x x^T|: sum_j |x_i x_j^T| = norm_i * sum_j |u_i u_j^T| norm_j
+    row_sums = norms * (gram_of_u.abs() * norms.mT).sum(-1, keepdim=True)
+    row_sums = torch.where(row_sums == 0, torch.ones_like(row_sums), row_sums)
+    # Row i of the result: x_i / sqrt(row_sum_i) = scale_i u_i, and its Gram matrix: scale_i (u_i u_j^T) scale_j
+    scale = norms * row_sums.rsqrt()
+    result = (u * scale).to(x.dtype)
+    gram = (gram_of_u * scale * scale.mT).to(x.dtype)
+    return result, gram
 
 
-def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
+def as_function(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
     """Orthogonalize a nonempty batch `(b, n, m)`, n <= m, without in-place writes.
 
     Return it in `plan.dtype`, or in `plan.rounded_to` if that is not None.
@@ -191,37 +215,38 @@ def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Ten
     return _orthogonalized(x.to(plan.rounded_to), plan, resolved).to(plan.rounded_to)
 
 
-def _orthogonalized(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
+def _orthogonalized(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
     """Orthogonalize a batch as `as_function` does, and return it in `plan.dtype`."""
+    # Before row scaling too, which undoes it: the row sums must be in the range of fp16.
     x = frobenius_normalized(x, plan.dtype, resolved.safety)
     if resolved.table is not None:
         return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
-    if not resolved.row_scaling:
-        if plan.method == "standard":
-            return standard_iteration(x, resolved.steps)
-        return newton_schulz(x, plan.stages, Functional())
-    # The Frobenius norm is applied first, although row scaling undoes it, to keep fp16 row sums in range.
-    x, gram = row_normalized(x)
-    return newton_schulz(x, plan.stages, Functional(), gram)
+    if plan.method == "standard" and not resolved.row_scaling:
+        return standard_iteration(x, resolved.steps)
+    gram = None
+    if resolved.row_scaling:
+        x, gram = row_normalized(x)
+    products = Functional()  # allocates every result, as derivatives require
+    return newton_schulz(x, plan.stages, products, gram)
 
 
 def in_place(
-    batch: torch.Tensor, plan: Plan, resolved: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
-) -> torch.Tensor:
+    batch: Tensor, plan: Plan, resolved: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
+) -> Tensor:
     """Orthogonalize a batch `(b, n, m)`, or `(b, m, n)` if `tall`, with temporary tensors in `workspace`.
 
     The result overwrites `batch` or uses memory of `results`, and has the dtype of `batch`: `plan.dtype`, or
     `plan.rounded_to` if that is not None.
     """
-    dtype = batch.dtype
-    batch = normalize_(batch, resolved.safety, plan.dtype)
+    x = normalize_(batch, resolved.safety, plan.dtype)
     products = Buffered(
-        batch, tall=tall, how=plan.products, small=plan.small_products, workspace=workspace, results=results
+        x, tall=tall, how=plan.products, small=plan.small_products, workspace=workspace, results=results
     )
-    return rounded_in_place(newton_schulz(batch, plan.stages, products), dtype)
+    result = newton_schulz(x, plan.stages, products)
+    return rounded_in_place(result, batch.dtype)
 
 
-def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
+def standard_iteration(x: Tensor, steps: Sequence[Step]) -> Tensor:
     """Run Newton-Schulz with one Gram matrix per step: apply the polynomials `steps` to the singular values of `x`."""
     for a, b, c in steps:
         gram = torch.bmm(x, x.mT)
@@ -232,31 +257,32 @@ def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
     return x
 
 
-def newton_schulz(
-    x: torch.Tensor, stages: Sequence[GramStage], on: Functional, gram: torch.Tensor | None = None
-) -> torch.Tensor:
+def newton_schulz(x: Tensor, stages: Sequence[GramStage], on: Functional, gram: Tensor | None = None) -> Tensor:
     """Run the Newton-Schulz iteration on `x` in stages; the steps of a stage share one Gram matrix `x x^T`.
 
-    `on` computes the matrix products. `gram` is the Gram matrix of the first stage if it is already known.
+    `on` computes the matrix products. `gram` is the Gram matrix of the first stage, less its center, if it is known.
     """
-    for stage in stages:
-        start = on.gram(x, -stage.center) if gram is None else gram  # a given one has the center subtracted
-        x = on.weighted(x, composed(on, Shifted(stage.center, 1.0, start), stage.steps))
-        gram = None
-        on.keep()
+    for index, stage in enumerate(stages):
+        if index > 0 or gram is None:
+            gram = on.gram(x, -stage.center)
+        r = Shifted(stage.center, 1.0, gram)
+        x = on.weighted(x, composed(on, r, stage.steps))
+        on.keep()  # no small matrix is used in the next stage
     return x
 
 
 def composed(on: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted:
-    """Combine several steps: return the matrix `Q` such that `Q X` is `X` after the steps, given `r = X X^T`."""
-    q: Shifted | None = None
-    for i, step in enumerate(steps):
+    """Combine the steps of a stage: return the matrix `Q` such that `Q X` is `X` after them, given `r = X X^T`.
+
+    Each step is `X <- G X` with a polynomial `G` of the current `R = X X^T`. So `Q <- G Q` and `R <- G R G`.
+    """
+    g = _polynomial(on, r, steps[0])
+    q = g
+    for step in steps[1:]:
+        r = _times(on, g, _times(on, g, r))  # G (G R), which is G R G, since they commute
+        on.keep(q.rest, r.rest)
         g = _polynomial(on, r, step)
-        q = g if q is None else _times(on, g, q)
-        if i + 1 < len(steps):
-            r = _times(on, g, _times(on, g, r))
-            on.keep(q.rest, r.rest)
-    assert q is not None  # a stage has a step
+        q = _times(on, g, q)
     return q
 
 
@@ -264,37 +290,36 @@ def _polynomial(on: Functional, r: Shifted, step: Step) -> Shifted:
     """Return `a I + b R + c R^2` for a step `(a, b, c)` and a symmetric matrix `r`."""
     # With R = s I + t E: a I + b R + c R^2 = (a + b s + c s^2) I + (b + 2 c s) t E + c t^2 E^2.
     a, b, c = step
-    shift = a + r.shift * (b + c * r.shift)
-    linear = (b + 2 * c * r.shift) * r.scale
-    square = c * r.scale**2
+    s, t, e = r
+    shift = a + s * (b + c * s)
+    linear = (b + 2 * c * s) * t
+    square = c * t**2
     if c == 0:
-        return Shifted(shift, linear, r.rest)
-    return Shifted(shift, 1.0, on.symmetric(r.rest, r.rest, r.rest, beta=linear, alpha=square))
+        return Shifted(shift, linear, e)
+    return Shifted(shift, 1.0, on.symmetric(e, e, e, beta=linear, alpha=square))
 
 
 def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
     """Return the product of two symmetric matrices that commute, so that the product is symmetric too."""
-    # With P = s I + t E and Q = u I + v F: P Q = s u I + (s v F + t u E) + t v E F. The sum in brackets has one weight,
-    # the larger of its two, as the beta of the product. This is exact, and leaves a weight of at most 1 for the other.
-    weight_of_p = p.scale * q.shift
-    weight_of_q = q.scale * p.shift
-    if weight_of_p == 0:
-        addend = q.rest
-        beta = weight_of_q
-    elif weight_of_q == 0:
-        addend = p.rest
-        beta = weight_of_p
-    elif abs(weight_of_q) >= abs(weight_of_p):
-        addend = on.sum(q.rest, p.rest, weight_of_p / weight_of_q)
-        beta = weight_of_q
-    else:
-        addend = on.sum(p.rest, q.rest, weight_of_q / weight_of_p)
-        beta = weight_of_p
-    product = on.symmetric(addend, p.rest, q.rest, beta=beta, alpha=p.scale * q.scale)
-    return Shifted(p.shift * q.shift, 1.0, product)
+    # With P = s I + t E and Q = u I + v F: P Q = s u I + (s v F + t u E) + t v E F.
+    s, t, e = p
+    u, v, f = q
+    # The sum in brackets as `beta * addend`, where beta is the larger weight. This is exact, and leaves a weight of at
+    # most 1 for the other matrix.
+    addend = f
+    beta = s * v
+    smaller = e
+    smaller_weight = t * u
+    if abs(smaller_weight) > abs(beta):
+        addend, smaller = smaller, addend
+        beta, smaller_weight = smaller_weight, beta
+    if smaller_weight != 0:
+        addend = on.sum(addend, smaller, smaller_weight / beta)
+    product = on.symmetric(addend, e, f, beta=beta, alpha=t * v)
+    return Shifted(s * u, 1.0, product)
 
 
-def newton_schulz_with_tensor(x: torch.Tensor, table: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+def newton_schulz_with_tensor(x: Tensor, table: Tensor, indices: Sequence[int]) -> Tensor:
     """Run Newton-Schulz, with one Gram matrix per step, with coefficients in a differentiable tensor.
 
     `table` has the shape `(k, 2)` or `(k, 3)`; `indices` gives its row for each step.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from itertools import compress
-from operator import is_
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from muonfx.internal.tracing import called_once, is_differentiated, is_traced, is_watched, outside_autocast
 from muonfx.polar.checks import check_matrix, sharing
@@ -27,15 +26,15 @@ _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer tha
 
 
 def orthogonalize(
-    x: torch.Tensor,
+    x: Tensor,
     *,
-    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    coefficients: CoefficientsLike | Tensor = "polar_express_5",
     steps: int | None = None,
     method: MethodLike = "auto",
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
     max_scratch_bytes: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Orthogonalize a matrix by Newton-Schulz: map its singular values close to 1 and keep its singular vectors.
 
     `band(coefficients)` returns the interval that contains the resulting singular values. A zero matrix gives zero.
@@ -82,9 +81,9 @@ def orthogonalize(
 
 
 def orthogonalize_many(
-    xs: Sequence[torch.Tensor],
+    xs: Sequence[Tensor],
     *,
-    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    coefficients: CoefficientsLike | Tensor = "polar_express_5",
     steps: int | None = None,
     method: MethodLike = "auto",
     dtype: DTypeLike = "auto",
@@ -92,7 +91,7 @@ def orthogonalize_many(
     max_scratch_bytes: int | None = None,
     donate: bool = False,
     workspace: Workspace | None = None,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Orthogonalize a list of matrices. Matrices of one shape, or of its transpose, are computed as one batch.
 
     With one thread of a CPU, the results equal `[orthogonalize(x, ...) for x in xs]` bit by bit. Elsewhere they are
@@ -129,8 +128,9 @@ def orthogonalize_many(
     for i, x in enumerate(xs):
         check_matrix(x, f"xs[{i}]")
     run = Orthogonalizer(coefficients, steps, method, dtype, products)
-    if not xs:  # invalid settings raise also for no matrices
-        run.plan_for(_Kind(1, 1, torch.float32, torch.device("cpu")), differentiated=False, traced=False)
+    if not xs:  # the plan of any matrix, so that invalid settings raise also for no matrices
+        any_kind = _Kind(1, 1, torch.float32, torch.device("cpu"))
+        run.plan_for(any_kind, differentiated=False, traced=False)
     return run(xs, max_scratch_bytes=max_scratch_bytes, donate=donate, workspace=workspace)
 
 
@@ -151,84 +151,110 @@ class Orthogonalizer:
 
     def __init__(
         self,
-        coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+        coefficients: CoefficientsLike | Tensor = "polar_express_5",
         steps: int | None = None,
         method: MethodLike = "auto",
         dtype: DTypeLike = "auto",
         products: ProductsLike = "auto",
     ) -> None:
-        """Resolve the coefficients; the other arguments are checked when the first plan is made.
-
-        `_traced_fields` returns the fields of the polynomials as constants of a trace; see `_resolved`.
-        """
+        """Resolve the coefficients; the other arguments are checked when the first plan is made."""
         resolved = polynomials(coefficients, steps)
+
+        @called_once
+        def constant_fields() -> tuple[Any, ...]:
+            """Return the fields of the polynomials. A compiler calls this once, so their numbers are constants."""
+            return tuple(resolved)
+
         self._polynomials = resolved
+        self._constant_fields = constant_fields
         self._plan = functools.partial(plan, method=method, dtype=dtype, products=products)
-        self._traced_fields: Callable[[], tuple[Any, ...]] = called_once(lambda: tuple(resolved))
+        # From (kind, whether derivatives are taken) to the plan.
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
-        """From (kind, whether derivatives are taken) to the plan."""
 
     def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
         """Return the `Plan` (dtype, method, products) for matrices of one shape, dtype and device; it is cached."""
-        if traced:  # symbols have no hash
-            return self._plan(*kind[:4], self._resolved(), differentiated=differentiated)
         key = (kind, differentiated)
-        if key not in self._plans:
-            self._plans[key] = self._plan(*kind[:4], self._polynomials, differentiated=differentiated)
-        return self._plans[key]
+        if not traced and key in self._plans:  # not in a trace, whose symbols have no hash
+            return self._plans[key]
+        resolved = self._resolved()
+        result = self._plan(kind.short, kind.long, kind.dtype, kind.device, resolved, differentiated=differentiated)
+        if not traced:
+            self._plans[key] = result
+        return result
 
     def _resolved(self) -> Polynomials:
         """Return the polynomials, with constant numbers also in a trace."""
-        # With dynamic=True, torch.compile makes symbols of numbers in attributes, and constants of a plain tuple.
+        # With dynamic=True, torch.compile makes symbols of numbers in attributes, but not of a function's result.
         if self._polynomials.table is None and torch.compiler.is_compiling():
-            return Polynomials(*self._traced_fields())
+            return Polynomials(*self._constant_fields())
         return self._polynomials
 
     def __call__(
         self,
-        xs: Sequence[torch.Tensor],
+        xs: Sequence[Tensor],
         *,
         max_scratch_bytes: int | None = None,
         donate: bool = False,
         workspace: Workspace | None = None,
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """Orthogonalize a list of matrices, without checking them; arguments are as in `orthogonalize_many`."""
         if max_scratch_bytes is not None and max_scratch_bytes < 1:
             raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
         table = self._polynomials.table
         inputs = xs if table is None else [*xs, table]
+        # True if autograd, torch.func or a compiler records the matrices; none may be overwritten then.
         watched = is_watched(*inputs)
         differentiated = watched and is_differentiated(*inputs)
-        # Sides may be symbols. A tracer records operators, and then one batch is best.
-        traced = is_traced(*[side for x in xs for side in x.shape])
-        donated = [False] * len(xs)
-        if donate and not watched:
-            donated = _donated(xs)
-        # The iteration in reused buffers takes numbers only, and has no derivatives.
-        in_place = not watched and table is None and not self._polynomials.row_scaling
-        groups = _grouped(xs, in_place)
         # All plans are made before any result, so invalid settings raise before anything is written.
-        plans = [self.plan_for(kind, differentiated=differentiated, traced=traced) for kind, _ in groups]
+        jobs = self._jobs(xs, watched, differentiated, max_scratch_bytes, workspace)
+        may_be_overwritten = [False] * len(xs)
+        if donate and not watched:
+            may_be_overwritten = _may_be_overwritten(xs)
         results = list(xs)
-        for (kind, indices), plan_of_group in zip(groups, plans, strict=True):
-            default_scratch = _CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH
-            scratch = max_scratch_bytes or default_scratch
-            job = _Job(kind, plan_of_group, self._polynomials, scratch, watched, watched or traced, workspace)
-            nonempty = [i for i in indices if xs[i].numel() > 0]
-            ys = _run([xs[i] for i in nonempty], [donated[i] for i in nonempty], job)
+        for i, x in enumerate(xs):
+            if x.numel() == 0 and not may_be_overwritten[i]:
+                results[i] = torch.empty_like(x)
+        for job in jobs:
+            nonempty = [i for i in job.indices if xs[i].numel() > 0]
+            ys = _run([xs[i] for i in nonempty], [may_be_overwritten[i] for i in nonempty], job)
             for i, y in zip(nonempty, ys, strict=True):
                 results[i] = y
-        for i, x in enumerate(xs):
-            if x.numel() == 0 and not donated[i]:
-                results[i] = torch.empty_like(x)
         return results
 
+    def _jobs(
+        self,
+        xs: Sequence[Tensor],
+        watched: bool,
+        differentiated: bool,
+        max_scratch_bytes: int | None,
+        workspace: Workspace | None,
+    ) -> list[_Job]:
+        """Return a job for each shape, dtype and device of the matrices `xs`, with its `Plan`."""
+        # Sides may be symbols.
+        traced = is_traced(*[side for x in xs for side in x.shape])
+        # The iteration in reused buffers takes numbers only, and has no derivatives.
+        in_buffers = not watched and self._polynomials.table is None and not self._polynomials.row_scaling
+        jobs: list[_Job] = []
+        for kind, indices in _grouped(xs, in_buffers):
+            default_scratch = _CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH
+            job = _Job(
+                kind=kind,
+                indices=indices,
+                plan=self.plan_for(kind, differentiated=differentiated, traced=traced),
+                resolved=self._polynomials,
+                scratch=max_scratch_bytes or default_scratch,
+                in_one_batch=watched or traced,
+                workspace=workspace,
+            )
+            jobs.append(job)
+        return jobs
 
-def _grouped(xs: Sequence[torch.Tensor], in_place: bool) -> list[tuple[_Kind, list[int]]]:
+
+def _grouped(xs: Sequence[Tensor], in_buffers: bool) -> list[tuple[_Kind, list[int]]]:
     """Group matrices that can be in one batch; return pairs of their common properties and their indices in `xs`."""
     groups: list[tuple[_Kind, list[int]]] = []
     for i, x in enumerate(xs):
-        kind = _kind_of(x, in_place)
+        kind = _kind_of(x, in_buffers)
         for group_kind, indices in groups:
             if kind == group_kind:  # not by a dict: sides that are symbols have no hash
                 indices.append(i)
@@ -238,12 +264,12 @@ def _grouped(xs: Sequence[torch.Tensor], in_place: bool) -> list[tuple[_Kind, li
     return groups
 
 
-def _kind_of(x: torch.Tensor, in_place: bool) -> _Kind:
-    """Return the properties of a matrix by which it is grouped. With `in_place`, large ones are not transposed."""
+def _kind_of(x: Tensor, in_buffers: bool) -> _Kind:
+    """Return the properties of a matrix by which it is grouped. With `in_buffers`, large ones are not transposed."""
     rows, columns = x.shape[-2:]
     short, long = (rows, columns) if rows <= columns else (columns, rows)
     tall = None
-    if in_place and short * long >= _LARGE:
+    if in_buffers and short * long >= _LARGE:
         tall = rows > columns
     return _Kind(short, long, x.dtype, x.device, tall)
 
@@ -252,20 +278,20 @@ class _Job(NamedTuple):
     """The plan and the settings for all matrices of one shape, dtype and device."""
 
     kind: _Kind
+    indices: list[int]
+    """The positions of the matrices in the list of all matrices."""
     plan: Plan
     resolved: Polynomials
     scratch: int
     """The approximate bytes for the temporary tensors of one batch."""
-    watched: bool
-    """True if autograd, torch.func or the compiler records the matrices, so that none may be overwritten."""
-    at_once: bool
+    in_one_batch: bool
     """True if all matrices form one batch: autograd keeps all temporary tensors, a compiler plans memory itself, and
     splitting would fix all sizes in the compiled graph."""
     workspace: Workspace | None
 
 
-def _donated(xs: Sequence[torch.Tensor]) -> list[bool]:
-    """Return a bool for each tensor: True if its result may overwrite it (it is contiguous and shares no memory)."""
+def _may_be_overwritten(xs: Sequence[Tensor]) -> list[bool]:
+    """Return a bool for each donated tensor: True if it is contiguous and shares no memory with another."""
     shared = sharing(xs)
     return [x.is_contiguous() and i not in shared for i, x in enumerate(xs)]
 
@@ -275,131 +301,157 @@ class _Piece(NamedTuple):
 
     input_index: int
     """The position of the input in the list of inputs."""
-    matrices: torch.Tensor
+    matrices: Tensor
     """The matrices `(b, short, long)`, or `(b, long, short)` in a tall batch."""
-    destination: torch.Tensor | None
+    destination: Tensor | None
     """Memory for the results, of the same shape; None if the results become a new tensor, for a whole input."""
 
 
-def _run(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.Tensor]:
+def _run(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
     """Orthogonalize nonempty tensors of one kind. Return their results, in order.
 
-    A tensor may be a matrix, or a stack ``(..., m, n)``. `donated` is True for each tensor that its result overwrites.
-    The matrices of all tensors are distributed over batches, which are computed one after another. Example: with a
-    limit of 4 matrices, stacks of 3, 2 and 6 matrices give the batches (3), (2), (4) and (2).
+    A tensor may be a matrix, or a stack ``(..., m, n)``. `overwrite` is True for each tensor that its result
+    overwrites. The matrices of all tensors are distributed over batches, which are computed one after another. Example:
+    with a limit of 4 matrices, stacks of 3, 2 and 6 matrices give the batches (3), (2), (4) and (2).
     """
     if not xs:
         return []
-    is_transposed_if_tall = job.kind.tall is None
-    if is_transposed_if_tall and not job.at_once and {x.ndim for x in xs} == {2}:  # single matrices: a shorter way
-        return _run_stacked(xs, donated, job)
-    limit = _most_in_a_batch(job)
     results = list(xs)
-    pieces: list[_Piece] = []
-    for i, x in enumerate(xs):
-        matrices = _as_batch(x, job.kind)
-        must_be_split = not job.at_once and matrices.shape[0] > limit
-        destination = None
-        if donated[i]:  # write into the input itself
-            destination = matrices
-        elif must_be_split:  # its parts are in several batches, so the memory of the result is needed before them
-            results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
-            destination = _as_batch(results[i], job.kind)
-        pieces.append(_Piece(i, matrices, destination))
-
-    # Tall matrices are computed as their transposes, so their results are copies. As a view, a new wide result would
-    # keep its whole batch in memory, next to these copies: if there are both, wide results are copied too.
-    may_copy = is_transposed_if_tall and not job.watched  # a tracer must not compare the sides
-    copies = may_copy and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
-    batches = [pieces] if job.at_once else _packed(pieces, limit)
-    for batch in batches:
-        _run_batch(batch, results, job, copies)
+    if job.in_one_batch:
+        pieces = _pieces(xs, overwrite, results, job.kind, limit=None)
+        _run_batch(pieces, results, job)
+        return results
+    if job.kind.tall is None and {x.ndim for x in xs} == {2}:
+        return _run_single_matrices(xs, overwrite, job)
+    limit = _most_in_a_batch(job)
+    pieces = _pieces(xs, overwrite, results, job.kind, limit)
+    for batch in _packed(pieces, limit):
+        _run_batch(batch, results, job)
     return results
 
 
-def _run_batch(batch: list[_Piece], results: list[torch.Tensor], job: _Job, copies: bool) -> None:
+def _pieces(
+    xs: list[Tensor], overwrite: list[bool], results: list[Tensor], kind: _Kind, limit: int | None
+) -> list[_Piece]:
+    """Return pieces of at most `limit` matrices for all tensors. None: no limit, so one piece for each tensor.
+
+    The result of a tensor that must be split is allocated here, and written to `results`.
+    """
+    pieces: list[_Piece] = []
+    for i, x in enumerate(xs):
+        matrices = _as_batch(x, kind)
+        destination = matrices if overwrite[i] else None
+        if limit is None or matrices.shape[0] <= limit:
+            pieces.append(_Piece(i, matrices, destination))
+            continue
+        if destination is None:  # its parts are in several batches, so the memory of the result is needed before them
+            results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
+            destination = _as_batch(results[i], kind)
+        for part, part_of_destination in zip(matrices.split(limit), destination.split(limit), strict=True):
+            pieces.append(_Piece(i, part, part_of_destination))
+    return pieces
+
+
+def _run_batch(batch: list[_Piece], results: list[Tensor], job: _Job) -> None:
     """Orthogonalize pieces in one batch, and write their results.
 
     The result of a piece with a destination is written there. Else ``results[piece.input_index]``, which is the input,
-    is replaced by its result: a view of the batch, or a copy of it if `copies`.
+    is replaced by its result.
     """
-    destinations = [piece.destination for piece in batch if piece.destination is not None]
-    matrices = [piece.matrices for piece in batch]
+    tall = job.kind.tall
+    y = _new_batch(batch, job) if tall is None else _batch_in_buffers(batch, job, tall)
     counts = [piece.matrices.shape[0] for piece in batch]  # not len, which fixes a symbolic size
-    # The batch can run in the memory of its destinations only if all pieces have one.
-    all_have_destinations = len(destinations) == len(batch)
-    y = _batch(matrices, destinations if all_have_destinations else None, job)
-    written: list[torch.Tensor] = []
-    copied: list[torch.Tensor] = []
-    for piece, result in zip(batch, y.split(counts), strict=True):
+    destinations: list[Tensor] = []
+    values: list[Tensor] = []
+    for piece, value in zip(batch, y.split(counts), strict=True):
         if piece.destination is None:
             x = results[piece.input_index]
-            is_transposed = result.shape[-2] != x.shape[-2]  # a tall input was computed as its transpose
-            oriented = result.mT if is_transposed else result
-            result_like_x = oriented.to(job.kind.dtype).reshape(x.shape)
-            results[piece.input_index] = _new_contiguous(result_like_x, copies)
-        elif result.data_ptr() != piece.destination.data_ptr():  # else the iteration ran in the destination
-            written.append(piece.destination)
-            copied.append(result)
-    if written:
-        torch._foreach_copy_(written, copied)
+            results[piece.input_index] = _result_like(x, value)
+        elif value.data_ptr() != piece.destination.data_ptr():  # else the iteration has run in the destination
+            destinations.append(piece.destination)
+            values.append(value)
+    if destinations:
+        torch._foreach_copy_(destinations, values)
 
 
-def _new_contiguous(result: torch.Tensor, copies: bool) -> torch.Tensor:
-    """Return a contiguous result: a copy if `copies`, else the result itself where it is contiguous."""
-    if copies:
-        return result.clone(memory_format=torch.contiguous_format)
-    return result.contiguous()
+def _result_like(x: Tensor, value: Tensor) -> Tensor:
+    """Return the orthogonalized batch `value` of an input `x` in its shape and dtype, contiguous."""
+    if value.shape[-2] != x.shape[-2]:  # a tall input was computed as its transpose
+        value = value.mT
+    return value.to(x.dtype).reshape(x.shape).contiguous()
 
 
-def _run_stacked(xs: list[torch.Tensor], donated: list[bool], job: _Job) -> list[torch.Tensor]:
-    """Do the work of `_run` for small matrices `(m, n)`, with few calls for each of them."""
+def _run_single_matrices(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
+    """Orthogonalize small matrices `(m, n)` of one kind, in batches, with few calls for each. Return their results.
+
+    `overwrite` is True for each matrix that its result overwrites.
+    """
     limit = _most_in_a_batch(job)
-    wide = [x if x.shape[0] == job.kind.short else x.mT for x in xs]
-    number_wide = sum(map(is_, wide, xs))
-    copies = 0 < number_wide < len(xs)  # as in `_run`
-    results: list[torch.Tensor] = []
+    wide: list[Tensor] = []
+    number_tall = 0
+    for x in xs:
+        if x.shape[0] == job.kind.short:
+            wide.append(x)
+        else:
+            wide.append(x.mT)
+            number_tall += 1
+    # The result of a wide matrix can be a view of its batch, and keeps all of it in memory. If the batch also has tall
+    # matrices, whose results are copies, it is less memory to copy all results.
+    must_copy = 0 < number_tall < len(xs)
+    results: list[Tensor] = []
     for start in range(0, len(xs), limit):
         batch = slice(start, start + limit)
-        results += _run_stack(xs[batch], wide[batch], donated[batch], job, copies)
+        results += _run_stack(xs[batch], wide[batch], overwrite[batch], job, must_copy)
     return results
 
 
-def _run_stack(
-    xs: list[torch.Tensor], wide: list[torch.Tensor], donated: list[bool], job: _Job, copies: bool
-) -> list[torch.Tensor]:
-    """Orthogonalize `xs`, whose wide views are `wide`, as one stack; all temporary tensors are freed at the end."""
+def _run_stack(xs: list[Tensor], wide: list[Tensor], overwrite: list[bool], job: _Job, must_copy: bool) -> list[Tensor]:
+    """Orthogonalize matrices as one stack, and return their results; all temporary tensors are freed at the end.
+
+    Args:
+        xs: the matrices `(m, n)`.
+        wide: for each matrix, itself if it is wide, else its transpose.
+        overwrite: True for each matrix that its result overwrites.
+        job: the plan and the settings.
+        must_copy: True if new results may not be views of the stack.
+    """
     # Contiguous also if there is one tall matrix: sums of transposed memory round in another order.
     stack = torch.stack(wide) if len(wide) > 1 else aligned(wide[0])[None]
     ys = outside_autocast(as_function, stack, job.plan, job.resolved).to(job.kind.dtype).unbind()
-    targets = list(compress(wide, donated))
-    if targets:
-        torch._foreach_copy_(targets, list(compress(ys, donated)))
-    results: list[torch.Tensor] = []
-    for x, wide_x, y, is_donated in zip(xs, wide, ys, donated, strict=True):
-        if is_donated:
+    results: list[Tensor] = []
+    destinations: list[Tensor] = []
+    values: list[Tensor] = []
+    for x, wide_x, y, is_overwritten in zip(xs, wide, ys, overwrite, strict=True):
+        if is_overwritten:
             results.append(x)
+            destinations.append(wide_x)
+            values.append(y)
+            continue
+        result = y if wide_x is x else y.mT
+        if must_copy:
+            results.append(result.clone(memory_format=torch.contiguous_format))
         else:
-            results.append(_new_contiguous(y if wide_x is x else y.mT, copies))
+            results.append(result.contiguous())
+    if destinations:
+        torch._foreach_copy_(destinations, values)
     return results
 
 
 def _most_in_a_batch(job: _Job) -> int:
-    """Return the number of matrices that are computed at a time, if they are not computed at once."""
+    """Return how many matrices one batch may have, so that its temporary tensors fit `job.scratch` bytes."""
     kind = job.kind
-    # A batch must give each matrix the bits that it has alone. A tracer must not compare the sides: it would trace
-    # again for each shape.
-    if not job.at_once and not can_be_stacked(kind.short, kind.long, kind.device):
+    if not can_be_stacked(kind.short, kind.long, kind.device):  # in a batch it would get other bits than alone
         return 1
     if kind.tall is None:
         return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
     limit = max(1, job.scratch // job.plan.scratch_bytes)
-    if job.plan.at_once is None:
+    limit_of_cache = job.plan.at_once
+    if limit_of_cache is None:
         return limit
-    return min(limit, job.plan.at_once)
+    return min(limit, limit_of_cache)
 
 
-def _as_batch(x: torch.Tensor, kind: _Kind) -> torch.Tensor:
+def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
     """View matrices `(..., m, n)` as a batch `(b, short, long)`, or as `(b, m, n)` if the kind has a memory order."""
     if kind.tall is not None:
         return x.reshape(-1, *x.shape[-2:])
@@ -411,69 +463,68 @@ def _as_batch(x: torch.Tensor, kind: _Kind) -> torch.Tensor:
     return wide.reshape(-1, *wide.shape[-2:])
 
 
-def _batch(matrices: list[torch.Tensor], destinations: list[torch.Tensor] | None, job: _Job) -> torch.Tensor:
-    """Orthogonalize tensors as one batch; `destinations` are memory for its results, None for new memory."""
-    kind = job.kind
+def _new_batch(batch: list[_Piece], job: _Job) -> Tensor:
+    """Orthogonalize pieces `(b, short, long)` as one batch in new memory. Return the batch in their dtype."""
+    matrices = [piece.matrices for piece in batch]
+    # Contiguous also if there is one tall stack: sums of transposed memory round in another order.
+    if len(matrices) > 1:
+        joined = torch.cat(matrices)
+    elif job.in_one_batch:  # a tracer has no addresses to align
+        joined = matrices[0].contiguous()
+    else:
+        joined = aligned(matrices[0])
+    return outside_autocast(as_function, joined, job.plan, job.resolved).to(job.kind.dtype)
+
+
+def _batch_in_buffers(batch: list[_Piece], job: _Job, tall: bool) -> Tensor:
+    """Orthogonalize pieces as one batch in reused buffers, or in the memory of the pieces if that is possible.
+
+    `tall` is True if the matrices have more rows than columns. Return the batch.
+    """
     plan = job.plan
-    if kind.tall is None:
-        # Contiguous also if there is one tall stack: sums of transposed memory round in another order.
-        if len(matrices) > 1:
-            joined = torch.cat(matrices)
-        elif job.at_once:
-            joined = matrices[0].contiguous()
-        else:
-            joined = aligned(matrices[0])
-        return outside_autocast(as_function, joined, plan, job.resolved).to(kind.dtype)
     workspace = job.workspace or Workspace()
     workspace.clear()
-    # A new result that has the dtype of the batch stays in the buffer that the iteration leaves it in.
     batch_dtype = plan.rounded_to or plan.dtype
-    results = Workspace() if destinations is None and batch_dtype == kind.dtype else workspace
-    buffer = _buffer(matrices, destinations, batch_dtype, results)
-    return outside_autocast(in_place, buffer, plan, job.resolved, tall=kind.tall, workspace=workspace, results=results)
+    # A result that is not copied, to a destination or another dtype, stays in its buffer. That memory must be new.
+    are_copied = all(piece.destination is not None for piece in batch)
+    results = workspace
+    if not are_copied and batch_dtype == job.kind.dtype:
+        results = Workspace()
+    joined = _joined(batch, batch_dtype, results)
+    return outside_autocast(in_place, joined, plan, job.resolved, tall=tall, workspace=workspace, results=results)
 
 
-def _buffer(
-    matrices: list[torch.Tensor],
-    destinations: list[torch.Tensor] | None,
-    compute: torch.dtype,
-    workspace: Workspace,
-) -> torch.Tensor:
-    """Return matrices as one batch of dtype ``compute``, on which the iteration can run in place.
+def _joined(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> Tensor:
+    """Return the matrices of pieces as one batch `(b, rows, columns)` that the iteration may overwrite.
 
-    Args:
-        matrices: tensors ``(count, rows, columns)`` with the same rows and columns.
-        destinations: memory for the results, one tensor for each of the matrices; None if results are new tensors.
-        compute: the dtype of the batch: the dtype of the iteration, or `Plan.rounded_to`.
-        workspace: provides the memory of a copy.
-
-    Returns:
-        A tensor ``(sum of counts, rows, columns)``. It is a view of the matrices if they are adjacent in memory, have
-        this dtype, and are their own destinations. Else it is a copy.
+    It is a view of the matrices if they have the given dtype and `_are_one_buffer`. Else it is a copy in memory of the
+    workspace.
     """
-    first = matrices[0]
+    matrices = [piece.matrices for piece in pieces]
     counts = [len(x) for x in matrices]
+    first = matrices[0]
     shape = (sum(counts), *first.shape[1:])
-    may_be_overwritten = destinations is not None and _are_adjacent(matrices, destinations)
-    if may_be_overwritten and first.dtype == compute:
-        return first.as_strided(shape, first.stride())
-    batch = workspace.empty(shape, compute, first.device)
-    if not same_range(first.dtype, compute):  # scale by a power of two before rounding
-        matrices = [rounded_and_scaled(x, compute) for x in matrices]
+    if first.dtype == dtype and _are_one_buffer(pieces):
+        return first.as_strided(shape, first.stride())  # a view of all pieces
+    batch = workspace.empty(shape, dtype, first.device)
+    if not same_range(first.dtype, dtype):  # rounding fp32 to fp16, for example, could give zeros or infinities
+        matrices = [rounded_and_scaled(x, dtype) for x in matrices]
     torch._foreach_copy_(list(batch.split(counts)), matrices)
     return batch
 
 
-def _are_adjacent(matrices: list[torch.Tensor], destinations: list[torch.Tensor]) -> bool:
-    """Return True if tensors are consecutive in aligned memory, and are themselves the destinations of the results."""
-    if not is_aligned(matrices[0]):
+def _are_one_buffer(pieces: list[_Piece]) -> bool:
+    """Return True if matrices follow each other in the same aligned memory, and their results overwrite them."""
+    first = pieces[0].matrices
+    if not is_aligned(first):
         return False
-    storage = matrices[0].untyped_storage()._cdata
-    offset = matrices[0].storage_offset()
-    for x, destination in zip(matrices, destinations, strict=True):
+    storage = first.untyped_storage()._cdata
+    offset = first.storage_offset()
+    for piece in pieces:
+        x = piece.matrices
         if x.untyped_storage()._cdata != storage or x.storage_offset() != offset or not x.is_contiguous():
             return False
-        if x.data_ptr() != destination.data_ptr():
+        if piece.destination is None or piece.destination.data_ptr() != x.data_ptr():
             return False
         offset += x.numel()
     return True
@@ -486,26 +537,14 @@ def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
 
 
 def _packed(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
-    """Distribute pieces over batches of at most `limit` matrices; longer pieces are split."""
+    """Distribute pieces, none of which has more than `limit` matrices, over batches of at most `limit` matrices."""
     batches: list[list[_Piece]] = []
     room = 0  # in the last batch
     for piece in pieces:
-        for part in _split(piece, limit):
-            count = part.matrices.shape[0]
-            if count > room:
-                batches.append([])
-                room = limit
-            batches[-1].append(part)
-            room -= count
+        count = piece.matrices.shape[0]
+        if count > room:
+            batches.append([])
+            room = limit
+        batches[-1].append(piece)
+        room -= count
     return batches
-
-
-def _split(piece: _Piece, limit: int) -> list[_Piece]:
-    """Split a piece into pieces of at most `limit` matrices."""
-    if piece.matrices.shape[0] <= limit:
-        return [piece]
-    assert piece.destination is not None  # a new result of a split input needs memory beforehand
-    parts: list[_Piece] = []
-    for matrices, destination in zip(piece.matrices.split(limit), piece.destination.split(limit), strict=True):
-        parts.append(_Piece(piece.input_index, matrices, destination))
-    return parts

@@ -27,9 +27,10 @@ import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from muonfx.internal.display import Report, Shown, Table, format_bytes, format_shape
 from muonfx.internal.tracing import called_once, fixed
@@ -136,7 +137,7 @@ def explain(
     device: torch.device | str = "cpu",
     *,
     held: torch.dtype = torch.float32,
-    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    coefficients: CoefficientsLike | Tensor = "polar_express_5",
     steps: int | None = None,
     method: MethodLike = "auto",
     dtype: DTypeLike = "auto",
@@ -174,6 +175,19 @@ def explain(
     return plan(short, long, held, torch.device(device), resolved, method=method, dtype=dtype, products=products)
 
 
+class _Request(NamedTuple):
+    """The inputs of a plan besides dtypes: the sides of the matrix, its device and the settings of the caller."""
+
+    short: int
+    long: int
+    device: torch.device
+    resolved: Polynomials
+    method: MethodLike
+    products: ProductsLike
+    portable: bool
+    """True for a plan that is equal on all machines: installed libraries and CPU features do not count."""
+
+
 def plan(
     short: int,
     long: int,
@@ -194,37 +208,40 @@ def plan(
     `differentiated`, the dtype "auto" is at least fp32. With `may_take_fp16`, fp16 may be taken instead of bf16; None:
     where "auto" may take it on this device.
     """
-    fastest = compute_dtype(held, device, dtype)
+    request = _Request(short, long, device, resolved, method, products, portable)
+    fastest_dtype = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
-        fastest = wide_dtype(fastest)
-    compute = stable_dtype(fastest, resolved, dtype)
+        fastest_dtype = wide_dtype(fastest_dtype)
+    compute = stable_dtype(fastest_dtype, resolved, dtype)
     check_method(method, resolved)
-    why_dtype = _why_dtype(held, device, dtype, compute != fastest, differentiated)
-    usual = _plan_in(compute, (short, long), device, resolved, method, products, portable, why_dtype)
-    chosen = usual
+    why_dtype = _why_dtype(held, device, dtype, compute != fastest_dtype, differentiated)
+    chosen = _plan_in(compute, request, why_dtype)
     if may_take_fp16 is None:
         may_take_fp16 = dtype == "auto" and _has_fast_fp16(device)
-    if may_take_fp16 and compute == torch.bfloat16 and short * long <= LARGEST_IN_FP16:
-        in_fp16 = _plan_in(torch.float16, (short, long), device, resolved, method, products, portable, "")
-        if _is_better_in_fp16(in_fp16, usual, device, portable):
-            chosen = replace(in_fp16, rounded_to=compute, reasons=(_why_fp16(in_fp16, usual), *in_fp16.reasons[1:]))
+    if may_take_fp16 and compute == torch.bfloat16:
+        chosen = _in_fp16_if_better(chosen, request)
     if isinstance(method, tuple) and chosen.bound is not None and chosen.bound > TOLERANCE:
         _warn_of_stages(chosen.stages, chosen.dtype, chosen.bound)
     return chosen
 
 
+def _in_fp16_if_better(in_bf16: Plan, request: _Request) -> Plan:
+    """Return a plan with products in fp16 if it is better than the plan in bf16, else the plan in bf16."""
+    if request.short * request.long > LARGEST_IN_FP16:
+        return in_bf16
+    in_fp16 = _plan_in(torch.float16, request, why_dtype="")
+    if not _is_better_in_fp16(in_fp16, in_bf16, request):
+        return in_bf16
+    _, why_method, why_products = in_fp16.reasons
+    reasons = (_why_fp16(in_fp16, in_bf16), why_method, why_products)
+    return replace(in_fp16, rounded_to=torch.bfloat16, reasons=reasons)
+
+
 def check_method(method: MethodLike, resolved: Polynomials) -> None:
     """Raise an error unless `method` is a known name or the numbers of steps of stages, and fits the coefficients."""
     if isinstance(method, tuple):
-        are_counts = bool(method) and all(type(count) is int and count > 0 for count in method)
-        if not are_counts:
-            raise ValueError(f"method: found {method!r}, expected numbers of steps of at least 1, such as (2, 3)")
-        if resolved.table is None and sum(method) != len(resolved.steps):
-            raise ValueError(
-                f"method: found {method!r}, {sum(method)} steps, expected stages of {len(resolved.steps)} steps in "
-                "all, as many as the coefficients have or as steps= gives"
-            )
-    elif not isinstance(method, str) or method not in ("auto", "standard", "gram"):
+        _check_lengths(method, resolved)
+    elif method not in ("auto", "standard", "gram"):
         raise ValueError(
             f"method: found {method!r}, expected 'auto', 'standard' or 'gram', or the steps of each stage: (2, 3)"
         )
@@ -232,26 +249,30 @@ def check_method(method: MethodLike, resolved: Polynomials) -> None:
         raise ValueError(f"method: found {method!r} with a tensor of coefficients, which only the standard form takes")
 
 
-def _plan_in(
-    compute: torch.dtype,
-    shape: tuple[int, int],
-    device: torch.device,
-    resolved: Polynomials,
-    method: MethodLike,
-    products: ProductsLike,
-    portable: bool,
-    why_dtype: str,
-) -> Plan:
-    """Return the `Plan` for matrix products in the dtype `compute`; its other arguments are as in `plan`."""
-    short, long = shape
-    rates = _rates(device, compute, portable)
-    whole, small, why_products = _choose_products(short, long, compute, device, products, rates, portable)
-    chosen_method, stages, why_method = _choose_method(short, long, compute, rates, resolved, method, (whole, small))
+def _check_lengths(lengths: tuple[int, ...], resolved: Polynomials) -> None:
+    """Raise an error unless the lengths of stages, such as (2, 3), are positive and add up to the number of steps."""
+    are_counts = bool(lengths) and all(type(length) is int and length > 0 for length in lengths)
+    if not are_counts:
+        raise ValueError(f"method: found {lengths!r}, expected numbers of steps of at least 1, such as (2, 3)")
+    if resolved.table is None and sum(lengths) != len(resolved.steps):
+        raise ValueError(
+            f"method: found {lengths!r}, {sum(lengths)} steps, expected stages of {len(resolved.steps)} steps in "
+            "all, as many as the coefficients have or as steps= gives"
+        )
+
+
+def _plan_in(compute: torch.dtype, request: _Request, why_dtype: str) -> Plan:
+    """Return the `Plan` for matrix products in the dtype `compute`; `why_dtype` is the reason for this dtype."""
+    resolved = request.resolved
+    rates = _rates(request.device, compute, request.portable)
+    products, small_products, why_products = _choose_products(compute, rates, request)
+    method, stages, why_method = _choose_method(compute, rates, request, (products, small_products))
     bound = None
     if resolved.table is None:
         bound = largest(resolved.steps, restarts_of(stages), resolved.safety, compute)
+    shape = (request.short, request.long)
     reasons = (why_dtype, why_method, why_products)
-    return Plan(shape, compute, chosen_method, stages, whole, small, reasons, bound)
+    return Plan(shape, compute, method, stages, products, small_products, reasons, bound)
 
 
 @called_once  # hardware queries cannot be traced
@@ -260,7 +281,7 @@ def _has_fast_fp16(device: torch.device) -> bool:
     return device.type == "cuda" and cuda_capability(device.index)[0] >= 8
 
 
-def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, device: torch.device, portable: bool) -> bool:
+def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, request: _Request) -> bool:
     """Return True if a plan in fp16 has fewer stages than one in bf16, and takes less time.
 
     Where both have the same stages, because they were given, it returns True if only the rounding of bf16 is too much.
@@ -271,7 +292,8 @@ def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, device: torch.device, porta
         return in_bf16.bound > TOLERANCE and in_fp16.bound < in_bf16.bound
     if len(in_fp16.stages) > len(in_bf16.stages) or in_fp16.bound > TOLERANCE:
         return False
-    return work(in_fp16, device, portable=portable) < work(in_bf16, device, portable=portable)
+    device = request.device
+    return work(in_fp16, device, portable=request.portable) < work(in_bf16, device, portable=request.portable)
 
 
 def _why_fp16(in_fp16: Plan, in_bf16: Plan) -> str:
@@ -305,7 +327,7 @@ def compute_dtype(
     device: torch.device,
     requested: DTypeLike = "auto",
     *,
-    coefficients: CoefficientsLike | torch.Tensor | None = None,
+    coefficients: CoefficientsLike | Tensor | None = None,
     steps: int | None = None,
 ) -> torch.dtype:
     """Return the dtype in which `orthogonalize` computes matrix products for inputs of `dtype` on `device`.
@@ -381,10 +403,14 @@ def _warn_of_rounding(compute: torch.dtype) -> bool:
 def _why_dtype(
     held: torch.dtype, device: torch.device, requested: DTypeLike, widened: bool, differentiated: bool
 ) -> str:
-    """Return why the plan has its dtype, for `explain`; in the order in which the reasons take precedence.
+    """Return why the products have their dtype, for `explain`. The first reason that applies is returned.
 
-    `held` is the dtype of the matrix. `widened` is True if the usual dtype was replaced, because these polynomials
-    would diverge in it. `differentiated` is True if derivatives are taken.
+    Args:
+        held: the dtype of the matrix.
+        device: the device of the matrix.
+        requested: the setting `dtype` of the caller.
+        widened: True if the polynomials would diverge in the fastest dtype, so a wider one was chosen.
+        differentiated: True if derivatives are taken.
     """
     if isinstance(requested, torch.dtype):
         return "as given"
@@ -402,74 +428,66 @@ def _why_dtype(
     return f"fp32 on devices of type {device.type}"
 
 
-def _choose_products(
-    short: int,
-    long: int,
-    compute: torch.dtype,
-    device: torch.device,
-    requested: ProductsLike,
-    rates: Rates,
-    portable: bool,
-) -> tuple[Products, Products, str]:
+def _choose_products(compute: torch.dtype, rates: Rates, request: _Request) -> tuple[Products, Products, str]:
     """Return two choices, such as "blocks", for `X X^T` and for products of Gram matrices, and the reason as text."""
+    requested = request.products
     if requested not in ("auto", "batched", "blocks"):
         raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched' or 'blocks'")
     if requested != "auto":
         return requested, requested, "as given"
-    # `portable` assumes the same hardware on all machines, so an installed library does not count.
-    if not portable and quack.is_capable(device):
-        refusal = quack.refusal(short, long, compute, device)
+    short, long = request.short, request.long
+    if not request.portable and quack.is_capable(request.device):
+        refusal = quack.refusal(short, long, compute, request.device)
         if refusal is None:
-            return "quack", "quack", f"quack-kernels passed its self-test on {device}"
+            return "quack", "quack", f"quack-kernels passed its self-test on {request.device}"
         return "batched", "batched", refusal
-    gram: Products = "blocks" if short * short * long >= rates.halved_from else "batched"
-    small: Products = "blocks" if short**3 >= rates.halved_from else "batched"
-    why = f"skipping half of a symmetric product pays from {rates.halved_from:.1e} multiply-adds on ({rates.source})"
+    threshold = rates.halving_threshold  # in multiply-adds
+    gram: Products = "blocks" if short * short * long >= threshold else "batched"
+    small: Products = "blocks" if short**3 >= threshold else "batched"
+    why = f"skipping half of a symmetric product pays from {threshold:.1e} multiply-adds on ({rates.source})"
     return gram, small, why
 
 
-def _choose_method(
-    short: int,
-    long: int,
-    compute: torch.dtype,
-    rates: Rates,
-    resolved: Polynomials,
-    requested: MethodLike,
-    products: tuple[str, str],
-) -> tuple[Literal["standard", "gram"], tuple[GramStage, ...], str]:
+_Method = tuple[Literal["standard", "gram"], tuple[GramStage, ...], str]
+"""The form of the iteration, its stages (steps with one Gram matrix each), and the reason for the form."""
+
+
+def _choose_method(compute: torch.dtype, rates: Rates, request: _Request, products: tuple[str, str]) -> _Method:
     """Return the method, its stages (steps with one Gram matrix each), and the reason as text.
 
     The standard form multiplies the whole matrix in every step, so each step is a stage. The Gram form takes several
-    steps on one Gram matrix ``X X^T``. "auto" chooses the Gram form if rounding permits it and it costs less.
+    steps on one Gram matrix ``X X^T``.
     """
-    # Cases that have only one answer.
+    resolved = request.resolved
+    method = request.method
     if resolved.table is not None:
         return "standard", (), "a tensor of coefficients requires the standard form"
-    plain = standard(resolved.steps)
-    if requested == "standard":
-        return "standard", plain, "as given"
-    # Cases in which the Gram form would be inaccurate, or would save nothing.
-    if requested == "auto":
-        if short < SMALLEST_GRAM:
-            return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
-        if resolved.row_scaling:
-            return (
-                "standard",
-                plain,
-                "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown",
-            )
-    if isinstance(requested, tuple):
-        restarts = tuple(itertools.accumulate([fixed(count) for count in requested[:-1]]))
-    else:
+    if method == "standard":
+        return "standard", standard(resolved.steps), "as given"
+    if method == "auto":
+        return _cheaper_method(compute, rates, request, products)
+    if method == "gram":
         restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
-    if requested == "auto" and len(restarts) + 1 == len(plain):  # each stage has one step, as in the standard form
+    else:  # the lengths of stages: (2, 1, 2) restarts after 2 and 3 steps
+        lengths = [fixed(length) for length in method]
+        restarts = tuple(itertools.accumulate(lengths[:-1]))
+    return "gram", _gram_stages(restarts, request), "as given"
+
+
+def _cheaper_method(compute: torch.dtype, rates: Rates, request: _Request, products: tuple[str, str]) -> _Method:
+    """Return the Gram form if rounding permits it and it costs less than the standard form, else the standard form."""
+    resolved = request.resolved
+    plain = standard(resolved.steps)
+    if request.short < SMALLEST_GRAM:
+        return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
+    if resolved.row_scaling:
+        why = "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
+        return "standard", plain, why
+    restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
+    if len(restarts) == len(plain) - 1:  # a restart after each step but the last, as in the standard form
         return "standard", plain, f"{compute} rounds too much for two steps on one Gram matrix"
-    short, long = fixed(short), fixed(long)  # the centers are constants of the graph
-    # The mean eigenvalue of the first Gram matrix: its trace is the squared Frobenius norm, 1 / safety^2.
-    mean = None if resolved.row_scaling else 1 / (max(short, 1) * resolved.safety**2)
-    stages = staged(resolved.steps, restarts, mean, max(long, 1) / max(short, 1))
-    if requested != "auto":
-        return "gram", stages, "as given"
+    stages = _gram_stages(restarts, request)
+    short, long = fixed(request.short), fixed(request.long)
     gram_cost = _cost(stages, short, long, rates, products)
     standard_cost = _cost(plain, short, long, rates, products)
     lengths = _lengths(stages)
@@ -477,6 +495,16 @@ def _choose_method(
     if gram_cost < standard_cost:
         return "gram", stages, why
     return "standard", plain, why
+
+
+def _gram_stages(restarts: tuple[int, ...], request: _Request) -> tuple[GramStage, ...]:
+    """Return the stages of the Gram form, with a new Gram matrix after the numbers of steps in `restarts`."""
+    resolved = request.resolved
+    short = max(fixed(request.short), 1)  # the centers of stages are constants of a traced graph
+    long = max(fixed(request.long), 1)
+    # The mean eigenvalue of the first Gram matrix: its trace is the squared Frobenius norm, 1 / safety^2.
+    mean = None if resolved.row_scaling else 1 / (short * resolved.safety**2)
+    return staged(resolved.steps, restarts, mean, long / short)
 
 
 def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
@@ -496,11 +524,13 @@ def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: t
     small_share = 1.0 if small_choice == "batched" else rates.share
     total = 0.0
     for stage in stages:
-        further_steps = len(stage.steps) - 1
-        squares = sum(1 for _, _, c in stage.steps if c != 0)  # c = 0 needs no square of the Gram matrix R
-        long_products = (1 + gram_share) * n * n * m  # R = X X^T once, and Q X once, for the product Q of polynomials
-        small_products = n**3 * (small_share * squares + 3 * further_steps)  # each further step: G R, G (G R) and G Q
-        passes = 3 * further_steps * rates.pass_cost * n * n
+        # The Gram matrix R = X X^T, which is symmetric, and Q X, where Q is the product of the polynomials of R.
+        long_products = (1 + gram_share) * n * n * m
+        # Each step takes R^2, unless its c is 0. Each step but the first also takes G R, G (G R) and G Q.
+        squares = sum(1 for _, _, c in stage.steps if c != 0)
+        further_products = 3 * (len(stage.steps) - 1)
+        small_products = n**3 * (small_share * squares + further_products)
+        passes = further_products * rates.pass_cost * n * n
         total += long_products + small_products + passes
     return total
 

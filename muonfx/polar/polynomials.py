@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from muonfx.internal.tracing import fixed
 from muonfx.polar.coefficients import CoefficientsLike, Step, schedule, step_indices
@@ -23,24 +23,28 @@ class Polynomials(NamedTuple):
     """The input is divided by this factor times its Frobenius norm."""
     row_scaling: bool = False
     """True if each row is also scaled, by its row sum of `|X X^T|`."""
-    table: torch.Tensor | None = None
+    table: Tensor | None = None
     """The coefficients if they were given as a tensor `(k, 2)` or `(k, 3)`."""
     indices: tuple[int, ...] = ()
     """The row of `table` for each step."""
 
 
-def polynomials(value: CoefficientsLike | torch.Tensor, steps: int | None = None) -> Polynomials:
+def polynomials(value: CoefficientsLike | Tensor, steps: int | None = None) -> Polynomials:
     """Check the arguments `coefficients` and `steps` of `orthogonalize`, and return them as `Polynomials`."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         _check_table(value)
-        return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))
+        rows = step_indices(value.shape[0], steps)
+        return Polynomials(steps=(), restarts=(), table=value, indices=tuple(rows))
     known = resolve(value)
-    triples = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(known, steps))
-    restarts = default_restarts(len(triples))
-    if known.restarts is not None:
-        restarts = _continued(known.restarts, len(triples))
-    safety = 1.0 if known.row_scaling else fixed(known.norm_safety)
-    return Polynomials(triples, restarts, safety, known.row_scaling)
+    polynomial_of_step = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(known, steps))
+    if known.restarts is None:
+        restarts = default_restarts(len(polynomial_of_step))
+    else:
+        restarts = _continued(known.restarts, len(polynomial_of_step))
+    safety = fixed(known.norm_safety)
+    if known.row_scaling:  # it undoes any scaling of the whole matrix before it
+        safety = 1.0
+    return Polynomials(polynomial_of_step, restarts, safety, known.row_scaling)
 
 
 def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
@@ -56,7 +60,7 @@ def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
     return tuple(k for k in (*restarts, *further) if k < steps)
 
 
-def _check_table(table: torch.Tensor) -> None:
+def _check_table(table: Tensor) -> None:
     """Raise unless a tensor of coefficients is floating and has the shape ``(steps, 2)`` or ``(steps, 3)``."""
     if not table.dtype.is_floating_point:
         raise TypeError(f"coefficients: found a tensor of {table.dtype}, expected a floating dtype")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from muonfx.polar import quack
 from muonfx.polar.workspace import Workspace
@@ -30,36 +31,34 @@ class Shifted(NamedTuple):
 
     shift: float
     scale: float
-    rest: torch.Tensor
+    rest: Tensor
 
 
 class Functional:
     """Matrix products of the Newton-Schulz iteration that allocate every result, for batches `(b, n, m)`, n <= m."""
 
-    def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
+    def gram(self, x: Tensor, shift: float) -> Tensor:
         """Return `x x^T + shift * I` for each matrix of a batch."""
         if shift == 0:
             return torch.bmm(x, x.mT)
         identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device).expand(x.shape[0], -1, -1)
         return torch.baddbmm(identity, x, x.mT, beta=shift)
 
-    def symmetric(
-        self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
-    ) -> torch.Tensor:
+    def symmetric(self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float) -> Tensor:
         """Return `beta * addend + alpha * p q` for symmetric matrices that commute, so that the result is symmetric."""
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha)
 
-    def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
+    def sum(self, a: Tensor, b: Tensor, weight: float) -> Tensor:
         """Return `a + weight * b`; a subclass may overwrite the result at the next call."""
         if not _rounds_by_place(a):
             return torch.add(a, b, alpha=weight)
         return torch.add(a.float(), b.float(), alpha=weight).to(a.dtype)
 
-    def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
+    def weighted(self, x: Tensor, q: Shifted) -> Tensor:
         """Return `Q x` for the matrix `Q = q.shift * I + q.scale * q.rest`; `x` may be overwritten."""
         return torch.baddbmm(x, q.rest, x, beta=q.shift, alpha=q.scale)
 
-    def keep(self, *live: torch.Tensor) -> None:
+    def keep(self, *live: Tensor) -> None:
         """Release the memory of all small matrices except `live`. Does nothing here, since Python frees memory."""
 
 
@@ -68,7 +67,7 @@ class Buffered(Functional):
 
     def __init__(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         *,
         tall: bool,
         how: str,
@@ -82,7 +81,7 @@ class Buffered(Functional):
             x: the batch, which is overwritten.
             tall: True if its matrices have more rows than columns.
             how: how the Gram matrix of the batch is computed: "batched", "blocks" or "quack".
-            small: how products of small matrices are computed.
+            small: how products of small matrices are computed, with the same choices.
             workspace: provides memory for small matrices; None: new memory.
             results: provides memory for batches, in which results may be returned; None: new memory.
         """
@@ -92,50 +91,47 @@ class Buffered(Functional):
         self._workspace = workspace or Workspace()
         self._spare = (results or Workspace()).empty(x.shape, x.dtype, x.device)
         self._n = min(x.shape[-2:])
-        self._free: list[torch.Tensor] = []  # buffers of small matrices that `keep` has released
-        self._lent: list[torch.Tensor] = []  # buffers of small matrices that are in use
-        self._sum: torch.Tensor | None = None
-        self._wide_sum: torch.Tensor | None = None
-        self._identity: torch.Tensor | None = None
+        self._free: list[Tensor] = []  # buffers of small matrices that `keep` has released
+        self._lent: list[Tensor] = []  # buffers of small matrices that are in use
+        self._sum: Tensor | None = None
+        self._wide_sum: Tensor | None = None
+        self._identity: Tensor | None = None
 
-    def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
+    def gram(self, x: Tensor, shift: float) -> Tensor:
         """Return `x x^T + shift * I` for each matrix, or `x^T x + shift * I` if the batch is tall."""
         wide = x.mT if self._tall else x
+        identities = None
+        if shift != 0:  # added within the product, so that the diagonal is rounded after the shift, when it is small
+            identities = self._identity_matrix().expand(len(x), -1, -1)
+        if self._how != "batched":
+            return self._mirrored(self._how, wide, identities, beta=shift, alpha=1.0)
         out = self._small_matrices()
-        if self._how == "quack":
-            if shift == 0:
-                return quack.symmetric_matmul(wide, out=out)
-            # Contiguous, because quack refuses a batch stride of zero. In the same product, so that the diagonal is
-            # rounded after the shift, when it is small.
-            identities = self._identity_matrix().expand_as(out).contiguous()
-            return quack.symmetric_matmul(wide, addend=identities, beta=shift, out=out)
-        if self._how == "blocks":
-            if shift:
-                out.copy_(self._identity_matrix())
-            _add_by_blocks(out, wide, wide, beta=shift, alpha=1.0)
-            return out
-        if shift == 0:
+        if identities is None:
             return torch.bmm(wide, wide.mT, out=out)
-        return torch.baddbmm(self._identity_matrix().expand_as(out), wide, wide.mT, beta=shift, out=out)
+        return torch.baddbmm(identities, wide, wide.mT, beta=shift, out=out)
 
-    def symmetric(
-        self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
-    ) -> torch.Tensor:
+    def symmetric(self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float) -> Tensor:
         """Return `beta * addend + alpha * p q` for symmetric matrices that commute, in a buffer."""
-        out = self._small_matrices()
-        if p is not q:
-            # Only rounding makes this product asymmetric. The antisymmetric half of that error is harmless; mirroring
-            # one triangle would make all of it symmetric.
-            return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
-        if self._small == "quack":
-            return quack.symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=out)
-        if self._small == "blocks":
-            out.copy_(addend)  # once here, since each product would copy its own strided block
-            _add_by_blocks(out, p, q, beta=beta, alpha=alpha)
-            return out
-        return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
+        # Only rounding makes the product of two different matrices asymmetric. The antisymmetric half of this error is
+        # harmless. Mirroring one triangle would make all of it symmetric, so only squares are mirrored.
+        if p is q and self._small != "batched":
+            return self._mirrored(self._small, p, addend, beta=beta, alpha=alpha)
+        return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=self._small_matrices())
 
-    def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
+    def _mirrored(self, how: str, p: Tensor, addend: Tensor | None, *, beta: float, alpha: float) -> Tensor:
+        """Return `beta * addend + alpha * p p^T` in a buffer; one half is computed, by "quack" or "blocks"."""
+        out = self._small_matrices()
+        if how == "quack":
+            if addend is None:
+                return quack.symmetric_matmul(p, alpha=alpha, out=out)
+            # Contiguous, because quack refuses the batch stride of zero that an expanded identity has.
+            return quack.symmetric_matmul(p, addend=addend.contiguous(), alpha=alpha, beta=beta, out=out)
+        if addend is not None:
+            out.copy_(addend)  # once here, since each product would copy its own strided block
+        _add_by_blocks(out, p, beta=beta, alpha=alpha)
+        return out
+
+    def sum(self, a: Tensor, b: Tensor, weight: float) -> Tensor:
         """Return `a + weight * b`, in a buffer that the next call overwrites."""
         if self._sum is None:
             self._sum = self._allocate_small(len(a))
@@ -145,7 +141,7 @@ class Buffered(Functional):
             self._wide_sum = self._workspace.empty(self._sum.shape, torch.float32, self._sum.device)
         return self._sum.copy_(self._wide_sum.copy_(b).mul_(weight).add_(a))
 
-    def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
+    def weighted(self, x: Tensor, q: Shifted) -> Tensor:
         """Return `Q x`, or `x Q` if the batch is tall, for `Q = q.shift * I + q.scale * q.rest`; may overwrite `x`."""
         if self._tall:
             y = torch.baddbmm(x, x, q.rest, beta=q.shift, alpha=q.scale, out=self._spare)
@@ -154,28 +150,28 @@ class Buffered(Functional):
         self._spare = x
         return y
 
-    def keep(self, *live: torch.Tensor) -> None:
+    def keep(self, *live: Tensor) -> None:
         """Make the buffers of all small matrices except `live` available for new results."""
         live_ids = {id(matrix) for matrix in live}
         self._free += [buffer for buffer in self._lent if id(buffer) not in live_ids]
         self._lent = [buffer for buffer in self._lent if id(buffer) in live_ids]
 
-    def _small_matrices(self) -> torch.Tensor:
+    def _small_matrices(self) -> Tensor:
         """Return a buffer for a batch of small matrices: a released buffer, or a new one."""
         buffer = self._free.pop() if self._free else self._allocate_small(len(self._spare))
         self._lent.append(buffer)
         return buffer
 
-    def _allocate_small(self, count: int) -> torch.Tensor:
+    def _allocate_small(self, count: int) -> Tensor:
         return self._workspace.empty((count, self._n, self._n), self._spare.dtype, self._spare.device)
 
-    def _identity_matrix(self) -> torch.Tensor:
+    def _identity_matrix(self) -> Tensor:
         if self._identity is None:
             self._identity = torch.eye(self._n, out=self._allocate_small(1)[0])
         return self._identity
 
 
-def _rounds_by_place(x: torch.Tensor) -> bool:
+def _rounds_by_place(x: Tensor) -> bool:
     """Return True if a weighted sum rounds an element by its place in memory, and so by the size of the batch."""
     # A CPU rounds bf16 and fp16 once in the vectorized part of a tensor, and twice in the rest.
     return x.is_cpu and x.dtype.itemsize == 2
@@ -186,21 +182,29 @@ def block_side(n: int) -> int:
     return min(512, max(128, n // 4 // 128 * 128))
 
 
-def _add_by_blocks(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float) -> None:
-    """Compute the symmetric `out <- beta * out + alpha * p q^T`: blocks up to the diagonal, then mirror the others."""
-    # One matrix at a time, since batched products of torch copy a partial batch. Mirrored for the whole batch at once,
-    # since such a copy takes less time than its launch. With beta 0 the values in `out` do not matter.
-    n, side = out.shape[-1], block_side(out.shape[-1])
-    for square, left, right in zip(out.unbind(), p.unbind(), q.unbind(), strict=True):
-        end = 0
-        for rows, rows_of_square in zip(left.split(side), square.split(side), strict=True):
-            end += rows.shape[0]
-            target = rows_of_square.narrow(1, 0, end)
-            columns = right.narrow(0, 0, end).mT
+def _add_by_blocks(out: Tensor, p: Tensor, *, beta: float, alpha: float) -> None:
+    """Compute `out <- beta * out + alpha * p p^T`, where `out` is symmetric; with `beta` 0 its values do not matter.
+
+    The result is divided into blocks. Those up to the diagonal (#) are computed, and the others (.) are mirrored::
+
+        # . .
+        # # .
+        # # #
+    """
+    n = out.shape[-1]
+    side = block_side(n)
+    # One matrix at a time, since batched products of torch copy a partial batch.
+    for square, matrix in zip(out.unbind(), p.unbind(), strict=True):
+        for start in range(0, n, side):
+            end = min(start + side, n)
+            target = square[start:end, :end]  # the computed blocks of these rows
+            rows = matrix[start:end]
+            columns = matrix[:end].mT
             if beta == 0 and alpha == 1:
                 torch.mm(rows, columns, out=target)
             else:
                 target.addmm_(rows, columns, beta=beta, alpha=alpha)
+    # For the whole batch at once, since such a copy takes less time than its launch.
     for start in range(side, n, side):
-        rows = slice(start, start + side)
-        out[:, :start, rows].copy_(out[:, rows, :start].mT)
+        end = start + side
+        out[:, :start, start:end].copy_(out[:, start:end, :start].mT)

@@ -19,6 +19,7 @@ import importlib.util
 import warnings
 
 import torch
+from torch import Tensor
 
 from muonfx.internal.tracing import called_once, untraced
 from muonfx.polar.hardware import cuda_capability
@@ -101,13 +102,13 @@ def _failure(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def symmetric_matmul(
-    p: torch.Tensor,
+    p: Tensor,
     *,
-    addend: torch.Tensor | None = None,
+    addend: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
-    out: torch.Tensor,
-) -> torch.Tensor:
+    out: Tensor,
+) -> Tensor:
     """Write `alpha p p^T + beta addend` into `out` by quack, and return it.
 
     `p` is `(b, n, k)`, contiguous or the transpose of a contiguous tensor. `addend` and `out` are contiguous
@@ -141,21 +142,22 @@ def _first_error(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def relative_error(
-    p: torch.Tensor, addend: torch.Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
-) -> float:
+def relative_error(p: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> float:
     """Return the largest error of an entry of `alpha p p^T + beta addend` by quack, divided by its bound."""
     n, k = p.shape[-2:]
     out = torch.full((len(p), n, n), torch.nan, dtype=p.dtype, device=p.device)
     symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=out)
     exact = alpha * (p.double() @ p.double().mT)
-    magnitude = abs(alpha) * (p.double().abs() @ p.double().abs().mT)
+    magnitude = abs(alpha) * (p.double().abs() @ p.double().abs().mT)  # the sum of the magnitudes of all terms
     if addend is not None:
         exact += beta * addend.double()
         magnitude += abs(beta) * addend.double().abs()
-    # k products and two more operations in fp32, then one rounding to the dtype of `out`. A tensor core truncates where
-    # other hardware rounds, so the errors of a sum count twice.
+    # k products and two more operations in fp32. A tensor core truncates where other hardware rounds, so the errors of
+    # a sum count twice.
+    error_of_sum = 2 * (k + 4) * torch.finfo(torch.float32).eps * magnitude
+    # Then one rounding to the dtype of `out`: half a unit in the last place, or a whole one of subnormal numbers.
     narrow = torch.finfo(p.dtype)
-    of_sums = 2 * (k + 4) * torch.finfo(torch.float32).eps * magnitude
-    bound = of_sums + narrow.eps / 2 * (exact.abs() + of_sums) + narrow.smallest_normal * narrow.eps
+    subnormal_step = narrow.smallest_normal * narrow.eps
+    error_of_rounding = narrow.eps / 2 * (exact.abs() + error_of_sum)
+    bound = error_of_sum + error_of_rounding + subnormal_step
     return ((out.double() - exact).abs() / bound).max().item()

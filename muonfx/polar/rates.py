@@ -15,8 +15,8 @@ import torch
 class Rates(NamedTuple):
     """The speed of a device at symmetric products. A "halved" product computes one half and mirrors it."""
 
-    halved_from: float
-    """The size of a product, `n^2 k` multiply-adds, from which halving by blocks is faster; infinity if it never is."""
+    halving_threshold: float
+    """The multiply-adds `n^2 k` of a product from which halving it by blocks is faster; infinity if it never is."""
     share: float
     """The time of a halved product divided by the time of the full product."""
     pass_cost: float

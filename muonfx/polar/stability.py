@@ -65,13 +65,13 @@ def stable_restarts(
     here for five steps; the first is returned whose bound of the singular values is accepted:
 
     1. `wanted`, for example ``(2, 3)``: steps 1 and 2 share a Gram matrix, and steps 4 and 5.
-    2. ``(1, 2, 3)``: only the last two steps share one.
+    2. ``(1, 2, 3)``: only the last two steps share one. No later step amplifies their errors.
     3. ``(1, 2, 3, 4)``: each step has its own, as in the standard form.
 
     `safety` divides the input.
     """
     after_every_step = tuple(range(1, len(steps)))
-    last_two_together = after_every_step[:-1]  # no later step amplifies what the last stage overshoots
+    last_two_together = after_every_step[:-1]
     for restarts in (wanted, last_two_together):
         if largest(steps, restarts, safety, dtype) <= TOLERANCE:
             return restarts
@@ -84,11 +84,12 @@ def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, 
 
     `unit` is the unit roundoff of the dtype; 0 for exact arithmetic.
     """
-    top = (1 + unit) / safety
+    top = (1 + unit) / safety  # bounds the singular values before the next stage
     cuts = (0, *restarts, len(steps))
     with untraced():
         for start, end in itertools.pairwise(cuts):
-            top = _after_stage(steps[start:end], top, _SHARE * (end - start) * unit)
+            product_error = _SHARE * (end - start) * unit  # assumed to grow with the number of steps in the stage
+            top = _after_stage(steps[start:end], top, product_error)
             if not top <= _DIVERGED:  # also for NaN
                 return math.inf
     return top
@@ -97,9 +98,9 @@ def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, 
 def _after_stage(steps: Sequence[Step], top: float, error: float) -> float:
     """Bound singular values that begin in `[0, top]`, after steps on one Gram matrix.
 
-    `error` is the relative error of a rounded product. The function follows `muonfx.polar.iteration.composed` to first
-    order, on a grid of singular values `s`: `r` and `q` are eigenvalues of the matrices `R` and `Q`, and `r_error` and
-    `q_error` bound their errors.
+    The error of each rounded product is assumed to be `error` times its largest eigenvalue. The function follows
+    `muonfx.polar.iteration.composed` to first order, on a grid of singular values `s`: `r`, `g` and `q` are the
+    eigenvalues of the matrices `R`, `G` and `Q`, and `r_error`, `g_error` and `q_error` bound their errors.
     """
     s = _grid(top)
     r = s * s
@@ -107,20 +108,22 @@ def _after_stage(steps: Sequence[Step], top: float, error: float) -> float:
     q = torch.ones_like(s)
     q_error = torch.zeros_like(s)
     for index, (a, b, c) in enumerate(steps):
-        # G = a I + b R + c R^2
+        # G = a I + b R + c R^2: the error of R times dG/dR, and the rounding of the product. Multiples of I are exact.
         g = a + r * (b + c * r)
-        g_error = (b + 2 * c * r).abs() * r_error + error * (g - a).abs().max()
+        g_rounding = error * (g - a).abs().max()
+        g_error = (b + 2 * c * r).abs() * r_error + g_rounding
         if index + 1 < len(steps):
             # R <- G (G R), in two rounded products. The error of G counts once, in Q: R is updated with the same G.
             inner_rounding = error * (g * r).abs().max()
             new_r = g * g * r
             r_error = g * g * r_error + g.abs() * inner_rounding + error * new_r.max()
             r = new_r
-        # Q <- G Q. The first Q is G itself, without a product that rounds.
+        # Q <- G Q: |d(G Q)| <= |G| |dQ| + |Q| |dG|
         q_error = g.abs() * q_error + q.abs() * g_error
         q = g * q
-        if index > 0:
-            q_error = q_error + error * (q - q[0]).abs().max()
+        if index > 0:  # the first Q is G itself, without a product that rounds
+            q_at_zero = q[0]  # the multiple of I in Q, which is exact: s[0] is 0
+            q_error = q_error + error * (q - q_at_zero).abs().max()
     bounds = (q.abs() + q_error) * s
     return (1 + error) * float(bounds.max())
 

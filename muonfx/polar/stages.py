@@ -48,8 +48,14 @@ def default_restarts(steps: int) -> tuple[int, ...]:
 def staged(steps: Sequence[Step], restarts: Sequence[int], mean: float | None, aspect: float) -> tuple[GramStage, ...]:
     """Split steps into stages with one Gram matrix each, which end after the numbers of steps in `restarts`.
 
-    A Gram matrix is stored as `center * I + E`. The center is computed from `mean`, the mean eigenvalue of the first
-    Gram matrix, and `aspect`, the long side divided by the short side. It is 0 if `mean` is None.
+    A Gram matrix is stored as `center * I + E`, where the center is about its mean eigenvalue. Five steps with restarts
+    ``(2, 3)`` give stages of 2, 1 and 2 steps.
+
+    Args:
+        steps: the polynomial of each step.
+        restarts: the numbers of steps after which a new Gram matrix is computed.
+        mean: the mean eigenvalue of the first Gram matrix; None: all centers are 0.
+        aspect: the long side of the matrix divided by the short side.
     """
     cuts = (0, *restarts, len(steps))
     stages: list[GramStage] = []
@@ -74,9 +80,13 @@ def _mean_after(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
-    """Return the mean eigenvalue of `X X^T` after `steps`, for a Gaussian `X` whose mean eigenvalue was `mean`."""
-    # Gauss-Chebyshev quadrature of the second kind of the Marchenko-Pastur law: with eigenvalues at
-    # `middle + half_width * cos(t)` its weight is `sin(t)^2` over the eigenvalue.
+    """Return the mean eigenvalue of `X X^T` after `steps`, for a Gaussian `X` whose mean eigenvalue was `mean`.
+
+    `aspect` is the long side of `X` divided by its short side. If the polynomials diverge, the result is 0.
+    """
+    # Marchenko-Pastur law of the eigenvalues, divided by their mean: with eigenvalues at `middle + half_width * cos(t)`
+    # the density of t is proportional to `sin(t)^2` over the eigenvalue. Its integrals are sums over equidistant t
+    # (Gauss-Chebyshev quadrature of the second kind).
     points = 256
     middle = 1 + 1 / aspect
     half_width = 2 / math.sqrt(aspect)
@@ -86,10 +96,12 @@ def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> f
         angle = math.pi * k / (points + 1)
         eigenvalue = middle + half_width * math.cos(angle)
         weight = math.sin(angle) ** 2 / eigenvalue
+        first_eigenvalue = min(mean * eigenvalue, 1.0)  # X is divided by its norm, so none exceeds 1
         sum_of_weights += weight
-        weighted_sum += weight * _eigenvalue_after(steps, min(mean * eigenvalue, 1.0))
-    center = weighted_sum / sum_of_weights
-    return center if 0 <= center <= 4 else 0.0  # diverging polynomials have no useful center
+        weighted_sum += weight * _eigenvalue_after(steps, first_eigenvalue)
+    mean_after = weighted_sum / sum_of_weights
+    is_useful = 0 <= mean_after <= 4  # larger than any that polynomials leave which converge to 1
+    return mean_after if is_useful else 0.0
 
 
 def _eigenvalue_after(steps: Sequence[Step], r: float) -> float:

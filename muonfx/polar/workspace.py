@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 _ALIGNMENT = 64
 """Alignment in bytes: a cache line, and the widest vector of a CPU."""
@@ -29,7 +30,7 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
+        self._memory: Tensor | None = None
         self._used = 0
 
     def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
@@ -50,7 +51,7 @@ class Workspace:
             self._memory = torch.empty(self._used, dtype=torch.uint8, device="cpu")
         self._used = 0
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized tensor, in the reused memory if it fits. Do not use it after the next `clear`."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)

@@ -174,7 +174,8 @@ class _Examples:
         if params is None:
             ranks = _suitable_ranks(tx)
             params = _strategy(ranks)
-            standard = standard_examples(ranks)[: number - number // 4]  # at least a quarter is drawn
+            number_drawn = number // 4  # at least
+            standard = standard_examples(ranks)[: number - number_drawn]
         drawn: list[Example] = []
         if number > len(standard):
             drawn = _drawn(params, number - len(standard), seed)
@@ -296,7 +297,8 @@ def _check_law(law: Law, tx: Transform, examples: _Examples, options: dict[str, 
         for example in examples_of_law:
             check(example)
     except LawViolation as violation:
-        raise examples.smallest_violation(law, check, violation) from violation.__cause__
+        smallest = examples.smallest_violation(law, check, violation)
+        raise smallest from violation.__cause__  # the error within the law, if it raised one
     return len(examples_of_law)
 
 
@@ -306,24 +308,26 @@ def _check_example(law: Law, tx: Transform, options: dict[str, Any], example: Ex
 
 def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> None:
     """Call a function on drawn examples. If it raises an error, hypothesis shrinks the example and raises it again."""
-
-    @hypothesis.settings(
+    settings = hypothesis.settings(
         max_examples=number,
         deadline=None,
         database=None,
-        derandomize=seed is None and hypothesis.settings().derandomize,
+        derandomize=seed is None and hypothesis.settings().derandomize,  # a seed excludes it
         phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
         suppress_health_check=list(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType] - an Enum of its own kind
         report_multiple_bugs=False,
         print_blob=False,
     )
+
+    @settings
     @hypothesis.given(strategy)
-    def run(example: Example) -> None:
+    def call_on_drawn(example: Example) -> None:
         function(example)
 
-    if seed is not None:
-        run = hypothesis.seed(seed)(run)
-    run()
+    if seed is None:
+        call_on_drawn()
+    else:
+        hypothesis.seed(seed)(call_on_drawn)()
 
 
 _pools: dict[Any, list[Example]] = {}
@@ -348,13 +352,14 @@ SLOW = 0.05
 """A law checked on less than this share of the examples is too slow for hypothesis to shrink a counterexample."""
 
 
-def _smallest_unshrunk(check: Check, pool: list[Example], example: object) -> LawViolation | None:
-    """Return the `LawViolation` of the smallest example that breaks a law: one of the pool, or one leaf of an example.
+def _smallest_unshrunk(check: Check, pool: list[Example], failing: object) -> LawViolation | None:
+    """Return the `LawViolation` of the smallest example that breaks a law, among those of the pool and small ones.
 
-    Only ten examples are tried, because this is for laws that are slow.
+    The small ones are the single leaves of the example ``failing``, which broke the law. Only ten examples are tried,
+    because this is for laws that are slow.
     """
-    nonempty = [drawn for drawn in pool if any(_size(drawn))]
-    candidates = sorted(_single_leaves(example) + nonempty, key=_size)
+    nonempty = [example for example in pool if any(_size(example))]
+    candidates = sorted(_single_leaves(failing) + nonempty, key=_size)
     for candidate in candidates[:10]:
         try:
             check(candidate)

@@ -68,7 +68,7 @@ class Example(NamedTuple):
 
     def map(self, function: Any) -> Example:
         """Return the example with a function applied to every parameter and gradient."""
-        return self.map_trees(functools.partial(tree.map, function))
+        return self.map_trees(lambda values: tree.map(function, values))
 
     def map_trees(self, function: Callable[[PyTree], PyTree]) -> Example:
         """Return the example with a function applied to the tree of parameters and to the gradients of each step."""
@@ -79,7 +79,7 @@ class Example(NamedTuple):
         return self.map(copied)
 
     def dense(self) -> Example:
-        """Return the example with a tensor in place of each parameter or gradient that is None."""
+        """Return the example with a tensor in place of each parameter or gradient that is None. Any values do."""
 
         def filled_param(_: int, param: Tensor | None) -> Tensor:
             if param is None:
@@ -180,6 +180,16 @@ def only_leaf(number: int, values: PyTree) -> PyTree:
     return map_numbered(lambda index, leaf: leaf if index == number else None, values)
 
 
+def example_of_leaf(number: int, example: Example) -> Example:
+    """Return an example in which all parameters and gradients but those of leaf ``number`` are None."""
+    return example.map_trees(lambda values: only_leaf(number, values))
+
+
+def scaled(values: Any, factor: float) -> Any:
+    """Return a tree, or the numeric arguments of a transform, with every leaf multiplied by a factor."""
+    return tree.map(lambda leaf: leaf * factor, values)
+
+
 def separating_groups(count: int) -> list[set[int]]:
     """Return groups of the numbers of ``count`` leaves: for any two leaves, one group has only the first of them.
 
@@ -201,8 +211,10 @@ def separating_groups(count: int) -> list[set[int]]:
     return [group for group in groups if group]
 
 
-def copied(leaf: Tensor) -> Tensor:
-    """Return a copy of a tensor with the same strides, so that gaps between its elements remain."""
+def copied(leaf: Any) -> Any:
+    """Return a copy of a tensor with the same strides, gaps included. Other leaves are returned as they are."""
+    if not isinstance(leaf, Tensor):
+        return leaf
     if leaf.device.type == "meta" or leaf.is_contiguous() or 0 in leaf.stride():
         return leaf.detach().clone()
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
@@ -210,7 +222,7 @@ def copied(leaf: Tensor) -> Tensor:
 
 def copied_tree(values: PyTree) -> PyTree:
     """Return a tree with copies of its tensors, which have the same strides."""
-    return tree.map(lambda leaf: copied(leaf) if isinstance(leaf, Tensor) else leaf, values)
+    return tree.map(copied, values)
 
 
 def on_meta(values: PyTree) -> PyTree:
@@ -227,17 +239,27 @@ def accepts_names(tx: Any, params: PyTree) -> bool:
     return True
 
 
-def updates_of(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[PyTree]:
-    """Run a transform from its initial state through all steps, and return a list with the updates of each step."""
-    return [updates for updates, _ in history(tx, params, steps)]
+def updates_of(tx: Any, params: PyTree, steps: Sequence[PyTree], **extras: Any) -> list[PyTree]:
+    """Run a transform from its initial state through all steps, and return a list with the updates of each step.
+
+    ``extras`` are extra arguments of every update.
+    """
+    return [updates for updates, _ in history(tx, params, steps, **extras)]
 
 
-def history(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[tuple[PyTree, PyTree]]:
-    """Run a transform from its initial state through all steps; return a list with a pair (updates, state) per step."""
+History = list[tuple[PyTree, PyTree]]
+"""The updates and the next state of each step."""
+
+
+def history(tx: Any, params: PyTree, steps: Sequence[PyTree], **extras: Any) -> History:
+    """Run a transform from its initial state through all steps; return a list with a pair (updates, state) per step.
+
+    ``extras`` are extra arguments of every update.
+    """
     state = tx.init(params)
-    results: list[tuple[PyTree, PyTree]] = []
+    results: History = []
     for grads in steps:
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, state, params, **extras)
         results.append((updates, state))
     return results
 
@@ -280,20 +302,23 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
     >>> params["tall"].shape, params["tall"].dtype, len(steps)
     (torch.Size([5, 3]), torch.float32, 3)
     """
-    shapes = {name: shape for name, shape in _SHAPES.items() if ranks[0] <= len(shape) <= ranks[1]}
-    example_in = functools.partial(Example.of, shapes, steps=3, seed=1)
-    plain = example_in(dtype=torch.float32)
+    min_ndim, max_ndim = ranks
+    shapes = {name: shape for name, shape in _SHAPES.items() if min_ndim <= len(shape) <= max_ndim}
+    example_in = {dtype: Example.of(shapes, steps=3, seed=1, dtype=dtype) for dtype in DTYPES}
+    plain = example_in[torch.float32]
     params, steps = plain
+    noncontiguous = Example(_in_layouts(params, 0), [_in_layouts(grads, step) for step, grads in enumerate(steps)])
+    with_nones = Example(params, [_without_a_third(grads, step) for step, grads in enumerate(steps)])
     return [
         plain,
-        example_in(dtype=torch.bfloat16),
-        Example(_in_layouts(params, 0), list(map(_in_layouts, steps, range(len(steps))))),
-        Example(params, list(map(_without_a_third, steps, range(len(steps))))),
-        example_in(dtype=torch.float16),
+        example_in[torch.bfloat16],
+        noncontiguous,
+        with_nones,
+        example_in[torch.float16],
         Example(_in_mixed_dtypes(0, params), steps),
         plain.map_trees(_nested),
         plain.map(_degenerate),
-        example_in(dtype=torch.float64),
+        example_in[torch.float64],
     ]
 
 
@@ -388,37 +413,37 @@ def _plan_trees(
 
     Arguments are as for `trees`; ``max_leaves`` limits the size of a tree.
     """
-    layout_names = LAYOUTS if layouts else ("contiguous",)
+    min_ndim, max_ndim = ranks
     leaf: st.SearchStrategy[Any] = st.builds(
         _DrawnLeaf,
-        st.lists(st.sampled_from(_SIDES), min_size=ranks[0], max_size=ranks[1]).map(tuple),
-        st.sampled_from(tuple(dtypes)),
-        st.sampled_from(layout_names),
-        st.sampled_from(("normal", "normal", "lowrank", "zeros")),
-        st.integers(-2, 2),
+        shape=st.lists(st.sampled_from(_SIDES), min_size=min_ndim, max_size=max_ndim).map(tuple),
+        dtype=st.sampled_from(tuple(dtypes)),
+        layout=st.sampled_from(LAYOUTS if layouts else ("contiguous",)),
+        fill=st.sampled_from(("normal", "normal", "lowrank", "zeros")),
+        power=st.integers(-2, 2),
     )
     if nones:
         leaf = st.one_of(leaf, leaf, leaf, st.none())  # one leaf in four is None
-
-    def extend(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        """Return a strategy that draws a container of the given children."""
-        named = st.dictionaries(st.sampled_from(_KEYS), children, min_size=1, max_size=3)
-        listed = st.lists(children, min_size=1, max_size=3)
-        return st.one_of(
-            named,
-            listed,
-            listed.map(tuple),
-            st.builds(Pair, children, children),
-            # An OrderedDict, as a ``state_dict()`` is, whose keys are not in sorted order.
-            named.map(lambda drawn: OrderedDict(sorted(drawn.items(), reverse=True))),
-            st.dictionaries(st.integers(0, 11), children, min_size=1, max_size=3),
-            st.lists(children, min_size=1, max_size=2).map(deque),
-            # Empty containers only here: an example without tensors tests little.
-            st.builds(dict),
-        )
-
     # The root is a container, because None instead of a tree means a missing argument.
-    return extend(st.recursive(leaf, extend, max_leaves=max_leaves))
+    return _containers(st.recursive(leaf, _containers, max_leaves=max_leaves))
+
+
+def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Return a strategy that draws a container of the given children, such as a dict or a tuple."""
+    named = st.dictionaries(st.sampled_from(_KEYS), children, min_size=1, max_size=3)
+    listed = st.lists(children, min_size=1, max_size=3)
+    return st.one_of(
+        named,
+        listed,
+        listed.map(tuple),
+        st.builds(Pair, children, children),
+        # An OrderedDict, as a ``state_dict()`` is, whose keys are not in sorted order.
+        named.map(lambda drawn: OrderedDict(sorted(drawn.items(), reverse=True))),
+        st.dictionaries(st.integers(0, 11), children, min_size=1, max_size=3),
+        st.lists(children, min_size=1, max_size=2).map(deque),
+        # Empty containers only here: an example without tensors tests little.
+        st.builds(dict),
+    )
 
 
 def trees(
@@ -463,10 +488,11 @@ def _examples(
     grads_dtype = draw(st.sampled_from((None, None, None, torch.float32)))  # None: the dtypes of the parameters
     grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):
-        layout = None
+        layout = None  # the drawn layouts of the leaves
         if layouts:
             layout = draw(st.sampled_from((None, "contiguous")))
-        grads = _build(plans, seed + 1000 * (step + 1), grads_dtype, layout)
+        seed_of_step = seed + 1000 * (step + 1)  # `_build` adds the numbers of the leaves, which are below 1000
+        grads = _build(plans, seed_of_step, grads_dtype, layout)
         if nones:
             is_absent = st.sampled_from((False, False, False, True))
             absent = draw(st.lists(is_absent, min_size=number_of_leaves, max_size=number_of_leaves))

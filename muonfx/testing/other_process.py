@@ -56,10 +56,10 @@ class OtherProcess:
         except (EOFError, BrokenPipeError) as error:
             other_process.cache_clear()  # the next law starts another
             raise RuntimeError("another process has ended before it returned its results") from error
-        results = _unpacked(answer)
-        if isinstance(results, str):
-            raise RuntimeError(f"another process raised {results}")
-        return results
+        results_or_error = _unpacked(answer)
+        if isinstance(results_or_error, str):
+            raise RuntimeError(f"another process raised {results_or_error}")
+        return results_or_error
 
 
 def _packed(value: object) -> bytes:

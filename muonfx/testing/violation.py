@@ -185,7 +185,8 @@ def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
         if isinstance(value, torch.dtype):
             dtypes.add(value)
         elif isinstance(value, QuantizedDtype):
-            dtypes |= {codec.book.dtype for codec in value.resolved[:2]}
+            codecs = value.resolved  # of 8-bit codes, which `TOLERANCES` does not have
+            dtypes |= {codecs.signed.book.dtype, codecs.unsigned.book.dtype}
     # 0.25 for eight-bit codes, because the last bit of an fp32 value can decide between two neighbouring codes.
     tolerances = [TOLERANCES.get(dtype, 0.25) for dtype in dtypes]
     return max(tolerances, default=TOLERANCES[torch.float64])

@@ -10,29 +10,36 @@ import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.testing.examples import Example, history
+from muonfx.testing.examples import Example, History, history, scaled
 from muonfx.testing.law import law
 from muonfx.testing.laws.values import is_in_no_module
 from muonfx.testing.other_process import other_process, why_not_elsewhere
 from muonfx.testing.violation import Breach, require_same
 from muonfx.tree import PyTree
 
+T = TypeVar("T")
+
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None]:
-    usual_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _changed(read: Callable[[], T], write: Callable[[T], object], value: T) -> Generator[None]:
+    """Write another value of a global setting of torch, and restore the usual one at the end."""
+    usual_value = read()
+    write(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(usual_dtype)
+        write(usual_value)
+
+
+def _default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    return _changed(torch.get_default_dtype, torch.set_default_dtype, dtype)
 
 
 @contextmanager
@@ -47,14 +54,8 @@ def _deterministic_algorithms() -> Generator[None]:
         torch.use_deterministic_algorithms(are_usual, warn_only=usually_warns)
 
 
-@contextmanager
-def _threads(number: int) -> Generator[None]:
-    usual_number = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(usual_number)
+def _threads(number: int) -> AbstractContextManager[None]:
+    return _changed(torch.get_num_threads, torch.set_num_threads, number)
 
 
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -86,9 +87,7 @@ def modes_of_torch_change_nothing(tx: Transform, params: PyTree, steps: list[PyT
     _check_modes(TORCH_MODES, tx, params, steps, history(tx, params, steps))
 
 
-def _check_modes(
-    modes: dict[str, Mode], tx: Transform, params: PyTree, steps: list[PyTree], expected: list[tuple[PyTree, PyTree]]
-) -> None:
+def _check_modes(modes: dict[str, Mode], tx: Transform, params: PyTree, steps: list[PyTree], expected: History) -> None:
     """Raise `Breach` (a failed law) if the initial state or a step has other bits under one of the modes.
 
     ``expected`` are the updates and the state of each step without a mode.
@@ -142,7 +141,8 @@ def _another_hash() -> Generator[None]:
 
     def salted_hash(value: object) -> int:
         depends_on_seed = isinstance(value, str | bytes | tuple | frozenset)
-        if not depends_on_seed or sys._getframe(1).f_code.co_name == "__hash__":
+        name_of_caller = sys._getframe(1).f_code.co_name
+        if not depends_on_seed or name_of_caller == "__hash__":
             return usual_hash(value)
         return usual_hash(("salt", value))
 
@@ -180,31 +180,41 @@ def _cannot_be_elsewhere(tx: Transform) -> str | None:
 
 @law(on=Example.shortened, unless=_cannot_be_elsewhere, share=0.02)
 def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that another process, in which other steps came first, returns the same bits.
+    """Check that another process returns the same bits. No cache is shared with it.
 
-    The other process has another hash of strings, so that sets of names have another order. No cache is shared with it.
+    The other process has another hash of strings, so that sets of names have another order. It runs the examples in the
+    reverse order, so a value that is cached at the first call of a process differs.
 
     >>> import muonfx as mfx
     >>> another_process_gives_the_same_bits(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     example = Example(params, steps)
     examples = [example]
-    expected = [history(tx, *example)]
+    expected = [history(tx, params, steps)]
     for prefix in ("a", "b", "model"):  # longer names, so that sets of names have several orders
-        renamed = example.map_trees(lambda values, prefix=prefix: {prefix: values})
-        try:
-            results = history(tx, *renamed)
-        except (KeyError, TypeError, ValueError):  # the transform accepts certain names only
-            continue
-        examples.append(renamed)
-        expected.append(results)
-    # Other values come last here and first there, so a value that is cached at the first call differs.
-    of_other_values = example.map(lambda leaf: -3.0 * leaf)
-    examples.append(of_other_values)
-    expected.append(history(tx, *of_other_values))
-
+        longer_names = _prefixed(example, prefix)
+        results = _history_if_accepted(tx, longer_names)
+        if results is not None:
+            examples.append(longer_names)
+            expected.append(results)
+    other_values = example.map_trees(lambda values: scaled(values, -3.0))
+    examples.append(other_values)
+    expected.append(history(tx, *other_values))
     results_in_reverse = other_process().histories(tx, examples[::-1])
     require_same("(updates, state) in another process", results_in_reverse[::-1], expected, "in this process")
+
+
+def _prefixed(example: Example, prefix: str) -> Example:
+    """Return an example whose names of leaves begin with a prefix: "a.w" instead of "w"."""
+    return example.map_trees(lambda values: {prefix: values})
+
+
+def _history_if_accepted(tx: Transform, example: Example) -> History | None:
+    """Return the (updates, state) of each step, or None if the transform accepts certain names only."""
+    try:
+        return history(tx, *example)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _settings() -> dict[str, Any]:

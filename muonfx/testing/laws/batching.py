@@ -5,7 +5,6 @@ This holds for ``torch.func.vmap`` over gradients and states, or over the transf
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,13 +14,11 @@ from muonfx import tree
 from muonfx.compact import QuantizedDtype
 from muonfx.core import Locality, Transform
 from muonfx.core.hyperparams import stack
-from muonfx.testing.examples import Example, accepts_names, history, only_leaf, updates_of
+from muonfx.testing.examples import Example, accepts_names, example_of_leaf, history, only_leaf, scaled, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import wider_than
 from muonfx.testing.violation import require_close, require_same, tolerance_of, values_within
 from muonfx.tree import PyTree
-
-FACTORS = (1.0, -0.5, 3.0)
 
 
 @law(on=lambda example: example.precise().prolonged(3), share=0.15)
@@ -31,13 +28,14 @@ def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list
     >>> import muonfx as mfx
     >>> vmap_over_gradients_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    runs = [tree.map(lambda grad, by=factor: grad * by, steps) for factor in FACTORS]
-    expected = _stacked([history(tx, params, run) for run in runs])
+    runs = [scaled(steps, factor) for factor in (1.0, -0.5, 3.0)]
+    expected = _stacked([history(tx, params, steps_of_run) for steps_of_run in runs])
     state = _stacked([tx.init(params)] * len(runs))
     if not list(tree.tensors((params, state))):
         return  # vmap requires a tensor
     update_batch = torch.func.vmap(lambda grads, state: tx.update(grads, state, params))
-    for step, batch_of_grads in enumerate(_stacked(runs)):
+    batched_steps = _stacked(runs)
+    for step, batch_of_grads in enumerate(batched_steps):
         updates, state = update_batch(batch_of_grads, state)
         what = f"step {step}, vmapped (updates, state)"
         tolerance = tolerance_of(tx, expected[step])
@@ -69,7 +67,7 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
     >>> import muonfx as mfx
     >>> vmap_over_the_transform_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    variants = [tree.map(lambda number, factor=factor: number * factor, tx) for factor in (1.0, 0.9, 0.5)]
+    variants = [scaled(tx, factor) for factor in (1.0, 0.9, 0.5)]
 
     def last_step(tx: Transform) -> list[Tensor]:
         """Return the tensors of the last updates and the last state, since vmap cannot return None."""
@@ -96,15 +94,14 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
     example = Example(params, steps)
     together = updates_of(tx, params, steps)
     for number, name in enumerate(tree.names(params)):
-        select_leaf = functools.partial(only_leaf, number)
-        alone = updates_of(tx, *example.map_trees(select_leaf))
-        expected = list(map(select_leaf, together))
+        alone = updates_of(tx, *example_of_leaf(number, example))
+        expected = [only_leaf(number, updates) for updates in together]
         require_same(f"updates of {name!r}, without the other leaves,", alone, expected, "among them")
-
     if _rounds_at_random(tx) or not accepts_names(tx, _with_others(2, params)):
         return
     for copies in (2, 3):
-        results = updates_of(tx, *example.map_trees(functools.partial(_with_others, copies)))
+        beside_others = Example(_with_others(copies, params), [_with_others(copies, grads) for grads in steps])
+        results = updates_of(tx, *beside_others)
         updates_of_first = [updates["copy0"] for updates in results]
         require_same(f"updates beside {copies - 1} others of each shape", updates_of_first, together, "without them")
 

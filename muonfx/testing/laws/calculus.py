@@ -22,10 +22,13 @@ from muonfx.tree import PyTree
 
 
 def _state_is_narrow(tx: Transform) -> str | None:
-    """Return the reason if a state is narrower than float64 for float64 parameters, which rounds results; or None."""
-    probe = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
+    """Return why derivatives are not checked: a state has fewer bits than float64 for float64 parameters. Or None.
+
+    Rounding to fewer bits has no derivative.
+    """
+    params = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
     try:
-        state = widened(tx).init(probe)
+        state = widened(tx).init(params)
     except Exception:  # the transform does not accept this tree; a real error is shown when the law is checked
         return None
     for leaf in tree.tensors(state):
@@ -56,7 +59,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def _of_gradients(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
-    """Return a function from a vector of all gradients to a vector of all updates, and the vector of the example."""
+    """Return a function from a vector of all gradients to a vector of all updates, and the gradients as a vector."""
     tx = widened(tx)
 
     def function(vector: Tensor) -> Tensor:
@@ -66,13 +69,13 @@ def _of_gradients(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[F
 
 
 def _of_parameters(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
-    """Return a function from a vector of all parameters to a vector of all updates, and the vector of the example."""
+    """Return a function from a vector of all parameters to a vector of all updates, and the parameters as a vector."""
     tx = widened(tx)
 
     def function(vector: Tensor) -> Tensor:
         changed_params = _split_like(vector, params)
         # The gradients depend on the parameters too, as those of a loss do.
-        changed_steps = tree.map(lambda g, p: g + 0.1 * p, steps, [changed_params] * len(steps))
+        changed_steps = [tree.map(lambda g, p: g + 0.1 * p, grads, changed_params) for grads in steps]
         return _joined(updates_of(tx, changed_params, changed_steps))
 
     return function, _joined(params)
@@ -159,17 +162,17 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
     if not point.numel():
         return
     generator = torch.Generator().manual_seed(1)
-    tangent = torch.randn(point.shape, dtype=point.dtype, generator=generator)
+    t = torch.randn(point.shape, dtype=point.dtype, generator=generator)
     with without_torchs_own_warnings():
-        out, forward = torch.func.jvp(function, (point,), (tangent,))[:2]
-    cotangent = torch.randn(out.shape, dtype=out.dtype, generator=generator)
-    (backward,) = torch.func.vjp(function, point)[1](cotangent)
-    by_forward = float(forward.dot(cotangent))
-    by_reverse = float(tangent.dot(backward))
-    # If the exact derivative is zero, both results are rounding noise on the scale of the values.
-    noise = 1e-11 * (1.0 + float(out.norm() * cotangent.norm()))
-    size = float(forward.norm() * cotangent.norm() + tangent.norm() * backward.norm())
-    if not abs(by_forward - by_reverse) <= 1e-9 * size + noise:  # NaN fails too
+        out, j_t = torch.func.jvp(function, (point,), (t,))[:2]
+    c = torch.randn(out.shape, dtype=out.dtype, generator=generator)
+    (c_j,) = torch.func.vjp(function, point)[1](c)
+    by_forward = float(j_t.dot(c))
+    by_reverse = float(t.dot(c_j))
+    # The rounding errors of both products. If the exact derivative is zero, both are noise on the scale of the values.
+    rounding = 1e-9 * float(j_t.norm() * c.norm() + t.norm() * c_j.norm())
+    noise = 1e-11 * (1.0 + float(out.norm() * c.norm()))
+    if not abs(by_forward - by_reverse) <= rounding + noise:  # NaN fails too
         raise Breach(None, f"forward mode gives {by_forward:.9g}, reverse mode {by_reverse:.9g}")
 
 

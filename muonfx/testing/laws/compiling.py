@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.hyperparams import as_tensors
-from muonfx.testing.examples import Example, without_leaves
+from muonfx.testing.examples import Example, scaled, without_leaves
 from muonfx.testing.law import law, without_torchs_own_warnings
 from muonfx.testing.laws.batching import _has_no_numbers
 from muonfx.testing.laws.values import is_in_no_module
@@ -38,15 +37,17 @@ class Counter:
 def _require_no_value_read(graph: GraphModule) -> None:
     """Raise `Breach` (a failed law) if a graph reads a tensor's value back to Python, which waits for the device."""
     for module in graph.modules():
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+        if not isinstance(module, GraphModule):
+            continue
+        for node in module.graph.nodes:
             if node.target in ("item", "tolist") or "_local_scalar_dense" in str(node.target):
                 raise Breach(None, f"the graph reads a value back, at {node.format_node()}: {node.stack_trace}")
 
 
-def _check(tx: Transform, params: PyTree, steps: list[PyTree], *, vary: bool = False) -> None:
+def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) unless all steps compile to one graph with the results of eager mode.
 
-    With ``vary``, the numeric arguments of the transform differ at each step.
+    ``tx`` initializes the state. Each step has its own transform, which may have other numeric arguments.
     """
     if not tree.leaves(params):
         return
@@ -56,28 +57,23 @@ def _check(tx: Transform, params: PyTree, steps: list[PyTree], *, vary: bool = F
 
     # Not fullgraph, which accepts reading a value back; a plain compile breaks the graph there.
     @torch.compile(backend=counter)
-    def step(tx: Transform, grads: PyTree, state: PyTree, params: PyTree) -> Any:
+    def compiled_step(tx: Transform, grads: PyTree, state: PyTree, params: PyTree) -> Any:
         return tx.update(grads, state, params)
 
-    tx_of_step = tx
-    if vary:
-        tx = as_tensors(tx)
     state = eager_state = tx.init(params)
-    for number, grads in enumerate(steps):
-        if vary:  # a new transform, as from `with_hyperparams`: dynamo guards on the caches of a used transform
-            tx_of_step = tree.map(lambda value, factor=0.9**number: value * factor, tx)
-        updates, state = step(tx_of_step, grads, state, params)
-        expected, eager_state = tx_of_step.update(grads, eager_state, params)
+    for step, grads in enumerate(steps):
+        updates, state = compiled_step(tx_of_step[step], grads, state, params)
+        expected, eager_state = tx_of_step[step].update(grads, eager_state, params)
         tolerance = tolerance_of(tx, expected, eager_state)
-        what = f"step {number}, compiled (updates, state)"
+        what = f"step {step}, compiled (updates, state)"
         require_close(what, (updates, state), (expected, eager_state), "in eager mode", tolerance)
-        _require_one_graph(number, counter.graphs)
+        _require_one_graph(step, counter.graphs)
 
 
 def _require_one_graph(step: int, graphs: int) -> None:
     """Raise `Breach` (a failed law) unless dynamo has compiled one graph by the end of a step, without a break."""
     breaks = list(torch._dynamo.utils.counters["graph_break"])
-    if graphs <= 1 and not breaks:
+    if graphs <= 1 and not breaks:  # no graph, if the update computes nothing
         return
     if step > 0 and not breaks:
         raise Breach(None, f"step {step} compiled again; expected one graph for all steps")
@@ -88,20 +84,23 @@ def _require_one_graph(step: int, graphs: int) -> None:
 
 
 def _steady(example: Example) -> Example:
-    return _one_leaf_for_each_rank(example).prolonged(3)
+    return _one_leaf_per_ndim(example).prolonged(3)
 
 
-def _one_leaf_for_each_rank(example: Example) -> Example:
-    """Return the example in float64 with one leaf of each number of dims, because compiling more takes longer."""
+def _one_leaf_per_ndim(example: Example) -> Example:
+    """Return the example in float64 with one leaf of each number of dims, and None for all others.
+
+    Compiling more leaves takes longer.
+    """
     example = example.precise()
-    number_of_rank: dict[int, int] = {}  # from a number of dims to the leaf with the most elements
     leaves = tree.leaves(example.params)
+    largest_leaf_of_ndim: dict[int, int] = {}  # its number in the tree
     for number, leaf in enumerate(leaves):
-        largest = number_of_rank.get(leaf.ndim)
+        largest = largest_leaf_of_ndim.get(leaf.ndim)
         if largest is None or leaf.numel() > leaves[largest].numel():
-            number_of_rank[leaf.ndim] = number
-    others = set(range(len(leaves))) - set(number_of_rank.values())
-    return example.map_trees(functools.partial(without_leaves, others))
+            largest_leaf_of_ndim[leaf.ndim] = number
+    omitted = set(range(len(leaves))) - set(largest_leaf_of_ndim.values())
+    return example.map_trees(lambda values: without_leaves(omitted, values))
 
 
 @law(on=_steady, unless=is_in_no_module, share=0.02)
@@ -111,7 +110,7 @@ def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> compiled_update_equals_eager(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check(tx, params, steps)
+    _check(tx, [tx] * len(steps), params, steps)
 
 
 @law(on=_steady, unless=lambda tx: _has_no_numbers(tx) or is_in_no_module(tx), share=0.01)
@@ -123,7 +122,10 @@ def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: l
     >>> import muonfx as mfx
     >>> changing_a_number_does_not_recompile(mfx.scale(2.0), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check(tx, params, steps, vary=True)
+    # New transforms, as from `with_hyperparams`: dynamo guards on the caches of a used transform.
+    tx = as_tensors(tx)
+    tx_of_step = [scaled(tx, 0.9**step) for step in range(len(steps))]
+    _check(tx, tx_of_step, params, steps)
 
 
 def _grown(values: PyTree, times: int, seed: int) -> PyTree:
@@ -137,7 +139,7 @@ def _grown(values: PyTree, times: int, seed: int) -> PyTree:
     return tree.map(grown, values)
 
 
-@law(on=_one_leaf_for_each_rank, unless=is_in_no_module, share=0.01)
+@law(on=_one_leaf_per_ndim, unless=is_in_no_module, share=0.01)
 def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that one compiled `update` has the results of eager mode for leaves with dims up to three times as long.
 
@@ -167,7 +169,7 @@ def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: lis
         require_close(what, results, expected, "in eager mode", tolerance)
 
 
-@law(on=lambda example: _one_leaf_for_each_rank(example).prolonged(2), unless=is_in_no_module, share=0.04)
+@law(on=lambda example: _one_leaf_per_ndim(example).prolonged(2), unless=is_in_no_module, share=0.04)
 def traced_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that ``make_fx`` can record a step: the graph has the results of eager mode in this and the next step.
 

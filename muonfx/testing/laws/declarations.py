@@ -7,7 +7,6 @@ These laws check the options ``reads_params``, ``combinator``, ``resolve``, ``ro
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping
 from math import prod
@@ -20,8 +19,17 @@ from muonfx import tree
 from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import stacked
-from muonfx.core.visit import resolve_within
-from muonfx.testing.examples import Example, accepts_names, history, on_meta, only_leaf, updates_of
+from muonfx.core.visit import resolve_within, sums_over_leaves
+from muonfx.testing.examples import (
+    Example,
+    accepts_names,
+    example_of_leaf,
+    history,
+    on_meta,
+    only_leaf,
+    scaled,
+    updates_of,
+)
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import (
     check_elements,
@@ -81,26 +89,25 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) if the update of a leaf depends on the order of items in one of the trees."""
     expected = [dict(tree.named_leaves(results)) for results in history(tx, params, steps)]
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
+    # For each case, what is done with the gradients, the parameters and the state.
     cases = {
-        "all dicts": ("gradients", "parameters", "state"),
-        "the gradients' dicts": ("gradients",),
-        "the parameters' dicts": ("parameters",),
-        "the state's dicts": ("state",),
+        "all dicts": (_reversed, _reversed, _reversed),
+        "the gradients' dicts": (_reversed, _unchanged, _unchanged),
+        "the parameters' dicts": (_unchanged, _reversed, _unchanged),
+        "the state's dicts": (_unchanged, _unchanged, _reversed),
     }
-    for dicts, reversed_trees in cases.items():
-        case_params = params
-        if "parameters" in reversed_trees:
-            case_params = _reversed(params)
-        state = tx.init(case_params)
+    for dicts, (order_grads, order_params, order_state) in cases.items():
+        ordered_params = order_params(params)
+        state = tx.init(ordered_params)
         for step, grads in enumerate(steps):
-            if "gradients" in reversed_trees:
-                grads = _reversed(grads)
-            if "state" in reversed_trees:
-                state = _reversed(state)
-            updates, state = tx.update(grads, state, case_params)
+            updates, state = tx.update(order_grads(grads), order_state(state), ordered_params)
             results = dict(tree.named_leaves((updates, state)))
             what = f"step {step}, with {dicts} in the other order, (updates, state)"
             require_close(what, results, expected[step], "in this order", tolerance)
+
+
+def _unchanged(values: PyTree) -> PyTree:
+    return values
 
 
 def _reversed(values: PyTree) -> PyTree:
@@ -159,12 +166,12 @@ def _check_leaves_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> N
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
     for number in range(len(tree.leaves(params))):
-        select_leaf = functools.partial(only_leaf, number)
-        results = updates_of(tx, *Example(params, steps).map_trees(select_leaf))
+        results = updates_of(tx, *example_of_leaf(number, Example(params, steps)))
         for step, updates in enumerate(results):
             what = f"step {step}, if the other leaves are None, the update of"
-            expected = select_leaf(whole[step][0])
-            require_close(what, select_leaf(updates), expected, "among the others", tolerance)
+            whole_updates, _ = whole[step]
+            expected = only_leaf(number, whole_updates)
+            require_close(what, only_leaf(number, updates), expected, "among the others", tolerance)
 
 
 @law(on=precise, unless=_without("resolve"), share=0.3)
@@ -207,12 +214,11 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
         return leaf.to(narrow).to(leaf.dtype)
 
     usual = updates_of(tx, params, steps)
-    rounded_steps = tree.map(rounded, steps)
-    for step, updates in enumerate(updates_of(tx, params, rounded_steps)):
+    results = updates_of(tx, params, tree.map(rounded, steps))
+    for step, updates in enumerate(results):
         require_same(f"step {step}, updates of gradients rounded first", updates, usual[step], "of the gradients")
-        rounded_updates = tree.map(rounded, updates)
-        unrounded = "as they are: they have no more digits"
-        require_same(f"step {step}, updates, rounded", rounded_updates, updates, unrounded)
+        expected_is = "as they are: they have no more digits"
+        require_same(f"step {step}, updates, rounded", tree.map(rounded, updates), updates, expected_is)
 
 
 @law(on=lambda example: _stacked(precise(example)), share=0.2)
@@ -231,19 +237,20 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     matrix_shapes = _of_nonempty_stacks(declared_shapes, shapes)
     if not matrix_shapes:
         return
-    as_stacks = functools.partial(_as_stacks, matrix_shapes)
-    whole = updates_of(tx, params, steps)
-    tolerance = tolerance_of(tx, whole)
-    expected = list(map(as_stacks, whole))
-    stacks = Example(params, steps).map_trees(as_stacks)
+    usual = updates_of(tx, params, steps)
+    tolerance = tolerance_of(tx, usual)
+    stacks = Example(params, steps).map_trees(lambda values: _as_stacks(matrix_shapes, values))
+    first_matrices = stacks.map(_first_matrix)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
-        results = updates_of(tx_of_stacks, *stacks)
-        results_of_first = updates_of(tx_of_stacks, *stacks.map(_first_matrix))
-    require_close("updates of leaves as stacks", results, expected, "of the leaves", tolerance)
-    expected_of_first = tree.map(_first_matrix, expected)
+        updates_of_stacks = updates_of(tx_of_stacks, *stacks)
+        updates_of_first = updates_of(tx_of_stacks, *first_matrices)
+    expected = [_as_stacks(matrix_shapes, updates) for updates in usual]
+    require_close("updates of leaves as stacks", updates_of_stacks, expected, "of the leaves", tolerance)
     what = "updates of the first matrix of each stack alone"
-    require_close(what, results_of_first, expected_of_first, "in the stack", tolerance * 1e2)
+    expected_of_first = tree.map(_first_matrix, expected)
+    # A larger tolerance, since it is relative to the largest element, which may be in another matrix.
+    require_close(what, updates_of_first, expected_of_first, "in the stack", tolerance * 1e2)
 
 
 def _of_nonempty_stacks(
@@ -280,10 +287,10 @@ def _stacked(example: Example) -> Example:
     def joined(leaf: Tensor) -> Tensor:
         if leaf.ndim < 2:
             leaf = leaf.reshape(1, -1)
-        matrices = [leaf, 5.0 * leaf.roll(1, -1) - 0.5, leaf.flip(-1) + 0.25]
-        if leaf.ndim == 2:
-            return torch.cat(matrices, dim=0)
-        return torch.cat(matrices, dim=-3)
+        large = 5.0 * leaf.roll(1, -1) - 0.5
+        reversed_order = leaf.flip(-1) + 0.25
+        along = 0 if leaf.ndim == 2 else -3
+        return torch.cat([leaf, large, reversed_order], dim=along)
 
     return example.map(joined)
 
@@ -306,33 +313,36 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
     >>> from muonfx.testing import Example
     >>> own_work_is_of_its_own_locality(mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), *Example.of({"w": (2, 3)}))
     """
+    # With elementwise transforms inside, all that it reads beyond an element is read by the wrapper itself.
     names = tuple(tree.names(params))
-    around_halves = tx.resolve(on_meta(params)).with_children(lambda child: _halve_leaves(names))
+    with_elementwise = tx.resolve(on_meta(params)).with_children(lambda child: _halve_leaves(names))
     own_locality = tx.declaration.combinator.own_locality
     if own_locality is Locality.ELEMENT:
-        check_elements(around_halves, params, steps)
-    elif own_locality is Locality.TREE and "sum_over_leaves" in tx.extras.named:
-        check_sums(around_halves, params, steps)
-    else:
-        history(around_halves, params, steps)
+        check_elements(with_elementwise, params, steps)
+    elif own_locality is Locality.TREE and sums_over_leaves(tx):
+        check_sums(with_elementwise, params, steps)
+    else:  # only that it passes on leaves that it has received
+        history(with_elementwise, params, steps)
 
 
 @transform(locality=Locality.ELEMENT)
 def _halve_leaves(names: tuple[str, ...]) -> Any:
     """Multiply updates by -0.5, and raise `Breach` (a failed law) for a leaf that has none of the given names."""
 
-    def check_names(what: str, values: PyTree) -> None:
-        for name in tree.names(values):
-            if name not in names:
-                text = "passed to the inner transform, but the wrapper has no leaf of this name"
-                raise Breach(f"{what} {name!r}", text)
-
     def init(params: PyTree) -> EmptyState:
-        check_names("parameters", params)
+        _require_names("parameters", params, names)
         return EmptyState()
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        check_names("updates", updates)
-        return tree.map(lambda u: u * -0.5, updates), state
+        _require_names("updates", updates, names)
+        return scaled(updates, -0.5), state
 
     return init, update
+
+
+def _require_names(what: str, values: PyTree, names: tuple[str, ...]) -> None:
+    """Raise `Breach` (a failed law) if a leaf, which a wrapper passes on, has none of the names of its own leaves."""
+    for name in tree.names(values):
+        if name not in names:
+            text = "passed to the inner transform, but the wrapper has no leaf of this name"
+            raise Breach(f"{what} {name!r}", text)

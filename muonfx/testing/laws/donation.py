@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, chain
-from muonfx.testing.examples import copied_tree, history
+from muonfx.testing.examples import History, copied_tree, history
 from muonfx.testing.law import law
 from muonfx.testing.laws.purity import Witness, require_apart
 from muonfx.testing.violation import require_close, require_same, tolerance_of
@@ -69,7 +69,7 @@ def _check_donation(
     params: PyTree,
     steps: list[PyTree],
     donate: Donation,
-    expected: list[tuple[PyTree, PyTree]],
+    expected: History,
 ) -> None:
     """Raise `Breach` (a failed law) if a donation changes a result, or a tensor that is not donated is overwritten.
 
@@ -80,16 +80,17 @@ def _check_donation(
     updates_of_steps: list[PyTree] = []
     for step, grads in enumerate(steps):
         grads_copy = copied_tree(grads)
-        to_keep: dict[str, PyTree] = {"params": params}
+        not_donated: dict[str, PyTree] = {"params": params}
         if not donate.updates:
-            to_keep["gradients"] = grads_copy
+            not_donated["gradients"] = grads_copy
         if not donate.state:
-            to_keep["state"] = state
-        witness = Witness(**to_keep)
+            not_donated["state"] = state
+        witness = Witness(**not_donated)
         updates, state = tx.update(grads_copy, state, params, donate=donate)
         witness.require_unchanged(f"{tx.name}: update with {donate}, at step {step},")
         compare(f"step {step}, {donate}: (updates, state)", (updates, state), expected[step], "without donation")
         require_apart(f"step {step}, {donate}: updates", updates, "the new state", state)
         updates_of_steps.append(updates)
+    # Again, since a later step may have written to the updates of an earlier one.
     expected_updates = [updates for updates, _ in expected]
     compare(f"{donate}: updates, after the last step,", updates_of_steps, expected_updates, "when they were returned")

@@ -5,7 +5,7 @@ A transform reads no more than it declares: the element, its matrix, its leaf, o
 
 from __future__ import annotations
 
-import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +17,10 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Locality, Transform
 from muonfx.core.transform import within
-from muonfx.core.visit import resolve_within, works_on_pieces
+from muonfx.core.visit import resolve_within, sums_over_leaves, works_on_pieces
 from muonfx.testing.examples import (
     Example,
+    History,
     history,
     map_some,
     on_meta,
@@ -58,28 +59,39 @@ def also_in_its_dtypes(example: Example) -> list[Example]:
     return [precise(example), example.contiguous().prolonged(4)]
 
 
+_LARGE = 6000
+"""About the number of elements of a large leaf. It has more than 4,096 and its halves have fewer: an algorithm may
+change at this size."""
+
+_LARGE_SIDE = 70
+"""The smallest number of rows of a large matrix."""
+
+
 def enlarged(example: Example) -> Example:
     """Return an example with leaves of several thousand elements, which repeat leaves of at most three shapes."""
     shapes = {tuple(leaf.shape) for leaf in tree.tensors(example.params) if leaf.numel()}
-    shapes_to_enlarge = sorted(shapes, key=lambda shape: -len(shape))[:3]
+    with_most_dims = sorted(shapes, key=lambda shape: -len(shape))[:3]
 
-    def large(leaf: Tensor) -> Tensor:
-        """Repeat a leaf along its first and last dim, and multiply each element by another factor."""
-        if tuple(leaf.shape) not in shapes_to_enlarge or not leaf.ndim:
+    def enlarged_leaf(leaf: Tensor) -> Tensor:
+        if tuple(leaf.shape) not in with_most_dims or not leaf.ndim:
             return leaf
-        # The leaf has more than 4,096 elements and its halves have fewer: an algorithm may change at this size.
-        times = -(-6000 // leaf.numel())
-        repeats = [times]
-        if leaf.ndim >= 2:
-            rows = -(-70 // leaf.shape[0])
-            columns = -(-times // rows)
-            repeats = [rows, *[1] * (leaf.ndim - 2), columns]
-        grown = leaf.repeat(repeats)
+        large = leaf.repeat(_repeats_to_enlarge(leaf))
         # All elements differ, because otherwise a mean over some would equal the mean over all.
-        steps = torch.arange(grown.numel(), dtype=grown.dtype).reshape(grown.shape)
-        return grown * (1.0 + 0.37 * torch.sin(steps))
+        positions = torch.arange(large.numel(), dtype=large.dtype).reshape(large.shape)
+        return large * (1.0 + 0.37 * torch.sin(positions))
 
-    return example.map(large)
+    return example.map(enlarged_leaf)
+
+
+def _repeats_to_enlarge(leaf: Tensor) -> list[int]:
+    """Return how often to repeat a nonempty leaf along each dim, only the first and the last, to make it large."""
+    times = math.ceil(_LARGE / leaf.numel())
+    if leaf.ndim == 1:
+        return [times]
+    rows = math.ceil(_LARGE_SIDE / leaf.shape[0])
+    columns = math.ceil(times / rows)
+    middle = [1] * (leaf.ndim - 2)
+    return [rows, *middle, columns]
 
 
 @law(on=also_in_its_dtypes, unless=wider_than(Locality.ELEMENT), share=0.2)
@@ -111,7 +123,7 @@ _ROUNDING = 0.02
 """The tolerance of equal operations on one element, which may be vectorized in another way, in the narrowest dtype."""
 
 
-def _check_halves(of: str, tx: Transform, example: Example, whole: list[tuple[PyTree, PyTree]]) -> None:
+def _check_halves(of: str, tx: Transform, example: Example, whole: History) -> None:
     """Raise `Breach` (a failed law) unless halves of the leaves, as on two ranks, have the updates of whole leaves.
 
     ``whole`` are the updates and states of whole leaves at each step, and ``of`` names what is halved.
@@ -160,8 +172,8 @@ def _batched(example: Example) -> list[Example]:
             return leaf
         if leaf.ndim < 2:
             leaf = leaf.reshape(1, -1)
-        second_matrix = (7.0 * leaf.roll(1, -1) + 0.5).flip(-1)
-        return torch.stack([leaf, second_matrix])
+        other_matrix = (7.0 * leaf.roll(1, -1) + 0.5).flip(-1)  # with other elements, in another order
+        return torch.stack([leaf, other_matrix])
 
     return also_in_its_dtypes(example.dense().map(batch_of_two))
 
@@ -193,22 +205,23 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
     names = tree.names(params)
-    for group in separating_groups(len(names)):
+    for group in separating_groups(len(names)):  # for any two leaves, one group has only the first
         group_names = [names[number] for number in sorted(group)]
-        without_group = functools.partial(without_leaves, group)
         changed_params = map_some(lambda p: 5.0 * p + 1.0, group, params)
         changed_steps = [map_some(lambda g: 7.0 * g - 3.0, group, grads) for grads in steps]
-        steps_without = list(map(without_group, steps))
-        cases = {
+        params_without = without_leaves(group, params)
+        steps_without = [without_leaves(group, grads) for grads in steps]
+        results_if = {
             f"{group_names} have other values": updates_of(tx, changed_params, changed_steps),
             f"the gradients of {group_names} are None": updates_of(tx, params, steps_without),
-            f"{group_names} are None": updates_of(tx, without_group(params), steps_without),
+            f"{group_names} are None": updates_of(tx, params_without, steps_without),
         }
-        for when, results in cases.items():
+        for condition, results in results_if.items():
             for step, updates in enumerate(results):
-                what = f"step {step}, if {when}, the update of"
-                expected = without_group(whole[step][0])
-                require_close(what, without_group(updates), expected, "without this change", tolerance)
+                what = f"step {step}, if {condition}, the update of"
+                other_updates = without_leaves(group, updates)
+                expected = without_leaves(group, whole[step][0])
+                require_close(what, other_updates, expected, "without this change", tolerance)
 
 
 def _needs_more_than_sums(tx: Transform) -> str | None:
@@ -219,17 +232,15 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
     """
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
-    takes_sums = False
-    for inner in within(tx):  # the transform itself, and the transforms that it calls
-        if inner.locality < Locality.TREE:
-            continue
-        if "sum_over_leaves" in inner.extras.named:
-            takes_sums = True
-        elif works_on_pieces(inner):
+    # The transform itself, and those that it calls.
+    readers_of_tree = [inner for inner in within(tx) if inner.locality is Locality.TREE]
+    without_sums = [inner for inner in readers_of_tree if not sums_over_leaves(inner)]
+    for inner in without_sums:
+        if works_on_pieces(inner):
             return f"{inner.name} combines its shards by other means than sums over leaves"
-        elif not inner.extras.takes_all:  # one with **extras forwards sum_over_leaves to the transforms that it calls
+        if not inner.extras.takes_all:  # one with **extras forwards sum_over_leaves to the transforms that it calls
             return _receives_gathered_tree(inner)
-    if not takes_sums:
+    if len(without_sums) == len(readers_of_tree):
         return _receives_gathered_tree(tx)
     return None
 
@@ -265,9 +276,10 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 def _check_sums_of_halves(tx: Transform, example: Example, whole_updates: list[PyTree], tolerance: float) -> None:
     """Raise `Breach` (a failed law) unless two ranks that hold halves of the leaves compute halves of the updates."""
     # Leaves without dims have no halves: both ranks hold them.
-    scalars = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}
+    on_both = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}
     resolved = resolve_within(tx, on_meta(example.params))
-    results = _on_two_ranks(resolved, list(map(example.map, _HALVES.values())), scalars)
+    examples = [example.map(half) for half in _HALVES.values()]
+    results = _on_two_ranks(resolved, examples, on_both)
     for rank, half in enumerate(_HALVES.values()):
         what = f"on two ranks that hold a half of each leaf, updates of rank {rank}"
         require_close(what, results[rank], tree.map(half, whole_updates), "the same half of one rank's", tolerance)
@@ -287,12 +299,11 @@ def _check_sums_of_leaves(
     """
     params, steps = example
     on_second_rank = set(range(len(tree.leaves(params)))).difference(on_first_rank)
-    rank_0 = functools.partial(without_leaves, on_second_rank)
-    rank_1 = functools.partial(without_leaves, on_first_rank)
-    examples = [Example(params, list(map(rank_0, steps))), Example(params, list(map(rank_1, steps)))]
-    results = _on_two_ranks(tx, examples, set())
-    for rank, leaves_of_rank in enumerate((rank_0, rank_1)):
-        expected = list(map(leaves_of_rank, whole_updates))
+    missing_on_rank = (on_second_rank, on_first_rank)
+    examples = [Example(params, [without_leaves(missing, grads) for grads in steps]) for missing in missing_on_rank]
+    results = _on_two_ranks(tx, examples, on_both=set())
+    for rank, missing in enumerate(missing_on_rank):
+        expected = [without_leaves(missing, updates) for updates in whole_updates]
         what = f"on two ranks that hold {held}, updates of rank {rank}"
         require_close(what, results[rank], expected, "on one rank", tolerance)
 
@@ -307,23 +318,14 @@ def _on_two_ranks(tx: Transform, examples: list[Example], on_both: set[int]) -> 
     """
     ranks = _TwoRanks()
 
-    def updates_on(rank: int) -> list[PyTree]:
-        """Return the updates of all steps on one rank."""
+    def sum_on_first(scalars: PyTree) -> Tensor:
+        return ranks.sum(0, scalars)
 
-        def sum_over_leaves(scalars: PyTree) -> Tensor:
-            if rank == 1:
-                scalars = without_leaves(on_both, scalars)
-            return ranks.sum(rank, scalars)
+    def sum_on_second(scalars: PyTree) -> Tensor:
+        return ranks.sum(1, without_leaves(on_both, scalars))  # the first rank counts those on both
 
-        params, steps = examples[rank]
-        state = tx.init(params)
-        updates_of_steps: list[PyTree] = []
-        for grads in steps:
-            updates, state = tx.update(grads, state, params, sum_over_leaves=sum_over_leaves)
-            updates_of_steps.append(updates)
-        return updates_of_steps
-
-    return ranks.run(updates_on)
+    sum_on_rank = (sum_on_first, sum_on_second)
+    return ranks.run(lambda rank: updates_of(tx, *examples[rank], sum_over_leaves=sum_on_rank[rank]))
 
 
 class _TwoRanks:
@@ -332,7 +334,7 @@ class _TwoRanks:
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=60)
         self.sent: list[list[Tensor | None]] = [[], []]
-        """The values that each rank has sent in all calls."""
+        """For each rank, the values that it has sent in all calls of `_exchange`."""
 
     def _exchange(self, rank: int, value: Tensor | None) -> list[Any]:
         """Send a value, wait for the value of the other rank, and return both. A rank that has finished sends None."""
@@ -340,8 +342,8 @@ class _TwoRanks:
         self.barrier.wait()
         call = len(self.sent[rank])
         values = [values_of_rank[call - 1] for values_of_rank in self.sent]
-        number_of_sums = sum(value is not None for value in values)
-        if number_of_sums == 1:
+        has_finished = [value is None for value in values]
+        if any(has_finished) and not all(has_finished):
             raise Breach(None, f"only one rank computes sum {call}, expected the same sums on both ranks")
         return values
 
@@ -357,18 +359,22 @@ class _TwoRanks:
         """Call ``function(rank)`` in both threads at once. Return both results, or raise the first error."""
         errors: list[Exception] = []
 
-        def work(rank: int) -> Any:
+        def run_rank(rank: int) -> Any:
             """Run the function on one rank. After an error, release the other thread from the barrier."""
             try:
                 result = function(rank)
-                self._exchange(rank, None)  # raises if the other rank computes one more sum
+                self._require_both_finished(rank)
                 return result
             except Exception as error:
                 errors.append(error)
                 self.barrier.abort()
 
         with ThreadPoolExecutor(2) as pool:
-            results = list(pool.map(work, range(2)))
+            results = list(pool.map(run_rank, range(2)))
         if errors:
             raise errors[0]
         return results
+
+    def _require_both_finished(self, rank: int) -> None:
+        """Raise `Breach` if the other rank waits for one more sum of this rank, which has finished."""
+        self._exchange(rank, None)

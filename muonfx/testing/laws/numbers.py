@@ -15,9 +15,11 @@ from muonfx.core import Locality, Transform
 from muonfx.core.transform import within
 from muonfx.testing.examples import (
     Example,
+    History,
     copied_tree,
     history,
     map_some,
+    scaled,
     separating_groups,
     updates_of,
 )
@@ -85,16 +87,20 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
     usual = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, usual, params)
     names = tree.names(params)
-    independent_part = functools.partial(_independent_part, tx.locality)
-    for group in separating_groups(len(names)):
-        group_names = [names[number] for number in sorted(group)]
-        independent_parts = functools.partial(map_some, independent_part, group)
-        expected = list(map(independent_parts, usual))
+    for group in separating_groups(len(names)):  # for any two leaves, one group has only the first
+        expected = [_independent_updates(tx.locality, group, updates) for updates in usual]
         for element in (math.nan, math.inf):
-            changed_step = map_some(functools.partial(_with_element, element), group, steps[0])
-            results = updates_of(tx, params, [changed_step, *steps[1:]])
+            changed_grads = map_some(functools.partial(_with_element, element), group, steps[0])
+            results = updates_of(tx, params, [changed_grads, *steps[1:]])
+            independent = [_independent_updates(tx.locality, group, updates) for updates in results]
+            group_names = [names[number] for number in sorted(group)]
             what = f"after {element} in the gradients of {group_names}, updates"
-            require_close(what, list(map(independent_parts, results)), expected, "without it", tolerance)
+            require_close(what, independent, expected, "without it", tolerance)
+
+
+def _independent_updates(locality: Locality, group: set[int], updates: PyTree) -> PyTree:
+    """Return the updates, but of the leaves in a group only the parts that must not depend on the replaced elements."""
+    return map_some(functools.partial(_independent_part, locality), group, updates)
 
 
 def _skips_nonfinite(tx: Transform) -> str | None:
@@ -125,8 +131,7 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
 def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], usual: list[PyTree], numbers: list[int]) -> None:
     """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves is hidden.
 
-    ``numbers`` are the numbers of the leaves, and ``usual`` are the updates without a fault. An update after a fault is
-    compared with the usual one, and with those after a change of the same element to a large number.
+    ``numbers`` are the numbers of the leaves, and ``usual`` are the updates without a fault.
     """
 
     def updates_with(element_of: Callable[[Tensor], float]) -> list[PyTree]:
@@ -134,25 +139,26 @@ def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], usual: lis
         changed_step = map_some(lambda grad: _with_element(element_of(grad), grad), numbers, steps[0])
         return updates_of(tx, params, [changed_step, *steps[1:]])
 
-    with_opposite = updates_with(_opposite_element)
+    with_another = updates_with(_another_element)
     with_nan = updates_with(lambda grad: math.nan)
     with_large = updates_with(_large_element)
     with_infinity = updates_with(lambda grad: math.inf)
     tolerance = tolerance_of(tx, usual, params)
     names = tree.names(params)
     for number in numbers:
-        gradient = f"the gradient of {names[number]!r}"
         expected = _of_leaf(number, usual)
-        if _all_close(_of_leaf(number, with_opposite), expected, tolerance):
-            continue  # its gradient does not matter
+        if _all_close(_of_leaf(number, with_another), expected, tolerance):
+            continue  # its updates do not depend on this gradient
+        gradient = f"the gradient of {names[number]!r}"
         _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
+        # An infinity may also act as a large number does.
         large = _of_leaf(number, with_large)
         infinite = _of_leaf(number, with_infinity)
         if not _all_close(infinite, large, tolerance):
             _require_visible(f"infinity in {gradient}", infinite, [expected, large], tolerance)
 
 
-def _opposite_element(grad: Tensor) -> float:
+def _another_element(grad: Tensor) -> float:
     """Return an element that is not the replaced one: of the other sign, and larger."""
     return -2.0 * float(grad.view(-1)[_index(grad)]) - 1.0
 
@@ -208,7 +214,7 @@ def _every_other_zero(grads: PyTree) -> PyTree:
     return map_some(torch.zeros_like, range(1, len(tree.leaves(grads)), 2), grads)
 
 
-def _require_finite(when: str, results: list[tuple[PyTree, PyTree]]) -> None:
+def _require_finite(when: str, results: History) -> None:
     for step, result in enumerate(results):
         for name, leaf in tree.named_leaves(result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.double().isfinite().all():
@@ -256,7 +262,7 @@ def _require_nonzero(step: str, when: str, updates: PyTree, usual_updates: PyTre
 def _of_magnitude(grads: PyTree, magnitude: float) -> PyTree:
     """Return the gradients with largest elements of the given magnitude."""
     largest = max((float(leaf.abs().max()) for leaf in tree.tensors(grads) if leaf.numel()), default=1.0)
-    return tree.map(lambda leaf: leaf * (magnitude / largest), grads)
+    return scaled(grads, magnitude / largest)
 
 
 def _smooth(example: Example) -> Example:
@@ -321,19 +327,13 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     >>> import muonfx as mfx
     >>> counts_hold_ten_million_steps(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    state = tx.init(params)
-    names = tree.names(state)
-    leaves_of_states = [tree.leaves(state)]
+    states = [tx.init(params)]
     for _, state in history(tx, params, steps):
-        leaves_of_states.append(tree.leaves(state))
-    counters: dict[int, str] = {}
-    for number, values in enumerate(zip(*leaves_of_states, strict=True)):
-        if _counts(values):
-            counters[number] = names[number]
+        states.append(state)
+    counters = _counters_of(states)
     if not counters:
         return
-
-    leaves, treedef = tree.flatten(copied_tree(state))
+    leaves, treedef = tree.flatten(copied_tree(states[-1]))
     for number, name in counters.items():
         leaves[number] = _counter_at(name, leaves[number], A_LONG_RUN)
     _, state = tx.run(steps[-1], tree.unflatten(treedef, leaves), params)
@@ -341,6 +341,16 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     for number, name in counters.items():
         if not bool((leaves[number] == A_LONG_RUN + 1).all()):
             raise Breach(f"state {name!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(leaves[number])}")
+
+
+def _counters_of(states: list[PyTree]) -> dict[int, str]:
+    """Return the numbers and names of the leaves that increase by one from each state to the next."""
+    leaves_of_states = [tree.leaves(state) for state in states]
+    counters: dict[int, str] = {}
+    for number, name in enumerate(tree.names(states[0])):
+        if _counts([leaves[number] for leaves in leaves_of_states]):
+            counters[number] = name
+    return counters
 
 
 def _counts(values: Sequence[object]) -> bool:

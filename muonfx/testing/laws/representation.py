@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.testing.examples import LAYOUTS, Example, accepts_names, copied_tree, history, laid_out, updates_of
+from muonfx.testing.examples import LAYOUTS, Example, History, accepts_names, copied_tree, history, laid_out, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.violation import TOLERANCES, Breach, require_close, require_same, tolerance_of, widened
 from muonfx.tree import PyTree
@@ -53,21 +53,21 @@ def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -
     >>> import muonfx as mfx
     >>> strides_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    expected = history(tx, params, steps)
+    of_contiguous = history(tx, params, steps)
     for how, stored in STORED.items():
         stored_params = _mapped(stored, params)
         stored_steps = _mapped(stored, steps)
-        _require_history(f"parameters are stored {how}", tx, stored_params, steps, expected)
-        _require_history(f"gradients are stored {how}", tx, params, stored_steps, expected)
-        _require_history(f"the state is stored {how}", tx, params, steps, expected, of_state=stored)
+        _require_history(f"parameters are stored {how}", tx, stored_params, steps, of_contiguous)
+        _require_history(f"gradients are stored {how}", tx, params, stored_steps, of_contiguous)
+        _require_history(f"the state is stored {how}", tx, params, steps, of_contiguous, stored_state=stored)
+    # Gradients with strides of zero, as those of a sum, have other values, so the results to expect are others too.
     expanded_steps = tree.map(_first_repeated, steps)
-    contiguous_steps = _mapped(torch.Tensor.contiguous, expanded_steps)
-    expected = history(tx, params, contiguous_steps)
-    _require_history("gradients are expanded", tx, params, expanded_steps, expected)
+    of_copies = history(tx, params, _mapped(torch.Tensor.contiguous, expanded_steps))
+    _require_history("gradients are expanded", tx, params, expanded_steps, of_copies)
 
 
 def _first_repeated(leaf: Tensor) -> Tensor:
-    """Return the first element of a tensor, expanded to its shape with strides of zero, as the gradient of a sum is."""
+    """Return the first element of a tensor, expanded to its shape with strides of zero."""
     if not leaf.numel():
         return leaf
     return leaf.reshape(-1)[0].expand(leaf.shape)
@@ -78,14 +78,17 @@ def _require_history(
     tx: Transform,
     params: PyTree,
     steps: list[PyTree],
-    expected: list[tuple[PyTree, PyTree]],
+    expected: History,
     *,
-    of_state: Callable[[Tensor], Tensor] = torch.Tensor.clone,
+    stored_state: Callable[[Tensor], Tensor] = torch.Tensor.clone,
 ) -> None:
-    """Raise `Breach` (a failed law) unless all steps have the expected results; ``of_state`` stores the state again."""
+    """Raise `Breach` (a failed law) unless all steps have the expected results, if ``when``.
+
+    Before each step, ``stored_state`` stores the tensors of the state in another way.
+    """
     state = tx.init(params)
     for step, grads in enumerate(steps):
-        updates, state = tx.update(grads, _mapped(of_state, state), params)
+        updates, state = tx.update(grads, _mapped(stored_state, state), params)
         what = f"step {step}, if {when}, (updates, state)"
         tolerance = tolerance_of(tx, expected[step], params)
         require_close(what, (updates, state), expected[step], "contiguous", tolerance)
@@ -103,13 +106,19 @@ def requires_grad_changes_no_value(tx: Transform, params: PyTree, steps: list[Py
     parameters = tree.map(lambda leaf: nn.Parameter(leaf.clone()), params)
     results = updates_of(tx, parameters, steps)
     require_close("updates if the parameters are nn.Parameter", results, expected, "of detached tensors", tolerance)
+    _check_gradients_that_require_grad(widened(tx), *Example(params, steps).smooth())
 
-    # Derivatives need a wide dtype, so a transform may compute in a wider one than without them. In float64 it may not.
-    params, steps = Example(params, steps).smooth()
+
+def _check_gradients_that_require_grad(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Raise `Breach` (a failed law) unless updates of gradients that require grad have the usual values.
+
+    Derivatives need a wide dtype, so a transform may compute in a wider one than without them. Therefore ``tx`` and the
+    example are in float64, the widest dtype.
+    """
+    expected = updates_of(tx, params, steps)
+    tolerance = max(tolerance_of(tx, expected), TOLERANCES[torch.float32])
     differentiable = tree.map(lambda leaf: leaf.clone().requires_grad_(), steps)
-    results = updates_of(widened(tx), params, differentiable)
-    expected = updates_of(widened(tx), params, steps)
-    tolerance = max(tolerance_of(widened(tx), expected), TOLERANCES[torch.float32])
+    results = updates_of(tx, params, differentiable)
     require_close("updates if the gradients require grad", results, expected, "of detached tensors", tolerance)
 
 

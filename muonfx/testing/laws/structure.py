@@ -35,15 +35,14 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     names = tree.names(params)
     state = tx.init(params)
     accumulates = any(inner.factory.__name__ == "accumulate" for inner in within(tx))
-    may_change: set[str] = set()  # with `accumulate`, the parameters that had a gradient before
+    may_change: set[str] = set()
     for step, grads in enumerate(steps):
+        if not accumulates:
+            may_change.clear()
+        may_change |= {name for name, grad in tree.named_leaves(grads) if grad is not None}
+        absent = set(names) - may_change
         state_before = copied_tree(state)
         updates, state = tx.run(grads, state, params)
-        present = {name for name, grad in tree.named_leaves(grads) if grad is not None}
-        if accumulates:
-            may_change |= present
-            present = may_change
-        absent = set(names) - present
         _require_absent_updates(f"step {step}", updates, grads, absent)
         if tree.flatten(state)[1] != tree.flatten(state_before)[1]:
             raise Breach(f"step {step}, state", "the structure has changed")

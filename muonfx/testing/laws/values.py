@@ -110,12 +110,12 @@ def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) 
         raise Breach(None, f"has {len(leaves)} leaves but the hyperparameters {list(hyperparams(tx))}: names repeat")
     if tree.unflatten(treedef, leaves) != tx or torch_pytree.tree_unflatten(torch_leaves, torch_def) != tx:
         raise Breach(None, "flattened and unflattened, it is not equal to the original")
-    placeholders = [object() for _ in leaves]
-    by_optree = tree.flatten(tree.unflatten(treedef, placeholders))
-    by_torch = torch_pytree.tree_flatten(torch_pytree.tree_unflatten(placeholders, torch_def))
-    if not _are_same_objects(by_optree[0], placeholders) or not _are_same_objects(by_torch[0], placeholders):
+    objects = [object() for _ in leaves]
+    optree_objects, optree_def = tree.flatten(tree.unflatten(treedef, objects))
+    torch_objects, torch_def_of_objects = torch_pytree.tree_flatten(torch_pytree.tree_unflatten(objects, torch_def))
+    if not _are_same_objects(optree_objects, objects) or not _are_same_objects(torch_objects, objects):
         raise Breach(None, "with arbitrary objects as leaves, optree or torch returns other leaves")
-    if by_optree[1] != treedef or by_torch[1] != torch_def:
+    if optree_def != treedef or torch_def_of_objects != torch_def:
         raise Breach(None, "with arbitrary objects as leaves, optree or torch returns another structure")
 
 

@@ -8,27 +8,27 @@ import tempfile
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from muonfx.testing.optimizers.law import Broken, Build, NotApplicable, optimizer_law
 from muonfx.testing.optimizers.runs import (
+    STEPS,
     ReversedModel,
     Run,
     UnusualShapes,
+    load_by_dcp,
     require_close,
     require_equal,
     require_finite,
     require_moved,
+    require_same_end,
     require_unmoved,
+    resumed_run,
     seeded,
     state_tensors,
 )
-
-STEPS = 3
-"""The number of steps before and after an interruption: enough for moments and counts to matter."""
 
 
 @optimizer_law
@@ -49,23 +49,19 @@ def torch_save_resumes_the_run(build: Build) -> None:
     file = io.BytesIO()
     torch.save(stopped.optimizer.state_dict(), file)
     file.seek(0)
-    resumed = _resumed(build, stopped)
+    resumed = resumed_run(build, stopped)
     resumed.optimizer.load_state_dict(torch.load(file, weights_only=True))
-    _require_same_end(resumed, stopped)
+    require_same_end(resumed, stopped)
 
 
 @optimizer_law
 def dcp_resumes_the_run(build: Build) -> None:
     """A run resumed from torch.distributed.checkpoint ends in the bits of the run that was not stopped."""
     stopped = Run(build).steps(STEPS)
-    resumed = _resumed(build, stopped)
+    resumed = resumed_run(build, stopped)
     with tempfile.TemporaryDirectory() as folder:
-        saved = {"optimizer": get_optimizer_state_dict(stopped.model, stopped.optimizer)}
-        dcp.save(saved, checkpoint_id=folder, no_dist=True)
-        loaded = {"optimizer": get_optimizer_state_dict(resumed.model, resumed.optimizer)}
-        dcp.load(loaded, checkpoint_id=folder, no_dist=True)
-    set_optimizer_state_dict(resumed.model, resumed.optimizer, loaded["optimizer"])
-    _require_same_end(resumed, stopped)
+        load_by_dcp(resumed, stopped, folder, no_dist=True)
+    require_same_end(resumed, stopped)
 
 
 @optimizer_law
@@ -73,29 +69,9 @@ def names_resume_the_run_in_another_order(build: Build) -> None:
     """A state dict by names resumes a run whose model registers its layers in another order."""
     stopped = Run(build).steps(STEPS)
     saved = copy.deepcopy(get_optimizer_state_dict(stopped.model, stopped.optimizer))
-    resumed = _resumed(build, stopped, seeded(ReversedModel))
+    resumed = resumed_run(build, stopped, seeded(ReversedModel))
     set_optimizer_state_dict(resumed.model, resumed.optimizer, saved)
-    _require_same_end(resumed, stopped, tolerance=1e-5)
-
-
-def _resumed(build: Build, stopped: Run, model: nn.Module | None = None) -> Run:
-    """Return a new run with the weights and the step of a stopped one, and with a new optimizer."""
-    model = seeded() if model is None else model
-    model.load_state_dict(stopped.model.state_dict())
-    resumed = Run(build, model)
-    resumed.next_step = stopped.next_step
-    return resumed
-
-
-def _require_same_end(resumed: Run, continued: Run, tolerance: float | None = None) -> None:
-    """Take the remaining steps of both runs, and compare their ends: bitwise, or up to a tolerance."""
-    start = continued.values()
-    continued.steps(STEPS)
-    resumed.steps(STEPS)
-    if tolerance is None:
-        require_equal(resumed.values(), continued.values(), "the resumed run")
-    else:
-        require_close(resumed.values(), continued.values(), start, tolerance, "the resumed run")
+    require_same_end(resumed, stopped, tolerance=1e-5)
 
 
 @optimizer_law
@@ -128,12 +104,14 @@ def _require_same_specs(specs: dict[str, Any], first: dict[str, Any], when: str)
 @optimizer_law
 def parameters_without_gradients_stay(build: Build) -> None:
     """A parameter whose gradient is None does not change, and the step raises no error."""
+    without_gradient = ["up.weight", "norm.bias"]
     run = Run(build).steps(1)
     before = run.values()
-    run.step(lambda name, grad: None if name in ("up.weight", "norm.bias") else grad)
-    require_unmoved(before, run.values(), ["up.weight", "norm.bias"], "with the gradient None")
-    others = run.optimized.keys() - {"up.weight", "norm.bias"}
-    require_moved(before, run.values(), others, "beside parameters with the gradient None")
+    run.step(lambda name, grad: None if name in without_gradient else grad)
+    after = run.values()
+    require_unmoved(before, after, without_gradient, "with the gradient None")
+    others = run.optimized.keys() - set(without_gradient)
+    require_moved(before, after, others, "beside parameters with the gradient None")
 
 
 @optimizer_law
@@ -157,14 +135,15 @@ def nan_stays_in_its_parameter(build: Build) -> None:
             grad[0, 0] = torch.nan
         return grad
 
+    # Both runs take two steps. In the second step of one run, a gradient has a NaN.
     run = Run(build).steps(1)
-    clean = Run(build).steps(2)
     run.step(with_nan)
     values = run.values()
+    usual_values = Run(build).steps(2).values()
     if bool(values[name_of_nan].isfinite().all()):
         raise Broken(f"{name_of_nan} is finite after a step whose gradient has a NaN, expected that the NaN is visible")
-    others = {name: value for name, value in clean.values().items() if name != name_of_nan}
-    require_equal(values, others, f"with a NaN in the gradient of {name_of_nan}")
+    del usual_values[name_of_nan]
+    require_equal(values, usual_values, f"with a NaN in the gradient of {name_of_nan}")
 
 
 @optimizer_law

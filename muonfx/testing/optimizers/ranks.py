@@ -15,9 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -30,12 +28,21 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, OptimizerLaw, Outcome, law_of_ranks, outcome_of
-from muonfx.testing.optimizers.runs import Run, Values, require_close, require_equal, seeded
+from muonfx.testing.optimizers.runs import (
+    STEPS,
+    Run,
+    Values,
+    load_by_dcp,
+    require_close,
+    require_equal,
+    require_same_end,
+    resumed_run,
+    seeded,
+)
 
 RANKS = 2
 SECONDS = 180
 """The time after which ranks that have not finished are ended, and the law is reported as broken."""
-STEPS = 3
 TOLERANCE = 1e-3
 """The largest difference of a sharded update from the whole one, relative to its norm: sums have another order."""
 
@@ -54,9 +61,7 @@ def ddp_gives_the_update_of_one_process(build: Build) -> None:
 @law_of_ranks
 def fsdp2_gives_the_update_of_one_process(build: Build) -> None:
     """A model that fully_shard has sharded is updated as in one process."""
-    model = seeded()
-    fully_shard(model, mesh=_mesh())
-    _require_the_update_of_one_process(build, model)
+    _require_the_update_of_one_process(build, _sharded_model())
 
 
 @law_of_ranks
@@ -76,20 +81,10 @@ def tensor_parallel_gives_the_update_of_one_process(build: Build) -> None:
 @law_of_ranks
 def dcp_resumes_a_sharded_run(build: Build) -> None:
     """A run under FSDP2 that torch.distributed.checkpoint resumes ends in the bits of the uninterrupted run."""
-    stopped = _sharded_run(build)
-    stopped.steps(STEPS)
-    resumed = _sharded_run(build)
-    resumed.model.load_state_dict(stopped.model.state_dict())
-    resumed.next_step = stopped.next_step
-    folder = _shared_folder()
-    saved = {"optimizer": get_optimizer_state_dict(stopped.model, stopped.optimizer)}
-    dcp.save(saved, checkpoint_id=folder)
-    loaded = {"optimizer": get_optimizer_state_dict(resumed.model, resumed.optimizer)}
-    dcp.load(loaded, checkpoint_id=folder)
-    set_optimizer_state_dict(resumed.model, resumed.optimizer, loaded["optimizer"])
-    resumed.steps(STEPS)
-    stopped.steps(STEPS)
-    require_equal(resumed.values(), stopped.values(), "the resumed run")
+    stopped = Run(build, _sharded_model()).steps(STEPS)
+    resumed = resumed_run(build, stopped, _sharded_model())
+    load_by_dcp(resumed, stopped, _shared_folder())
+    require_same_end(resumed, stopped)
 
 
 def _require_the_update_of_one_process(build: Build, model: nn.Module) -> None:
@@ -112,10 +107,10 @@ def _require_equal_on_ranks(values: Values) -> None:
         require_equal({name: value}, {name: value_of_rank_0}, f"on rank {dist.get_rank()}, compared with rank 0")
 
 
-def _sharded_run(build: Build) -> Run:
+def _sharded_model() -> nn.Module:
     model = seeded()
     fully_shard(model, mesh=_mesh())
-    return Run(build, model)
+    return model
 
 
 def _shared_folder() -> str:

@@ -7,12 +7,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from muonfx.testing.optimizers.law import Broken, Build
 from muonfx.testing.violation import bits_equal
+
+STEPS = 3
+"""The number of steps before and after an interruption: enough for moments and counts to matter."""
 
 Values = dict[str, Tensor]
 """Copies of the parameters of a model by name."""
@@ -149,6 +154,35 @@ class Run:
         """Write a learning rate into every group; a function returns the rate of each group, a new tensor."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate() if callable(rate) else rate
+
+
+def resumed_run(build: Build, stopped: Run, model: nn.Module | None = None) -> Run:
+    """Return a new run with the weights and the step of a stopped one, and with a new optimizer."""
+    model = seeded() if model is None else model
+    model.load_state_dict(stopped.model.state_dict())
+    resumed = Run(build, model)
+    resumed.next_step = stopped.next_step
+    return resumed
+
+
+def load_by_dcp(resumed: Run, stopped: Run, folder: str, *, no_dist: bool = False) -> None:
+    """Save the optimizer state of a stopped run by torch.distributed.checkpoint, and load it into a resumed one."""
+    saved = {"optimizer": get_optimizer_state_dict(stopped.model, stopped.optimizer)}
+    dcp.save(saved, checkpoint_id=folder, no_dist=no_dist)
+    loaded = {"optimizer": get_optimizer_state_dict(resumed.model, resumed.optimizer)}
+    dcp.load(loaded, checkpoint_id=folder, no_dist=no_dist)
+    set_optimizer_state_dict(resumed.model, resumed.optimizer, loaded["optimizer"])
+
+
+def require_same_end(resumed: Run, continued: Run, tolerance: float | None = None) -> None:
+    """Take the remaining steps of both runs, and compare their ends: bitwise, or up to a tolerance."""
+    start = continued.values()
+    continued.steps(STEPS)
+    resumed.steps(STEPS)
+    if tolerance is None:
+        require_equal(resumed.values(), continued.values(), "the resumed run")
+    else:
+        require_close(resumed.values(), continued.values(), start, tolerance, "the resumed run")
 
 
 def state_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
