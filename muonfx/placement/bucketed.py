@@ -35,7 +35,7 @@ from muonfx.tree.members import parameters_of
 
 
 def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) -> None:
-    """Raise OSError if the state is on a disk without enough space for the next state, which is written beside it.
+    """Raise OSError if the state is on a disk without enough space for a second copy, the next state.
 
     Donated tensors need no space, since they are overwritten.
     """
