@@ -163,8 +163,7 @@ class _Chooser:
             chosen = source(params)
         else:
             chosen = source
-        is_by_name = isinstance(chosen, Mapping) and self._has_only_values(chosen)
-        if is_by_name:
+        if isinstance(chosen, Mapping) and self._has_only_values(chosen):
             return self._choose_by_name(chosen, names)
         return self._choose_by_tree(chosen, names)
 
