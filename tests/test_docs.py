@@ -419,7 +419,7 @@ def test_what_the_table_names_is_there(column: str):
 
 
 PAGES_OVER_RANKS = [
-    "checkpoints-over-ranks.md",
+    "checkpoints.md",
     "ensembles.md",
     "local-steps.md",
     "muonclip.md",
