@@ -424,7 +424,6 @@ PAGES_OVER_RANKS = [
     "local-steps.md",
     "muonclip.md",
     "sharding.md",
-    "sharding-agreement.md",
 ]
 
 
