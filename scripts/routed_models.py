@@ -125,7 +125,8 @@ def as_html(models: dict[str, list[list[str]]]) -> str:
     """A table for each model that unfolds at a click, in HTML for the site."""
     lines: list[str] = []
     for title, (header, *table) in models.items():
-        head = "".join(f"<th>{name}</th>" for name in header)
+        # The site's style hides a header whose cells have no paragraph.
+        head = "".join(f"<th><p>{name}</p></th>" for name in header)
         lines.append(f"<details><summary>{html.escape(title)}</summary>")
         lines.append('<div class="pst-scrollable-table-container"><table class="table">')
         lines.append(f"<thead><tr>{head}</tr></thead><tbody>")
