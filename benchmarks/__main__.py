@@ -147,7 +147,6 @@ def write_report() -> None:
     """Write all tables and pictures of the documentation from the saved results."""
     report.rewrite(report.PAGE, report.FINDINGS_SECTIONS)
     report.rewrite()
-    report.rewrite(report.PARTS_PAGE, report.PARTS_SECTIONS)
     report.rewrite(report.GPU_PAGE, report.OPERATIONS_SECTIONS)
     report.rewrite(optimizer_laws.PAGE, optimizer_laws.SECTIONS)
     report.rewrite(report.TRAINING_PAGE, report.TRAINING_SECTIONS)

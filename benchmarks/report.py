@@ -14,7 +14,7 @@ from benchmarks.measure import RESULTS
 from benchmarks.quality import SPECTRA
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE, PARTS_PAGE = DOCS / "benchmarks.md", DOCS / "step-by-part.md"
+PAGE = DOCS / "benchmarks.md"
 TABLES_PAGE = Path(__file__).parent / "results" / "README.md"
 TRAINING_PAGE = DOCS / "the-default-coefficients.md"
 GPU_PAGE = DOCS / "gpu.md"
@@ -409,7 +409,7 @@ def parts() -> str:
         lines = [_parts_line(row) for row in sorted(rows, key=_median_time)]
         limit = rows[0]["roofline"]
         least = f"Least: products {limit['least products']:.2f} ms, passes {limit['least passes']:.2f} ms."
-        sections += [f"## {case}\n", table(head, lines), f"\n{least}\n"]
+        sections += [f"### {case}\n", table(head, lines), f"\n{least}\n"]
     peaks = found["rows"][0]["peaks"]
     rates = ", ".join([f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in peaks["flops"].items()])
     sections.append(f"Peaks: {rates}; a copy {peaks['bytes'] / 1e9:.1f} GB/s.\n")
@@ -685,6 +685,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "checkpoint": checkpoint,
     "polar": polar,
     "step": step,
+    "parts": parts,
     "scratch": scratch,
     "sharding": sharding,
     "sharding_timeline": sharding_timeline,
@@ -692,13 +693,12 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "planner": planner,
     "overhead": overhead,
 }
-PARTS_SECTIONS: dict[str, Callable[[], str]] = {"parts": parts}
 TRAINING_SECTIONS: dict[str, Callable[[], str]] = {"training": training}
 
 
 def tables() -> str:
     """Return all tables as Markdown."""
-    return "\n".join(make() for make in (FINDINGS_SECTIONS | SECTIONS | PARTS_SECTIONS | TRAINING_SECTIONS).values())
+    return "\n".join(make() for make in (FINDINGS_SECTIONS | SECTIONS | TRAINING_SECTIONS).values())
 
 
 def rewrite(page: Path = TABLES_PAGE, sections: dict[str, Callable[[], str]] = SECTIONS) -> None:

@@ -107,7 +107,7 @@ search_words = {
     "concepts/chains": ["gradient clipping"],
     "api/transforms-decay": ["clip", "clipping", "clip_grad_norm_"],
     "gpu": ["cuda", "GPU"],
-    "checkpoint-format": ["checkpoint format"],
+    "checkpoint-reliability": ["checkpoint format"],
     "setting-the-numbers": ["weight decay", "nesterov", "momentum coefficient"],
     "plateau-schedule-free-sam": ["ReduceLROnPlateau", "schedule-free", "sharpness", "SAM"],
     "mixed-precision": ["mixed precision", "autocast", "AMP"],

@@ -1,4 +1,4 @@
-"""Print the table of docs/defaults.md: the defaults of Optax, torch and muonfx, read from their signatures."""
+"""Print the table of defaults in docs/beside-others.md, read from the signatures of Optax, torch and muonfx."""
 
 from __future__ import annotations
 

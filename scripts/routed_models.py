@@ -1,12 +1,16 @@
-"""Write docs/routed-models.md: the labels that `default_labels` gives the parameters of popular models, and why.
+"""Write the data of docs/routed-models.md: the labels that `default_labels` gives to popular models, and why.
 
-The models are those of transformers, with tiny configurations, on the meta device: no weights are created or
-downloaded. ``--check`` writes nothing, and fails if the page differs from the output of this script.
+It writes docs/routed-models.csv, with a row for each parameter, and docs/assets/routed-models.html, the same rows as
+tables that unfold by model. The models are those of transformers, with tiny configurations, on the meta device: no
+weights are created or downloaded. ``--check`` writes nothing, and fails if a file differs from the output.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import html
+import io
 import re
 import sys
 from pathlib import Path
@@ -17,7 +21,9 @@ from torch import nn
 
 import muonfx as mfx
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "routed-models.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+DATA, TABLES = DOCS / "routed-models.csv", DOCS / "assets" / "routed-models.html"
+COLUMNS = ["parameter", "shape", "label", "matrices", "stored", "rule"]
 Settings = dict[str, object]
 BERT: Settings = {"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
 BERT |= {"intermediate_size": 48, "pad_token_id": 0}
@@ -79,16 +85,6 @@ MODELS: dict[str, tuple[str, str, Settings]] = {
 }
 """Class of the configuration, class of the model, and configuration, by title."""
 
-HEAD = """# Models routed
-
-The labels and matrices that `mfx.default_labels`, and therefore `mfx.Muon(model)`, chooses in models of
-transformers. The models are tiny. A `#` is the number of a layer; only the first of several equal layers is
-shown. Parameters with fewer than two dims use AdamW and are not shown.
-
-`scripts/routed_models.py` writes this page (`--check` compares it), with transformers {version}.
-[Routing](routing.md) explains the rules and the columns.
-"""
-
 
 def build(title: str) -> nn.Module:
     config, model, settings = MODELS[title]
@@ -108,24 +104,58 @@ def rows(model: nn.Module) -> list[list[str]]:
     return seen
 
 
-def page() -> str:
+def as_csv(models: dict[str, list[list[str]]]) -> str:
+    """The rows of all models as CSV. A column that a table of `describe` does not have is empty.
+
+    >>> print(as_csv({"M": [["parameter", "shape", "label", "rule"], ["up.weight", "4 x 2", "muon", "hidden"]]}))
+    model,parameter,shape,label,matrices,stored,rule
+    M,up.weight,4 x 2,muon,,,hidden
+    <BLANKLINE>
+    """
+    file = io.StringIO()
+    writer = csv.DictWriter(file, ["model", *COLUMNS], restval="", lineterminator="\n")
+    writer.writeheader()
+    for title, (header, *table) in models.items():
+        for row in table:
+            writer.writerow({"model": title, **dict(zip(header, row, strict=True))})
+    return file.getvalue()
+
+
+def as_html(models: dict[str, list[list[str]]]) -> str:
+    """A table for each model that unfolds at a click, in HTML for the site."""
+    lines: list[str] = []
+    for title, (header, *table) in models.items():
+        # The site's style hides a header whose cells have no paragraph.
+        head = "".join(f"<th><p>{name}</p></th>" for name in header)
+        lines.append(f"<details><summary>{html.escape(title)}</summary>")
+        lines.append('<div class="pst-scrollable-table-container"><table class="table">')
+        lines.append(f"<thead><tr>{head}</tr></thead><tbody>")
+        for row in table:
+            cells = "".join(f"<td>{html.escape(cell, quote=False)}</td>" for cell in row)
+            lines.append(f"<tr>{cells}</tr>")
+        lines.append("</tbody></table></div></details>")
+    lines.append(f"<p>Models of transformers {transformers.__version__}.</p>")
+    return "\n".join(lines) + "\n"
+
+
+def files() -> dict[Path, str]:
+    """The files that this script writes, with their contents."""
     transformers.logging.set_verbosity_error()
-    parts = [HEAD.format(version=transformers.__version__)]
-    for title in MODELS:
-        header, *table = rows(build(title))
-        body = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *table)]
-        parts.append(f"## {title}\n\n" + "\n".join(body) + "\n")
-    return "\n".join(parts)
+    models = {title: rows(build(title)) for title in MODELS}
+    return {DATA: as_csv(models), TABLES: as_html(models)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare the page and write nothing")
-    new = page()
-    if parser.parse_args().check:
-        return int(PAGE.read_text() != new)
-    PAGE.write_text(new)
-    return 0
+    parser.add_argument("--check", action="store_true", help="compare the files and write nothing")
+    check = parser.parse_args().check
+    differs = False
+    for path, text in files().items():
+        if check:
+            differs = differs or path.read_text() != text
+        else:
+            path.write_text(text)
+    return int(differs)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def test_the_page_of_examples_lists_every_notebook_with_its_question():
 
 IS_IT_HERE = [
     [re.findall(r"`([a-z_A-Z.0-9]+)[`(]", cell) for cell in row.split("|")[1:3]]
-    for row in (ROOT / "docs" / "is-it-here.md").read_text().splitlines()
+    for row in (ROOT / "docs" / "beside-others.md").read_text().splitlines()
     if row.startswith("|") and row.count("|") == 4
 ]
 
@@ -377,8 +377,9 @@ OF_OBJECTS = {"fused", "foreach", "mu_dtype", "keller", "param_groups", "init", 
 
 
 def cells(column: str) -> list[str]:
-    """The cells of a column, over all tables of the page."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line[:1] == "|"]
+    """The cells of a column, over all tables of features."""
+    lines = PAGE[: PAGE.index("\n## Is it here?")].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
     head = rows[0]
     assert all(len(row) == len(head) for row in rows)
     return [row[head.index(column)] for row in rows if row != head and "---" not in row]
@@ -419,12 +420,11 @@ def test_what_the_table_names_is_there(column: str):
 
 
 PAGES_OVER_RANKS = [
-    "checkpoints-over-ranks.md",
+    "checkpoints.md",
     "ensembles.md",
     "local-steps.md",
     "muonclip.md",
     "sharding.md",
-    "sharding-agreement.md",
 ]
 
 

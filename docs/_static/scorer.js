@@ -3,7 +3,7 @@
 var Scorer = {
   score: ([docname, title, anchor, descr, score, filename, kind]) => {
     if (/^(decisions\/|changelog$|contributing$)/.test(docname)) return score - 200;
-    if (/^(benchmarks|beside-others|step-by-part|the-default-coefficients|routed-models)$/.test(docname)) return score - 20;
+    if (/^(benchmarks|beside-others|the-default-coefficients|routed-models)$/.test(docname)) return score - 20;
     if (docname.startsWith("notebooks/experiments/")) return score - 20;
     if (docname.startsWith("notebooks/")) return score - 2;
     if (docname === "api/testing") return score - 8;

@@ -11,7 +11,6 @@ from benchmarks.track import standings
 PAGES = {
     report.PAGE: report.FINDINGS_SECTIONS,
     report.TABLES_PAGE: report.SECTIONS,
-    report.PARTS_PAGE: report.PARTS_SECTIONS,
     report.TRAINING_PAGE: report.TRAINING_SECTIONS,
     standings.PAGE: standings.SECTIONS,
     rates_table.PAGE: rates_table.SECTIONS,

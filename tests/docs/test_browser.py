@@ -164,7 +164,7 @@ SEARCHES = {
     "torch.compile": "compile.html",
     "clip": "api/transforms-decay.html",
     "freeze": "torch-optimizer.html",
-    "checkpoint format": "checkpoint-format.html",
+    "checkpoint format": "checkpoint-reliability.html",
     "moe": "fused-weights.html",
     "cuda": "gpu.html",
 }

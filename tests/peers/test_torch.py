@@ -57,5 +57,5 @@ def test_of_distributed_state_dicts(here: Here, options: dict[str, bool]) -> Non
 
 
 def test_the_page_shows_how_many_checks_run() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "peers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "why.md").read_text()
     assert f"re-implemented | {len(CHECKS)} |" in page

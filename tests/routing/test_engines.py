@@ -74,11 +74,12 @@ def test_the_survey_reports_each_difference_from_the_record(survey):
     assert survey.differences(name, without, roles) == [f"BertModel: {pattern}: absent -> hidden"]
 
 
-def test_the_page_of_routed_models_is_what_the_script_writes(script):
+def test_the_data_of_the_page_of_routed_models_is_what_the_script_writes(script):
     version = f"transformers=={script.transformers.__version__}"
     if version not in (SCRIPTS.parent / "requirements" / "engines.txt").read_text().split():
-        pytest.skip(f"the page is of another version than {version}")
-    assert script.PAGE.read_text() == script.page()
+        pytest.skip(f"the data is of another version than {version}")
+    for path, text in script.files().items():
+        assert path.read_text() == text
 
 
 def test_muon_can_be_made_for_each_model_as_it_is_routed(script):

@@ -234,7 +234,7 @@ def test_torchtitan_computes_each_matrix_once_a_replica_and_sends_it_there_and_b
     assert sum(tally.sent) == pytest.approx(on.mesh.dp * 2 * sum(there))
 
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "sharding-on-paper.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "sharding-layouts.md"
 ARGUMENTS = ["--model", "llama-8b", "--mesh", "dp=2,shard=8"]
 
 

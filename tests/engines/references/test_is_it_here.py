@@ -1,4 +1,4 @@
-"""The pages that compare muonfx with Optax list all of its names, with its signatures."""
+"""The page that compares muonfx with Optax lists all of its names, with its signatures."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from optax import contrib  # noqa: E402
 pytestmark = pytest.mark.engines
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGE = (DOCS / "is-it-here.md").read_text()
+PAGE = (DOCS / "beside-others.md").read_text()
 NAMED = {
     name.split(".")[-1] for row in re.findall(r"^\| (.*?) \|", PAGE, re.M) for name in re.findall(r"`([\w.]+)`", row)
 }
@@ -36,4 +36,4 @@ def test_every_transform_of_optax_is_told_of(module: Any, is_named: Callable[[ob
 
 def test_the_table_of_defaults_is_that_of_the_signatures():
     made = runpy.run_path(str(DOCS.parent / "scripts" / "defaults_table.py"))["table"]()
-    assert made in (DOCS / "defaults.md").read_text()
+    assert made in PAGE
