@@ -337,18 +337,26 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
 
 
 def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> Index:
-    """Return an index with the fields about a transform only: its fingerprint, ``repr``, and dtypes of its products."""
+    """Return an index with the fields about a transform only: its fingerprint, ``repr``, and dtypes of its products.
+
+    It is cached on the transform, because a run saves often.
+    """
     float_names = [name for name, leaf in leaves.items() if leaf.dtype.is_floating_point]
     param_names = [name for name in float_names if in_section(name, PARAMS)]
     if not param_names:  # parameters that are not saved are assumed to have the dtypes of the state
         param_names = float_names
-    plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
-    products: dict[str, str] = {}
-    if param_names:
-        dtypes = {leaves[name].dtype for name in param_names}
-        first_leaf = next(iter(leaves.values()))
-        products = product_dtypes(plain_tx, dtypes, torch.device(first_leaf.device))
-    return Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
+    dtypes = frozenset(leaves[name].dtype for name in param_names)
+    device: torch.device | None = None
+    if leaves:
+        device = torch.device(next(iter(leaves.values())).device)
+    key = ("checkpoint", dtypes, device)
+    if key not in tx.derived or tx.tensors:  # a number in a tensor may have changed in place
+        plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
+        products: dict[str, str] = {}
+        if dtypes and device is not None:
+            products = product_dtypes(plain_tx, dtypes, device)
+        tx.derived[key] = Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
+    return tx.derived[key]
 
 
 def _copy(leaf: Any) -> Any:

@@ -88,11 +88,17 @@ def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_n
     They follow from its signature and, if it has ``**extras``, from the extra arguments of the transforms that it calls
     (``inner``). If it calls none (``calls_none``), ``**extras`` accepts any name.
     """
-    parameters = inspect.signature(update).parameters.values()
-    keyword_only = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    named = frozenset([parameter.name for parameter in keyword_only])
-    required = {parameter.name for parameter in keyword_only if parameter.default is parameter.empty}
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names: set[str] = set()
+    required: set[str] = set()
+    takes_all = False
+    for parameter in inspect.signature(update).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_all = True
+        elif parameter.kind is parameter.KEYWORD_ONLY:
+            names.add(parameter.name)
+            if parameter.default is parameter.empty:
+                required.add(parameter.name)
+    named = frozenset(names)
     understood: frozenset[str] | None = named - _OUR_EXTRAS
     if takes_all:
         for extras in inner:

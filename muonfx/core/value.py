@@ -163,23 +163,24 @@ class Lazy(Generic[V]):
         """Return the property of an object, and store it in ``instance.__dict__``."""
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
-        result = self._result(instance)
+        result = self._compute(instance)
         # Objects created while tracing must not be stored on an object that outlives the trace.
         if not torch.compiler.is_compiling():
             instance.__dict__[self._name] = result
         return result
 
-    def _result(self, instance: Any) -> V:
-        return self._compute(instance)
-
 
 class _OfStructure(Lazy[V]):
     """A `Lazy` property whose result is also cached in the structure, which values with other numbers share."""
 
-    def _result(self, instance: Any) -> V:
+    def __get__(self, instance: Any, owner: type | None = None) -> V:
+        if instance is None:
+            return cast("V", self)
         results: dict[str, Any] = instance.structure.attributes
         if self._name not in results:
             results[self._name] = self._compute(instance)
+        if not torch.compiler.is_compiling():
+            instance.__dict__[self._name] = results[self._name]
         return results[self._name]
 
 
@@ -425,7 +426,13 @@ class Recorded:
     @property
     def arguments(self) -> dict[str, Any]:
         """A dict with all arguments of the call that created this value, by name, including defaults."""
-        arguments: Any = _join(self.structure.skeleton, iter(self.parts))
+        parts = iter(self.parts)
+        arguments = dict(self.structure.skeleton)
+        for name, skeleton in arguments.items():
+            if skeleton is _HOLE:
+                arguments[name] = next(parts)
+            elif type(skeleton) in (tuple, list, dict):
+                arguments[name] = _join(skeleton, parts)
         return arguments
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -566,8 +573,11 @@ def parts_of(recorded: Recorded, name: str = "") -> list[tuple[str, Any]]:
     The names begin with ``name``, the dotted name of the transform, such as "muon.momentum".
     """
     numbers: list[tuple[str, Any]] = []
+    prefix = dotted(name)
     for argument, value in zip(part_names(recorded), recorded.parts, strict=True):
-        full_name = joined_name(name, argument)
+        full_name = prefix + argument
+        if not argument:  # the transform within a transparent wrapper, which adds nothing to the name
+            full_name = name
         if isinstance(value, Recorded):
             numbers += parts_of(value, full_name)
         else:

@@ -61,9 +61,8 @@ def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset
         if not names_of_member:  # such as a type variable
             return frozenset()
         type_names.update(names_of_member)
-    if any(type_name in _PLAIN or _is_literal(type_name) for type_name in type_names):
-        return frozenset(type_names)
-    return frozenset()
+    has_plain_type = not type_names.isdisjoint(_PLAIN) or any(map(_is_literal, type_names))
+    return frozenset(type_names) if has_plain_type else frozenset()
 
 
 def _names_of_member(member: object) -> list[str]:
@@ -188,7 +187,7 @@ def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
         return "str" in type_names or repr(value) in type_names
     for kind, accepting_names in _ACCEPTED_AS:
         if isinstance(value, kind):
-            return any(name in type_names for name in accepting_names)
+            return not type_names.isdisjoint(accepting_names)
     if _is_symbolic(value):
         return True
     # A schedule, a tuple or another object: the code that uses the argument checks it further.
