@@ -60,7 +60,7 @@ Structure = optree.PyTreeSpec
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
-@dataclass
+@dataclass(unsafe_hash=True)  # a graph may break while one is a key of a dict
 class _Node:
     """The structure of a tree, in plain Python for ``torch.compile``; `kind` is its container, or None for a leaf."""
 

@@ -424,6 +424,32 @@ def test_a_compiled_step_follows_a_rate_that_changes_at_every_step(name: str, ch
     assert 0 < graphs.frame_count <= 4  # a float is a constant at first, then an input of the graph
 
 
+@pytest.mark.slow
+def test_a_compiled_step_whose_graph_breaks_follows_groups_with_other_rates_and_a_scheduler():
+    """A tree's structure that the graph made was the key of a dict outside of it, and had no hash."""
+    trained_params = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        groups = [
+            {"params": list(model[layer].named_parameters(prefix=str(layer))), "lr": rate}
+            for layer, rate in ((0, 0.1), (1, 0.2))
+        ]
+        tx = mfx.chain(mfx.scale_by_adam(), mfx.add_decayed_weights(0.1), mfx.scale_by_learning_rate(0.1))
+        optimizer = mfx.TransformOptimizer(groups, tx)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        step = optimizer.step
+        if is_compiled:
+            step = torch.compile(lambda o=optimizer: o.step(), backend="eager")
+        for number in range(4):
+            set_grads(model, number)
+            step()
+            scheduler.step()
+        trained_params.append(params_of(model))
+    torch.testing.assert_close(*trained_params, rtol=1e-5, atol=1e-6)
+
+
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
