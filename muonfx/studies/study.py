@@ -15,6 +15,7 @@ from torch import Tensor
 
 from muonfx import checkpoint
 from muonfx.core.transform import Transform
+from muonfx.internal.arguments import plain_arguments
 from muonfx.studies.sweep import Progress, Sweep
 from muonfx.studies.task import Task
 from muonfx.testing.progress import Report, reporting
@@ -35,6 +36,7 @@ class Run(NamedTuple):
     seed: int
 
 
+@plain_arguments
 def study(
     task: Task,
     optimizers: Mapping[str, Callable[[float], Transform]],
@@ -69,6 +71,7 @@ def study(
         losses of NaN or inf. ``pandas.DataFrame(rows)`` makes a table of them.
 
     Raises:
+        TypeError: an argument has another type.
         ValueError: there is nothing to train, ``rates`` names other optimizers, the transforms of an optimizer cannot
             be stacked, or ``folder`` has runs of another study.
 
@@ -87,6 +90,8 @@ def study(
         0.5 1 5.0
         0.5 2 0.0
     """
+    if not isinstance(folder, str | os.PathLike | None):
+        raise TypeError(f"folder: found {folder!r}, expected a path or None")
     rates_by_name = _rates_by_name(rates, optimizers)
     _require_work(optimizers, seeds, steps, report_every)
     interval = report_every or math.ceil(steps / REPORTS)

@@ -25,6 +25,7 @@ WRONG = {
 
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 PARAMS = {"w": torch.zeros(4, 4), "b": torch.zeros(4)}
+TASK = mfx.studies.Task(lambda seed: PARAMS, lambda seed, step: torch.ones(4), lambda params, batch: params["b"].sum())
 TX = mfx.momentum()
 
 REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
@@ -60,9 +61,14 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     sharding.flat: (PARAMS, 1),
     sharding.sharded: (TX, sharding.zero(PARAMS, 1)),
     sharding.offload: (TX,),
+    mfx.study: (TASK, {"sgd": mfx.scale_by_learning_rate}),
 }
 """Valid values of required arguments; names without an entry require none."""
-MORE = {sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]}, routing.labels: {"default": "muon"}}
+MORE = {
+    sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]},
+    routing.labels: {"default": "muon"},
+    mfx.study: {"rates": [0.1], "seeds": [0], "steps": 1},
+}
 
 NOT_ASKED = {
     mfx.transform,  # tests/test_wrong_arguments.py
