@@ -397,9 +397,10 @@ class TrackedParameters:
             if model is None:  # it was deleted
                 continue
             for name, param in model.named_parameters():
-                is_left_to_others = names_of_model is not None and name not in names_of_model and name not in named
-                is_known = id(param) in known_ids or name in self._left_out
-                if not is_known and not is_left_to_others:
+                if id(param) in known_ids or name in self._left_out:
+                    continue
+                is_of_optimizer = names_of_model is None or name in names_of_model or name in named
+                if is_of_optimizer:
                     outside[name] = param
         return outside
 

@@ -304,18 +304,15 @@ def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
     # With P = s I + t E and Q = u I + v F: P Q = s u I + (s v F + t u E) + t v E F.
     s, t, e = p
     u, v, f = q
-    # The sum in brackets as `beta * addend`, where beta is the larger weight. This is exact, and leaves a weight of at
-    # most 1 for the other matrix.
-    addend = f
-    beta = s * v
-    smaller = e
-    smaller_weight = t * u
-    if abs(smaller_weight) > abs(beta):
-        addend, smaller = smaller, addend
-        beta, smaller_weight = smaller_weight, beta
+    # The sum in brackets is divided by the larger of its two weights, so the other matrix has a weight of at most 1.
+    larger, smaller = (s * v, f), (t * u, e)
+    if abs(smaller[0]) > abs(larger[0]):
+        larger, smaller = smaller, larger
+    larger_weight, bracket = larger
+    smaller_weight, other = smaller
     if smaller_weight != 0:
-        addend = on.sum(addend, smaller, smaller_weight / beta)
-    product = on.symmetric(addend, e, f, beta=beta, alpha=t * v)
+        bracket = on.sum(bracket, other, smaller_weight / larger_weight)
+    product = on.symmetric(bracket, e, f, beta=larger_weight, alpha=t * v)
     return Shifted(s * u, 1.0, product)
 
 

@@ -288,9 +288,13 @@ def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, request: _Request) -> bool:
     """
     if in_fp16.bound is None or in_bf16.bound is None:  # a tensor of coefficients: its rounding is not bounded
         return False
-    if len(in_fp16.stages) == len(in_bf16.stages):
-        return in_bf16.bound > TOLERANCE and in_fp16.bound < in_bf16.bound
-    if len(in_fp16.stages) > len(in_bf16.stages) or in_fp16.bound > TOLERANCE:
+    fp16_stages = len(in_fp16.stages)
+    bf16_stages = len(in_bf16.stages)
+    if fp16_stages == bf16_stages:
+        bf16_is_too_inaccurate = in_bf16.bound > TOLERANCE
+        return bf16_is_too_inaccurate and in_fp16.bound < in_bf16.bound
+    fp16_is_accurate = in_fp16.bound <= TOLERANCE
+    if fp16_stages > bf16_stages or not fp16_is_accurate:
         return False
     device = request.device
     return work(in_fp16, device, portable=request.portable) < work(in_bf16, device, portable=request.portable)
@@ -484,14 +488,16 @@ def _cheaper_method(compute: torch.dtype, rates: Rates, request: _Request, produ
         why = "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
         return "standard", plain, why
     restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
-    if len(restarts) == len(plain) - 1:  # a restart after each step but the last, as in the standard form
+    restarts_after_each_step = len(restarts) == len(plain) - 1  # but the last
+    if restarts_after_each_step:  # which is the standard form
         return "standard", plain, f"{compute} rounds too much for two steps on one Gram matrix"
     stages = _gram_stages(restarts, request)
     short, long = fixed(request.short), fixed(request.long)
     gram_cost = _cost(stages, short, long, rates, products)
     standard_cost = _cost(plain, short, long, rates, products)
-    lengths = _lengths(stages)
-    why = f"{gram_cost:.2e} multiply-adds in stages of {lengths} steps, {standard_cost:.2e} in the standard form"
+    why = (
+        f"{gram_cost:.2e} multiply-adds in stages of {_lengths(stages)} steps, {standard_cost:.2e} in the standard form"
+    )
     if gram_cost < standard_cost:
         return "gram", stages, why
     return "standard", plain, why
