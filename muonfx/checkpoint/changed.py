@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from muonfx import tree
-from muonfx.checkpoint.errors import MismatchError
-from muonfx.checkpoint.folder import inspect
+from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
+from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import (
     GROUPS,
     PARAMS,
     SavedOptimizer,
+    StateSpec,
     in_section,
     is_optimizer,
     is_sharded,
-    named_tensors,
-    path_of,
     plain_names,
 )
-from muonfx.checkpoint.load import load
+from muonfx.checkpoint.load import Target, load_checkpoint, require_no_arguments
+from muonfx.checkpoint.match import Rules
 from muonfx.core import Transform
 from muonfx.internal.display import Report, Shown, Table
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
-from muonfx.tree import PyTree
+from muonfx.tree import PyTree, Spec
+from muonfx.tree.dtypes import widens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -98,10 +98,10 @@ def load_changed(
     Where `load` raises an error for each difference, this function carries over the state of each parameter as far as
     it fits, and returns an account of all leaves. The state of a parameter in a transform, such as "mu" and "nu" of
     "wte.weight", is carried over as a whole: from the same name, or else from the one state of this parameter in the
-    checkpoint with equal variables whose name has the longest equal end. A parameter may have more rows than in the
-    checkpoint, as after a vocabulary has grown: its first rows are carried over. A step count comes from the transforms
-    that the parameters come from, and starts again if all of them are new. All other leaves stay as in ``like``.
-    Parameters must have the same names.
+    checkpoint with equal variables whose name has the most equal last levels; if two states could come from one, both
+    are new. A parameter may have more rows than in the checkpoint, as after a vocabulary has grown: its first rows are
+    carried over. A step count comes from the transforms that the parameters come from, and starts again if all of them
+    are new. All other leaves stay as in ``like``. Parameters must have the same names.
 
     Args:
         path: the folder of the checkpoint.
@@ -114,6 +114,7 @@ def load_changed(
         The state and the account, which prints as a table.
 
     Raises:
+        TypeError: ``like`` is a `StateSpec`, which has no values; or ``tx`` is given for an optimizer.
         NotFoundError, CorruptError, FormatError: as in `load`.
         MismatchError: a leaf has a narrower dtype than in the checkpoint, or the step counts of the transforms that a
             transform comes from differ. Nothing was loaded.
@@ -134,19 +135,39 @@ def load_changed(
         adamw/nu/out    new, as init made it
         muon/trace/out  dropped
     """
+    if isinstance(like, StateSpec):
+        raise TypeError("like: found a StateSpec, expected a state with values, which new leaves keep: tx.init(params)")
     if is_optimizer(like):
-        continuation = load_changed(path, like.transform_state, tx=like.transform, group=group)
-        return _continue_optimizer(like, continuation, inspect(path).objects.get(GROUPS))
+        require_no_arguments(tx, None)
+        continuation, objects = _load_state(path, like.transform_state, like.transform, group)
+        return _continue_optimizer(like, continuation, objects.get(GROUPS))
+    continuation, _ = _load_state(path, like, tx, group)
+    return continuation
+
+
+def _load_state(
+    path: str | os.PathLike[str], like: PyTree, tx: Transform | None, group: ProcessGroup | None
+) -> tuple[Continuation, dict[str, Any]]:
+    """Return the continuation of the state of a transform, and the values of the checkpoint that are no tensors.
+
+    ``like`` and the state of the result may be this rank's local state of a sharded ``tx``.
+    """
     local_tx: Sharded | None = None  # the sharded transform whose local state on this rank is ``like``
     if isinstance(tx, Sharded):
         group = group or tx.layout.group
         if not is_global(like):
             local_tx = tx
-    global_like = like if local_tx is None else to_global(local_tx, like)
-    continuation = _load_state(path, global_like, group)
-    if local_tx is None:
-        return continuation
-    return replace(continuation, state=from_global(local_tx, continuation.state))
+
+    def make_target() -> ChangedTarget:
+        """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
+        global_like = like if local_tx is None else to_global(local_tx, like)
+        rules = Rules((), (), allow_other_chain=True, cast={}, rename={})
+        return ChangedTarget.of(global_like, tx, rules, is_alone=group is None)
+
+    continuation, objects = load_checkpoint(path, make_target, group)
+    if local_tx is not None:
+        continuation = replace(continuation, state=from_global(local_tx, continuation.state))
+    return continuation, objects
 
 
 def _continue_optimizer(
@@ -165,53 +186,111 @@ def _continue_optimizer(
     return replace(continuation, state=optimizer.transform_state, groups=groups)
 
 
-def _load_state(path: str | os.PathLike[str], like: PyTree, group: ProcessGroup | None) -> Continuation:
-    """Return the continuation of a state whose leaves are whole tensors or shards that `load` accepts."""
-    named = named_tensors(like)
-    expected = {name: leaf for name, leaf in named if leaf is not None}
-    shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
-    stored = _stored_shapes(inspect(path).leaves)
-    sources = _sources(shapes, stored)
-    loaded = _load_sources(path, sources, expected, stored, group)
-    _require_equal_counts(path, sources, loaded)
-    source_of = {name: candidates[0] for name, candidates in sources.items()}
-
-    leaves: list[Any] = []
-    for name, leaf in named:
-        if name in source_of:
-            leaves.append(_value(leaf, loaded[source_of[name]]))
-        elif isinstance(leaf, Tensor):
-            leaves.append(leaf.clone())
-        else:
-            leaves.append(leaf)
-    state = tree.unflatten(tree.flatten(like)[1], leaves)
-    return _account(state, shapes, stored, source_of)
+# ----------------------------------------------------------------------------------------------------------- the target
 
 
-def _account(state: PyTree, shapes: Shapes, stored: Shapes, source_of: Mapping[str, str]) -> Continuation:
-    """Return a state with the account of its leaves; ``source_of`` maps a leaf to its name in the checkpoint."""
-    kept: list[str] = []
-    new: list[str] = []
-    moved: dict[str, str] = {}
-    grown: dict[str, str] = {}
-    for name, shape in shapes.items():
-        source = source_of.get(name)
-        if source is None:
-            new.append(name)
-        elif stored[source] != shape:
-            grown[name] = source
-        elif source != name:
-            moved[name] = source
-        else:
-            kept.append(name)
-    dropped = sorted(stored.keys() - source_of.values())
-    return Continuation(state, tuple(kept), moved, grown, tuple(new), tuple(dropped))
+@dataclass
+class ChangedTarget(Target):
+    """The tree that `load_changed` fills. It takes what fits from a checkpoint, and `filled` returns the account."""
+
+    sources: dict[str, list[str]] = field(init=False)
+    """The names in the checkpoint from which each leaf may come, as `_sources` returns them."""
+    stored: Shapes = field(init=False)
+    """The shape of each leaf in the checkpoint."""
+    read: dict[str, Any] = field(init=False)
+    """The tensors that are read, by name in the checkpoint; their values are there when `filled` is called."""
+
+    def allocate(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Allocate the tensors of the tree, after a check that those to read fit.
+
+        Return two dicts: the leaves of the result by name, and the tensors to read by their names in the checkpoint.
+        A leaf that has more rows than in the checkpoint is a copy, and only its first rows are read, into a tensor of
+        their own.
+        """
+        stored_name_of = _stored_names(index.leaves)
+        stored_specs = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
+        shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
+        self.stored = {name: spec.shape for name, spec in stored_specs.items()}
+        self.sources = _sources(shapes, self.stored)
+        self._require_fitting(stored_specs, where)
+        self.read = {}
+        leaves: dict[str, Any] = {}
+        for name, leaf in self.like.items():
+            candidates = self.sources.get(name, [])
+            for source in candidates:
+                if source not in self.read:  # a step count may be read once for several leaves
+                    self.read[source] = self._tensor_to_read(leaf, stored_specs[source].shape)
+            is_as_stored = bool(candidates) and self.stored[candidates[0]] == shapes[name]
+            leaves[name] = self.read[candidates[0]] if is_as_stored else self._copy(name, leaf)
+        return leaves, {stored_name_of[source]: tensor for source, tensor in self.read.items()}
+
+    def filled(self, leaves: Mapping[str, Any]) -> Continuation:
+        """Return the state, into which the values were read, and the account of its leaves."""
+        _require_equal_counts(self.sources, self.read)
+        kept: list[str] = []
+        new: list[str] = []
+        moved: dict[str, str] = {}
+        grown: dict[str, str] = {}
+        for name, leaf in leaves.items():
+            if name not in self.sources:
+                new.append(name)
+                continue
+            source = self.sources[name][0]
+            first_rows = self.read[source]
+            if first_rows.shape != leaf.shape:
+                leaf[: len(first_rows)] = first_rows
+                grown[name] = source
+            elif source != name:
+                moved[name] = source
+            else:
+                kept.append(name)
+        dropped = sorted(self.stored.keys() - {candidates[0] for candidates in self.sources.values()})
+        return Continuation(super().filled(leaves), tuple(kept), moved, grown, tuple(new), tuple(dropped))
+
+    def _tensor_to_read(self, leaf: Any, shape: tuple[int, ...]) -> Any:
+        """Allocate a tensor or shard for values that have the shape ``shape`` in the checkpoint."""
+        if tuple(leaf.shape) == shape:
+            return self._empty(leaf)
+        return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+
+    def _require_fitting(self, stored_specs: Mapping[str, Spec], where: str) -> None:
+        """Raise one error with all leaves that do not fit: they have a narrower dtype, or are shards with more rows."""
+        problems: list[str] = []
+        advice: dict[str, None] = {}  # each sentence once, in order
+        for name, candidates in self.sources.items():
+            leaf = self.like[name]
+            shape = tuple(leaf.shape)
+            stored_spec = stored_specs[candidates[0]]
+            if not widens(stored_spec.dtype, leaf.dtype):
+                problems.append(f"narrowing: {name!r} is {stored_spec.dtype} in the checkpoint, expected {leaf.dtype}")
+                advice["to keep the values: use a chain with the state dtypes of the checkpoint"] = None
+            if is_sharded(leaf) and shape != stored_spec.shape:
+                problems.append(
+                    f"reshaped:  {name!r} has shape {stored_spec.shape} in the checkpoint, expected {shape}"
+                )
+                advice["shards cannot grow: load it in one process, save it again, and load that on all ranks"] = None
+        if problems:
+            differences = "\n  ".join(first_of_each_kind(problems))
+            to_do = "\n  ".join(advice)
+            text = f"{where} does not fit, nothing was loaded:\n  {differences}\nwhat to do:\n  {to_do}"
+            raise MismatchError(text, problems)
 
 
-def _stored_shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each leaf of the state in a checkpoint, by its name without prefixes of wrappers."""
+def _stored_names(leaves: Iterable[str]) -> dict[str, str]:
+    """Return a dict from the name of each leaf of the state, without prefixes of wrappers, to its name as stored."""
     plain_name_of = plain_names(leaves)
-    return {plain_name_of[name]: leaf.spec.shape for name, leaf in leaves.items() if not in_section(name, PARAMS)}
+    return {plain_name_of[name]: name for name in leaves if not in_section(name, PARAMS)}
+
+
+def _require_equal_counts(sources: Mapping[str, list[str]], read: Mapping[str, Any]) -> None:
+    """Raise if parameters with different step counts now have one transform, and so one count."""
+    for name, candidates in sources.items():
+        if len(candidates) == 1:
+            continue
+        counts = {source: read[source].item() for source in candidates}
+        if len(set(counts.values())) > 1:
+            problem = f"{name!r} would be the step count of parameters with the counts {counts}"
+            raise MismatchError(f"{problem}, nothing was loaded; give these parameters a label of their own", [problem])
 
 
 # ---------------------------------------------------------------------------------------------------------- the sources
@@ -228,32 +307,46 @@ class Unit(NamedTuple):
 def _sources(expected: Shapes, stored: Shapes) -> dict[str, list[str]]:
     """Return a dict from the name of each leaf that is carried over to its possible names in the checkpoint.
 
-    Several names are those of step counts, which must be equal.
+    Several names are names of step counts, which must be equal.
     """
     units = _units(expected)
-    stored_units = _units(stored)
-    unit_sources: dict[Unit, Unit] = {}
-    for unit in units:
-        if unit in stored_units and _fits(unit, unit, units, stored_units):
-            unit_sources[unit] = unit
-    unused = [unit for unit in stored_units if unit not in unit_sources]
-    for unit in units:
-        if unit not in unit_sources:
-            fitting = [source for source in unused if _fits(unit, source, units, stored_units)]
-            source = _closest(unit.prefix, {source.prefix: source for source in fitting})
-            if source is not None:
-                unit_sources[unit] = source
+    source_of = _unit_sources(units, _units(stored))
     sources: dict[str, list[str]] = {}
-    for unit, source in unit_sources.items():
+    for unit, source in source_of.items():
         for variable in units[unit]:
             sources[_leaf_name(unit, variable)] = [_leaf_name(source, variable)]
-    for name in expected:
-        if name in sources or expected[name]:
+    for name, shape in expected.items():
+        if shape:
             continue
-        candidates = _sources_of_scalar(name, units, unit_sources, stored)
+        candidates = _sources_of_scalar(name, units, source_of, stored)
         if candidates:
             sources[name] = candidates
     return sources
+
+
+def _unit_sources(units: Mapping[Unit, Shapes], stored_units: Mapping[Unit, Shapes]) -> dict[Unit, Unit]:
+    """Return a dict from each unit that is carried over to its unit in the checkpoint.
+
+    This is the unit with the same name, or else the closest one that no other unit is carried over from. If two units
+    could come from one, both are new.
+    """
+    source_of: dict[Unit, Unit] = {}
+    for unit in units:
+        if unit in stored_units and _fits(unit, unit, units, stored_units):
+            source_of[unit] = unit
+    unused = [unit for unit in stored_units if unit not in source_of]
+    moved: dict[Unit, Unit] = {}
+    for unit in units:
+        if unit not in source_of:
+            fitting = [source for source in unused if _fits(unit, source, units, stored_units)]
+            source = _closest(unit.prefix, {source.prefix: source for source in fitting})
+            if source is not None:
+                moved[unit] = source
+    uses = Counter(moved.values())
+    for unit, source in moved.items():
+        if uses[source] == 1:
+            source_of[unit] = source
+    return source_of
 
 
 def _units(shapes: Shapes) -> dict[Unit, dict[str, tuple[int, ...]]]:
@@ -310,8 +403,8 @@ def _equal_levels(first: str, second: str) -> int:
     2
     """
     equal = 0
-    for one, other in zip(reversed(first.split("/")), reversed(second.split("/")), strict=False):
-        if one != other:
+    for level, other_level in zip(reversed(first.split("/")), reversed(second.split("/")), strict=False):
+        if level != other_level:
             break
         equal += 1
     return equal
@@ -362,72 +455,21 @@ def _source_transform(transform: str, prefix: str, source_prefix: str) -> str | 
     ''
     >>> _source_transform("chain", "muon/momentum", "muon/momentum") is None
     True
+    >>> _source_transform("chain", "chain/adamw/adam", "xadamw/adam") is None
+    True
     """
-    if not f"{prefix}/".startswith(f"{transform}/".removeprefix("/")):
+    levels = _levels(transform)
+    prefix_levels = _levels(prefix)
+    source_levels = _levels(source_prefix)
+    if prefix_levels[: len(levels)] != levels:
         return None
-    levels_between = prefix.removeprefix(transform)
-    if not source_prefix.endswith(levels_between.removeprefix("/")):
+    levels_between = prefix_levels[len(levels) :]
+    above = len(source_levels) - len(levels_between)  # the number of levels of the transform in the checkpoint
+    if above < 0 or source_levels[above:] != levels_between:
         return None
-    return source_prefix.removesuffix(levels_between.removeprefix("/")).removesuffix("/")
+    return "/".join(source_levels[:above])
 
 
-# ----------------------------------------------------------------------------------------------------------- the values
-
-
-def _load_sources(
-    path: str | os.PathLike[str],
-    sources: Mapping[str, list[str]],
-    expected: Mapping[str, Any],
-    stored: Shapes,
-    group: ProcessGroup | None,
-) -> dict[str, Any]:
-    """Load the leaves that are carried over; return them by their names in the checkpoint."""
-    templates: dict[str, Any] = {}
-    for name, candidates in sources.items():
-        for source in candidates:
-            template = expected[name]
-            if stored[source] != tuple(template.shape):
-                if is_sharded(template):
-                    raise _growing_shards(path, name, stored[source], tuple(template.shape))
-                template = torch.empty(stored[source], dtype=template.dtype, device=template.device)
-            templates[source] = template
-    nested: dict[Any, Any] = {}
-    for source, template in templates.items():
-        *levels, last = path_of(source)
-        branch = nested
-        for level in levels:
-            branch = branch.setdefault(level, {})
-        branch[last] = template
-    return dict(named_tensors(load(path, nested, allow_extra=True, group=group)))
-
-
-def _value(leaf: Tensor, loaded: Any) -> Any:
-    """Return the new value of a leaf: the loaded one, or, if that has fewer rows, the leaf with these rows replaced."""
-    if tuple(loaded.shape) != tuple(leaf.shape):
-        value = leaf.clone()
-        value[: len(loaded)] = loaded
-        return value
-    if not loaded.shape:
-        return loaded.clone()  # one step count may be that of several transforms
-    return loaded
-
-
-def _require_equal_counts(path: object, sources: Mapping[str, list[str]], loaded: Mapping[str, Any]) -> None:
-    """Raise if parameters with different step counts now have one transform, and so one count."""
-    for name, candidates in sources.items():
-        values = {source: loaded[source].item() for source in candidates if len(candidates) > 1}
-        if len(set(values.values())) > 1:
-            problem = f"{name!r} would be the step count of parameters with the counts {values}"
-            raise MismatchError(
-                f"{path}: {problem}, nothing was loaded; give these parameters a label of their own", [problem]
-            )
-
-
-def _growing_shards(path: object, name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> MismatchError:
-    """Return the error for a leaf that has more rows now, and of which each rank holds a shard."""
-    problem = f"{name!r} has shape {stored} in the checkpoint, expected {expected}"
-    return MismatchError(
-        f"{path}: {problem}, and shards cannot grow, nothing was loaded; load it in one process, save it again, and "
-        "load that on all ranks",
-        [problem],
-    )
+def _levels(name: str) -> list[str]:
+    """Return the levels of a name; the name of the outermost transform, "", has none."""
+    return name.split("/") if name else []

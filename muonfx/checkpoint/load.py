@@ -135,7 +135,7 @@ def load(
         return Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
 
     if is_optimizer(like):
-        _require_no_arguments(tx, device)
+        require_no_arguments(tx, device)
         objects = {GROUPS} if scheduler is None else {GROUPS, SCHEDULER}
         objects = objects.difference(patterns_of(allow_extra))
         return _load_optimizer(path, like, scheduler, objects, make_rules, group)
@@ -202,7 +202,7 @@ def _load_state(
     return loaded, stored_objects
 
 
-def _require_no_arguments(tx: object, device: object) -> None:
+def require_no_arguments(tx: object, device: object) -> None:
     """Raise if `load` has arguments that an optimizer gives itself."""
     if tx is not None:
         raise TypeError("tx: an optimizer is loaded with its transform: leave tx out")
@@ -432,7 +432,7 @@ _NUMBERS = re.compile(r"(\w+)=(-?(?:torch\.tensor\()?[\d.][\w.+-]*)")
 """A numeric argument in the ``repr`` of a transform: its name and the number."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Target:
     """The tree that one `load` fills, and the differences from the checkpoint that its caller allows."""
 
