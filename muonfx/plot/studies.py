@@ -103,7 +103,8 @@ def plot_rates(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) -
             _draw_band(axes, losses_at, contender, contender.name)
         axes.set(xscale="log", xlabel="learning rate", ylabel=f"{key.replace('_', ' ')} after {last_step} steps")
         axes.set_ylim(top=min(axes.get_ylim()[1], _typical_first_loss(rows, key)))
-        axes.legend()
+        if axes.lines:  # else all runs have diverged
+            axes.legend()
     return axes
 
 
@@ -132,7 +133,7 @@ def plot_steps_to(rows: Rows, target: float, *, loss: str | None = None, ax: Axe
     contenders = _contenders(rows, key)
     steps_to = [_steps_to(contender, target) for contender in contenders]
     if not any(steps_to):
-        lowest = min(row[key] for row in rows)
+        lowest = min([row[key] for row in rows if math.isfinite(row[key])], default=math.nan)
         raise ValueError(
             f"target: no optimizer reaches a loss of {target:g} from all seeds at any rate; the lowest loss is "
             f"{lowest:.4g}"
@@ -221,7 +222,10 @@ def _typical_first_loss(rows: Rows, key: str) -> float:
     first_step = min(row["step"] for row in rows)
     if first_step == max(row["step"] for row in rows):
         return math.inf
-    return statistics.median(row[key] for row in rows if row["step"] == first_step)
+    first_losses = [row[key] for row in rows if row["step"] == first_step and math.isfinite(row[key])]
+    if not first_losses:
+        return math.inf
+    return statistics.median(first_losses)
 
 
 def _final_loss(runs: Runs) -> float:

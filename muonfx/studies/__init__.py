@@ -1,7 +1,7 @@
 """Compare optimizers over rates and seeds in one call.
 
-`Task` is what is trained: initial parameters, batches and a loss. `study` trains it with each optimizer at each rate
-from each seed, all seeds and rates of one optimizer together under ``torch.func.vmap``, and returns rows. The functions
+A `Task` consists of initial parameters, batches and a loss. `study` trains it with each optimizer at each rate from
+each seed, all seeds and rates of one optimizer together under ``torch.func.vmap``, and returns rows. The functions
 `muonfx.plot.plot_losses`, `muonfx.plot.plot_rates` and `muonfx.plot.plot_steps_to` draw them.
 """
 

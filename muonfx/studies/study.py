@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from muonfx import checkpoint
+from muonfx import checkpoint, tree
 from muonfx.core.transform import Transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.studies.sweep import Progress, Sweep
@@ -24,7 +23,7 @@ REPORTS = 20
 """Number of reports of a run if `study` gets no ``report_every``."""
 
 SAME_LOSS = 1e-5
-"""Relative difference up to which two first losses are of the same task: rounding on another machine is smaller."""
+"""First losses with a smaller relative difference are of the same task, since another machine rounds otherwise."""
 
 Rows = list[dict[str, Any]]
 
@@ -95,18 +94,18 @@ def study(
     rates_by_name = _rates_by_name(rates, optimizers)
     _require_work(optimizers, seeds, steps, report_every)
     interval = report_every or math.ceil(steps / REPORTS)
-    ends = [*range(interval, steps, interval), steps]
+    report_steps = [*range(interval, steps, interval), steps]
     rows: Rows = []
     with reporting(progress) as report:
         for name, make_transform in optimizers.items():
-            runs = [Run(rate, seed) for rate in rates_by_name[name] for seed in seeds]
-            for together in _trained_together(runs, vmap=vmap):
-                sweep = _sweep(task, name, make_transform, together)
+            runs = [Run(rate, int(seed)) for rate in rates_by_name[name] for seed in seeds]
+            for batch_of_runs in _trained_together(runs, vmap=vmap):
+                sweep = _sweep(task, name, make_transform, batch_of_runs)
                 saves = None
                 if folder is not None:
-                    saves = _Saves(Path(folder) / _file_name(name, together), name, together, ends)
-                losses = _losses_at(sweep, ends, saves, report, name)
-                rows += _rows(name, together, ends, losses, has_validation=task.validation is not None)
+                    saves = _Saves(Path(folder) / _file_name(name, batch_of_runs), name, batch_of_runs, report_steps)
+                losses = _losses_at(sweep, report_steps, saves, report, name)
+                rows += _rows(name, batch_of_runs, report_steps, losses, has_validation=task.validation is not None)
     return rows
 
 
@@ -127,32 +126,33 @@ def _sweep(task: Task, name: str, make_transform: Callable[[float], Transform], 
         raise ValueError(message) from error
 
 
-def _losses_at(sweep: Sweep, ends: list[int], saves: _Saves | None, report: Report, name: str) -> Tensor:
-    """Train a sweep, and return its losses: shape (rows of a run, runs, 2), of training and validation."""
+def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, report: Report, name: str) -> Tensor:
+    """Train a sweep, and return its losses: shape (reports, runs, 2), of training and validation."""
     progress = sweep.start()
-    losses = torch.full((len(ends), len(sweep.seeds), 2), torch.nan, dtype=torch.float64)
+    losses = torch.full((len(report_steps), len(sweep.seeds), 2), torch.nan, dtype=torch.float64)
     done = 0
     if saves is not None:
         saves.describe(sweep, progress)
         done, progress, losses = saves.load(progress, losses)
-    for index, end in enumerate(ends):
-        if end <= done:
+    for index, step in enumerate(report_steps):
+        if step <= done:
             continue
-        progress, training_losses = sweep.train(progress, range(done, end))
+        progress, training_losses = sweep.train(progress, range(done, step))
         losses[index, :, 0] = training_losses
         losses[index, :, 1] = sweep.validation_losses(progress)
-        done = end
+        done = step
         if saves is not None:
             saves.save(done, progress, losses)
-        report(f"{name}: step {done} of {ends[-1]}, {len(sweep.seeds)} runs, lowest loss {training_losses.min():.4g}")
+        lowest = training_losses.nan_to_num(nan=math.inf).min()  # NaN: the run has diverged
+        report(f"{name}: step {done} of {report_steps[-1]}, {len(sweep.seeds)} runs, lowest loss {lowest:.4g}")
     return losses
 
 
-def _rows(name: str, runs: list[Run], ends: list[int], losses: Tensor, *, has_validation: bool) -> Rows:
-    """Return a row for each run and each report, run by run."""
+def _rows(name: str, runs: list[Run], report_steps: list[int], losses: Tensor, *, has_validation: bool) -> Rows:
+    """Return a row for each run and each report, run by run; ``losses`` has the shape (reports, runs, 2)."""
     rows: Rows = []
-    for run, of_run in zip(runs, losses.unbind(1), strict=True):
-        for step, (training_loss, validation_loss) in zip(ends, of_run.tolist(), strict=True):
+    for run, losses_of_run in zip(runs, losses.unbind(1), strict=True):
+        for step, (training_loss, validation_loss) in zip(report_steps, losses_of_run.tolist(), strict=True):
             row = {"optimizer": name, "rate": run.rate, "seed": run.seed, "step": step, "loss": training_loss}
             if has_validation:
                 row["validation_loss"] = validation_loss
@@ -167,21 +167,22 @@ class _Saves:
         path: the folder of the checkpoint.
         name: the name of the optimizer.
         runs: the runs of the sweep.
-        ends: the steps after which a run makes a report.
+        report_steps: the steps after which a run makes a report.
     """
 
-    def __init__(self, path: Path, name: str, runs: list[Run], ends: list[int]) -> None:
+    def __init__(self, path: Path, name: str, runs: list[Run], report_steps: list[int]) -> None:
         self.path = path
         self.description: dict[str, Any] = {
             "optimizer": name,
             "rates": [run.rate for run in runs],
             "seeds": [run.seed for run in runs],
-            "reports": ends,
+            "reports": report_steps,
         }
 
     def describe(self, sweep: Sweep, start: Progress) -> None:
-        """Add what differs between tasks and transforms: a hash, and the losses before the first step."""
-        self.description["transform"] = hashlib.sha256(repr(sweep.tx).encode()).hexdigest()
+        """Add the transform, and the losses before the first step, which differ between tasks."""
+        self.description["transform"] = sweep.tx.fingerprint
+        self.description["numbers"] = [torch.as_tensor(number).tolist() for number in tree.leaves(sweep.tx)]
         self.description["first losses"] = sweep.first_losses(start).tolist()
 
     def save(self, step: int, progress: Progress, losses: Tensor) -> None:
@@ -207,18 +208,23 @@ class _Saves:
 
     def _require_same_study(self, saved: Mapping[str, Any]) -> None:
         """Raise an error if the checkpoint was saved by a call with another task or other arguments."""
-        for key, expected in self.description.items():
-            found = saved.get(key)
-            is_same = found == expected
-            if key == "first losses" and found is not None and len(found) == len(expected):
-                is_same = torch.allclose(
-                    torch.tensor(found), torch.tensor(expected), rtol=SAME_LOSS, atol=0, equal_nan=True
-                )
+        for key, value in self.description.items():
+            saved_value = saved.get(key)
+            is_same = saved_value == value
+            if key == "first losses" and saved_value is not None:
+                is_same = _are_same_losses(saved_value, value)
             if not is_same:
                 raise ValueError(
-                    f"folder: {self.path} has runs of another study: {key} was {found!r}, and is now {expected!r}; "
+                    f"folder: {self.path} has runs of another study: {key} was {saved_value!r}, and is now {value!r}; "
                     "pass another folder, or remove this one"
                 )
+
+
+def _are_same_losses(first: list[float], second: list[float]) -> bool:
+    """Return True if two lists of losses are equal up to rounding."""
+    return len(first) == len(second) and torch.allclose(
+        torch.tensor(first), torch.tensor(second), rtol=SAME_LOSS, atol=0, equal_nan=True
+    )
 
 
 def _file_name(name: str, runs: list[Run]) -> str:
@@ -241,10 +247,12 @@ def _rates_by_name(
         rates = dict.fromkeys(optimizers, rates)
     if set(rates) != set(optimizers):
         raise ValueError(f"rates: found rates for {sorted(rates)}, expected rates for {sorted(optimizers)}")
-    rates_by_name = {name: [float(rate) for rate in rates[name]] for name in optimizers}
-    for name, of_name in rates_by_name.items():
-        if not of_name or len(set(of_name)) < len(of_name):
-            raise ValueError(f"rates: found {of_name} for {name!r}, expected at least one rate, each once")
+    rates_by_name: dict[str, list[float]] = {}
+    for name in optimizers:
+        rates_of_name = [float(rate) for rate in rates[name]]
+        if not rates_of_name or len(set(rates_of_name)) < len(rates_of_name):
+            raise ValueError(f"rates: found {rates_of_name} for {name!r}, expected at least one rate, each once")
+        rates_by_name[name] = rates_of_name
     return rates_by_name
 
 
@@ -252,7 +260,7 @@ def _require_work(optimizers: Mapping[str, object], seeds: Sequence[int], steps:
     """Raise an error if there is nothing to train."""
     if not optimizers:
         raise ValueError("optimizers: found none, expected a dict from name to a function of a rate")
-    if not seeds or len(set(seeds)) < len(seeds):
+    if len(seeds) == 0 or len(set(seeds)) < len(seeds):  # an array has no truth value
         raise ValueError(f"seeds: found {list(seeds)}, expected at least one seed, each once")
     if steps < 1:
         raise ValueError(f"steps: found {steps}, expected at least 1")

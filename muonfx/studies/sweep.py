@@ -34,7 +34,7 @@ class Sweep:
     Several runs are mapped by ``torch.func.vmap``; one run alone is not mapped.
 
     Args:
-        task: what is trained.
+        task: parameters, batches and loss.
         transforms: the transform of each run.
         seeds: the seed of each run.
     """
@@ -59,12 +59,13 @@ class Sweep:
         """Take the steps, and return the new progress and the mean loss of each run over these steps."""
         train_step = self._over_runs(self._train_step)
         params, state = progress
-        total = torch.zeros(len(self.seeds), dtype=torch.float64)
+        losses: list[Tensor] = []  # on the device of the task, so that no step waits for it
         for step in steps:
             with self._attention_that_can_be_mapped():
                 params, state, loss = train_step(self.tx, params, state, self._batch(step))
-            total += loss.reshape(-1).to(total)
-        return Progress(params, state), total / len(steps)
+            losses.append(loss.reshape(-1))
+        means = torch.stack(losses).to(torch.float64).mean(0)
+        return Progress(params, state), means.cpu()
 
     def validation_losses(self, progress: Progress) -> Tensor:
         """Return the loss of each run on the validation batch; NaN if the task has none."""
@@ -91,7 +92,7 @@ class Sweep:
         return self._for_each_run(lambda seed: self.task.batch(seed, step))
 
     def _for_each_run(self, make: Callable[[int], T]) -> T:
-        """Return what ``make`` returns for the seed of each run: trees stacked along a new first dim, or one tree."""
+        """Return the tree that ``make`` makes for the seed; for several runs, their trees stacked along a new dim."""
         if not self.is_mapped:
             return make(self.seeds[0])
         tree_of = {seed: make(seed) for seed in set(self.seeds)}  # runs with the same seed share it

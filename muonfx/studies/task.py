@@ -19,7 +19,8 @@ class Task(NamedTuple):
     """The task of a study, as three functions and a batch. `Task.of_module` makes one from a module.
 
     The functions depend on their arguments only, so that every optimizer is trained from the same parameters on the
-    same batches, and an interrupted study can be continued with the same bits.
+    same batches, and an interrupted study can be continued with the same bits. A loss may use dropout, but an
+    interrupted study then continues with other random numbers.
 
     >>> task = Task(
     ...     init=lambda seed: {"w": torch.full((2,), float(seed))},
@@ -40,7 +41,7 @@ class Task(NamedTuple):
     """Function of parameters and a batch that returns a 0-d tensor."""
 
     validation: Batch | None = None
-    """A batch that is not trained on, on which each report computes the loss once more; None: without."""
+    """A batch for the validation loss of each report; None: a report has the training loss only."""
 
     @classmethod
     def of_module(
@@ -58,7 +59,7 @@ class Task(NamedTuple):
             batch: function of a seed and a step that returns a batch, as in `Task`.
             loss: function of the model and a batch that returns a 0-d tensor. It calls the model as a module is called.
                 The forward pass must not change buffers, as batch normalization does.
-            validation: a batch that is not trained on, as in `Task`.
+            validation: a batch for the validation loss, as in `Task`.
 
         >>> task = Task.of_module(
         ...     lambda: nn.Linear(2, 1),

@@ -243,6 +243,13 @@ def test_a_rate_that_is_much_too_large_does_not_hide_the_others():
     assert ax.get_ylim()[1] == 4.0  # the median of the losses at step 10
 
 
+def test_runs_that_all_diverge_are_named_and_drawn_without_points():
+    rows = rows_of({"muon": {0.1: [[float("nan"), float("inf")]]}})
+    assert not mfx.plot.plot_rates(rows).lines
+    with pytest.raises(ValueError, match="lowest loss is nan"):
+        mfx.plot.plot_steps_to(rows, 1.0)
+
+
 def test_rows_of_studies_with_other_steps_are_refused_and_in_any_order_drawn():
     with pytest.raises(ValueError, match=r"rows: seed 7 of muon at rate 0\.1 has 1 reports, expected one at each of 2"):
         mfx.plot.plot_losses([*STUDY, {**STUDY[0], "seed": 7}])

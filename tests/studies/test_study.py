@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,6 +119,13 @@ def test_a_run_that_diverges_leaves_the_others_alone() -> None:
     assert not math.isfinite(run_of(rows, rate=1e30)[-1]["loss"])
 
 
+def test_progress_shows_the_lowest_loss_of_the_runs_that_have_not_diverged() -> None:
+    lines: list[str] = []
+    optimizers = {"sgd": mfx.scale_by_learning_rate}
+    rows = mfx.study(TASK, optimizers, rates=[0.1, 1e30], seeds=[0], steps=STEPS, progress=lines.append)
+    assert lines[-1].endswith(f"lowest loss {run_of(rows, rate=0.1)[-1]['loss']:.4g}")
+
+
 @pytest.mark.parametrize("vmap", [True, False])
 def test_a_module_with_attention_and_dropout_trains(vmap: bool) -> None:
     class Attends(nn.Module):
@@ -198,7 +206,8 @@ def other_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
         ({"task": TASK._replace(batch=other_batch)}, "first losses"),
         ({"task": TASK._replace(init=lambda seed: init(seed + 1))}, "first losses"),
         ({"optimizers": {"muon": lambda rate: mfx.chain(mfx.clip_by_global_norm(1.0), muon(rate))}}, "transform"),
-        ({"optimizers": {"muon": lambda rate: mfx.adamw(rate, b2=0.9)}}, "transform"),
+        ({"optimizers": {"muon": lambda rate: mfx.adamw(rate)}}, "transform"),
+        ({"optimizers": {"muon": lambda rate: muon(rate + 1e-9)}}, "numbers"),
         ({"rates": [0.1, 0.3]}, "rates"),
         ({"seeds": [0, 2]}, "seeds"),
         ({"steps": STEPS + 1}, "reports"),
@@ -219,6 +228,12 @@ def test_a_folder_of_another_study_is_refused(changes: dict[str, Any], named: st
     with pytest.raises(ValueError, match=f"folder: .*another study: {named} was"):
         mfx.study(**arguments | changes)
     assert mfx.study(**arguments) == rows
+
+
+def test_seeds_of_numpy_are_saved_too(tmp_path: Path) -> None:
+    arguments = {"rates": [0.1, 0.2], "steps": 2, "folder": tmp_path, "progress": False}
+    rows = mfx.study(TASK, OPTIMIZERS, seeds=np.arange(2), **arguments)
+    assert mfx.study(TASK, OPTIMIZERS, seeds=[0, 1], **arguments) == rows
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "ä 1", "CON", "a%2Fb"])
