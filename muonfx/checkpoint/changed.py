@@ -25,7 +25,7 @@ from muonfx.checkpoint.leaves import (
 from muonfx.checkpoint.load import Target, load_checkpoint, require_no_arguments
 from muonfx.checkpoint.match import Rules
 from muonfx.core import Transform
-from muonfx.internal.display import Report, Shown, Table
+from muonfx.internal.display import Report, Shown, Table, format_list
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.dtypes import widens
@@ -116,8 +116,9 @@ def load_changed(
     Raises:
         TypeError: ``like`` is a `StateSpec`, which has no values; or ``tx`` is given for an optimizer.
         NotFoundError, CorruptError, FormatError: as in `load`.
-        MismatchError: a leaf has a narrower dtype than in the checkpoint, or the step counts of the transforms that a
-            transform comes from differ. Nothing was loaded.
+        MismatchError: no parameter has the same name as in the checkpoint; or a leaf has a narrower dtype than there,
+            or is a shard of a parameter that has more rows now; or the step counts of the transforms that a transform
+            comes from differ. Nothing was loaded.
 
     Example:
         >>> import tempfile
@@ -211,6 +212,7 @@ class ChangedTarget(Target):
         stored_specs = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
         self.stored = {name: spec.shape for name, spec in stored_specs.items()}
+        _require_common_parameter(shapes, self.stored, where)
         self.sources = _sources(shapes, self.stored)
         self._require_fitting(stored_specs, where)
         self.read = {}
@@ -280,6 +282,22 @@ def _stored_names(leaves: Iterable[str]) -> dict[str, str]:
     """Return a dict from the name of each leaf of the state, without prefixes of wrappers, to its name as stored."""
     plain_name_of = plain_names(leaves)
     return {plain_name_of[name]: name for name in leaves if not in_section(name, PARAMS)}
+
+
+def _require_common_parameter(expected: Shapes, stored: Shapes, where: str) -> None:
+    """Raise if both have parameters and none has the same name, so that the whole state would be lost."""
+    parameters = {unit.parameter for unit in _units(expected)}
+    stored_parameters = {unit.parameter for unit in _units(stored)}
+    if parameters and stored_parameters and not parameters & stored_parameters:
+        problem = (
+            f"no parameter of the checkpoint is in `like`: it has {format_list(sorted(stored_parameters))}, "
+            f"and `like` has {format_list(sorted(parameters))}"
+        )
+        raise MismatchError(
+            f"{where}: {problem}; nothing was loaded. load_changed compares parameters by name: load(..., rename=) "
+            "gives them other names",
+            [problem],
+        )
 
 
 def _require_equal_counts(sources: Mapping[str, list[str]], read: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -459,7 +459,7 @@ class Target:
         is_alone: bool,
         section: str = "",
         **options: Any,
-    ) -> Target:
+    ) -> Self:
         """Return the target of a `load`, and check its arguments; without other ranks, ``like`` may have no shards.
 
         ``tx`` is the transform that will use the state, and ``options`` are the other fields.

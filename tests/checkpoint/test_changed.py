@@ -248,6 +248,14 @@ def test_a_count_comes_from_whole_levels_of_a_name(tmp_path: Path) -> None:
     assert "outer/count" in found.new
 
 
+def test_a_model_in_which_all_parameters_have_other_names_is_no_changed_run(tmp_path: Path) -> None:
+    params = params_of()
+    path = saved_after(mfx.momentum(0.9), params, tmp_path)
+    like = mfx.momentum(0.9).init({f"net.{name}": param for name, param in params.items()})
+    with pytest.raises(ck.MismatchError, match=r"it has 'b', .*`like` has 'net\.b', .*rename="):
+        ck.load_changed(path, like)
+
+
 def test_a_spec_has_no_values_for_new_leaves(tmp_path: Path) -> None:
     params = params_of()
     path = saved_after(mfx.momentum(0.9), params, tmp_path)
