@@ -93,11 +93,12 @@ class Layout(ShardTable):
             locals_: a list with the tree of shards of each rank, in the order of the ranks.
 
         Raises:
-            ValueError: the number of trees is not the number of ranks.
+            ValueError: the number of trees is not the number of ranks, or the trees have different numbers of leaves.
         """
         if len(locals_) != self.size:
             raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
-        shards_of_rank = [dict(tree.named_leaves(local)) for local in locals_]
+        names = tree.names(locals_[0])
+        shards_of_rank = [dict(zip(names, tree.leaves(local), strict=True)) for local in locals_]
 
         def whole_of(name: str, leaf: Tensor) -> Tensor:
             whole = leaf.new_zeros(self.specs[name].shape)

@@ -147,9 +147,9 @@ def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlace
     """Compute the placements on meta tensors, with the shape of each leaf on this rank."""
     local_params = binding.local_like(params)
     local_state = binding.init(tx, local_params)
-    root = root_visit(tx, binding.global_like(local_params))
     with warnings.catch_warnings():  # the first `init` has already warned
         warnings.simplefilter("ignore")
+        root = root_visit(tx, binding.global_like(local_params))
         placements = _placements(binding, root)
     described: list[LeafPlacement | None] = []
     for placement, local_leaf in zip(tree.leaves(placements), tree.leaves(local_state), strict=True):
