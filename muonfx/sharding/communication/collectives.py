@@ -304,16 +304,14 @@ def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
 def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
     """Write the mean of some tensors to `target`. Add them in order in fp32 or higher, and round once."""
     first, *others = tensors
-    total = target
-    wide = ew.wide_dtype(target.dtype)
-    if target.dtype != wide:
-        total = torch.empty_like(target, dtype=wide)
-    total.copy_(first)
+    total = first.to(ew.wide_dtype(target.dtype))
+    written = total
+    if total is first:  # in fp32 already: the sum is written to the target, because `first` may be the caller's tensor
+        written = target
     for tensor in others:
-        total += tensor
-    total /= len(tensors)
-    if total is not target:
-        target.copy_(total)
+        total = torch.add(total, tensor, out=written)
+    torch.div(total, len(tensors), out=written)
+    target.copy_(written)  # rounds once, or does nothing if it is the same tensor
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
