@@ -195,9 +195,9 @@ class LeafAgreement(NamedTuple):
         """Return True if a leaf is a gradient with other DTensor placements than its parameter, such as Partial."""
         return self.codes[index] > UNPLACED
 
-    def ranks_with(self, index: int) -> list[int]:
+    def ranks_with(self, index: int) -> set[int]:
         """Return the ranks on which a leaf of `missing` is a tensor."""
-        return [rank for rank, codes in enumerate(self.codes_of_rank) if codes[index] != _NONE]
+        return {rank for rank, codes in enumerate(self.codes_of_rank) if codes[index] != _NONE}
 
 
 def agree_on_leaves(

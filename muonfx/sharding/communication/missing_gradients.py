@@ -50,7 +50,7 @@ def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
     return local_of(leaf)
 
 
-def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, ranks_with_gradient: Sequence[int]) -> None:
+def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, ranks_with_gradient: set[int]) -> None:
     """Send a gradient to the ranks that had none, from a rank that holds the same shard and had one."""
     sends: list[Send] = []
     for holders in layout.holders(name).values():
