@@ -17,7 +17,7 @@ from muonfx.internal.display import format_list
 from muonfx.sharding.communication.meshes import cuts_on_meshes, group_of_meshes
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.plan.balance import assign_by_bytes
+from muonfx.sharding.plan.balance import Item, assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
 from muonfx.sharding.shards.cut import (
     Cut,
@@ -117,9 +117,8 @@ def zero(
     elif partition == "each":
         cuts = equal_parts(specs, size)
     else:
-        costs = [*costs_of(specs, tx).values()]
-        nbytes = [spec.nbytes for spec in specs.values()]
-        owners = assign_by_bytes(costs, nbytes, size)
+        costs = costs_of(specs, tx)
+        owners = assign_by_bytes([Item(costs[name], spec.nbytes) for name, spec in specs.items()], size)
         cuts: dict[str, Cut] = {}
         for (name, spec), owner in zip(specs.items(), owners, strict=True):
             cuts[name] = Whole(spec.shape, size, owner)

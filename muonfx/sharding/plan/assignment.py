@@ -26,7 +26,7 @@ from muonfx.core.transform import patterns_in, require_transform
 from muonfx.core.value import strip_transparent
 from muonfx.internal.display import Report, Table
 from muonfx.placement.buckets import cut_into_buckets
-from muonfx.sharding.plan.balance import assign
+from muonfx.sharding.plan.balance import Item, assign
 from muonfx.sharding.plan.bucket import Bucket
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.matrix_shards import (
@@ -207,20 +207,20 @@ BUFFERS_PER_BUCKET = 6
 def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.device, settings: Settings) -> RunPlan:
     """Decide which rank computes each matrix of the named parameters, for transforms that need whole matrices."""
     specs = {name: layout.specs[name] for name in names}
-    shapes = {name: spec.shape for name, spec in specs.items()}
     # All ranks must make the same plan, so a transform's dtype "auto" is not resolved by this machine's CPU here.
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shapes = {name: spec.shape for name, spec in specs.items()}
     matrices = matrices_of(run, shapes)
     run_on_stacks = on_stacks(run, {name: shapes[name] for name in matrices})
-    costs = RunCost(run_on_stacks, device.type, compute)
     unassigned: list[UnassignedShard] = []
-    for name, spec in specs.items():
-        for shard in unassigned_shards(matrices.get(name), name, layout):
-            cost = costs(name, shard.shape, spec.dtype)
-            unassigned.append(shard._replace(cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
+    for name in names:
+        unassigned += unassigned_shards(matrices.get(name), name, layout)
+    unassigned = _with_costs(unassigned, specs, RunCost(run_on_stacks, device.type, compute))
     unassigned = with_ranks_of_their_own(unassigned, layout.size)
     owner_of = _owners(unassigned, layout.size, Machine.of(device.type, compute), settings)
-    shards = [shard.assigned_to(owner_of.get(i), layout.cuts[shard.name]) for i, shard in enumerate(unassigned)]
+    shards: list[MatrixShard] = []
+    for index, shard in enumerate(unassigned):
+        shards.append(shard.assigned_to(owner_of.get(index), layout.cuts[shard.name]))
     limit = max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)
     return RunPlan(
         run=run_on_stacks,
@@ -232,6 +232,18 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
         device=device,
         rank=layout.rank,
     )
+
+
+def _with_costs(
+    shards: Sequence[UnassignedShard], specs: Mapping[str, Spec], cost_of: RunCost
+) -> list[UnassignedShard]:
+    """Return the same shards with their costs and bytes."""
+    with_costs: list[UnassignedShard] = []
+    for shard in shards:
+        dtype = specs[shard.name].dtype
+        cost = cost_of(shard.name, shard.shape, dtype)
+        with_costs.append(shard._replace(cost=cost, nbytes=shard.numel * dtype.itemsize))
+    return with_costs
 
 
 def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
@@ -257,10 +269,13 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
         "split": [on_all_ranks],
         "auto": [[], slower_than_sending, on_all_ranks],
     }
+    items = [Item(shard.cost, shard.numel, shard.candidates) for shard in shards]
     fewest_seconds = math.inf
     best: dict[int, int] = {}
     for split in choices_of_setting[settings.replicas]:
-        owner_of = _assigned(shards, sorted(sharded + split), size)
+        indices = sorted(sharded + split)
+        owners = assign([items[index] for index in indices], size)
+        owner_of = dict(zip(indices, owners, strict=True))
         results = [(owner_of[index], shards[index].nbytes) for index in split]
         seconds = _seconds_of_step(shards, owner_of, size, machine)
         seconds += _seconds_to_send(results, size, machine, settings)
@@ -268,15 +283,6 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
             fewest_seconds = seconds
             best = owner_of
     return best
-
-
-def _assigned(shards: Sequence[UnassignedShard], indices: Sequence[int], size: int) -> dict[int, int]:
-    """Assign some of the shards to ranks so that all have about equal work. Return the owner by index."""
-    costs = [shards[index].cost for index in indices]
-    candidates = [shards[index].candidates for index in indices]
-    sizes = [shards[index].numel for index in indices]
-    owners = assign(costs, candidates, size, sizes)
-    return dict(zip(indices, owners, strict=True))
 
 
 def _seconds_to_compute(shard: UnassignedShard, machine: Machine) -> float:
