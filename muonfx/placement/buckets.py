@@ -92,10 +92,9 @@ def stored_again(store: Store, device: torch.device, state: PyTree, new_state: P
         was_stored = isinstance(old_leaf, Tensor) and old_leaf.ndim > 0 and store.has(old_leaf, device)
         if not was_stored:
             continue
+        may_stay = store.has(new_leaf, device)
         if new_leaf is old_leaf:
             may_stay = donate.state
-        else:
-            may_stay = store.has(new_leaf, device)
         if not may_stay:
             indices.append(index)
     return tree.unflatten(treedef, _copied(store, device, new_leaves, indices))

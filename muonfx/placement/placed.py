@@ -15,7 +15,7 @@ each matrix is sent once. A wrapper, such as `partition`, keeps its own update; 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -234,18 +234,18 @@ def _place_whole_tree(tx: Transform, where: Where) -> Transform:
 
 def _place_wrapper(visited: Visit, where: Where) -> Transform:
     """Rewrite the inner transforms of a wrapper, each for the parameters that it receives."""
-    inner = [_place(call, where) for call in visited.calls]
-    if where.store == IN_MEMORY:
-        return _with_inner(visited.tx, inner)
-    # With offloaded state, a wrapper can skip an inner transform before its state is loaded.
-    rewritten = _with_inner(visited.tx, [skippable(tx) for tx in inner])
+    is_offloaded = where.store != IN_MEMORY
+    inner_transforms: list[Transform] = []
+    for call in visited.calls:
+        inner = _place(call, where)
+        if is_offloaded:  # the wrapper can skip it before its state is loaded
+            inner = skippable(inner)
+        inner_transforms.append(inner)
+    remaining = iter(inner_transforms)
+    rewritten = visited.tx.with_children(lambda _: next(remaining))
+    if not is_offloaded:
+        return rewritten
     return with_own_state_in_store(rewritten, StateDivision.of(visited.tx, visited.params), where.store)
-
-
-def _with_inner(wrapper: Transform, inner: Iterable[Transform]) -> Transform:
-    """Return a wrapper with other inner transforms, in order."""
-    remaining = iter(inner)
-    return wrapper.with_children(lambda _: next(remaining))
 
 
 def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
@@ -475,14 +475,12 @@ def grouped(outer: Visit) -> list[list[Visit]]:
     """
     is_chain = chain_entries(outer.tx) is not None
     groups: list[list[Visit]] = []
-    previous_needs_matrices = False
     for visited in outer.calls:
-        current_needs_matrices = needs_matrices(visited.tx)
-        if is_chain and current_needs_matrices and previous_needs_matrices:
+        follows_stage = is_chain and groups and needs_matrices(groups[-1][0].tx)
+        if follows_stage and needs_matrices(visited.tx):
             groups[-1].append(visited)
         else:
             groups.append([visited])
-        previous_needs_matrices = current_needs_matrices
     return groups
 
 

@@ -70,9 +70,8 @@ def agreed_call(
             verify_params(layout, local.params)
         verify_state(binding, tx, local.like, local.state)
     if agreement.missing or gradients.unplaced:
-        leaves, treedef = tree.flatten(call.updates)
-        completed = complete_gradients(layout, names, leaves, agreement, tree.device_of(local.like))
-        local = local._replace(updates=tree.unflatten(treedef, completed))
+        completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
+        local = local._replace(updates=completed)
     if agreement.is_requested:
         warn_of_gradients(layout, local.updates)
     progress.verified(local.state)

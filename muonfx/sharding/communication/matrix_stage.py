@@ -39,7 +39,6 @@ The buffers belong to `Exchange`, which takes their memory from the layout.
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -87,9 +86,9 @@ class MatrixStage:
         seen: set[str] = set()
         names_of_bucket: list[list[str]] = []
         for indices in self.plan.buckets:
-            names = dict.fromkeys([self.plan.shards[index].name for index in indices])
-            names_of_bucket.append([name for name in names if name not in seen])
-            seen.update(names)
+            names = {self.plan.shards[index].name for index in indices}
+            names_of_bucket.append(sorted(names - seen))
+            seen |= names
         if not names_of_bucket:  # the transforms are initialized once, also without a matrix
             names_of_bucket.append([])
         return init_in_buckets(self.store, names_of_bucket, params, self._init, outside=None)
@@ -368,7 +367,10 @@ def _common_dtype(
 ) -> torch.dtype:
     """Return the narrowest dtype to which the wire dtypes of some shards on this rank can all be promoted."""
     dtypes = {local_shards[local.shard.name].dtype for local in transfers}
-    return functools.reduce(torch.promote_types, map(wire_dtype_of, dtypes))
+    common, *others = map(wire_dtype_of, dtypes)
+    for dtype in others:
+        common = torch.promote_types(common, dtype)
+    return common
 
 
 def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class Exchange:
         for rank, shapes_of_rank in enumerate(shapes):
             if rank != self._rank:
                 shapes_from_others += shapes_of_rank
-        views = _split_buffer(self._receive_buffer, shapes_from_others)
+        views = split_buffer(self._receive_buffer, shapes_from_others)
         received: list[list[Tensor]] = []
         start = 0
         for rank, shapes_of_rank in enumerate(shapes):
@@ -149,7 +149,7 @@ def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
     """Copy tensors into a 1-d buffer, one after another, in the dtype of the buffer."""
     needs_cast = any(tensor.dtype != buffer.dtype for tensor in tensors)
     if needs_cast:  # `torch.stack` does not cast
-        targets = _split_buffer(buffer, [tensor.shape for tensor in tensors])
+        targets = split_buffer(buffer, [tensor.shape for tensor in tensors])
         copied(tensors, targets)
         return
     start = 0
@@ -162,7 +162,7 @@ def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
         start = end
 
 
-def _split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Split a 1-d buffer into consecutive tensors of the given shapes, as views."""
     views: list[Tensor] = []
     start = 0

@@ -2,7 +2,7 @@
 
 A rank needs the position of its own shard of every parameter. It needs the positions of the other ranks' shards only
 for the few matrices that it computes. A cut therefore computes a shard on request, from coordinates on a mesh or from
-offsets in a buffer, and stores no list of all shards. Parameters with the same shape and partition shard one cut and
+offsets in a buffer, and stores no list of all shards. Parameters with the same shape and partition share one cut and
 its cached values.
 """
 
