@@ -280,7 +280,7 @@ def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
 @stand_in
 def _on_all(tx: Transform, binding: Any):
     """Gather the whole tree on every rank, and run a transform on it there."""
-    # The transform has whole tensors, so its extra arguments are those of a single process.
+    # The transform has whole tensors, so it takes the extra arguments of a single process.
     extras_of_process: dict[str, Any] = {"sum_over_leaves": sum_over_leaves, "shard": lambda values: values}
 
     def init(params: PyTree) -> PyTree:

@@ -192,9 +192,9 @@ class Layout(ShardTable):
         Each `muonfx.checkpoint.FlatShard` (a shard with its position) becomes a tensor. Other leaves are unchanged.
         """
 
-        def at(name: str, leaf: Tensor | FlatShard) -> Tensor:
+        def to_local(name: str, leaf: Tensor | FlatShard) -> Tensor:
             if isinstance(leaf, FlatShard):
                 return leaf.data.view(self.position(name).shape)
             return leaf
 
-        return map_named(at, values)
+        return map_named(to_local, values)

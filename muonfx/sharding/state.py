@@ -76,9 +76,10 @@ def _placements(binding: Binding, root: Visit) -> PyTree:
 
 
 def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) -> PyTree:
-    """Return `_placements` for one transform and those that it calls. `plans` has the owners of each matrix stage.
+    """Return `_placements` for one transform and the transforms that it calls.
 
-    `visited` has a transform, the parameters that it receives, and a `Visit` of each transform that it calls.
+    `visited` has a transform, the parameters that it receives, and a `Visit` of each transform that it calls. `plans`
+    has the owners of each matrix stage.
     """
     entries = chain_entries(visited.tx)
     if entries is not None:  # the state of a chain is a dict by member
@@ -117,11 +118,9 @@ def _of_leaves(state: PyTree, params: PyTree, plan: RunPlan | None = None) -> Py
         if name is not None and plan is not None:
             leaves[index] = _placement_on_owners(plan, name, leaf)
             continue
-        if name in shape_of and leaf.shape != shape_of[name]:
-            # It is the same on all ranks, like a leaf without a parameter.
-            leaves[index] = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
-        else:
-            leaves[index] = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
+        # A leaf of another shape than its parameter's is equal on all ranks, like a leaf without a parameter.
+        is_sharded = name not in shape_of or leaf.shape == shape_of[name]
+        leaves[index] = LeafPlacement(name if is_sharded else None, tuple(leaf.shape), leaf.dtype)
     return tree.unflatten(treedef, leaves)
 
 

@@ -409,9 +409,8 @@ def binding_of(tx: Transform, params: PyTree) -> Bound:
     whole_tx = tx.arguments["tx"]
     inner = inner_of(whole_tx)
     binding = bind(tx.layout, settings_of(tx), store_of(whole_tx))
-    like = params
-    if like is None:
-        like = binding.likes.get(inner.treedef)  # the shapes of the parameters of an earlier call
-    if like is None:
-        like = binding.local_like(tx.layout.meta())
-    return Bound(binding, inner, like)
+    if params is None:
+        params = binding.likes.get(inner.treedef)  # the shapes of the parameters of an earlier call
+    if params is None:
+        params = binding.local_like(tx.layout.meta())
+    return Bound(binding, inner, params)

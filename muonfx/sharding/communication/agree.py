@@ -88,14 +88,7 @@ def _maxima_over_ranks(fields: Sequence[list[int]], what: str, group: dist.Proce
     message = torch.tensor(list(chain.from_iterable(fields)), dtype=torch.int32, device=host_device(group))
     with collective(what):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    maxima = message.tolist()
-    maxima_of_fields: list[list[int]] = []
-    start = 0
-    for field in fields:
-        stop = start + len(field)
-        maxima_of_fields.append(maxima[start:stop])
-        start = stop
-    return maxima_of_fields
+    return list(map(Tensor.tolist, message.cpu().split(list(map(len, fields)))))
 
 
 def _extremes(value: object, count: int) -> list[int]:
@@ -133,19 +126,19 @@ def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessG
 
 def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     """Raise a ShardingError that names the first of the `facts` that differs between ranks, and these ranks."""
-    what = "finding out what differs"
-    digests = dict(zip(facts, map(digest, facts.values()), strict=True))
-    difference = first_difference(all_objects(digests, group, what))
+    operation = "finding out what differs"
+    digests = {subject: digest(fact) for subject, fact in facts.items()}
+    difference = first_difference(all_objects(digests, group, operation))
     if difference is None:
         raise ShardingError(
             "nothing was changed on any rank: found different calls, parameters or options on different ranks, "
             "expected the same: construct and step the optimizer in the same way on all ranks"
         )
     subject, ranks = difference
-    # Facts may be long: only the two ranks that the error shows send theirs.
-    is_shown = dist.get_rank(group) in (0, ranks[0])
-    shown = facts.get(subject) if is_shown else None
-    fact_of_rank = all_objects(shown, group, what)
+    fact: object = None
+    if dist.get_rank(group) in (0, ranks[0]):  # facts may be long: only the two ranks that the error shows send theirs
+        fact = facts.get(subject)
+    fact_of_rank = all_objects(fact, group, operation)
     text = difference_text(fact_of_rank[0], fact_of_rank[ranks[0]], listed(ranks))
     raise ShardingError(
         f"nothing was changed on any rank: the ranks have different {subject}: {text}\nAll ranks must have the same."

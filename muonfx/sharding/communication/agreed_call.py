@@ -85,7 +85,7 @@ class _LocalCall(NamedTuple):
     names: list[str]
     """The name of each gradient, in the order of the leaves of the updates."""
     gradients: LocalLeaves
-    """The gradients in the same order, and the names of those that are partial sums."""
+    """The gradients in the same order, and the names of the partial sums among them."""
 
 
 def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _LocalCall:

@@ -201,7 +201,7 @@ class _Step:
     def run(self) -> tuple[PyTree, PyTree]:
         """Gather, compute and scatter all buckets. Return this rank's updates and the next state."""
         state = self.call.state
-        updated_shards: dict[str, Tensor] = {}  # by parameter name; each scatter adds those of its bucket
+        updated_shards: dict[str, Tensor] = {}  # by parameter name; each scatter adds the shards of its bucket
         for name, leaf in self.local_updates.items():
             if leaf is not None and not leaf.numel():  # without elements on this rank: nothing is written to it
                 updated_shards[name] = leaf
@@ -376,8 +376,8 @@ def _common_dtype(
 def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
     """Return the matrices that this rank computes and has in its own shard, as a view of it if possible.
 
-    They have the shape ``shard.shape`` of the matrix shard: that of the parameter, or ``(count, rows, columns)`` for
-    some matrices of a stack. `local_shard` is this rank's shard of the parameter, and may have further elements.
+    They have the shape ``shard.shape`` of the matrix shard: the parameter's own, or ``(count, rows, columns)`` for some
+    matrices of a stack. `local_shard` is this rank's shard of the parameter, and may have further elements.
     """
     shape = transfers.shard.shape
     views = transfers.local_views

@@ -84,19 +84,14 @@ class Exchange:
             self._work.wait()
         self._buffers.give_back(self._send_buffer)
         del self._send_buffer
-        shapes_from_others: list[Sequence[int]] = []
-        for rank, shapes_of_rank in enumerate(shapes):
-            if rank != self._rank:
-                shapes_from_others += shapes_of_rank
-        views = split_buffer(self._receive_buffer, shapes_from_others)
         received: list[list[Tensor]] = []
-        start = 0
+        start = 0  # of the message of a rank in the receive buffer
         for rank, shapes_of_rank in enumerate(shapes):
             if rank == self._rank:
                 received.append(self._own_tensors)
                 continue
-            stop = start + len(shapes_of_rank)
-            received.append(views[start:stop])
+            stop = start + sum(map(prod, shapes_of_rank))
+            received.append(split_buffer(self._receive_buffer[start:stop], shapes_of_rank))
             start = stop
         del self._own_tensors
         return received

@@ -119,7 +119,7 @@ def warn_of_gradients(layout: Layout, local: PyTree) -> None:
 
 
 def _leaves_of_layout(layout: Layout, local: PyTree) -> list[_Leaf]:
-    value_of = dict(zip(tree.names(local), tree.leaves(local), strict=True))
+    value_of = dict(tree.named_leaves(local))
     return [_Leaf(name, value_of.get(name), cut.copies) for name, cut in layout.cuts.items()]
 
 

@@ -255,7 +255,7 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
     """
     sharded: list[int] = []
     on_all_ranks: list[int] = []
-    slower_than_sending: list[int] = []  # those of `on_all_ranks` that take longer to compute than to send
+    slower_than_sending: list[int] = []  # shards of `on_all_ranks` that take longer to compute than to send
     for index, shard in enumerate(shards):
         if size == 1 or not shard.complete or len(shard.candidates) < size:
             sharded.append(index)
