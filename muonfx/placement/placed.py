@@ -257,14 +257,15 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     assert entries is not None
     members = dict(zip(entries, visited.calls, strict=True))
     groups = _groups(members, where)
-    last = len(groups) - 1
-    rewritten: dict[str, Transform] = {}
-    for index, group in enumerate(groups):
-        result = _place_group(group, visited.params, where, applies=applies and index == last)
-        if applies and index != last and result.extras.takes_all:
+    *earlier_groups, last_group = groups
+    rewritten: dict[str, Transform] = {}  # by the number of the group
+    for group in earlier_groups:
+        result = _place_group(group, visited.params, where, applies=False)
+        if applies and result.extras.takes_all:
             result = without_apply(result)
-        rewritten[str(index)] = result
-    return in_groups(as_chain(rewritten), tuple([list(group) for group in groups]))
+        rewritten[str(len(rewritten))] = result
+    rewritten[str(len(rewritten))] = _place_group(last_group, visited.params, where, applies=applies)
+    return in_groups(as_chain(rewritten), tuple(map(list, groups)))
 
 
 def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where, *, applies: bool) -> Transform:

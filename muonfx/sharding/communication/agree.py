@@ -85,10 +85,12 @@ def agree(
 def _maxima_over_ranks(fields: Sequence[list[int]], what: str, group: dist.ProcessGroup) -> list[list[int]]:
     """Return the fields of a message, lists of numbers, with the maximum of each number over all ranks."""
     # With one compared value a message has 44 bytes in every call, so ranks that make different calls find that out.
-    message = torch.tensor(list(chain.from_iterable(fields)), dtype=torch.int32, device=host_device(group))
+    numbers = list(chain.from_iterable(fields))
+    message = torch.tensor(numbers, dtype=torch.int32, device=host_device(group))
     with collective(what):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    return list(map(Tensor.tolist, message.cpu().split(list(map(len, fields)))))
+    lengths = list(map(len, fields))
+    return list(map(Tensor.tolist, message.cpu().split(lengths)))
 
 
 def _extremes(value: object, count: int) -> list[int]:

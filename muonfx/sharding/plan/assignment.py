@@ -406,9 +406,9 @@ class Plan:
     def explain(self) -> Report:
         """Return two tables to print: a row per matrix with the rank that computes it and why, and a row per rank."""
         tables: list[str | Table] = [*map(_table_of_run, self.runs)]
-        flops = self.flops
-        sent = self.sent
-        rows = [(str(rank), f"{flops[rank] / 1e9:.4g}", f"{sent[rank] / 1024:.4g}") for rank in range(self.size)]
+        rows: list[tuple[str, ...]] = []
+        for rank, (flops, sent) in enumerate(zip(self.flops, self.sent, strict=True)):
+            rows.append((str(rank), f"{flops / 1e9:.4g}", f"{sent / 1024:.4g}"))
         tables.append(Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
         return Report((*tables, f"balance: the busiest rank computes {self.balance:.3f} times the mean"))
 
@@ -430,9 +430,9 @@ def _table_of_run(run: RunPlan) -> Table:
     for shard in run.shards:
         shape = " x ".join(map(str, shard.shape))
         owner = "all" if shard.owner is None else str(shard.owner)
-        kib_sent = sum(run.sent_for([shard])) / 1024
-        row = (shard.name, shape, owner, shard.route, f"{shard.cost / 1e9:.4g}", f"{kib_sent:.4g}", shard.reason)
-        rows.append(row)
+        gflop = f"{shard.cost / 1e9:.4g}"
+        kib_sent = f"{sum(run.sent_for([shard])) / 1024:.4g}"
+        rows.append((shard.name, shape, owner, shard.route, gflop, kib_sent, shard.reason))
     names = ", ".join(name for name, _ in run.run)
     count = len(run.buckets)
     buckets = "1 bucket" if count == 1 else f"{count} buckets"
