@@ -199,8 +199,11 @@ def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
         return _place_on_owners(fixed(visited), where, applies=applies)
     if chain_entries(visited.tx) is not None:
         return _place_chain(visited, where, applies=applies)
-    result = _place_wrapper(visited, where) if is_wrapper(visited.tx) else _place_whole_tree(visited.tx, where)
-    return applying(result) if applies else result
+    place = _place_wrapper if is_wrapper(visited.tx) else _place_whole_tree
+    result = place(visited, where)
+    if applies:
+        return applying(result)
+    return result
 
 
 def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
@@ -218,11 +221,14 @@ def _place_on_owners(tx: Transform, where: Where, *, applies: bool) -> Transform
     """Rewrite a transform, or a chain, so that each whole matrix is updated on one rank, which owns it."""
     assert where.ranks is not None
     on_owners = where.ranks.on_owners(tx)
-    return applying(on_owners) if applies else on_owners
+    if applies:
+        return applying(on_owners)
+    return on_owners
 
 
-def _place_whole_tree(tx: Transform, where: Where) -> Transform:
+def _place_whole_tree(visited: Visit, where: Where) -> Transform:
     """Rewrite a transform that needs all leaves, to run on the gathered tree, or sums over leaves, to run on shards."""
+    tx = visited.tx
     runs_on_shards = works_on_pieces(tx) and not tx.children
     if where.is_sharded and not runs_on_shards:
         assert where.ranks is not None

@@ -277,7 +277,7 @@ def test_updates_may_be_the_old_state_and_a_state_may_know_leaves_by_place(tx: m
 
 
 def numbered():
-    """A state with a number beside its tensors."""
+    """A state with tensors and a number."""
 
     def init(params):
         return {"number": 0, "sum": mfx.tree.map(torch.zeros_like, params)}
@@ -289,7 +289,7 @@ def numbered():
     return init, update
 
 
-def test_an_inner_state_may_have_numbers_beside_tensors(tmp_path: Path):
+def test_an_inner_state_may_have_numbers_and_tensors(tmp_path: Path):
     labels = dict.fromkeys(PARAMS, "all")
     tx = sharding.offload(mfx.partition({"all": mfx.transform(numbered)()}, labels), tmp_path)
     with pytest.warns(UserWarning, match="locality TREE"):

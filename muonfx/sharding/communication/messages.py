@@ -70,7 +70,9 @@ class Exchange:
 
     def wait(self, incoming: Sequence[Sequence[Tensor]]) -> None:
         """Wait for all messages. Copy the tensors from rank r into the tensors ``incoming[r]``, in order."""
-        shapes = [[tensor.shape for tensor in tensors] for tensors in incoming]
+        shapes: list[list[torch.Size]] = []
+        for tensors in incoming:
+            shapes.append([tensor.shape for tensor in tensors])
         for received, targets in zip(self.arrived(shapes), incoming, strict=True):
             copied(received, targets)
         self.end()

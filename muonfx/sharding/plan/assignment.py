@@ -139,8 +139,10 @@ class RunPlan:
     @cached_property
     def _transfers_of_buckets(self) -> list[list[LocalTransfers]]:
         """For each bucket, the transfers of this rank for all of its matrix shards."""
-        transfers = [shard.local_transfers(self.rank) for shard in self.shards]
-        return [[transfers[index] for index in bucket] for bucket in self.buckets]
+        of_buckets: list[list[LocalTransfers]] = []
+        for bucket in self.buckets:
+            of_buckets.append([self.shards[index].local_transfers(self.rank) for index in bucket])
+        return of_buckets
 
     @cached_property
     def shards_of(self) -> dict[str, tuple[MatrixShard, ...]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Item(NamedTuple):
-    """What is assigned to a rank: some matrices to compute, or a parameter to hold."""
+    """Some matrices to compute on one rank, or a parameter to hold there."""
 
     cost: float
     size: int
@@ -53,11 +53,9 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     costs_before = [load.cost for load in loads]
     queue_of: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
     for index, item in free.items():
-        queue = queue_of.get(item.candidates)
-        if queue is None:
-            queue = _Queue(loads, item.candidates)
-            queue_of[item.candidates] = queue
-        owners[index] = queue.assign(item)
+        if item.candidates not in queue_of:
+            queue_of[item.candidates] = _Queue(loads, item.candidates)
+        owners[index] = queue_of[item.candidates].assign(item)
     if len(queue_of) == 1:  # packing is possible only if all free items have the same candidates
         (group,) = queue_of
         largest_cost = max(loads[rank].cost for rank in group)

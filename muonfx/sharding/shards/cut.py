@@ -349,9 +349,7 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     cut_of: dict[str, Cut] = {}
     for names in names_of.values():
         starts = one_behind_another(specs, names)
-        last = names[-1]
-        numel = starts[last] + prod(specs[last].shape)
-        ends = _equal_cuts(numel, size)
+        ends = _equal_cuts(sum(prod(specs[name].shape) for name in names), size)
         for name in names:
             cut_of[name] = Intervals(specs[name].shape, starts[name], ends)
     return {name: cut_of[name] for name in specs}  # in the order of the parameters
