@@ -33,7 +33,7 @@ class Arguments(NamedTuple):
 def device_of(*trees: PyTree) -> torch.device:
     """Return the device of the first real (not meta) tensor in some trees; without one, the default device."""
     for tensor in tree.tensors(trees):
-        if not tensor.is_meta:
+        if tensor.device.type != "meta":
             return tensor.device
     return tree.device_of(trees)
 

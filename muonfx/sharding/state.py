@@ -154,10 +154,9 @@ def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlace
     for placement, local_leaf in zip(tree.leaves(placements), tree.leaves(local_state), strict=True):
         if not isinstance(placement, LeafPlacement):
             described.append(None)
-        elif local_leaf is None:
-            described.append(placement)
-        else:
-            described.append(replace(placement, local=tuple(local_leaf.shape)))
+            continue
+        local_shape = None if local_leaf is None else tuple(local_leaf.shape)
+        described.append(replace(placement, local=local_shape))
     return described
 
 
