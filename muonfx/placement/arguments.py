@@ -32,13 +32,10 @@ class Arguments(NamedTuple):
 
 def device_of(*trees: PyTree) -> torch.device:
     """Return the device of the first real (not meta) tensor in some trees; without one, the default device."""
-    meta_device: torch.device | None = None
-    for values in trees:
-        for leaf in tree.tensors(values):
-            if leaf.device.type != "meta":
-                return leaf.device
-            meta_device = leaf.device
-    return meta_device or tree.device_of(None)
+    for tensor in tree.tensors(trees):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return tree.device_of(trees)
 
 
 def meta_like(values: PyTree) -> PyTree:

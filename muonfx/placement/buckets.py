@@ -90,8 +90,12 @@ def stored_again(store: Store, device: torch.device, state: PyTree, new_state: P
     indices: list[int] = []
     for index, (old_leaf, new_leaf) in enumerate(zip(tree.leaves(state), new_leaves, strict=True)):
         was_stored = isinstance(old_leaf, Tensor) and old_leaf.ndim > 0 and store.has(old_leaf, device)
-        must_be_copied = not donate.state if new_leaf is old_leaf else not store.has(new_leaf, device)
-        if was_stored and must_be_copied:
+        if not was_stored:
+            continue
+        may_stay = store.has(new_leaf, device)
+        if new_leaf is old_leaf:
+            may_stay = donate.state
+        if not may_stay:
             indices.append(index)
     return tree.unflatten(treedef, _copied(store, device, new_leaves, indices))
 

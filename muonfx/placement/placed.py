@@ -15,7 +15,7 @@ each matrix is sent once. A wrapper, such as `partition`, keeps its own update; 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -199,8 +199,11 @@ def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
         return _place_on_owners(fixed(visited), where, applies=applies)
     if chain_entries(visited.tx) is not None:
         return _place_chain(visited, where, applies=applies)
-    result = _place_wrapper(visited, where) if is_wrapper(visited.tx) else _place_whole_tree(visited.tx, where)
-    return applying(result) if applies else result
+    place = _place_wrapper if is_wrapper(visited.tx) else _place_whole_tree
+    result = place(visited, where)
+    if applies:
+        return applying(result)
+    return result
 
 
 def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
@@ -218,11 +221,14 @@ def _place_on_owners(tx: Transform, where: Where, *, applies: bool) -> Transform
     """Rewrite a transform, or a chain, so that each whole matrix is updated on one rank, which owns it."""
     assert where.ranks is not None
     on_owners = where.ranks.on_owners(tx)
-    return applying(on_owners) if applies else on_owners
+    if applies:
+        return applying(on_owners)
+    return on_owners
 
 
-def _place_whole_tree(tx: Transform, where: Where) -> Transform:
+def _place_whole_tree(visited: Visit, where: Where) -> Transform:
     """Rewrite a transform that needs all leaves, to run on the gathered tree, or sums over leaves, to run on shards."""
+    tx = visited.tx
     runs_on_shards = works_on_pieces(tx) and not tx.children
     if where.is_sharded and not runs_on_shards:
         assert where.ranks is not None
@@ -234,18 +240,18 @@ def _place_whole_tree(tx: Transform, where: Where) -> Transform:
 
 def _place_wrapper(visited: Visit, where: Where) -> Transform:
     """Rewrite the inner transforms of a wrapper, each for the parameters that it receives."""
-    inner = [_place(call, where) for call in visited.calls]
-    if where.store == IN_MEMORY:
-        return _with_inner(visited.tx, inner)
-    # With offloaded state, a wrapper can skip an inner transform before its state is loaded.
-    rewritten = _with_inner(visited.tx, [skippable(tx) for tx in inner])
+    is_offloaded = where.store != IN_MEMORY
+    inner_transforms: list[Transform] = []
+    for call in visited.calls:
+        inner = _place(call, where)
+        if is_offloaded:  # the wrapper can skip it before its state is loaded
+            inner = skippable(inner)
+        inner_transforms.append(inner)
+    remaining = iter(inner_transforms)
+    rewritten = visited.tx.with_children(lambda _: next(remaining))
+    if not is_offloaded:
+        return rewritten
     return with_own_state_in_store(rewritten, StateDivision.of(visited.tx, visited.params), where.store)
-
-
-def _with_inner(wrapper: Transform, inner: Iterable[Transform]) -> Transform:
-    """Return a wrapper with other inner transforms, in order."""
-    remaining = iter(inner)
-    return wrapper.with_children(lambda _: next(remaining))
 
 
 def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
@@ -257,14 +263,15 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     assert entries is not None
     members = dict(zip(entries, visited.calls, strict=True))
     groups = _groups(members, where)
-    last = len(groups) - 1
-    rewritten: dict[str, Transform] = {}
-    for index, group in enumerate(groups):
-        result = _place_group(group, visited.params, where, applies=applies and index == last)
-        if applies and index != last and result.extras.takes_all:
+    *earlier_groups, last_group = groups
+    rewritten: dict[str, Transform] = {}  # by the number of the group
+    for group in earlier_groups:
+        result = _place_group(group, visited.params, where, applies=False)
+        if applies and result.extras.takes_all:
             result = without_apply(result)
-        rewritten[str(index)] = result
-    return in_groups(as_chain(rewritten), tuple([list(group) for group in groups]))
+        rewritten[str(len(rewritten))] = result
+    rewritten[str(len(rewritten))] = _place_group(last_group, visited.params, where, applies=applies)
+    return in_groups(as_chain(rewritten), tuple(map(list, groups)))
 
 
 def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
@@ -475,14 +482,12 @@ def grouped(outer: Visit) -> list[list[Visit]]:
     """
     is_chain = chain_entries(outer.tx) is not None
     groups: list[list[Visit]] = []
-    previous_needs_matrices = False
     for visited in outer.calls:
-        current_needs_matrices = needs_matrices(visited.tx)
-        if is_chain and current_needs_matrices and previous_needs_matrices:
+        follows_stage = is_chain and groups and needs_matrices(groups[-1][0].tx)
+        if follows_stage and needs_matrices(visited.tx):
             groups[-1].append(visited)
         else:
             groups.append([visited])
-        previous_needs_matrices = current_needs_matrices
     return groups
 
 

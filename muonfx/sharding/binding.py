@@ -113,14 +113,12 @@ class Binding:
 
     def __post_init__(self) -> None:
         """Set the attributes that follow from the fields."""
-        layout = self.layout
-        has_whole_shapes = all(cut[0].shape == layout.specs[name].shape for name, cut in layout.cuts.items())
-        self.holds_all = layout.size == 1 and has_whole_shapes
+        self.holds_all = self.layout.size == 1 and all(cut[0].shape == cut.shape for cut in self.layout.cuts.values())
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
         self.placed = PlacedTransforms(Where(self, self.store), self.global_like)
         """Returns the transform that runs on this rank's shards, from a transform and the local parameters."""
         self.extras: dict[str, Any] = {
-            "shard": layout.shard,
+            "shard": self.layout.shard,
             "max_over_ranks": self.max_over_ranks,
             "sum_over_leaves": self.sum_over_leaves,
         }
@@ -282,7 +280,7 @@ def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
 @stand_in
 def _on_all(tx: Transform, binding: Any):
     """Gather the whole tree on every rank, and run a transform on it there."""
-    # The transform has whole tensors, so its extra arguments are those of a single process.
+    # The transform has whole tensors, so it takes the extra arguments of a single process.
     extras_of_process: dict[str, Any] = {"sum_over_leaves": sum_over_leaves, "shard": lambda values: values}
 
     def init(params: PyTree) -> PyTree:

@@ -93,11 +93,12 @@ class Layout(ShardTable):
             locals_: a list with the tree of shards of each rank, in the order of the ranks.
 
         Raises:
-            ValueError: the number of trees is not the number of ranks.
+            ValueError: the number of trees is not the number of ranks, or the trees have different numbers of leaves.
         """
         if len(locals_) != self.size:
             raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
-        shards_of_rank = [dict(tree.named_leaves(local)) for local in locals_]
+        names = tree.names(locals_[0])
+        shards_of_rank = [dict(zip(names, tree.leaves(local), strict=True)) for local in locals_]
 
         def whole_of(name: str, leaf: Tensor) -> Tensor:
             whole = leaf.new_zeros(self.specs[name].shape)
@@ -191,9 +192,9 @@ class Layout(ShardTable):
         Each `muonfx.checkpoint.FlatShard` (a shard with its position) becomes a tensor. Other leaves are unchanged.
         """
 
-        def at(name: str, leaf: Tensor | FlatShard) -> Tensor:
+        def to_local(name: str, leaf: Tensor | FlatShard) -> Tensor:
             if isinstance(leaf, FlatShard):
                 return leaf.data.view(self.position(name).shape)
             return leaf
 
-        return map_named(at, values)
+        return map_named(to_local, values)

@@ -17,7 +17,7 @@ from muonfx.internal.display import format_list
 from muonfx.sharding.communication.meshes import cuts_on_meshes, group_of_meshes
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.plan.balance import assign_by_bytes
+from muonfx.sharding.plan.balance import Item, assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
 from muonfx.sharding.shards.cut import (
     Cut,
@@ -117,9 +117,8 @@ def zero(
     elif partition == "each":
         cuts = equal_parts(specs, size)
     else:
-        costs = [*costs_of(specs, tx).values()]
-        nbytes = [spec.nbytes for spec in specs.values()]
-        owners = assign_by_bytes(costs, nbytes, size)
+        costs = costs_of(specs, tx)
+        owners = assign_by_bytes([Item(costs[name], spec.nbytes) for name, spec in specs.items()], size)
         cuts: dict[str, Cut] = {}
         for (name, spec), owner in zip(specs.items(), owners, strict=True):
             cuts[name] = Whole(spec.shape, size, owner)
@@ -159,8 +158,12 @@ def flat(
     """
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    if order is None:
-        order = _order_of_dict(params, specs) if starts is None else _order_by_starts(starts, specs)
+    if order is not None:
+        order = list(order)
+    elif starts is not None:
+        order = _order_by_starts(starts, specs)
+    else:
+        order = _order_of_dict(params, specs)
     _require_each_once(order, specs)
     if starts is None:
         starts = one_behind_another(specs, order)
@@ -260,14 +263,15 @@ def _order_by_starts(starts: Mapping[str, int], specs: Mapping[str, Spec]) -> li
 def _order_of_dict(params: PyTree, specs: Mapping[str, Spec]) -> list[str]:
     """Return the parameter names, which are in the order of the buffer if `params` is a dict sorted by name."""
     names = list(specs)
+    order: list[str] = []
     if isinstance(params, Mapping):
         order = [str(name) for name in params if name in specs]
-        if order == names:
-            return order
-    raise ValueError(
-        "order: found None, expected the names in their order in the buffer, because params is not a dict with "
-        f"sorted names; they are {format_list(names)}: pass order=list(params) or order=sorted(params)"
-    )
+    if order != names:
+        raise ValueError(
+            "order: found None, expected the names in their order in the buffer, because params is not a dict with "
+            f"sorted names; they are {format_list(names)}: pass order=list(params) or order=sorted(params)"
+        )
+    return order
 
 
 def _require_each_once(order: Sequence[str], specs: Mapping[str, Spec]) -> None:

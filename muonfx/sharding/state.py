@@ -76,9 +76,10 @@ def _placements(binding: Binding, root: Visit) -> PyTree:
 
 
 def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) -> PyTree:
-    """Return `_placements` for one transform and those that it calls. `plans` has the owners of each matrix stage.
+    """Return `_placements` for one transform and the transforms that it calls.
 
-    `visited` has a transform, the parameters that it receives, and a `Visit` of each transform that it calls.
+    `visited` has a transform, the parameters that it receives, and a `Visit` of each transform that it calls. `plans`
+    has the owners of each matrix stage.
     """
     entries = chain_entries(visited.tx)
     if entries is not None:  # the state of a chain is a dict by member
@@ -117,11 +118,9 @@ def _of_leaves(state: PyTree, params: PyTree, plan: RunPlan | None = None) -> Py
         if name is not None and plan is not None:
             leaves[index] = _placement_on_owners(plan, name, leaf)
             continue
-        if name in shape_of and leaf.shape != shape_of[name]:
-            # It is the same on all ranks, like a leaf without a parameter.
-            leaves[index] = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
-        else:
-            leaves[index] = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
+        # A leaf of another shape than its parameter's is equal on all ranks, like a leaf without a parameter.
+        is_sharded = name not in shape_of or leaf.shape == shape_of[name]
+        leaves[index] = LeafPlacement(name if is_sharded else None, tuple(leaf.shape), leaf.dtype)
     return tree.unflatten(treedef, leaves)
 
 
@@ -147,18 +146,17 @@ def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlace
     """Compute the placements on meta tensors, with the shape of each leaf on this rank."""
     local_params = binding.local_like(params)
     local_state = binding.init(tx, local_params)
-    root = root_visit(tx, binding.global_like(local_params))
     with warnings.catch_warnings():  # the first `init` has already warned
         warnings.simplefilter("ignore")
+        root = root_visit(tx, binding.global_like(local_params))
         placements = _placements(binding, root)
     described: list[LeafPlacement | None] = []
     for placement, local_leaf in zip(tree.leaves(placements), tree.leaves(local_state), strict=True):
         if not isinstance(placement, LeafPlacement):
             described.append(None)
-        elif local_leaf is None:
-            described.append(placement)
-        else:
-            described.append(replace(placement, local=tuple(local_leaf.shape)))
+            continue
+        local_shape = None if local_leaf is None else tuple(local_leaf.shape)
+        described.append(replace(placement, local=local_shape))
     return described
 
 

@@ -195,20 +195,19 @@ class _ShardedFunctions:
         inner = self.inner
         binding = bind(self.layout, self.settings, self.store)
         params = without_left_out(self.tx, params)
-        like = updates if params is None else params
-        local_state = without_dtensors(binding, inner, like, state)
-        call = Arguments(updates, local_state, params, donate, extras)
+        call = Arguments(updates, state, params, donate, extras)
+        if self.layout.dtensors:
+            call = call._replace(state=without_dtensors(binding, inner, call.like, state))
         problem = transform_problem("update of a sharded transform", call)
         with without_transforms():
             progress = _progress_of(self.memory, binding, inner)
-            local_out, local_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
+            out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
         if not self.layout.dtensors:
-            return local_out, local_state
+            return out, new_state
         caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
         if PLAIN.issuperset(map(type, caller_leaves)):  # the caller uses local tensors
-            return local_out, local_state
-        out = to_dtensors(self.layout, local_out, updates)
-        return out, state_to_dtensors(binding, inner, updates, local_state, state)
+            return out, new_state
+        return to_dtensors(self.layout, out, updates), state_to_dtensors(binding, inner, updates, new_state, state)
 
 
 _PROGRESS = "progress"
@@ -410,9 +409,8 @@ def binding_of(tx: Transform, params: PyTree) -> Bound:
     whole_tx = tx.arguments["tx"]
     inner = inner_of(whole_tx)
     binding = bind(tx.layout, settings_of(tx), store_of(whole_tx))
-    like = params
-    if like is None:
-        like = binding.likes.get(inner.treedef)  # the shapes of the parameters of an earlier call
-    if like is None:
-        like = binding.local_like(tx.layout.meta())
-    return Bound(binding, inner, like)
+    if params is None:
+        params = binding.likes.get(inner.treedef)  # the shapes of the parameters of an earlier call
+    if params is None:
+        params = binding.local_like(tx.layout.meta())
+    return Bound(binding, inner, params)

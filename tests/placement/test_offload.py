@@ -276,6 +276,29 @@ def test_updates_may_be_the_old_state_and_a_state_may_know_leaves_by_place(tx: m
         check(tx, sharding.offload(tx, to, bucket_bytes=1), PARAMS, [drawn(n) for n in range(3)], donate=True)
 
 
+def numbered():
+    """A state with tensors and a number."""
+
+    def init(params):
+        return {"number": 0, "sum": mfx.tree.map(torch.zeros_like, params)}
+
+    def update(updates, state, params=None):
+        total = mfx.tree.map(torch.add, state["sum"], updates)
+        return total, {"number": state["number"] + 1, "sum": total}
+
+    return init, update
+
+
+def test_an_inner_state_may_have_numbers_and_tensors(tmp_path: Path):
+    labels = dict.fromkeys(PARAMS, "all")
+    tx = sharding.offload(mfx.partition({"all": mfx.transform(numbered)()}, labels), tmp_path)
+    with pytest.warns(UserWarning, match="locality TREE"):
+        state = tx.init(PARAMS)
+    for step in range(2):
+        _, state = tx.update(drawn(step), state, PARAMS)
+    assert [leaf for leaf in mfx.tree.leaves(state) if isinstance(leaf, int)] == [2]
+
+
 # ---------------------------------------------------------------------------------------------------- one transform
 
 

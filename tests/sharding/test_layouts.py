@@ -1,6 +1,7 @@
 """Laws of layouts before any process runs: boxes and pieces, the cut over ranks, and what each rank holds."""
 
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 from math import prod
@@ -137,6 +138,33 @@ def test_flat_buffers_have_the_given_order_or_that_of_the_starts():
         (sharding.flat(dict(sorted(params.items())), 2, cuts=[0, 3, 5]), [3, 0]),
     ):
         assert [layout.position(name, 0).numel for name in ("a", "b")] == numels
+
+
+def test_flat_takes_names_from_an_iterator_and_a_tree_without_parameters():
+    layout = sharding.flat(AB, 2, order=iter(["b", "a"]), cuts=[0, 6, 10])
+    assert [layout.position("b", rank).numel for rank in range(2)] == [6, 0]
+    assert not sharding.flat([], 1, cuts=[0, 0]).specs
+
+
+@pytest.mark.parametrize("other", [{"a": AB["a"]}, {**AB, "c": AB["a"]}])
+def test_assemble_requires_the_same_leaves_of_all_ranks(other: dict[str, torch.Tensor]):
+    layout = sharding.replicated(AB, 2)
+    with pytest.raises(ValueError, match="argument 2"):
+        layout.assemble([AB, other])
+
+
+def test_converting_a_state_for_a_checkpoint_does_not_repeat_warnings_of_a_mask():
+    def mask(params: Any) -> Any:
+        warnings.warn("a mask of the user", stacklevel=2)
+        return dict.fromkeys(params, True)
+
+    tx = sharding.sharded(mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1, mask=mask)), sharding.zero(AB, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = tx.init(AB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sharding.to_global(tx, state)
 
 
 SMALL_SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

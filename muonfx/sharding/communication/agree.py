@@ -85,17 +85,12 @@ def agree(
 def _maxima_over_ranks(fields: Sequence[list[int]], what: str, group: dist.ProcessGroup) -> list[list[int]]:
     """Return the fields of a message, lists of numbers, with the maximum of each number over all ranks."""
     # With one compared value a message has 44 bytes in every call, so ranks that make different calls find that out.
-    message = torch.tensor(list(chain.from_iterable(fields)), dtype=torch.int32, device=host_device(group))
+    numbers = list(chain.from_iterable(fields))
+    message = torch.tensor(numbers, dtype=torch.int32, device=host_device(group))
     with collective(what):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    maxima = message.tolist()
-    maxima_of_fields: list[list[int]] = []
-    start = 0
-    for field in fields:
-        stop = start + len(field)
-        maxima_of_fields.append(maxima[start:stop])
-        start = stop
-    return maxima_of_fields
+    lengths = list(map(len, fields))
+    return list(map(Tensor.tolist, message.cpu().split(lengths)))
 
 
 def _extremes(value: object, count: int) -> list[int]:
@@ -133,19 +128,19 @@ def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessG
 
 def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     """Raise a ShardingError that names the first of the `facts` that differs between ranks, and these ranks."""
-    what = "finding out what differs"
-    digests = dict(zip(facts, map(digest, facts.values()), strict=True))
-    difference = first_difference(all_objects(digests, group, what))
+    operation = "finding out what differs"
+    digests = {subject: digest(fact) for subject, fact in facts.items()}
+    difference = first_difference(all_objects(digests, group, operation))
     if difference is None:
         raise ShardingError(
             "nothing was changed on any rank: found different calls, parameters or options on different ranks, "
             "expected the same: construct and step the optimizer in the same way on all ranks"
         )
     subject, ranks = difference
-    # Facts may be long: only the two ranks that the error shows send theirs.
-    is_shown = dist.get_rank(group) in (0, ranks[0])
-    shown = facts.get(subject) if is_shown else None
-    fact_of_rank = all_objects(shown, group, what)
+    fact: object = None
+    if dist.get_rank(group) in (0, ranks[0]):  # facts may be long: only the two ranks that the error shows send theirs
+        fact = facts.get(subject)
+    fact_of_rank = all_objects(fact, group, operation)
     text = difference_text(fact_of_rank[0], fact_of_rank[ranks[0]], listed(ranks))
     raise ShardingError(
         f"nothing was changed on any rank: the ranks have different {subject}: {text}\nAll ranks must have the same."
@@ -195,9 +190,9 @@ class LeafAgreement(NamedTuple):
         """Return True if a leaf is a gradient with other DTensor placements than its parameter, such as Partial."""
         return self.codes[index] > UNPLACED
 
-    def ranks_with(self, index: int) -> list[int]:
+    def ranks_with(self, index: int) -> set[int]:
         """Return the ranks on which a leaf of `missing` is a tensor."""
-        return [rank for rank, codes in enumerate(self.codes_of_rank) if codes[index] != _NONE]
+        return {rank for rank, codes in enumerate(self.codes_of_rank) if codes[index] != _NONE}
 
 
 def agree_on_leaves(

@@ -12,7 +12,7 @@ from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.store import IN_MEMORY
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.communication.agree import agree, agree_on_leaves
+from muonfx.sharding.communication.agree import LeafAgreement, agree, agree_on_leaves
 from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.communication.missing_gradients import complete_gradients
 from muonfx.sharding.communication.replicas import verify_params, verify_state, warn_of_gradients
@@ -47,10 +47,38 @@ def agreed_call(
     if progress.serial is None:
         verify_ranks(binding, tx, call.like, problem)
         progress.serial = next_serial(layout)
+    local_call, agreement = _agree_on_call(binding, progress, tx, call, problem, check=check)
+    local = local_call.arguments
+    if agreement.is_requested:
+        if local.params is not None:
+            verify_params(layout, local.params)
+        verify_state(binding, tx, local.like, local.state)
+    if agreement.missing or local_call.gradients.unplaced:
+        completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
+        local = local._replace(updates=completed)
+    if agreement.is_requested:
+        warn_of_gradients(layout, local.updates)
+    progress.verified(local.state)
+    return local
+
+
+def _agree_on_call(
+    binding: Binding,
+    progress: Progress,
+    tx: Transform,
+    call: Arguments,
+    problem: Exception | None,
+    *,
+    check: bool,
+) -> tuple[_LocalCall, LeafAgreement]:
+    """Check a call on this rank, and that all ranks make the same call. Return it with the gradients of all ranks."""
+    layout = binding.layout
+    assert layout.group is not None
     try:
         if problem is not None:
             raise problem
-        local, names, gradients = _checked_call(binding, tx, call, check=check)
+        local_call = _checked_call(binding, tx, call, check=check)
+        local, names, gradients = local_call
         facts = facts_of_step(binding, progress, tx, local)
     except Exception as error:  # perhaps on this rank only: raised on all ranks together
         agree("a step", layout.group, error)
@@ -65,18 +93,7 @@ def agreed_call(
         explain=lambda: {**facts_of_transforms(binding, tx, local.like), **facts, **facts_of_dtypes(local.params)},
         request=progress.needs_verification(local.state),
     )
-    if agreement.is_requested:
-        if local.params is not None:
-            verify_params(layout, local.params)
-        verify_state(binding, tx, local.like, local.state)
-    if agreement.missing or gradients.unplaced:
-        leaves, treedef = tree.flatten(call.updates)
-        completed = complete_gradients(layout, names, leaves, agreement, tree.device_of(local.like))
-        local = local._replace(updates=tree.unflatten(treedef, completed))
-    if agreement.is_requested:
-        warn_of_gradients(layout, local.updates)
-    progress.verified(local.state)
-    return local
+    return local_call, agreement
 
 
 class _LocalCall(NamedTuple):
@@ -86,15 +103,18 @@ class _LocalCall(NamedTuple):
     names: list[str]
     """The name of each gradient, in the order of the leaves of the updates."""
     gradients: LocalLeaves
-    """The gradients in the same order, and the names of those that are partial sums."""
+    """The gradients in the same order, and the names of the partial sums among them."""
 
 
 def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _LocalCall:
     """Check a call's arguments on this rank. `check` also compares the trees of updates, params and state."""
+    layout = binding.layout
     check_extras(tx, call.extras)
-    local_call = _local_call(binding.layout, call, check_params=check)
+    local_call = _local_call(layout, call)
     local = local_call.arguments
     if check:
+        if call.params is not None:
+            local_leaves(layout, tree.names(call.params), tree.leaves(call.params))
         _check_trees(binding, tx, local)
     if local.extras:
         check_resolved_extras(binding.visits(tx, local.like), local.extras)
@@ -105,11 +125,8 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
     return local_call
 
 
-def _local_call(layout: Layout, call: Arguments, *, check_params: bool) -> _LocalCall:
-    """Replace the DTensors of a call by their local tensors. Raise if a gradient does not fit the layout.
-
-    With `check_params`, raise also if a parameter does not fit.
-    """
+def _local_call(layout: Layout, call: Arguments) -> _LocalCall:
+    """Replace the DTensors of a call by their local tensors. Raise if a gradient does not fit the layout."""
     leaves, treedef = tree.flatten(call.updates)
     names = tree.names(call.updates)
     if not checks.all_usable(list(map(local_of, leaves))):
@@ -120,8 +137,6 @@ def _local_call(layout: Layout, call: Arguments, *, check_params: bool) -> _Loca
     if has_dtensors:
         updates = tree.unflatten(treedef, gradients.tensors)
     params = call.params
-    if check_params and params is not None:
-        local_leaves(layout, tree.names(params), tree.leaves(params))
     if layout.dtensors:
         params = local_tree(params)
     local = Arguments(updates, call.state, params, Donation.of(call.donate), call.extras)

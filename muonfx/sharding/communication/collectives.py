@@ -32,19 +32,16 @@ def gathered(layout: ShardTable, local: PyTree) -> PyTree:
     leaves, treedef = tree.flatten(local)
     names = tree.names(local)
     problem = transform_problem("layout.gather", local)
-    shards: dict[str, Tensor] = {}
     with without_transforms():
         _agree_to_gather(layout, names, leaves, [], problem)
-        for name, leaf in zip(names, leaves, strict=True):
-            if leaf is not None:
-                shards[name] = local_of(leaf)
+        shards = {name: local_of(leaf) for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
         wholes = _gather(layout, [*shards], [*shards.values()])
     whole_of = dict(zip(shards, wholes, strict=True))
     return tree.unflatten(treedef, map(whole_of.get, names))
 
 
 def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequence[str] | None) -> PyTree:
-    """Gather this rank's shards to whole tensors on every rank. Gradients of whole tensors become those of shards.
+    """Gather this rank's shards to whole tensors on every rank. Gradients flow from whole tensors to the shards.
 
     Leaves whose names are not in `chosen` are returned unchanged. None: gather all leaves.
     """
@@ -68,8 +65,8 @@ def _agree_to_gather(
 ) -> None:
     """Raise on all ranks unless all of them gather the same leaves, and have the shard of each.
 
-    `names` has the names of all leaves, and `chosen` those that the caller passed. `problem` is an error that this rank
-    already has.
+    `names` has the names of all leaves, and `chosen` the names that the caller passed. `problem` is an error that this
+    rank already has.
     """
     if problem is None:
         try:
@@ -271,25 +268,29 @@ def _exchange_and_average(
 ) -> None:
     """Send ``outgoing[r]`` to each rank r. Write the means over all ranks of the received tensors to `targets`."""
     if layout.group is None:
-        for target, *tensors in zip(targets, *outgoing, strict=True):
-            _average(tensors, target)
+        _average_each(outgoing, targets)
         return
-    shapes = [target.shape for target in targets]  # each rank sends tensors of these shapes
-    numel = sum(target.numel() for target in targets)
+    numel = sum(map(Tensor.numel, targets))
     expected = [numel] * layout.size
     messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
-    tensors_of_rank = messages.arrived([shapes] * layout.size)
+    shapes = [target.shape for target in targets]  # each rank sends tensors of these shapes
+    _average_each(messages.arrived([shapes] * layout.size), targets)
+    messages.end()
+
+
+def _average_each(tensors_of_rank: Sequence[Sequence[Tensor]], targets: Sequence[Tensor]) -> None:
+    """Write the mean over ranks of the tensors with the same index to each target."""
     for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
         _average(tensors, target)
-    messages.end()
 
 
 def _are_on_all_ranks(layout: ShardTable, names: Sequence[str]) -> bool:
     """Return True if every rank holds every element of these parameters."""
-    num_holders: list[int] = []
     for name in names:
-        num_holders += map(len, layout.holders(name).values())
-    return all(number == layout.size for number in num_holders)
+        for ranks in layout.holders(name).values():
+            if len(ranks) < layout.size:
+                return False
+    return True
 
 
 def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
@@ -304,16 +305,14 @@ def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
 def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
     """Write the mean of some tensors to `target`. Add them in order in fp32 or higher, and round once."""
     first, *others = tensors
-    total = target
-    wide = ew.wide_dtype(target.dtype)
-    if target.dtype != wide:
-        total = torch.empty_like(target, dtype=wide)
-    total.copy_(first)
+    total = first.to(ew.wide_dtype(target.dtype))
+    written = total
+    if total is first:  # in fp32 already: the sum is written to the target, because `first` may be the caller's tensor
+        written = target
     for tensor in others:
-        total += tensor
-    total /= len(tensors)
-    if total is not target:
-        target.copy_(total)
+        total = torch.add(total, tensor, out=written)
+    torch.div(total, len(tensors), out=written)
+    target.copy_(written)  # rounds once, or does nothing if it is the same tensor
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:

@@ -21,7 +21,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def errors_by_rank(error_of_rank: Sequence[str | None]) -> str:
-    """Return the errors of all ranks as lines of text. Ranks that have the same error shard a line.
+    """Return the errors of all ranks as lines of text. Ranks that have the same error share a line.
 
     >>> print(errors_by_rank(["ValueError: negative", None, "ValueError: negative"]))
     ranks 0, 2: ValueError: negative

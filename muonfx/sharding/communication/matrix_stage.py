@@ -39,7 +39,6 @@ The buffers belong to `Exchange`, which takes their memory from the layout.
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -87,9 +86,9 @@ class MatrixStage:
         seen: set[str] = set()
         names_of_bucket: list[list[str]] = []
         for indices in self.plan.buckets:
-            names = dict.fromkeys([self.plan.shards[index].name for index in indices])
-            names_of_bucket.append([name for name in names if name not in seen])
-            seen.update(names)
+            names = {self.plan.shards[index].name for index in indices}
+            names_of_bucket.append(sorted(names - seen))
+            seen |= names
         if not names_of_bucket:  # the transforms are initialized once, also without a matrix
             names_of_bucket.append([])
         return init_in_buckets(self.store, names_of_bucket, params, self._init, outside=None)
@@ -202,7 +201,7 @@ class _Step:
     def run(self) -> tuple[PyTree, PyTree]:
         """Gather, compute and scatter all buckets. Return this rank's updates and the next state."""
         state = self.call.state
-        updated_shards: dict[str, Tensor] = {}  # by parameter name; each scatter adds those of its bucket
+        updated_shards: dict[str, Tensor] = {}  # by parameter name; each scatter adds the shards of its bucket
         for name, leaf in self.local_updates.items():
             if leaf is not None and not leaf.numel():  # without elements on this rank: nothing is written to it
                 updated_shards[name] = leaf
@@ -368,14 +367,17 @@ def _common_dtype(
 ) -> torch.dtype:
     """Return the narrowest dtype to which the wire dtypes of some shards on this rank can all be promoted."""
     dtypes = {local_shards[local.shard.name].dtype for local in transfers}
-    return functools.reduce(torch.promote_types, map(wire_dtype_of, dtypes))
+    common, *others = map(wire_dtype_of, dtypes)
+    for dtype in others:
+        common = torch.promote_types(common, dtype)
+    return common
 
 
 def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
     """Return the matrices that this rank computes and has in its own shard, as a view of it if possible.
 
-    They have the shape ``shard.shape`` of the matrix shard: that of the parameter, or ``(count, rows, columns)`` for
-    some matrices of a stack. `local_shard` is this rank's shard of the parameter, and may have further elements.
+    They have the shape ``shard.shape`` of the matrix shard: the parameter's own, or ``(count, rows, columns)`` for some
+    matrices of a stack. `local_shard` is this rank's shard of the parameter, and may have further elements.
     """
     shape = transfers.shard.shape
     views = transfers.local_views

@@ -92,20 +92,23 @@ def _cuts_on_several_meshes(
     the ranks on these meshes differs between ranks.
     """
     rank = dist.get_rank(group)
-    meshes = [_MeshOnRank(digest(ranks), coordinates_on[mesh].coordinates[rank]) for mesh, ranks in ranks_of.items()]
-    message = _Message(_digest_of_placements(specs, dtensors, coordinates_on), meshes)
+    message = _Message(_digest_of_placements(specs, dtensors, coordinates_on), meshes=[])
+    for mesh, ranks in ranks_of.items():
+        message.meshes.append(_MeshOnRank(digest(ranks), coordinates_on[mesh].coordinates[rank]))
     wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
     messages: list[_Message] = all_objects(message, group, "finding out who holds what")
-    if any(other.placements != message.placements for other in messages):
+    if any(received.placements != message.placements for received in messages):
         return None
     coordinates_of_all: dict[DeviceMesh, MeshCoordinates] = {}
     different_meshes: set[DeviceMesh] = set()
     for number, mesh in enumerate(ranks_of):
-        on_ranks = [other.meshes[number] for other in messages]
-        coordinates = [on_rank.coordinates for on_rank in on_ranks]
+        on_ranks = [received.meshes[number] for received in messages]
+        coordinates: list[tuple[int, ...] | None] = []
+        for on_rank in on_ranks:
+            coordinates.append(on_rank.coordinates)
+            if on_rank.ranks != on_ranks[0].ranks:
+                different_meshes.add(mesh)
         coordinates_of_all[mesh] = MeshCoordinates(coordinates_on[mesh].shape, coordinates)
-        if len({on_rank.ranks for on_rank in on_ranks}) > 1:
-            different_meshes.add(mesh)
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_of_all, len(messages))
     on_several_meshes = [name for name, dtensor in dtensors.items() if dtensor.mesh in different_meshes]
     return CutsOnMeshes(cuts, tuple(on_several_meshes))
@@ -116,12 +119,15 @@ def _digest_of_placements(
     dtensors: Mapping[str, DTensorSpec],
     coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
 ) -> str:
-    """Return a hash of all parameters, of their placements, and of the shapes of the meshes, which have numbers."""
+    """Return a hash of all parameters, of their placements, and of the shapes of the meshes.
+
+    A mesh is identified by its index among the meshes, because other ranks have other meshes.
+    """
     meshes = list(coordinates_on)
     values: list[object] = [coordinates.shape for coordinates in coordinates_on.values()]
     for name, spec in specs.items():
         values.append((name, spec))
         if name in dtensors:
-            number = meshes.index(dtensors[name].mesh)
-            values.append((number, dtensors[name].placements))
+            index = meshes.index(dtensors[name].mesh)
+            values.append((index, dtensors[name].placements))
     return digest(values)

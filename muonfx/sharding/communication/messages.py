@@ -70,7 +70,9 @@ class Exchange:
 
     def wait(self, incoming: Sequence[Sequence[Tensor]]) -> None:
         """Wait for all messages. Copy the tensors from rank r into the tensors ``incoming[r]``, in order."""
-        shapes = [[tensor.shape for tensor in tensors] for tensors in incoming]
+        shapes: list[list[torch.Size]] = []
+        for tensors in incoming:
+            shapes.append([tensor.shape for tensor in tensors])
         for received, targets in zip(self.arrived(shapes), incoming, strict=True):
             copied(received, targets)
         self.end()
@@ -84,19 +86,14 @@ class Exchange:
             self._work.wait()
         self._buffers.give_back(self._send_buffer)
         del self._send_buffer
-        shapes_from_others: list[Sequence[int]] = []
-        for rank, shapes_of_rank in enumerate(shapes):
-            if rank != self._rank:
-                shapes_from_others += shapes_of_rank
-        views = _split_buffer(self._receive_buffer, shapes_from_others)
         received: list[list[Tensor]] = []
-        start = 0
+        start = 0  # of the message of a rank in the receive buffer
         for rank, shapes_of_rank in enumerate(shapes):
             if rank == self._rank:
                 received.append(self._own_tensors)
                 continue
-            stop = start + len(shapes_of_rank)
-            received.append(views[start:stop])
+            stop = start + sum(map(prod, shapes_of_rank))
+            received.append(split_buffer(self._receive_buffer[start:stop], shapes_of_rank))
             start = stop
         del self._own_tensors
         return received
@@ -149,7 +146,7 @@ def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
     """Copy tensors into a 1-d buffer, one after another, in the dtype of the buffer."""
     needs_cast = any(tensor.dtype != buffer.dtype for tensor in tensors)
     if needs_cast:  # `torch.stack` does not cast
-        targets = _split_buffer(buffer, [tensor.shape for tensor in tensors])
+        targets = split_buffer(buffer, [tensor.shape for tensor in tensors])
         copied(tensors, targets)
         return
     start = 0
@@ -162,7 +159,7 @@ def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
         start = end
 
 
-def _split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Split a 1-d buffer into consecutive tensors of the given shapes, as views."""
     views: list[Tensor] = []
     start = 0

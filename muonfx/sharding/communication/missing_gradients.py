@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from muonfx import tree
 from muonfx.sharding.communication.agree import LeafAgreement
 from muonfx.sharding.communication.replicas import Send, send_copies
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import is_dtensor, is_placed_like, local_of
+from muonfx.tree import PyTree
 
 
-def complete_gradients(
-    layout: Layout, names: Sequence[str], leaves: Sequence[Any], agreement: LeafAgreement, device: torch.device
-) -> list[Tensor | None]:
+def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement, device: torch.device) -> PyTree:
     """Return the local gradients. A gradient that only other ranks have is zero, or a copy of a replica's gradient."""
+    leaves, treedef = tree.flatten(updates)
+    names = tree.names(updates)
     # A gradient may be partial under tensor parallelism, and None on some ranks if only the losses of others use it.
     for index in agreement.missing:
         if agreement.is_unplaced(index):
@@ -31,7 +32,7 @@ def complete_gradients(
             gradient = torch.zeros(layout.position(name).shape, dtype=agreement.dtype_of(index), device=device)
             gradients[index] = gradient
         _copy_to_replicas(layout, name, gradient, agreement.ranks_with(index))
-    return gradients
+    return tree.unflatten(treedef, gradients)
 
 
 def _partial_on_some_ranks(name: str) -> ShardingError:
@@ -50,13 +51,13 @@ def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
     return local_of(leaf)
 
 
-def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, ranks_with_gradient: Sequence[int]) -> None:
+def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, ranks_with_gradient: set[int]) -> None:
     """Send a gradient to the ranks that had none, from a rank that holds the same shard and had one."""
     sends: list[Send] = []
     for holders in layout.holders(name).values():
-        senders = [rank for rank in holders if rank in ranks_with_gradient]
-        receivers = [rank for rank in holders if rank not in ranks_with_gradient]
+        senders = ranks_with_gradient.intersection(holders)
+        receivers = sorted(set(holders) - senders)
         if senders and receivers:
-            sends.append(Send(gradient, senders[0], receivers))
+            sends.append(Send(gradient, min(senders), receivers))
     if sends:
         send_copies(sends, layout, "sharing a gradient")

@@ -22,7 +22,14 @@ from muonfx.sharding.binding import Binding
 from muonfx.sharding.communication.agree import NO_VALUE, agree, agree_on_leaves, warn_together
 from muonfx.sharding.communication.collectives import BUCKET, in_buckets
 from muonfx.sharding.communication.differences import listed
-from muonfx.sharding.communication.messages import all_objects, collective, copied, exchange, lists_by_rank
+from muonfx.sharding.communication.messages import (
+    all_objects,
+    collective,
+    copied,
+    exchange,
+    lists_by_rank,
+    split_buffer,
+)
 from muonfx.sharding.digests import checksums
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
@@ -112,7 +119,7 @@ def warn_of_gradients(layout: Layout, local: PyTree) -> None:
 
 
 def _leaves_of_layout(layout: Layout, local: PyTree) -> list[_Leaf]:
-    value_of = dict(zip(tree.names(local), tree.leaves(local), strict=True))
+    value_of = dict(tree.named_leaves(local))
     return [_Leaf(name, value_of.get(name), cut.copies) for name, cut in layout.cuts.items()]
 
 
@@ -162,7 +169,13 @@ def _checksums_by_group(leaves: Sequence[_Leaf], checksum_of: Mapping[str, int],
     for leaf in leaves:
         for ranks in leaf.groups:
             checksums_of_group.setdefault(tuple(ranks), []).append(checksum_of.get(leaf.name))
-    return [values if rank in ranks else NO_VALUE for ranks, values in checksums_of_group.items()]
+    compared: list[object] = []
+    for ranks, values in checksums_of_group.items():
+        if rank in ranks:
+            compared.append(values)
+        else:
+            compared.append(NO_VALUE)
+    return compared
 
 
 def _first_difference(leaves: Sequence[_Leaf], checksums_of_rank: Sequence[Mapping[str, int]]) -> _Difference | None:
@@ -271,11 +284,10 @@ def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGro
     first_rank = dist.get_global_rank(group, 0)
     for indices in in_buckets(tensors, BUCKET):
         targets = [tensors[index] for index in indices]
-        packed = torch.cat([target.flatten() for target in targets])
+        packed = torch.cat(list(map(Tensor.flatten, targets)))
         with collective("broadcasting parameters"):
             dist.broadcast(packed, first_rank, group=group)
-        blocks = packed.split([target.numel() for target in targets])
-        copied(list(map(Tensor.view_as, blocks, targets)), targets)
+        copied(split_buffer(packed, [target.shape for target in targets]), targets)
 
 
 class Send(NamedTuple):
@@ -290,20 +302,20 @@ class Send(NamedTuple):
 def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> None:
     """Overwrite shards that some ranks hold with the values of the lowest of these ranks, bucket by bucket."""
     names = list(local)
-    holders_of = {name: layout.cuts[name].copies for name in names}
     # Buckets must be equal on all ranks, but shards may have different sizes: whole sizes are used.
     wholes: list[Tensor] = []
     largest_group = 1
     for name, tensor in local.items():
         wholes.append(torch.empty(layout.specs[name].shape, dtype=tensor.dtype, device="meta"))
-        largest_group = max(largest_group, *map(len, holders_of[name]))
+        largest_group = max(largest_group, *map(len, layout.cuts[name].copies))
     # A rank may send a tensor to all other ranks of a group, so a bucket is smaller than one of a broadcast.
     limit = max(1, BUCKET // largest_group)
     for indices in in_buckets(wholes, limit):
         sends: list[Send] = []
-        for name in [names[index] for index in indices]:
-            for first, *others in holders_of[name]:
-                sends.append(Send(local[name], first, others))
+        for index in indices:
+            name = names[index]
+            for first, *receivers in layout.cuts[name].copies:
+                sends.append(Send(local[name], first, receivers))
         send_copies(sends, layout, "broadcasting parameters")
 
 

@@ -26,7 +26,7 @@ from muonfx.core.transform import patterns_in, require_transform
 from muonfx.core.value import strip_transparent
 from muonfx.internal.display import Report, Table
 from muonfx.placement.buckets import cut_into_buckets
-from muonfx.sharding.plan.balance import assign
+from muonfx.sharding.plan.balance import Item, assign
 from muonfx.sharding.plan.bucket import Bucket
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.matrix_shards import (
@@ -139,8 +139,10 @@ class RunPlan:
     @cached_property
     def _transfers_of_buckets(self) -> list[list[LocalTransfers]]:
         """For each bucket, the transfers of this rank for all of its matrix shards."""
-        transfers = [shard.local_transfers(self.rank) for shard in self.shards]
-        return [[transfers[index] for index in bucket] for bucket in self.buckets]
+        of_buckets: list[list[LocalTransfers]] = []
+        for bucket in self.buckets:
+            of_buckets.append([self.shards[index].local_transfers(self.rank) for index in bucket])
+        return of_buckets
 
     @cached_property
     def shards_of(self) -> dict[str, tuple[MatrixShard, ...]]:
@@ -207,20 +209,20 @@ BUFFERS_PER_BUCKET = 6
 def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.device, settings: Settings) -> RunPlan:
     """Decide which rank computes each matrix of the named parameters, for transforms that need whole matrices."""
     specs = {name: layout.specs[name] for name in names}
-    shapes = {name: spec.shape for name, spec in specs.items()}
     # All ranks must make the same plan, so a transform's dtype "auto" is not resolved by this machine's CPU here.
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shapes = {name: spec.shape for name, spec in specs.items()}
     matrices = matrices_of(run, shapes)
     run_on_stacks = on_stacks(run, {name: shapes[name] for name in matrices})
-    costs = RunCost(run_on_stacks, device.type, compute)
     unassigned: list[UnassignedShard] = []
-    for name, spec in specs.items():
-        for shard in unassigned_shards(matrices.get(name), name, layout):
-            cost = costs(name, shard.shape, spec.dtype)
-            unassigned.append(shard._replace(cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
+    for name in names:
+        unassigned += unassigned_shards(matrices.get(name), name, layout)
+    unassigned = _with_costs(unassigned, specs, RunCost(run_on_stacks, device.type, compute))
     unassigned = with_ranks_of_their_own(unassigned, layout.size)
     owner_of = _owners(unassigned, layout.size, Machine.of(device.type, compute), settings)
-    shards = [shard.assigned_to(owner_of.get(i), layout.cuts[shard.name]) for i, shard in enumerate(unassigned)]
+    shards: list[MatrixShard] = []
+    for index, shard in enumerate(unassigned):
+        shards.append(shard.assigned_to(owner_of.get(index), layout.cuts[shard.name]))
     limit = max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)
     return RunPlan(
         run=run_on_stacks,
@@ -234,6 +236,18 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     )
 
 
+def _with_costs(
+    shards: Sequence[UnassignedShard], specs: Mapping[str, Spec], cost_of: RunCost
+) -> list[UnassignedShard]:
+    """Return the same shards with their costs and bytes."""
+    with_costs: list[UnassignedShard] = []
+    for shard in shards:
+        dtype = specs[shard.name].dtype
+        cost = cost_of(shard.name, shard.shape, dtype)
+        with_costs.append(shard._replace(cost=cost, nbytes=shard.numel * dtype.itemsize))
+    return with_costs
+
+
 def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
     """Choose the rank that computes each matrix shard, by the index of the shard. Every rank computes the others.
 
@@ -243,7 +257,7 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
     """
     sharded: list[int] = []
     on_all_ranks: list[int] = []
-    slower_than_sending: list[int] = []  # those of `on_all_ranks` that take longer to compute than to send
+    slower_than_sending: list[int] = []  # shards of `on_all_ranks` that take longer to compute than to send
     for index, shard in enumerate(shards):
         if size == 1 or not shard.complete or len(shard.candidates) < size:
             sharded.append(index)
@@ -257,10 +271,13 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
         "split": [on_all_ranks],
         "auto": [[], slower_than_sending, on_all_ranks],
     }
+    items = [Item(shard.cost, shard.numel, shard.candidates) for shard in shards]
     fewest_seconds = math.inf
     best: dict[int, int] = {}
     for split in choices_of_setting[settings.replicas]:
-        owner_of = _assigned(shards, sorted(sharded + split), size)
+        indices = sorted(sharded + split)
+        owners = assign([items[index] for index in indices], size)
+        owner_of = dict(zip(indices, owners, strict=True))
         results = [(owner_of[index], shards[index].nbytes) for index in split]
         seconds = _seconds_of_step(shards, owner_of, size, machine)
         seconds += _seconds_to_send(results, size, machine, settings)
@@ -268,15 +285,6 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
             fewest_seconds = seconds
             best = owner_of
     return best
-
-
-def _assigned(shards: Sequence[UnassignedShard], indices: Sequence[int], size: int) -> dict[int, int]:
-    """Assign some of the shards to ranks so that all have about equal work. Return the owner by index."""
-    costs = [shards[index].cost for index in indices]
-    candidates = [shards[index].candidates for index in indices]
-    sizes = [shards[index].numel for index in indices]
-    owners = assign(costs, candidates, size, sizes)
-    return dict(zip(indices, owners, strict=True))
 
 
 def _seconds_to_compute(shard: UnassignedShard, machine: Machine) -> float:
@@ -400,9 +408,9 @@ class Plan:
     def explain(self) -> Report:
         """Return two tables to print: a row per matrix with the rank that computes it and why, and a row per rank."""
         tables: list[str | Table] = [*map(_table_of_run, self.runs)]
-        flops = self.flops
-        sent = self.sent
-        rows = [(str(rank), f"{flops[rank] / 1e9:.4g}", f"{sent[rank] / 1024:.4g}") for rank in range(self.size)]
+        rows: list[tuple[str, ...]] = []
+        for rank, (flops, sent) in enumerate(zip(self.flops, self.sent, strict=True)):
+            rows.append((str(rank), f"{flops / 1e9:.4g}", f"{sent / 1024:.4g}"))
         tables.append(Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
         return Report((*tables, f"balance: the busiest rank computes {self.balance:.3f} times the mean"))
 
@@ -424,9 +432,9 @@ def _table_of_run(run: RunPlan) -> Table:
     for shard in run.shards:
         shape = " x ".join(map(str, shard.shape))
         owner = "all" if shard.owner is None else str(shard.owner)
-        kib_sent = sum(run.sent_for([shard])) / 1024
-        row = (shard.name, shape, owner, shard.route, f"{shard.cost / 1e9:.4g}", f"{kib_sent:.4g}", shard.reason)
-        rows.append(row)
+        gflop = f"{shard.cost / 1e9:.4g}"
+        kib_sent = f"{sum(run.sent_for([shard])) / 1024:.4g}"
+        rows.append((shard.name, shape, owner, shard.route, gflop, kib_sent, shard.reason))
     names = ", ".join(name for name, _ in run.run)
     count = len(run.buckets)
     buckets = "1 bucket" if count == 1 else f"{count} buckets"

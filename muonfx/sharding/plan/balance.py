@@ -9,102 +9,123 @@ never by the order of a dict or a set.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
-class _Load(NamedTuple):
-    """The items that are assigned to a rank so far. Loads are ordered by cost, then by bytes, then by rank."""
+class Item(NamedTuple):
+    """Some matrices to compute on one rank, or a parameter to hold there."""
 
     cost: float
-    nbytes: int
+    size: int
+    """The number of bytes or elements."""
+    candidates: tuple[int, ...] = ()
+    """The ranks of which `assign` chooses one; `assign_by_bytes` may choose any rank."""
+
+
+class _Load(NamedTuple):
+    """The items that are assigned to a rank so far. Loads are ordered by cost, then by size, then by rank."""
+
+    cost: float
+    size: int
     rank: int
 
-    def plus(self, cost: float, nbytes: int) -> _Load:
+    def plus(self, item: Item) -> _Load:
         """Return the load after one more item."""
-        return _Load(self.cost + cost, self.nbytes + nbytes, self.rank)
+        return _Load(self.cost + item.cost, self.size + item.size, self.rank)
 
 
-def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]], ranks: int, sizes: Sequence[int]) -> list[int]:
-    """Choose one of its candidate ranks for each item, so that ranks have about equal costs. `sizes` break ties."""
-    owners = [ranks_of_item[0] for ranks_of_item in candidates]
-    loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
-    free: list[int] = []  # the items that more than one rank may have
-    for item, owner in enumerate(owners):
-        if len(candidates[item]) == 1:
-            loads[owner] = loads[owner].plus(costs[item], sizes[item])
+def assign(items: Sequence[Item], ranks: int) -> list[int]:
+    """Choose one of its candidates for each item, so that ranks have about equal costs. Sizes break ties.
+
+    >>> assign([Item(1.0, 0, (0, 1)), Item(1.0, 0, (0, 1)), Item(9.0, 0, (0,))], ranks=2)
+    [1, 1, 0]
+    """
+    loads = _no_loads(ranks)
+    owners = [item.candidates[0] for item in items]
+    free: dict[int, Item] = {}  # by index: the items with more than one candidate
+    for index, item in enumerate(items):
+        if len(item.candidates) > 1:
+            free[index] = item
         else:
-            free.append(item)
-    free.sort(key=lambda item: (-costs[item], -sizes[item], item))
-    loads_before = list(loads)
-    groups = {tuple(candidates[item]) for item in free}
-    queue_of = {group: _Queue(loads, group) for group in groups}  # items with equal candidates share a queue
-    for item in free:
-        owner = queue_of[tuple(candidates[item])].least()
-        owners[item] = owner
-        loads[owner] = loads[owner].plus(costs[item], sizes[item])
-    if len(groups) == 1:  # packing is possible only if all free items have the same candidates
-        (group,) = groups
+            loads[owners[index]] = loads[owners[index]].plus(item)
+    free = _descending(free)
+    costs_before = [load.cost for load in loads]
+    queue_of: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
+    for index, item in free.items():
+        if item.candidates not in queue_of:
+            queue_of[item.candidates] = _Queue(loads, item.candidates)
+        owners[index] = queue_of[item.candidates].assign(item)
+    if len(queue_of) == 1:  # packing is possible only if all free items have the same candidates
+        (group,) = queue_of
         largest_cost = max(loads[rank].cost for rank in group)
-        costs_before = {rank: loads_before[rank].cost for rank in group}
-        packed = _packed([costs[item] for item in free], costs_before, largest_cost)
-        if packed is not None:
-            for item, owner in zip(free, packed, strict=True):
-                owners[item] = owner
+        packed = _packed(free, {rank: costs_before[rank] for rank in group}, largest_cost)
+        for index, owner in packed.items():
+            owners[index] = owner
     return owners
 
 
-def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) -> list[int]:
+def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:
     """Choose a rank for each item, so that ranks have about equal costs and also about equal sizes.
 
     Ranks keep whole parameters, so their memory must be balanced too: no rank ends above the mean of sizes by more than
     the largest item with a cost.
     """
-    order = sorted(range(len(costs)), key=lambda item: (-costs[item], -sizes[item], item))
-    with_cost = [item for item in order if costs[item] > 0]
-    without_cost = [item for item in order if costs[item] <= 0]
-    loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
-    owner_of = _assign_to_least_cost(with_cost, costs, sizes, loads)
-    owner_of |= _assign_to_fewest_bytes(without_cost, sizes, loads)
-    return [owner_of[item] for item in range(len(costs))]
+    with_cost: dict[int, Item] = {}
+    without_cost: dict[int, Item] = {}
+    for index, item in _descending(dict(enumerate(items))).items():
+        if item.cost > 0:
+            with_cost[index] = item
+        else:
+            without_cost[index] = item
+    loads = _no_loads(ranks)
+    mean_size = sum(item.size for item in items) // ranks  # sizes are integers, so rounding down changes nothing
+    owner_of = _assign_by_cost(with_cost, loads, mean_size)
+    owner_of |= _assign_by_size(without_cost, loads)
+    return [owner_of[index] for index in range(len(items))]
 
 
-def _assign_to_least_cost(
-    items: Sequence[int], costs: Sequence[float], sizes: Sequence[int], loads: list[_Load]
-) -> dict[int, int]:
-    """Assign each item to the rank with the lowest cost that has memory for it. Return the rank by item.
+def _no_loads(ranks: int) -> list[_Load]:
+    return [_Load(0.0, 0, rank) for rank in range(ranks)]
 
-    Each rank has memory for the mean of all sizes plus the largest item. The items are added to `loads`.
+
+def _descending(items: Mapping[int, Item]) -> dict[int, Item]:
+    """Sort items by descending cost, then by descending size. Equal items stay in their order."""
+    return dict(sorted(items.items(), key=lambda pair: (-pair[1].cost, -pair[1].size)))
+
+
+def _assign_by_cost(items: Mapping[int, Item], loads: list[_Load], mean_size: int) -> dict[int, int]:
+    """Assign each item to the rank with the lowest cost that has memory for it. Return the rank by index of the item.
+
+    Each rank has memory for `mean_size`, the mean of the sizes of all items, plus the largest of these items. The items
+    are added to `loads`.
     """
-    mean = sum(sizes) // len(loads)  # sizes are integers, so rounding down changes nothing
-    limit = mean + max([sizes[item] for item in items], default=0)
+    limit = mean_size + max([item.size for item in items.values()], default=0)
     queue = _Queue(loads, range(len(loads)))
     owner_of: dict[int, int] = {}
-    for item in items:
-        owner = queue.least()
-        while loads[owner].nbytes + sizes[item] > limit:
+    for index, item in items.items():
+        while loads[queue.least()].size + item.size > limit:
             queue.leave()  # a rank with at most the mean always stays, so the queue never empties
-            owner = queue.least()
-        owner_of[item] = owner
-        loads[owner] = loads[owner].plus(costs[item], sizes[item])
+        owner_of[index] = queue.assign(item)
     return owner_of
 
 
-def _assign_to_fewest_bytes(items: Sequence[int], sizes: Sequence[int], loads: Sequence[_Load]) -> dict[int, int]:
-    """Assign each item, which has no cost, to the rank with the fewest bytes so far. Return the rank by item."""
-    heap = [(load.nbytes, load.cost, load.rank) for load in loads]
+def _assign_by_size(items: Mapping[int, Item], loads: Sequence[_Load]) -> dict[int, int]:
+    """Assign each item, which has no cost, to the rank with the smallest size so far. Return the rank by index."""
+    heap = [(load.size, load.cost, load.rank) for load in loads]
     heapq.heapify(heap)
     owner_of: dict[int, int] = {}
-    for item in items:
-        nbytes, cost, owner_of[item] = heap[0]
-        heapq.heapreplace(heap, (nbytes + sizes[item], cost, owner_of[item]))
+    for index, item in items.items():
+        size, cost, rank = heap[0]
+        owner_of[index] = rank
+        heapq.heapreplace(heap, (size + item.size, cost, rank))
     return owner_of
 
 
 class _Queue:
     """A priority queue of ranks. The first is the rank to which the lowest total cost is assigned so far."""
 
-    def __init__(self, loads: Sequence[_Load], ranks: Iterable[int]) -> None:
+    def __init__(self, loads: list[_Load], ranks: Iterable[int]) -> None:
         self._loads = loads
         # Entries may be stale. Loads only grow, so a stale entry is at the front too early, never too late, and `least`
         # replaces it by the current entry. Queues with common ranks therefore need no synchronization.
@@ -120,6 +141,12 @@ class _Queue:
                 return entry.rank
             heapq.heapreplace(self._heap, current)
 
+    def assign(self, item: Item) -> int:
+        """Add an item to the lowest load, and return its rank."""
+        rank = self.least()
+        self._loads[rank] = self._loads[rank].plus(item)
+        return rank
+
     def leave(self) -> None:
         """Remove the first rank from the queue, so that it gets no more items."""
         heapq.heappop(self._heap)
@@ -134,39 +161,43 @@ _MOST_TRIALS = 200_000
 _BISECTIONS = 12
 
 
-def _packed(descending: Sequence[float], loads: dict[int, float], largest_load: float) -> list[int] | None:
-    """Search for an assignment of items to ranks whose largest load is below `largest_load`, by bisection.
+def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], largest_cost: float) -> dict[int, int]:
+    """Search for an assignment of items to ranks with a largest total cost below `largest_cost`, by bisection.
 
-    Return a list with a rank per item, or None if no better assignment is found. `descending` has the costs of the
-    items, and `loads` each rank's load without them.
+    Return the rank by index of the item; no item if no better assignment is found. The items have descending costs.
+    `costs_before` has each rank's cost without them.
     """
-    mean = (sum(descending) + sum(loads.values())) / len(loads)
-    lower = max(mean, max(loads.values()), max(descending, default=0.0))
-    upper = largest_load
-    if upper <= _BALANCED * lower or len(descending) * len(loads) > _MOST_TRIALS:
-        return None
-    by_load = sorted(loads, key=lambda rank: (-loads[rank], rank))
-    best: list[int] | None = None
+    costs = [item.cost for item in items.values()]
+    mean = (sum(costs) + sum(costs_before.values())) / len(costs_before)
+    lower = max(mean, *costs_before.values(), *costs)
+    upper = largest_cost
+    if upper <= _BALANCED * lower or len(items) * len(costs_before) > _MOST_TRIALS:
+        return {}
+    by_cost = sorted(costs_before, key=lambda rank: (-costs_before[rank], rank))
+    best: dict[int, int] = {}
     for _ in range(_BISECTIONS):
         limit = (lower + upper) / 2
-        owners = _first_fit(limit, descending, {rank: loads[rank] for rank in by_load})
-        if owners is None:
+        owner_of = _first_fit(limit, items, {rank: costs_before[rank] for rank in by_cost})
+        if owner_of is None:
             lower = limit
         else:
-            best = owners
+            best = owner_of
             upper = limit
     return best
 
 
-def _first_fit(limit: float, descending: Sequence[float], loads: dict[int, float]) -> list[int] | None:
-    """Assign each item to the first rank whose load stays below `limit`. Return None if an item fits nowhere."""
-    owners: list[int] = []
-    for cost in descending:
-        for rank, load in loads.items():
-            if load + cost <= limit:
-                loads[rank] = load + cost
-                owners.append(rank)
+def _first_fit(limit: float, items: Mapping[int, Item], costs: dict[int, float]) -> dict[int, int] | None:
+    """Assign each item to the first rank whose total cost stays below `limit`. Return None if an item fits nowhere.
+
+    `costs` has the cost of each rank so far, in the order in which ranks are tried. The items are added to it.
+    """
+    owner_of: dict[int, int] = {}
+    for index, item in items.items():
+        for rank, cost in costs.items():
+            if cost + item.cost <= limit:
+                costs[rank] = cost + item.cost
+                owner_of[index] = rank
                 break
         else:
             return None
-    return owners
+    return owner_of

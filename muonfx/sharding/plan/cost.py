@@ -17,6 +17,7 @@ from muonfx.core.transform import within
 from muonfx.core.visit import Visit, fixed, root_visit
 from muonfx.placement.placed import matrix_stages
 from muonfx.polar.cost import newton_schulz_cost
+from muonfx.sharding.shards.table import meta_of
 from muonfx.tree import Spec
 
 Run = tuple[tuple[str, Transform], ...]
@@ -66,8 +67,7 @@ def costs_of(specs: Mapping[str, Spec], tx: Transform | None) -> dict[str, float
     if tx is None:
         return {name: _newton_schulz_cost(spec) for name, spec in specs.items()}
     costs = dict.fromkeys(specs, 0.0)
-    meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
-    for run, names in runs_of(tx, meta):
+    for run, names in runs_of(tx, meta_of(specs)):
         cost_of = RunCost(run, "cpu", torch.float32)
         for name in names:
             costs[name] += cost_of(name, specs[name].shape, specs[name].dtype)

@@ -316,10 +316,12 @@ def with_ranks_of_their_own(shards: Sequence[UnassignedShard], size: int) -> lis
         elif len(shard.candidates) == 1:
             loads[shard.candidates[0]] += shard.cost
     assigned = list(shards)
-    for indices in sorted(indices_of_stack.values(), key=lambda indices: -shards[indices[0]].cost):
+    stacks = sorted(indices_of_stack.values(), key=lambda indices: -shards[indices[0]].cost)
+    for indices in stacks:
         candidates = shards[indices[0]].candidates
-        least_loaded = sorted(candidates, key=lambda rank: (loads[rank], rank))[: len(indices)]
-        for index, owner in zip(indices, sorted(least_loaded), strict=True):
+        by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
+        owners = sorted(by_load[: len(indices)])
+        for index, owner in zip(indices, owners, strict=True):
             assigned[index] = shards[index]._replace(candidates=(owner,), one_each=False)
             loads[owner] += shards[index].cost
     return assigned

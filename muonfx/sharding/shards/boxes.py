@@ -107,10 +107,10 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or not whole.contains(box):
             return "go beyond its sides"
-    if numel_of(boxes) < whole.numel:
-        return f"hold {numel_of(boxes)} elements of {whole.numel}"
-    nonempty = [box for box in boxes if box.numel]
-    if numel_of(boxes) > whole.numel or _do_overlap(nonempty):
+    numel = numel_of(boxes)
+    if numel < whole.numel:
+        return f"hold {numel} elements of {whole.numel}"
+    if numel > whole.numel or _do_overlap([box for box in boxes if box.numel]):
         return "overlap"
     return None
 

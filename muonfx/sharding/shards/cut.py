@@ -2,7 +2,7 @@
 
 A rank needs the position of its own shard of every parameter. It needs the positions of the other ranks' shards only
 for the few matrices that it computes. A cut therefore computes a shard on request, from coordinates on a mesh or from
-offsets in a buffer, and stores no list of all shards. Parameters with the same shape and partition shard one cut and
+offsets in a buffer, and stores no list of all shards. Parameters with the same shape and partition share one cut and
 its cached values.
 """
 
@@ -349,9 +349,7 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     cut_of: dict[str, Cut] = {}
     for names in names_of.values():
         starts = one_behind_another(specs, names)
-        last = names[-1]
-        numel = starts[last] + prod(specs[last].shape)
-        ends = _equal_cuts(numel, size)
+        ends = _equal_cuts(sum(prod(specs[name].shape) for name in names), size)
         for name in names:
             cut_of[name] = Intervals(specs[name].shape, starts[name], ends)
     return {name: cut_of[name] for name in specs}  # in the order of the parameters

@@ -129,15 +129,18 @@ class ShardTable:
         """Return a dict from parameter name (default: of all) to a meta tensor of the global shape and dtype."""
         chosen = list(self.specs) if names is None else names
         self.require(chosen)
-        specs = {name: self.specs[name] for name in chosen}
-        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in specs.items()}
+        return meta_of({name: self.specs[name] for name in chosen})
+
+
+def meta_of(specs: Mapping[str, Spec]) -> dict[str, Tensor]:
+    """Return a dict from name to a meta tensor of each shape and dtype."""
+    return {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
 
 
 def specs_of(params: PyTree) -> dict[str, Spec]:
     """Return a dict from parameter name to its shape and dtype. The shape of a DTensor is the global one."""
     check_tree("params", params)
-    named = zip(tree.names(params), tree.leaves(params), strict=True)
-    return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
+    return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in tree.named_leaves(params) if leaf is not None}
 
 
 def require_layout(value: object) -> None:

@@ -19,7 +19,7 @@ from muonfx import polar, sharding
 from muonfx.polar import policy
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.sharding.plan.assignment import Machine, RunPlan
-from muonfx.sharding.plan.balance import assign, assign_by_bytes
+from muonfx.sharding.plan.balance import Item, assign, assign_by_bytes
 from muonfx.sharding.plan.matrix_shards import MatrixShard
 from muonfx.sharding.shards.cut import MeshCoordinates, OnMesh
 from muonfx.tree import Spec
@@ -244,7 +244,7 @@ RANKS = st.integers(1, 9)
 
 
 def assigned(costs: Sequence[float], ranks: int) -> list[int]:
-    return assign(costs, [range(ranks)] * len(costs), ranks, [0] * len(costs))
+    return assign([Item(cost, 0, tuple(range(ranks))) for cost in costs], ranks)
 
 
 def balance(costs: Sequence[float], owners: Sequence[int], ranks: int) -> list[float]:
@@ -280,22 +280,24 @@ def test_the_bounds_hold_against_all_ways_to_give_out(costs: list[float], ranks:
 def test_an_item_goes_to_a_candidate(data: st.DataObject, costs: list[float], ranks: int):
     groups = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True).map(tuple)
     candidates = [data.draw(st.just(range(ranks)) | groups) for _ in costs]
-    owners = assign(costs, candidates, ranks, [1] * len(costs))
+    items = [Item(cost, 1, tuple(group)) for cost, group in zip(costs, candidates, strict=True)]
+    owners = assign(items, ranks)
     assert all(owner in own for owner, own in zip(owners, candidates, strict=True))
-    assert assign(costs, list(map(list, candidates)), ranks, [1] * len(costs)) == owners, "equal groups, other objects"
+    others = [item._replace(candidates=(*item.candidates,)) for item in items]
+    assert assign(others, ranks) == owners, "equal groups, other objects"
 
 
 @given(st.lists(st.tuples(st.floats(0, 100) | st.just(0.0), st.integers(0, 1000)), max_size=40), RANKS)
 def test_bytes_end_within_one_item_of_the_mean(items: list[tuple[float, int]], ranks: int):
-    costs, sizes = [cost for cost, _ in items], [size for _, size in items]
-    owners = assign_by_bytes(costs, sizes, ranks)
+    sizes = [size for _, size in items]
+    owners = assign_by_bytes([Item(cost, size) for cost, size in items], ranks)
     held = balance(sizes, owners, ranks)
     assert max(held) <= sum(sizes) / ranks + max(sizes, default=0)
 
 
 def test_an_item_with_one_candidate_is_first_and_ties_go_to_fewer_bytes_then_to_the_lowest_rank():
-    assert assign([1.0, 1.0, 9.0], [(0, 1), (0, 1), (0,)], 2, [0] * 3) == [1, 1, 0]
-    assert assign([1.0, 1.0, 0.0], [(0, 1)] * 3, 2, [10, 4, 1]) == [0, 1, 1]
+    assert assign([Item(1.0, 0, (0, 1)), Item(1.0, 0, (0, 1)), Item(9.0, 0, (0,))], 2) == [1, 1, 0]
+    assert assign([Item(1.0, 10, (0, 1)), Item(1.0, 4, (0, 1)), Item(0.0, 1, (0, 1))], 2) == [0, 1, 1]
     assert assigned([0.0, 0.0], 3) == [0, 0]
 
 
@@ -309,7 +311,7 @@ def test_models_are_balanced_at_all_sizes(name: str, device: str):
         assert busiest(matrices, assigned(matrices, ranks), ranks) <= 1.05 * lower_bound(matrices, ranks), ranks
     sizes = [kind.numel for kind in kinds]
     for ranks in (8, 64, 512):
-        owners = assign_by_bytes(costs, sizes, ranks)
+        owners = assign_by_bytes([Item(cost, size) for cost, size in zip(costs, sizes, strict=True)], ranks)
         assert busiest(costs, owners, ranks) <= 1.09 * lower_bound(costs, ranks)
         assert max(balance(sizes, owners, ranks)) <= sum(sizes) / ranks + max(sizes)
 
