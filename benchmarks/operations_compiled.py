@@ -10,6 +10,7 @@ Inductor's patterns for attention and similar subgraphs are left out: they need 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -30,7 +31,7 @@ from torch.optim.adamw import adamw
 
 import muonfx as mfx
 from benchmarks import operations
-from benchmarks.operations import CAPABILITY, MODELS, OURS, OURS_WITH_KERNELS, TORCHS, Counter, Totals
+from benchmarks.operations import CAPABILITY, MODELS, OURS, TORCHS, Counter, Totals
 
 DEVICE = SimpleNamespace(
     name="H100",
@@ -137,23 +138,10 @@ ADAMW_ARGUMENTS: dict[str, Any] = {
     "maximize": False,
 }
 
-STEPS: dict[str, Callable[..., Step]] = {OURS: step_of_ours, OURS_WITH_KERNELS: step_of_ours, TORCHS: step_of_torch}
+STEPS: dict[str, Callable[..., Step]] = {OURS: step_of_ours, TORCHS: step_of_torch}
 
 
 # --------------------------------------------------------------------------------------------------------- the schedule
-
-
-@torch.library.custom_op("muonfx_paper::symmetric_matmul", mutates_args=("out",))
-def symmetric_matmul(p: Tensor, addend: Tensor | None, out: Tensor) -> None:
-    """Stand for a product of quack-kernels in a graph. It has no values."""
-
-
-def record_symmetric_matmul(
-    p: Tensor, *, addend: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, out: Tensor
-) -> Tensor:
-    """Record a product by quack-kernels. It replaces quack's function."""
-    symmetric_matmul(p, addend, out)
-    return out
 
 
 @contextmanager
@@ -210,7 +198,7 @@ def kernel_of(node: Any) -> Kernel:
 
 def is_product(operation: Any) -> bool:
     """Return True if an operation of inductor multiplies matrices; nodes that were fused have None."""
-    return name_of(operation) in (*operations.PRODUCTS, "symmetric_matmul")
+    return name_of(operation) in operations.PRODUCTS
 
 
 def name_of(operation: Any) -> str:
@@ -223,28 +211,19 @@ def flops_of(operation: Any) -> float:
     """Return the floating-point operations of a matrix product, two for a multiply-add; 0 for other operations."""
     if not is_product(operation):
         return 0.0
-    name = name_of(operation)
-    left = [int(side) for side in operation.inputs[operations.PRODUCTS.get(name, 0)].get_size()]
-    rows, inner = left[-2:]
-    products = 1
-    for side in left[:-2]:
-        products *= side
-    if name == "symmetric_matmul":  # half of the product of a matrix and its transpose
-        return float(products * rows * rows * inner)
+    left = operation.inputs[operations.PRODUCTS[name_of(operation)]]
     columns = int(operation.get_size()[-1])
-    return 2.0 * products * rows * inner * columns
+    return 2.0 * math.prod(map(int, left.get_size())) * columns
 
 
 def count(model_name: str, candidate: str) -> Totals:
     """Return the totals of a compiled step of a candidate."""
-    counter = Counter()
-    with operations.paper_device(counter, symmetric_kernels=candidate == OURS_WITH_KERNELS):
+    with operations.paper_device(Counter(), symmetric_kernels=False):  # a compiled step does not use them
         model = operations.on_paper(model_name)
         params = {name: param.detach() for name, param in model.named_parameters()}
         grads = {name: torch.empty_like(param) for name, param in params.items()}
         step = STEPS[candidate](params, grads, mfx.default_labels(model))
-        with mock.patch.object(operations.quack, "symmetric_matmul", record_symmetric_matmul):
-            return totals_of(scheduled(step))
+        return totals_of(scheduled(step))
 
 
 def totals_of(kernels: Sequence[Kernel]) -> Totals:
@@ -256,10 +235,9 @@ def totals_of(kernels: Sequence[Kernel]) -> Totals:
 
 
 def counts() -> list[dict[str, Any]]:
-    """Return a row for each model and candidate; no row if Triton is not installed."""
+    """Return a row for each model and candidate."""
     if find_spec("triton") is None:
-        print("triton is not installed, so compiled steps are skipped")
-        return []
+        raise RuntimeError("inductor lowers graphs of a CUDA device only with Triton: pip install triton")
     rows: list[dict[str, Any]] = []
     for model_name in MODELS:
         for candidate in STEPS:
