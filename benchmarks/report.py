@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.leaves import AIMS, COUNTS
 from benchmarks.measure import RESULTS
+from benchmarks.operations import MODELS
 from benchmarks.quality import SPECTRA
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -641,26 +642,34 @@ def _gpu_times(rows: list[dict[str, Any]]) -> str:
 
 
 def operations() -> str:
-    """Return the table of operations, FLOPs, bytes and estimated time of a step, by model and candidate."""
-    found = load("operations_count")
-    if found is None:
+    """Return the tables of operations, FLOPs, bytes and estimated time of a step, by model and candidate."""
+    counted = load("operations_count")
+    if counted is None:
         return ""
-    lines: list[list[str]] = []
-    for row in found["rows"]:
-        gigabytes = [row[key] / 1e9 for key in ("product_bytes", "other_bytes", "least bytes")]
-        lines.append(
-            [
-                f"{row['model']}: {row['candidate']}",
-                str(row["operations"]),
-                f"{row['flops'] / 1e12:.2f}",
-                *(f"{number:.1f}" for number in gigabytes),
-                f"{row['seconds'] * 1e3:.1f}",
-            ]
-        )
+    rows = list(counted["rows"])
+    compiled = load("operations_compiled")
+    if compiled is not None:
+        rows += compiled["rows"]
+    rows.sort(
+        key=lambda row: list(MODELS).index(row["model"])
+    )  # stable: the compiled steps of a model follow its others
+    lines = list(map(_line_of_operations, rows))
     head = ["one step", "operations", "TFLOP", "GB of products", "GB of other operations", "least GB", "ms, estimated"]
-    machine = found["machine"]
+    machine = counted["machine"]
     versions = f"torch {machine['torch']}, Python {machine['python']}."
-    return f"{table(head, lines)}\n\n{_bytes_of_transforms(found['rows'])}\n\n{versions}\n"
+    return f"{table(head, lines)}\n\n{_bytes_of_transforms(counted['rows'])}\n\n{versions}\n"
+
+
+def _line_of_operations(row: dict[str, Any]) -> list[str]:
+    """Return the cells of one candidate's step."""
+    gigabytes = [row[key] / 1e9 for key in ("product_bytes", "other_bytes", "least bytes")]
+    return [
+        f"{row['model']}: {row['candidate']}",
+        str(row["operations"]),
+        f"{row['flops'] / 1e12:.2f}",
+        *(f"{number:.1f}" for number in gigabytes),
+        f"{row['seconds'] * 1e3:.1f}",
+    ]
 
 
 def _bytes_of_transforms(rows: list[dict[str, Any]]) -> str:

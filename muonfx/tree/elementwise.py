@@ -229,7 +229,7 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
     """Return ``x * c`` for each tensor and the number at its position in ``cs``; ``reuse`` overwrites ``xs``."""
-    if _leafwise(xs):
+    if _leafwise(xs) or torch.compiler.is_compiling():  # inductor has no kernel of a list of numbers that it can fuse
         return _tensorwise(torch.mul, xs, cs)
     if reuse and _rounds_numbers(xs):
         return _tensorwise(Tensor.mul_, xs, cs)
