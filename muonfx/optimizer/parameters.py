@@ -179,6 +179,12 @@ class TrackedParameters:
     def track(self, named: NamedTensors) -> None:
         """Record the named tensors for which the optimizer now has state, and their positions in the models."""
         slot_of = self._slots()
+        for tracked in self.tracked.values():  # a module may be used after the model that contained it was deleted
+            if tracked.slot is None:
+                continue
+            current = tracked.slot.current()
+            if current is not None:
+                slot_of.setdefault(current, tracked.slot)
         for name, param in named.items():
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
             self.tracked[name] = TrackedParameter(
