@@ -75,10 +75,10 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
             for name in names:
                 if name in updates:
                     merged_updates[name] = new_updates[name]
-            for index, new_leaf in enumerate(tree.leaves(new_state)):
+            for index, (new_leaf, old_leaf) in enumerate(zip(tree.leaves(new_state), old_leaves, strict=True)):
                 # A leaf that a version returns as it was belongs to parameters of other versions.
                 # A leaf of no parameter, such as a step count, is equal in all versions.
-                if new_leaf is not old_leaves[index]:
+                if new_leaf is not old_leaf:
                     merged_leaves[index] = new_leaf
         return merged_updates, tree.unflatten(treedef, merged_leaves)
 
