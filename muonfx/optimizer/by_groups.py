@@ -14,7 +14,7 @@ from muonfx.core.chain import chain_entries, widest
 from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import stacked
-from muonfx.core.value import with_numbers
+from muonfx.core.value import numbers_of, with_numbers
 from muonfx.core.visit import Visit, as_chain
 from muonfx.optimizer.group_numbers import Number, Numbers, equal
 from muonfx.optimizer.named_parameters import Gradients
@@ -159,7 +159,7 @@ def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> 
     For example, ``by_groups((scale(-0.1), scale(-0.2)), (("a", "b"), ("c",)))``, if the groups of "a" and "b" have
     the same numbers.
     """
-    default_of = dict(zip(visited.numbers.names, tree.leaves(tx), strict=True))
+    default_of = dict(zip(visited.numbers.names, numbers_of(tx), strict=True))
     versions: dict[tuple[object, ...], Transform] = {}  # by their numbers
     members_of: dict[tuple[object, ...], tuple[str, ...]] = {}  # parameter names, by the numbers of their version
     for group in groups:

@@ -186,10 +186,14 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     entries = with_agreed(rules, group, defaults)
     group_numbers = GroupNumbers(group_hyperparams(rules, entries))
     numbers: dict[str, Number] = {}  # by dotted name, such as "muon.momentum.decay"
+    changes: dict[str, Number] = {}
     for name, number in group_numbers.complete(entries, defaults).items():
         numbers[name] = own_copy(number)
-    # A transform checks its numbers when it is prepared.
-    prepared(with_hyperparams(stepping.tx, fitted(defaults, numbers)))
+        if number is not defaults[name]:
+            changes[name] = number
+    if changes:
+        # A transform checks its numbers when it is prepared.
+        prepared(with_hyperparams(stepping.tx, fitted(defaults, changes)))
     group.update(group_numbers.entries(numbers))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
 

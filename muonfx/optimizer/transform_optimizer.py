@@ -457,11 +457,10 @@ class TransformOptimizer(Optimizer):
         self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named_params()
         state = self._stepping.init(named, self._tracked_groups.groups, former)
-        paths = set(tree.paths(state))
         if former is None:
-            self._current["initial"] = InitialState(named, state, paths)
+            self._current["initial"] = InitialState(named, state)
         else:
-            paths_of_added = paths.difference(tree.paths(former.state))  # leaves of added parameters
+            paths_of_added = set(tree.paths(state)).difference(tree.paths(former.state))  # leaves of added parameters
             self._current["initial"] = self._record_of(paths_of_added, named, state, former.state)
         self._current["state"] = state
         self._show_all(named)
