@@ -105,12 +105,10 @@ def _repeated(leaves: Sequence[Any]) -> set[int]:
 
 def _sharing(leaves: Sequence[Any]) -> set[int]:
     """Return the indices of tensors that share memory with another tensor, or whose own elements overlap."""
-    indices: list[int] = []  # for each of the tensors, its index among the leaves
-    tensors: list[Tensor] = []
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            indices.append(index)
-            tensors.append(leaf if type(leaf) in PLAIN else _plain_tensor(leaf))
+    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    tensors = [leaves[index] for index in indices]
+    if not PLAIN.issuperset(map(type, tensors)):
+        tensors = list(map(_plain_tensor, tensors))
     return {indices[position] for position in sharing(tensors)}
 
 

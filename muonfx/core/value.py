@@ -19,6 +19,8 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
 import optree
@@ -548,11 +550,38 @@ def prepared(recorded: R) -> R:
 
     Bad arguments then raise before the first use. A transform is marked, so that this happens once.
     """
+    if torch.compiler.is_compiling():  # a trace has no tracebacks
+        return _prepared(recorded)
+    try:
+        return _prepared(recorded)
+    except Exception as error:
+        raise error.with_traceback(_without_own_frames(error.__traceback__)) from error.__cause__
+
+
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback with the frames of the decorated functions, without those of the calls that lead to them."""
+    entries: list[TracebackType] = []
+    while traceback is not None:
+        is_last = traceback.tb_next is None
+        if is_last or traceback.tb_frame.f_code.co_filename not in _OWN_FILES:
+            entries.append(traceback)
+        traceback = traceback.tb_next
+    shortened: TracebackType | None = None
+    for entry in reversed(entries):
+        shortened = TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shortened
+
+
+_OWN_FILES = frozenset([__file__, str(Path(__file__).with_name("transform.py"))])
+
+
+def _prepared(recorded: R) -> R:
+    """Do the work of `prepared`, with all frames in the traceback of an error."""
     if "_is_prepared" in recorded.__dict__:
         return recorded
     for value in recorded.parts:
         if isinstance(value, Recorded):
-            prepared(value)
+            _prepared(value)
     recorded._prepare()
     if not torch.compiler.is_compiling():  # a trace may not change an object that outlives it
         recorded.__dict__["_is_prepared"] = True  # attributes cannot be set on an immutable value

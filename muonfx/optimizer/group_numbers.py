@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
+from muonfx.core.hyperparams import with_hyperparams
+from muonfx.core.value import prepared
 
 Number = float | Tensor
 """The value of one hyperparameter."""
@@ -266,6 +269,34 @@ def _fitted_tensor(name: str, tensor: Tensor, default: Number) -> Tensor:
     if tensor.shape != shape:
         raise ValueError(f"{name} must be a number or a tensor of shape {tuple(shape)}, found {tuple(tensor.shape)}")
     return tensor
+
+
+def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:
+    """Raise ValueError, with the key in the group, if the transform accepts one of a group's numbers not.
+
+    ``numbers`` and ``defaults`` are the numbers of the group and of the transform, by dotted name.
+    """
+    for hyperparam in hyperparams:
+        for index, name in enumerate(hyperparam.names):
+            if numbers[name] is defaults[name]:
+                continue
+            try:
+                prepared(with_hyperparams(tx, fitted(defaults, {name: numbers[name]})))
+            except ValueError as error:
+                key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key
+                raise ValueError(_refusal(key, name, str(error))) from None
+
+
+def _refusal(key: str, name: str, message: str) -> str:
+    """Return the message of a transform about the number ``name``, with the key of the group instead of the argument.
+
+    >>> _refusal("lr", "scale_by_learning_rate.learning_rate", "learning_rate must be at least 0, found -1.0")
+    "'lr' in a group must be at least 0, found -1.0"
+    """
+    argument = name.rpartition(".")[2]
+    if message.startswith(f"{argument} "):
+        return f"{key!r} in a group{message.removeprefix(argument)}"
+    return f"{key!r} in a group: {message}"
 
 
 def equal(a: object, b: object) -> bool:

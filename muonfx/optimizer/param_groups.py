@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from muonfx.core.checks import warn_caller
-from muonfx.core.hyperparams import with_hyperparams
-from muonfx.core.value import prepared
 from muonfx.optimizer import errors
 from muonfx.optimizer.group_numbers import (
     Group,
@@ -25,9 +23,9 @@ from muonfx.optimizer.group_numbers import (
     Hyperparam,
     Number,
     TrackedGroup,
-    fitted,
     own_copy,
     read_numbers,
+    require_in_range,
 )
 from muonfx.optimizer.named_parameters import NamedPairs, NamedTensors
 from muonfx.optimizer.parameters import TrackedParameters
@@ -186,14 +184,9 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     entries = with_agreed(rules, group, defaults)
     group_numbers = GroupNumbers(group_hyperparams(rules, entries))
     numbers: dict[str, Number] = {}  # by dotted name, such as "muon.momentum.decay"
-    changes: dict[str, Number] = {}
     for name, number in group_numbers.complete(entries, defaults).items():
         numbers[name] = own_copy(number)
-        if number is not defaults[name]:
-            changes[name] = number
-    if changes:
-        # A transform checks its numbers when it is prepared.
-        prepared(with_hyperparams(stepping.tx, fitted(defaults, changes)))
+    require_in_range(stepping.tx, group_numbers.hyperparams, numbers, defaults)
     group.update(group_numbers.entries(numbers))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
 

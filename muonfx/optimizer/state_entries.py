@@ -50,6 +50,7 @@ class StateEntries:
     """
 
     def __init__(self, state: PyTree, named: NamedTensors) -> None:
+        self._named = dict(named)
         self.slots: list[StateSlot] = []
         """The position of each leaf of the state."""
         self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
@@ -80,16 +81,17 @@ class StateEntries:
 
     def is_edited(self, state: Mapping[Tensor, Group]) -> bool:
         """Return True if a caller has assigned, added or removed an entry of ``state`` (``optimizer.state``)."""
-        if len(state) != len(self.indices):
+        if len(state) != len(self._named):
             return True
-        number_shown = 0
-        for slot, shown_leaf in zip(self.slots, self.shown, strict=True):
-            for param in slot.params:
-                if param not in state or state[param].get(slot.key, _NO_ENTRY) is not shown_leaf:
+        for name, param in self._named.items():  # one look-up for each parameter: the hash of a tensor is slow
+            entries = state.get(param)
+            indices = self.indices[name]
+            if entries is None or len(entries) != len(indices):
+                return True
+            for key, index in indices.items():
+                if entries.get(key, _NO_ENTRY) is not self.shown[index]:
                     return True
-            number_shown += len(slot.params)
-        number_of_entries = sum(map(len, state.values()))
-        return number_of_entries != number_shown  # it is larger if entries were added
+        return False
 
 
 def entries_by_name(state: Mapping[Tensor, Group], named: NamedTensors, groups: Iterable[Group]) -> dict[str, Group]:

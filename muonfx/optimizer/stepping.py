@@ -22,7 +22,15 @@ from muonfx.core.transform import check_extras, patterns_in
 from muonfx.core.value import numbers_of, prepared, with_numbers
 from muonfx.core.visit import check_resolved_extras, visit
 from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
-from muonfx.optimizer.group_numbers import Number, Numbers, TrackedGroup, fitted, read_numbers, separate_tensors
+from muonfx.optimizer.group_numbers import (
+    Number,
+    Numbers,
+    TrackedGroup,
+    fitted,
+    read_numbers,
+    require_in_range,
+    separate_tensors,
+)
 from muonfx.optimizer.local_values import Load, apart_from, on_this_rank
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.update_rules import update_rules_of
@@ -179,7 +187,12 @@ class Stepping:
             numbers = separate_tensors(groups, numbers)
         self._common = CommonTensors(self.visits, numbers)
         self._common.check()
-        self._prepare(self._with_numbers(groups, numbers), params)
+        try:
+            self._prepare(self._with_numbers(groups, numbers), params)
+        except ValueError:
+            for tracked, group_numbers in zip(groups, numbers, strict=True):
+                require_in_range(self.tx, tracked.numbers.hyperparams, group_numbers, self.defaults)
+            raise
         # Only now: if a line above raises an error, the next step reads the groups again.
         self._groups = groups
         self._numbers = numbers

@@ -361,7 +361,8 @@ def applying(tx: Transform):
         if apply_to_params is None:
             return updates, state
         apply_to_params(params, updates)
-        return tree.map(lambda _: None, updates), state
+        _, treedef = tree.flatten(updates)
+        return tree.unflatten(treedef, [None] * treedef.num_leaves), state
 
     return tx.functions.init, update
 

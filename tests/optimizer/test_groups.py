@@ -513,7 +513,9 @@ REFUSED: dict[str, tuple[Edit, type[Exception], str]] = {
     "lr is text": (lambda g: g[0].update(lr="0.1"), ValueError, "'lr' in a group must be a number, found '0.1'"),
     "lr is True": (lambda g: g[0].update(lr=True), TypeError, "'lr' in a group must be a number .*found True"),
     "lr is two numbers": (lambda g: g[0].update(lr=torch.ones(2)), ValueError, r"of one element, found shape \(2,\)"),
-    "lr is NaN": (lambda g: g[0].update(lr=float("nan")), ValueError, "learning_rate must be"),
+    "lr is NaN": (lambda g: g[0].update(lr=float("nan")), ValueError, "'lr' in a group must be finite"),
+    "lr is negative": (lambda g: g[0].update(lr=-1.0), ValueError, "'lr' in a group must be at least 0, found -1"),
+    "beta is 2": (lambda g: g[1].update(betas=(0.9, 2.0)), ValueError, r"'betas\[1\]' in a group must be in \[0, 1\)"),
     "two keys of one number": (
         lambda g: g[1].update(betas=(0.5, 0.95), momentum=0.6),
         ValueError,
