@@ -184,7 +184,7 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
     """Return the possible `signs` of a transform's updates, given the signs of each transform that it calls.
 
     A chain of transforms with the signs {1} and {-1} has the sign {-1}: signs in sequence multiply. A `partition` of
-    them has {1, -1}, since the updates of a wrapper may be those of any transform that it calls.
+    them has {1, -1}, since the updates of a wrapper may come from any transform that it calls.
     """
     possible_signs = frozenset({_sign_without_inner(tx)})
     if tx.declaration.combinator.in_sequence:

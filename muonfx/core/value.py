@@ -559,7 +559,10 @@ def prepared(recorded: R) -> R:
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback with the frames of the decorated functions, without those of the calls that lead to them."""
+    """Return a traceback without the frames of this file and of transform.py, except the last frame.
+
+    It keeps the frames of the decorated function, where the check of an argument has failed.
+    """
     entries: list[TracebackType] = []
     while traceback is not None:
         is_last = traceback.tb_next is None
@@ -702,12 +705,14 @@ _NUMBER = "*"
 
 def _text(skeleton: object, parts: Iterator[object]) -> str:
     """Return an argument as text for the fingerprint. Each placeholder in it takes the next value from ``parts``."""
+
+    def text_of_item(item: object) -> str:
+        return _text(item, parts)
+
     if skeleton is not _HOLE:
-        return text_of(skeleton, lambda item: _text(item, parts))
+        return text_of(skeleton, text_of_item)
     part = next(parts)
-    if isinstance(part, Recorded):
-        return _structure(part)
-    return _NUMBER
+    return _structure(part) if isinstance(part, Recorded) else _NUMBER
 
 
 def _text_of_default(definition: Definition, name: str) -> str:

@@ -32,10 +32,12 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
 
     The versions differ only in numbers, so the dict is equal for all of them.
     """
-    versions_and_shapes = [stacked(version, shapes) for version in tx.arguments["versions"]]
-    versions = tuple([version for version, _ in versions_and_shapes])
-    _, shapes_of_matrices = versions_and_shapes[0]
-    return tx.replace(versions=versions), shapes_of_matrices
+    versions: list[Transform] = []
+    shapes_of_matrices: dict[str, tuple[int, int]] = {}
+    for version in tx.arguments["versions"]:
+        stacked_version, shapes_of_matrices = stacked(version, shapes)
+        versions.append(stacked_version)
+    return tx.replace(versions=tuple(versions)), shapes_of_matrices
 
 
 @transform(

@@ -272,7 +272,7 @@ def _fitted_tensor(name: str, tensor: Tensor, default: Number) -> Tensor:
 
 
 def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:
-    """Raise ValueError, with the key in the group, if the transform accepts one of a group's numbers not.
+    """Raise ValueError, with the key in the group, if a number of a group is out of range for its transform.
 
     ``numbers`` and ``defaults`` are the numbers of the group and of the transform, by dotted name.
     """

@@ -248,7 +248,7 @@ def _labels_for(
 ) -> Labels:
     """Return the label of each parameter, from the argument ``labels`` of `Muon`: a dict, a function, or None.
 
-    With None, the labels are those of `default_labels`: roles such as "embedding" if ``roles`` is True, else "muon" and
+    With None, `default_labels` chooses the labels: roles such as "embedding" if ``roles`` is True, else "muon" and
     "adamw".
     """
     params_or_model = params if model is None else model

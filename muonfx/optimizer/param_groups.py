@@ -177,7 +177,7 @@ def _complete_group(stepping: Stepping, rules: Sequence[UpdateRule], entries: Gr
 def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Group) -> None:
     """Add the hyperparameters that a group lacks: ``{"lr": 0.1}`` becomes ``{"lr": 0.1, "momentum": 0.95}``.
 
-    The numbers are those of the transform. ``rules`` are the different rules of the group's parameters. Raise if a
+    The numbers come from the transform. ``rules`` are the different rules of the group's parameters. Raise if a
     number in the group is out of range.
     """
     defaults = stepping.defaults

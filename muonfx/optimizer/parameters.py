@@ -102,7 +102,7 @@ class KnownModel(NamedTuple):
 
     ref: weakref.ref[nn.Module]
     names: frozenset[str] | None
-    """The names, also of tied parameters, of those of its parameters that the optimizer has; None if it has all."""
+    """The names, also of tied parameters, under which the model has parameters of the optimizer; None if it has all."""
 
     @classmethod
     def of(cls, model: nn.Module, params: Set[Tensor]) -> KnownModel:
@@ -314,8 +314,11 @@ class TrackedParameters:
         gathered_ids: set[int] = set()
         for module in self._modules():
             class_names = [base.__name__ for base in type(module).__mro__]
-            if "FSDPModule" in class_names:
-                gathered_ids.update([id(param) for param in module.parameters() if not is_dtensor(param)])
+            if "FSDPModule" not in class_names:
+                continue
+            for param in module.parameters():
+                if not is_dtensor(param):
+                    gathered_ids.add(id(param))
         return gathered_ids
 
     def added_in(self, groups: Iterable[Group]) -> NamedTensors:
@@ -426,7 +429,7 @@ def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
 
 
 def _existing(slots_or_tensors: Mapping[str, Slot | Tensor]) -> NamedTensors:
-    """Return parameters by name, from tensors or positions in models, without those of a model that was deleted."""
+    """Return parameters by name, from tensors or positions in models. Parameters of a deleted model are left out."""
     existing: dict[str, Tensor] = {}
     for name, slot_or_tensor in slots_or_tensors.items():
         param = slot_or_tensor.current() if isinstance(slot_or_tensor, Slot) else slot_or_tensor

@@ -100,7 +100,7 @@ def _ownership_of_path(
     """Return the ownership of the leaf of a state at a path. ``name_of`` has the parameters by their paths.
 
     If ("mlp", "weight") is a parameter, ("trace", "mlp", "weight") belongs to it, and the rest of the path is
-    ("trace",). ``sections`` are those of the path that are parameters.
+    ("trace",). ``sections`` are the sections of the path that are parameters.
     """
     # A section below a node that has other children, too, is a parameter by coincidence only.
     candidates = [section for section in sections if path[: section.start] not in mixed_nodes]
