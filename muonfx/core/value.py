@@ -232,9 +232,10 @@ def _split(value: Any, values: list[object], *, in_container: bool = False) -> o
     if is_number or isinstance(value, Recorded | Tensor):
         values.append(value)
         return _HOLE
-    if type(value) in (tuple, list):
-        return type(value)([_split(item, values, in_container=True) for item in value])
-    if type(value) is dict:
+    kind: Any = type(value)
+    if kind in (tuple, list):
+        return kind([_split(item, values, in_container=True) for item in value])
+    if kind is dict:
         return {key: _split(item, values, in_container=True) for key, item in _ordered_items(value)}
     return value
 

@@ -349,6 +349,7 @@ def fixed(visited: Visit) -> Transform:
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:
     """Return a chain of members whose order a chain has checked before, without checking it again."""
-    recorded = Transform._record(chain, *members.items())
+    factory: Any = chain
+    recorded = Transform._record(factory, *members.items())
     recorded.structure.memory[ORDER_IS_CHECKED] = True
     return prepared(recorded)
