@@ -228,8 +228,10 @@ def _split(value: Any, values: list[object], *, in_container: bool = False) -> o
 
     A float in a container is not replaced.
     """
-    is_number = isinstance(value, float) and not in_container
-    if is_number or isinstance(value, Recorded | Tensor):
+    types_of_parts: tuple[type, ...] = (Recorded, Tensor)
+    if not in_container:
+        types_of_parts = (Recorded, Tensor, float)
+    if isinstance(value, types_of_parts):
         values.append(value)
         return _HOLE
     kind: Any = type(value)
