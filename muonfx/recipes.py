@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias, cast
 
 from muonfx.core import Transform, chain
+from muonfx.core.checks import at_least, in_unit_interval
 from muonfx.core.partition import partition
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform, within
@@ -42,6 +43,24 @@ def view_of(orthogonalize: Transform) -> MatrixView:
         if isinstance(view, MatrixView):
             return view
     return MatrixView()
+
+
+def check_not_negative(argument: str, value: object) -> None:
+    """Raise ValueError, with the name of the argument, if a number is negative, or one in a dict of numbers by role.
+
+    The transforms check their numbers too, but under their own names: ``adamw_lr`` is "learning_rate" there.
+    """
+    if isinstance(value, Mapping):
+        for role, number in value.items():
+            check_not_negative(f"{argument}[{role!r}]", number)
+    elif isinstance(value, int | float):
+        at_least(argument, value, 0.0)
+
+
+def check_decay(argument: str, value: object) -> None:
+    """Raise ValueError, with the name of the argument, if the decay of a moving average is not in [0, 1)."""
+    if isinstance(value, int | float):
+        in_unit_interval(argument, value)
 
 
 def with_views(tx: Transform, labels: Labels) -> Transform:
@@ -124,6 +143,7 @@ def normuon(
     >>> list(normuon(0.001).init({"w": torch.zeros(4, 4)}))[:3]
     ['momentum', 'orthogonalize', 'normalize_neurons']
     """
+    check_decay("neuron_decay", neuron_decay)
     view = view_of(orthogonalize)
     return chain(
         momentum(decay),
@@ -379,6 +399,8 @@ def muon_with_adamw(
     if adamw_learning_rate is None:
         adamw_learning_rate = learning_rate
     numbers = {"adamw_learning_rate": adamw_learning_rate, "adamw_weight_decay": adamw_weight_decay}
+    for argument, number in numbers.items():
+        check_not_negative(argument, number)
     roles = check_roles("muon_with_adamw", numbers, labels)
     if isinstance(labels, Labels):
         matrices = with_views(matrices, labels)

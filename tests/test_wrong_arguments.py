@@ -4,6 +4,8 @@ import re
 import types
 import warnings
 from collections import UserDict
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -368,3 +370,34 @@ def test_a_sparse_gradient_is_told_about_dense_embeddings():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"'weight'.*Embedding\(sparse=False\)"):
         optimizer.step()
+
+
+def test_a_traceback_leads_to_the_check_without_the_calls_that_construct_a_transform():
+    with pytest.raises(ValueError, match="learning_rate must be at least 0") as caught:
+        mfx.muon(-1.0)
+    names = [entry.name for entry in caught.traceback]
+    assert names[-3:] == ["scale_by_learning_rate", "at_least", "_number"]
+    assert not {"_prepare", "_build_for", "__get__"} & set(names)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    {
+        "neuron_decay": lambda: mfx.normuon(neuron_decay=2.0),
+        "adamw_learning_rate": lambda: mfx.muon_with_adamw(0.1, -0.1, labels={}),
+        "adamw_weight_decay": lambda: mfx.muon_with_adamw(0.1, adamw_weight_decay=-0.1, labels={}),
+    }.items(),
+)
+def test_a_recipe_names_its_own_argument(argument: str, call: Callable[[], object]):
+    with pytest.raises(ValueError, match=f"^{argument} must be"):
+        call()
+
+
+def test_what_a_notebook_prints_is_short(tmp_path: Path):
+    params = {f"{index}": torch.zeros(4, 4) for index in range(50)}
+    plan = sharding.plan_for(mfx.muon(), sharding.zero(params, 4))
+    saving = mfx.checkpoint.save_async(tmp_path / "a", {"w": torch.ones(2)})
+    saving.wait()
+    for value in (plan, saving, mfx.polar.Workspace(), sharding.zero(params, 4)):
+        assert len(repr(value)) < 60 + len(str(tmp_path)), value
+        assert " at 0x" not in repr(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from muonfx.core.value import Memory, part_names, with_memory
 from muonfx.tree import PyTree
 from muonfx.tree.elementwise import wide_dtype
 
+ORDER_IS_CHECKED = "order_is_checked"
+"""The key in the memory of a `chain` that marks it as checked by `check_order`."""
+
 
 def chain_entries(tx: Transform) -> dict[str, Transform] | None:
     """Return a dict from name to member if a transform is a `chain`; otherwise return None."""
@@ -23,9 +27,21 @@ def chain_entries(tx: Transform) -> dict[str, Transform] | None:
     return dict(zip(part_names(tx), tx.children, strict=True))
 
 
+def _without_names(entries: Iterable[Transform | tuple[str, Transform]]) -> list[Transform]:
+    """Return the transforms among the arguments of a `chain`, some of which are pairs (name, transform)."""
+    transforms: list[Transform] = []
+    for entry in entries:
+        if isinstance(entry, Transform):
+            transforms.append(entry)
+        else:
+            _, tx = entry
+            transforms.append(tx)
+    return transforms
+
+
 def widest(transforms: Any) -> Locality:
     """Return the largest `Locality` among several transforms, which is the locality of a chain of them."""
-    return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
+    return max([tx.locality for tx in transforms], default=Locality.ELEMENT)
 
 
 def is_new(outputs: PyTree, updates: PyTree) -> bool:
@@ -37,7 +53,7 @@ def is_new(outputs: PyTree, updates: PyTree) -> bool:
 
 
 @transform(
-    locality=lambda *transforms: widest(entries_of(transforms).values()),
+    locality=lambda *transforms: widest(_without_names(transforms)),
     combinator=Combinator(in_sequence=True),
 )
 @with_memory
@@ -69,7 +85,7 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     entries = entries_of(transforms)
     if not _memory and not torch.compiler.is_compiling():
         check_order("chain", entries)
-        _memory["order_is_checked"] = True  # the memory is shared with chains that differ only in numbers
+        _memory[ORDER_IS_CHECKED] = True  # the memory is shared with chains that differ only in numbers
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}
@@ -93,14 +109,9 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     return init, update
 
 
-def _summands(transforms: Any) -> list[Transform]:
-    """Return the transforms among the arguments of `add_updates`, which may have names."""
-    return list(entries_of(transforms, "add_updates").values())
-
-
 @transform(
-    locality=lambda *transforms: widest(_summands(transforms)),
-    reads_params=lambda *transforms: any(tx.reads_params for tx in _summands(transforms)),
+    locality=lambda *transforms: widest(_without_names(transforms)),
+    reads_params=lambda *transforms: any(tx.reads_params for tx in _without_names(transforms)),
 )
 def add_updates(*transforms: Transform | tuple[str, Transform]):
     """Apply several transforms to the same updates, and return the sum of their outputs.

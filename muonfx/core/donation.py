@@ -59,7 +59,7 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
     if functorch_is_active() or is_traced():
         return NOTHING, updates, state  # memory cannot be compared here
     update_leaves = tree.leaves(updates)
-    # The indices of shared tensors in one list: first those of the updates, then of the state and the parameters.
+    # Indices in one list of all leaves: the updates come first, then the state, then the parameters.
     shared = _sharing([*update_leaves, *tree.leaves(state), *tree.leaves(params)])
     if shared and donate.updates:
         updates = _with_clones(updates, shared, start=0)
@@ -105,12 +105,14 @@ def _repeated(leaves: Sequence[Any]) -> set[int]:
 
 def _sharing(leaves: Sequence[Any]) -> set[int]:
     """Return the indices of tensors that share memory with another tensor, or whose own elements overlap."""
-    indices: list[int] = []  # for each of the tensors, its index among the leaves
-    tensors: list[Tensor] = []
+    dense: dict[int, Tensor] = {}  # by index among the leaves
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            indices.append(index)
-            tensors.append(leaf if type(leaf) in PLAIN else _plain_tensor(leaf))
+            dense[index] = leaf
+    tensors = list(dense.values())
+    if not PLAIN.issuperset(map(type, tensors)):
+        tensors = list(map(_plain_tensor, tensors))
+    indices = list(dense)
     return {indices[position] for position in sharing(tensors)}
 
 

@@ -7,7 +7,7 @@ chain is constructed. `signs` returns whether the updates of a transform have th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ def _ordered_pairs(members: Mapping[str, Transform]) -> list[tuple[_Placed, _Pla
 
     A transform without a position may be followed by any other, so it is only the later one of a pair.
     """
-    positioned = [list(_positioned(name, member)) for name, member in members.items()]
+    positioned = [_positioned(name, member) for name, member in members.items()]
     pairs: list[tuple[_Placed, _Placed]] = []
     for earlier_member, later_member in itertools.combinations(positioned, 2):
         for earlier in earlier_member:
@@ -122,14 +122,16 @@ class _Placed(NamedTuple):
     position: Position | None
 
 
-def _positioned(member: str, tx: Transform) -> Iterator[_Placed]:
-    """Yield the transforms of one chain member with their declared positions, inner transforms first."""
+def _positioned(member: str, tx: Transform) -> list[_Placed]:
+    """Return the transforms of one chain member with their declared positions, inner transforms first."""
+    positioned: list[_Placed] = []
     for child in tx.children:
-        yield from _positioned(member, child)
+        positioned += _positioned(member, child)
     position = tx.position
     calls_others = tx.children or tx.declaration.combinator.in_sequence
     if position is not None or not calls_others:
-        yield _Placed(member, tx, position)
+        positioned.append(_Placed(member, tx, position))
+    return positioned
 
 
 def _error(earlier: _Placed, later: _Placed) -> str:
@@ -182,7 +184,7 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
     """Return the possible `signs` of a transform's updates, given the signs of each transform that it calls.
 
     A chain of transforms with the signs {1} and {-1} has the sign {-1}: signs in sequence multiply. A `partition` of
-    them has {1, -1}, since the updates of a wrapper may be those of any transform that it calls.
+    them has {1, -1}, since the updates of a wrapper may come from any transform that it calls.
     """
     possible_signs = frozenset({_sign_without_inner(tx)})
     if tx.declaration.combinator.in_sequence:

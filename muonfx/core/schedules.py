@@ -324,7 +324,7 @@ def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]
 
     if torch.compiler.is_compiling():  # the signature is read before tracing
         return init, update
-    # The names of the extra arguments are read from the signature, so it must be that of the inner `update`.
+    # The names of the extra arguments are read from the signature, so it must be the signature of the inner `update`.
     _, update_at_start = build_at(_step_zero("cpu"))
     return init, functools.wraps(update_at_start)(update)
 

@@ -17,7 +17,7 @@ import inspect
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import NoneType
@@ -282,7 +282,7 @@ class Transform(Recorded):
     def _schedules(self) -> dict[str, Schedule]:
         """A dict from argument name to `Schedule`, for arguments with a schedule in place of a number."""
         schedules: dict[str, Schedule] = {}
-        if not any(isinstance(value, Schedule) for value in self.parts):
+        if not [value for value in self.parts if isinstance(value, Schedule)]:
             return schedules
         for name, types in self.factory.definition.plain.items():
             value = self.arguments[name]
@@ -294,7 +294,7 @@ class Transform(Recorded):
         """Call the decorated function and return its ``(init, update)``; with schedules, at every update again."""
         schedules = self._schedules
         if not schedules:
-            return super()._build()
+            return self._build_for(self.arguments)
         return follow(schedules, lambda numbers: self._build_for({**self.arguments, **numbers}))
 
     def _check_schedules(self) -> None:
@@ -359,7 +359,8 @@ class Transform(Recorded):
     def extras(self) -> Extras:
         """The extra arguments, such as ``value=loss``, that ``update`` of this or an inner transform accepts."""
         calls_none = not (self.children or self.declaration.combinator.in_sequence)
-        return extras_of(self.functions.update, [child.extras for child in self.children], calls_none=calls_none)
+        _, update = self._built
+        return extras_of(update, [child.extras for child in self.children], calls_none=calls_none)
 
     @of_structure
     def _keeps_donation_promise(self) -> bool:
@@ -370,10 +371,10 @@ class Transform(Recorded):
         """Create and cache the functions of this transform now, so that bad arguments raise before the first use."""
         if not torch.compiler.is_compiling():
             self._check_schedules()
-        super()._prepare()
+        built = self._built
         # The tests of this package check the signatures of its own functions.
         if not (self.factory.definition.is_ours or torch.compiler.is_compiling()):
-            check_functions(self.factory.__name__, self._built)
+            check_functions(self.factory.__name__, built)
         _ = self.locality, self.extras, self._keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
@@ -512,7 +513,10 @@ class Transform(Recorded):
         names = signature.named
         accepted = extras
         if extras and not signature.takes_all:
-            accepted = {name: extra for name, extra in extras.items() if name in names}
+            accepted = {}
+            for name, extra in extras.items():
+                if name in names:
+                    accepted[name] = extra
         if signature.takes_all or "donate" in names:
             accepted["donate"] = donate
         if "sum_over_leaves" in names:
@@ -564,7 +568,7 @@ def check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
             extras.
     """
     if extras or tx.extras.required:
-        check_extras_within(list(within(tx)), extras)
+        check_extras_within(within(tx), extras)
 
 
 def left_out(tx: Transform, params: PyTree) -> set[str]:
@@ -618,21 +622,25 @@ def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Trans
     return tx, matrices
 
 
-def within(tx: Transform) -> Iterator[Transform]:
-    """Yield a transform, then every transform that it calls, directly or indirectly."""
-    yield tx
+def within(tx: Transform) -> list[Transform]:
+    """Return a list of a transform and then of all transforms that it calls, directly or indirectly."""
+    transforms = [tx]
     for child in tx.children:
-        yield from within(child)
+        transforms += within(child)
+    return transforms
 
 
 def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
     """Return a dict from name to transform for the arguments of `chain`. A repeated name gets a suffix: "scale_2"."""
     entries: dict[str, Transform] = {}
     for index, entry in enumerate(transforms):
-        pair: Any = (None, entry) if isinstance(entry, Transform) else entry
-        if not _is_pair(pair):
+        name: str | None = None
+        if isinstance(entry, Transform):
+            tx = entry
+        elif _is_pair(entry):
+            name, tx = entry
+        else:
             raise _wrong_entry(of, index, entry)
-        name, tx = pair
         if name is None:
             name = _unused_name(tx.name, entries)
         elif name in entries or not name or "." in name or "/" in name:

@@ -19,6 +19,8 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
 import optree
@@ -221,24 +223,23 @@ class _Hole:
 _HOLE = _Hole()
 
 
-def _split(value: Any, values: list[object]) -> object:
-    """Replace the numbers, transforms and schedules in an argument by placeholders, and append them to ``values``."""
-    if isinstance(value, float):
+def _split(value: Any, values: list[object], *, in_container: bool = False) -> object:
+    """Replace the numbers, transforms and schedules in an argument by placeholders, and append them to ``values``.
+
+    A float in a container is not replaced.
+    """
+    types_of_parts: tuple[type, ...] = (Recorded, Tensor)
+    if not in_container:
+        types_of_parts = (Recorded, Tensor, float)
+    if isinstance(value, types_of_parts):
         values.append(value)
         return _HOLE
-    return _split_item(value, values)
-
-
-def _split_item(item: Any, values: list[object]) -> object:
-    """Do the work of `_split` for all but a float that is an argument. A float in a container is not replaced."""
-    if isinstance(item, Recorded | Tensor):
-        values.append(item)
-        return _HOLE
-    if type(item) in (tuple, list):
-        return type(item)([_split_item(inner, values) for inner in item])
-    if type(item) is dict:
-        return {key: _split_item(inner, values) for key, inner in _ordered_items(item)}
-    return item
+    kind: Any = type(value)
+    if kind in (tuple, list):
+        return kind([_split(item, values, in_container=True) for item in value])
+    if kind is dict:
+        return {key: _split(item, values, in_container=True) for key, item in _ordered_items(value)}
+    return value
 
 
 def _ordered_items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
@@ -252,15 +253,23 @@ def _ordered_items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
     return items
 
 
+_CONTAINERS = (tuple, list, dict)
+"""The types of arguments in which transforms and tensors are replaced by placeholders."""
+
+
 def _join(skeleton: Any, values: Iterator[object]) -> Any:
-    """Replace the placeholders in an argument by ``values``, in order. This is the inverse of `_split`."""
-    if skeleton is _HOLE:
-        return next(values)
-    if type(skeleton) in (tuple, list):
-        return type(skeleton)([_join(item, values) for item in skeleton])
-    if type(skeleton) is dict:
-        return {key: _join(item, values) for key, item in skeleton.items()}
-    return skeleton
+    """Replace the placeholders in a container by ``values``, in order. This is the inverse of `_split`."""
+    is_dict = type(skeleton) is dict
+    items = skeleton.items() if is_dict else enumerate(skeleton)
+    joined: dict[Any, object] = {}
+    for key, item in items:
+        if item is _HOLE:
+            joined[key] = next(values)
+        elif type(item) in _CONTAINERS:
+            joined[key] = _join(item, values)
+        else:
+            joined[key] = item
+    return joined if is_dict else type(skeleton)(joined.values())
 
 
 def _named_leaves(skeleton: Any, name: str = "") -> list[tuple[str, object]]:
@@ -380,12 +389,12 @@ class Recorded:
         if dataclasses.is_dataclass(default) and not isinstance(argument, type(default)):
             raise _wrong_dataclass(factory.__name__, name, argument, type(default))
         types = factory.definition.plain[name]
-        if "float" in types and isinstance(argument, cls._number_types):
+        if not types or ("float" in types and isinstance(argument, cls._number_types)):
             return argument
         return check_plain(factory.__name__, name, argument, types)
 
     def _names_of_parts(self, argument: str) -> Iterable[str]:
-        """Return the dotted names of the numbers and recorded values (such as transforms) within one argument."""
+        """Return the dotted names of the numbers and recorded values (such as transforms) in one container argument."""
         skeleton = self.structure.skeleton[argument]  # the argument, with the placeholder _HOLE for each of these
         prefix = argument
         if type(skeleton) is dict:  # its items have its keys as names: "muon", not "transforms.muon"
@@ -426,14 +435,7 @@ class Recorded:
     @property
     def arguments(self) -> dict[str, Any]:
         """A dict with all arguments of the call that created this value, by name, including defaults."""
-        parts = iter(self.parts)
-        arguments = dict(self.structure.skeleton)
-        for name, skeleton in arguments.items():
-            if skeleton is _HOLE:
-                arguments[name] = next(parts)
-            elif type(skeleton) in (tuple, list, dict):
-                arguments[name] = _join(skeleton, parts)
-        return arguments
+        return _join(self.structure.skeleton, iter(self.parts))
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a function that has the factory's signature, with arguments from a dict by name."""
@@ -469,13 +471,7 @@ class Recorded:
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The numeric arguments of this and of inner transforms that are tensors, in the order of pytree leaves."""
-        tensors: list[Tensor] = []
-        for value in self.parts:
-            if isinstance(value, Recorded):
-                tensors += value.tensors
-            elif isinstance(value, Tensor):
-                tensors.append(value)
-        return tuple(tensors)
+        return tuple([number for number in numbers_of(self) if isinstance(number, Tensor)])
 
     @functools.cached_property
     def treedef(self) -> PyTreeSpec:
@@ -501,10 +497,11 @@ class Recorded:
         Raises:
             TypeError: the factory has no argument of this name. The message lists its arguments.
         """
-        unknown = changes.keys() - self.arguments.keys()
+        arguments = self.arguments
+        unknown = changes.keys() - arguments.keys()
         if unknown:
             raise self._unknown_argument(min(unknown))
-        return self._call(self.factory, {**self.arguments, **changes})
+        return self._call(self.factory, {**arguments, **changes})
 
     def _unknown_argument(self, name: str) -> TypeError:
         advice = f"{hint(name, self.arguments)}; it has {', '.join(self.arguments)}"
@@ -556,11 +553,41 @@ def prepared(recorded: R) -> R:
 
     Bad arguments then raise before the first use. A transform is marked, so that this happens once.
     """
+    if torch.compiler.is_compiling():  # a trace has no tracebacks
+        return _prepared(recorded)
+    try:
+        return _prepared(recorded)
+    except Exception as error:
+        raise error.with_traceback(_without_own_frames(error.__traceback__)) from error.__cause__
+
+
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this file and of transform.py, except the last frame.
+
+    It keeps the frames of the decorated function, where the check of an argument has failed.
+    """
+    entries: list[TracebackType] = []
+    while traceback is not None:
+        is_last = traceback.tb_next is None
+        if is_last or traceback.tb_frame.f_code.co_filename not in _OWN_FILES:
+            entries.append(traceback)
+        traceback = traceback.tb_next
+    shortened: TracebackType | None = None
+    for entry in reversed(entries):
+        shortened = TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shortened
+
+
+_OWN_FILES = frozenset([__file__, str(Path(__file__).with_name("transform.py"))])
+
+
+def _prepared(recorded: R) -> R:
+    """Do the work of `prepared`, with all frames in the traceback of an error."""
     if "_is_prepared" in recorded.__dict__:
         return recorded
     for value in recorded.parts:
         if isinstance(value, Recorded):
-            prepared(value)
+            _prepared(value)
     recorded._prepare()
     if not torch.compiler.is_compiling():  # a trace may not change an object that outlives it
         recorded.__dict__["_is_prepared"] = True  # attributes cannot be set on an immutable value
@@ -582,6 +609,17 @@ def parts_of(recorded: Recorded, name: str = "") -> list[tuple[str, Any]]:
             numbers += parts_of(value, full_name)
         else:
             numbers.append((full_name, value))
+    return numbers
+
+
+def numbers_of(recorded: Recorded) -> list[Any]:
+    """Return the numeric arguments of a transform and of its inner transforms, in the order of pytree leaves."""
+    numbers: list[Any] = []
+    for value in recorded.parts:
+        if isinstance(value, Recorded):
+            numbers += numbers_of(value)
+        else:
+            numbers.append(value)
     return numbers
 
 
@@ -640,8 +678,11 @@ def _part_names(recorded: Recorded) -> tuple[str, ...]:
     if recorded.factory.definition.transparent:
         return ("",)
     names: list[str] = []
-    for argument in recorded.structure.skeleton:
-        names += recorded._names_of_parts(argument)
+    for argument, skeleton in recorded.structure.skeleton.items():
+        if skeleton is _HOLE:
+            names.append(argument)
+        elif type(skeleton) in _CONTAINERS:
+            names += recorded._names_of_parts(argument)
     return tuple(names)
 
 
@@ -667,12 +708,14 @@ _NUMBER = "*"
 
 def _text(skeleton: object, parts: Iterator[object]) -> str:
     """Return an argument as text for the fingerprint. Each placeholder in it takes the next value from ``parts``."""
+
+    def text_of_item(item: object) -> str:
+        return _text(item, parts)
+
     if skeleton is not _HOLE:
-        return text_of(skeleton, lambda item: _text(item, parts))
+        return text_of(skeleton, text_of_item)
     part = next(parts)
-    if isinstance(part, Recorded):
-        return _structure(part)
-    return _NUMBER
+    return _structure(part) if isinstance(part, Recorded) else _NUMBER
 
 
 def _text_of_default(definition: Definition, name: str) -> str:

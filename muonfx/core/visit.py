@@ -10,17 +10,17 @@ import functools
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from muonfx import tree
-from muonfx.core.chain import chain, chain_entries
+from muonfx.core.chain import ORDER_IS_CHECKED, chain, chain_entries
 from muonfx.core.extras import ON_PIECES
 from muonfx.core.transform import Declaration, Locality, Transform
-from muonfx.core.value import Recorded, dotted, joined_name, make_factory, part_names, parts_of
+from muonfx.core.value import Recorded, dotted, joined_name, make_factory, part_names, parts_of, prepared
 from muonfx.tree import PyTree
 
 Path = tuple[Any, ...]
@@ -45,13 +45,15 @@ class OwnNumbers:
         """Return the names for a transform with a dotted name, and a key (the name without labels)."""
         full_name_of: dict[str, str] = {}  # {"decay": "muon.momentum.decay"}
         keys: list[str] = []
+        start_of_name = dotted(name)
+        start_of_key = dotted(key)
         for argument in _own_numbers(tx):
-            full_name_of[argument] = dotted(name) + argument
-            keys.append(dotted(key) + argument)
+            full_name_of[argument] = start_of_name + argument
+            keys.append(start_of_key + argument)
         short_names: dict[str, str | tuple[str, ...]] = {}
         for short_name, declared in tx.declaration.short_names.items():
             arguments = [declared] if isinstance(declared, str) else declared
-            if not all(argument in full_name_of for argument in arguments):  # an argument is None or a schedule
+            if [argument for argument in arguments if argument not in full_name_of]:  # such as None or a schedule
                 continue
             full_names = [full_name_of[argument] for argument in arguments]
             short_names[short_name] = full_names[0] if isinstance(declared, str) else tuple(full_names)
@@ -103,8 +105,8 @@ def _own_numbers(tx: Transform) -> list[str]:
     return names
 
 
-def visit(tx: Transform, params: PyTree) -> Iterator[Visit]:
-    """Yield one `Visit` for a transform and for each transform that it calls: first the outer, then the inner ones.
+def visit(tx: Transform, params: PyTree) -> list[Visit]:
+    """Return one `Visit` for a transform and for each transform that it calls: first the outer, then the inner ones.
 
     Args:
         tx: any transform.
@@ -120,14 +122,15 @@ def visit(tx: Transform, params: PyTree) -> Iterator[Visit]:
     cautious.inner None ('w',)
     orthogonalize ('orthogonalize',) ('w',)
     """
-    yield from _with_inner(root_visit(tx, params))
+    return _with_inner(root_visit(tx, params))
 
 
-def _with_inner(outer: Visit) -> Iterator[Visit]:
-    """Yield a visit, and then the visits of the transforms that it calls, at any depth."""
-    yield outer
+def _with_inner(outer: Visit) -> list[Visit]:
+    """Return a list of a visit and then of the visits of the transforms that it calls, at any depth."""
+    visits = [outer]
     for inner in outer.calls:
-        yield from _with_inner(inner)
+        visits += _with_inner(inner)
+    return visits
 
 
 def root_visit(tx: Transform, params: PyTree) -> Visit:
@@ -345,7 +348,8 @@ def fixed(visited: Visit) -> Transform:
 
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:
-    """Return a chain of members that were checked in their order before, without warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return chain(*members.items())
+    """Return a chain of members whose order a chain has checked before, without checking it again."""
+    factory: Any = chain
+    recorded = Transform._record(factory, *members.items())
+    recorded.structure.memory[ORDER_IS_CHECKED] = True
+    return prepared(recorded)

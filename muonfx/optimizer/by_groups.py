@@ -14,7 +14,7 @@ from muonfx.core.chain import chain_entries, widest
 from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import stacked
-from muonfx.core.value import with_numbers
+from muonfx.core.value import numbers_of, with_numbers
 from muonfx.core.visit import Visit, as_chain
 from muonfx.optimizer.group_numbers import Number, Numbers, equal
 from muonfx.optimizer.named_parameters import Gradients
@@ -32,10 +32,12 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
 
     The versions differ only in numbers, so the dict is equal for all of them.
     """
-    versions_and_shapes = [stacked(version, shapes) for version in tx.arguments["versions"]]
-    versions = tuple([version for version, _ in versions_and_shapes])
-    _, shapes_of_matrices = versions_and_shapes[0]
-    return tx.replace(versions=versions), shapes_of_matrices
+    versions: list[Transform] = []
+    shapes_of_matrices: dict[str, tuple[int, int]] = {}
+    for version in tx.arguments["versions"]:
+        stacked_version, shapes_of_matrices = stacked(version, shapes)
+        versions.append(stacked_version)
+    return tx.replace(versions=tuple(versions)), shapes_of_matrices
 
 
 @transform(
@@ -75,10 +77,10 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
             for name in names:
                 if name in updates:
                     merged_updates[name] = new_updates[name]
-            for index, new_leaf in enumerate(tree.leaves(new_state)):
+            for index, (new_leaf, old_leaf) in enumerate(zip(tree.leaves(new_state), old_leaves, strict=True)):
                 # A leaf that a version returns as it was belongs to parameters of other versions.
                 # A leaf of no parameter, such as a step count, is equal in all versions.
-                if new_leaf is not old_leaves[index]:
+                if new_leaf is not old_leaf:
                     merged_leaves[index] = new_leaf
         return merged_updates, tree.unflatten(treedef, merged_leaves)
 
@@ -159,7 +161,7 @@ def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> 
     For example, ``by_groups((scale(-0.1), scale(-0.2)), (("a", "b"), ("c",)))``, if the groups of "a" and "b" have
     the same numbers.
     """
-    default_of = dict(zip(visited.numbers.names, tree.leaves(tx), strict=True))
+    default_of = dict(zip(visited.numbers.names, numbers_of(tx), strict=True))
     versions: dict[tuple[object, ...], Transform] = {}  # by their numbers
     members_of: dict[tuple[object, ...], tuple[str, ...]] = {}  # parameter names, by the numbers of their version
     for group in groups:

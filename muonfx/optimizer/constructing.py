@@ -78,7 +78,10 @@ def _group_of_function(layout: object) -> dist.ProcessGroup | None:
 def _group_of_dtensors(params: Any) -> dist.ProcessGroup | None:
     """Return the group of all ranks if some parameters are DTensors, and each of their meshes has all ranks."""
     tensors = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
-    meshes = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]
-    if meshes and all(mesh.size() == dist.get_world_size() for mesh in meshes):
-        return dist.group.WORLD
-    return None
+    dtensors = [tensor for tensor in tensors if is_dtensor(tensor)]
+    if not dtensors:
+        return None
+    for dtensor in dtensors:
+        if dtensor.device_mesh.size() != dist.get_world_size():
+            return None
+    return dist.group.WORLD

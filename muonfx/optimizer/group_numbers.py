@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
+from muonfx.core.hyperparams import with_hyperparams
+from muonfx.core.value import prepared
 
 Number = float | Tensor
 """The value of one hyperparameter."""
@@ -78,7 +80,11 @@ class GroupNumbers:
     @property
     def names(self) -> list[str]:
         """The dotted names of the hyperparameters in the transform, such as "momentum.decay"."""
-        return [name for hyperparam in self.hyperparams if not hyperparam.is_mirror for name in hyperparam.names]
+        names: list[str] = []
+        for hyperparam in self.hyperparams:
+            if not hyperparam.is_mirror:
+                names += hyperparam.names
+        return names
 
     def parse(self, values: Group) -> dict[str, Number]:
         """Return a group's hyperparameters by dotted name: ``{"momentum.decay": 0.9}`` for ``{"momentum": 0.9}``.
@@ -142,8 +148,8 @@ class GroupNumbers:
         for hyperparam in self.hyperparams:
             self._synchronize(group, hyperparam, numbers)
         self._last_entries = {key: group[key] for key in self.keys}
-        has_changed = not all(self._was_read(name, number) for name, number in numbers.items())
-        if has_changed:
+        changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
+        if changed:
             self._last_numbers = numbers
         return self._last_numbers
 
@@ -151,7 +157,8 @@ class GroupNumbers:
         """Raise ValueError if a group lacks a hyperparameter. ``numbers`` are those that it has, by dotted name."""
         for hyperparam in self.hyperparams:
             # Not a comparison of sets, which torch.compile with dynamic=True cannot trace.
-            if any(name not in numbers for name in hyperparam.names):
+            missing = [name for name in hyperparam.names if name not in numbers]
+            if missing:
                 raise _missing(hyperparam.key, group, self._last_entries.get(hyperparam.key))
 
     def _is_unchanged(self, group: Group) -> bool:
@@ -159,10 +166,10 @@ class GroupNumbers:
         # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
         if torch.compiler.is_compiling() or not self._last_entries:
             return False
-        if any(isinstance(value, list) for value in self._last_entries.values()):  # a list may be changed in place
-            return False
-        entries = map(group.get, self._last_entries)
-        return all(map(is_, entries, self._last_entries.values()))
+        for key, value in self._last_entries.items():
+            if group.get(key) is not value or isinstance(value, list):  # a list may be changed in place
+                return False
+        return True
 
     def _synchronize(self, group: Group, hyperparam: Hyperparam, numbers: Numbers) -> None:
         """Write current numbers into a key of a group that has others: into "betas" if "momentum" was changed."""
@@ -203,20 +210,27 @@ def own_copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def separate_tensors(groups: Iterable[TrackedGroup]) -> None:
-    """Replace a tensor that several groups or several hyperparameters have in common by a copy for each of them."""
+def separate_tensors(
+    groups: Iterable[TrackedGroup], numbers_of_groups: Iterable[dict[str, Number]]
+) -> list[dict[str, Number]]:
+    """Replace a tensor that several groups or several hyperparameters have in common by a copy for each of them.
+
+    ``numbers_of_groups`` is the result of `read_numbers`. Return the numbers in the groups after the replacement.
+    """
     tensor_ids = set[int]()  # of hyperparameters of earlier groups, or of this one
-    for tracked in groups:
-        numbers = dict(tracked.numbers.read(tracked.group))
-        has_changed = False
-        for name, value in numbers.items():
-            if id(value) in tensor_ids:
-                numbers[name] = own_copy(value)
-                has_changed = True
-            if isinstance(value, Tensor):
-                tensor_ids.add(id(numbers[name]))
-        if has_changed:
-            tracked.group.update(tracked.numbers.entries(numbers))
+    separate_numbers: list[dict[str, Number]] = []
+    for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
+        copies: dict[str, Number] = {}
+        for name, number in numbers.items():
+            if not isinstance(number, Tensor):
+                continue
+            if id(number) in tensor_ids:
+                copies[name] = own_copy(number)
+            tensor_ids.add(id(copies.get(name, number)))
+        if copies:
+            tracked.group.update(tracked.numbers.entries({**numbers, **copies}))
+        separate_numbers.append(tracked.numbers.read(tracked.group) if copies else numbers)
+    return separate_numbers
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -255,6 +269,34 @@ def _fitted_tensor(name: str, tensor: Tensor, default: Number) -> Tensor:
     if tensor.shape != shape:
         raise ValueError(f"{name} must be a number or a tensor of shape {tuple(shape)}, found {tuple(tensor.shape)}")
     return tensor
+
+
+def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:
+    """Raise ValueError, with the key in the group, if a number of a group is out of range for its transform.
+
+    ``numbers`` and ``defaults`` are the numbers of the group and of the transform, by dotted name.
+    """
+    for hyperparam in hyperparams:
+        for index, name in enumerate(hyperparam.names):
+            if numbers[name] is defaults[name]:
+                continue
+            try:
+                prepared(with_hyperparams(tx, fitted(defaults, {name: numbers[name]})))
+            except ValueError as error:
+                key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key
+                raise ValueError(_refusal(key, name, str(error))) from None
+
+
+def _refusal(key: str, name: str, message: str) -> str:
+    """Return the message of a transform about the number ``name``, with the key of the group instead of the argument.
+
+    >>> _refusal("lr", "scale_by_learning_rate.learning_rate", "learning_rate must be at least 0, found -1.0")
+    "'lr' in a group must be at least 0, found -1.0"
+    """
+    argument = name.rpartition(".")[2]
+    if message.startswith(f"{argument} "):
+        return f"{key!r} in a group{message.removeprefix(argument)}"
+    return f"{key!r} in a group: {message}"
 
 
 def equal(a: object, b: object) -> bool:

@@ -37,12 +37,14 @@ class InitialState:
     Args:
         params: the parameters by name, from whose values the state was made; empty if these are unknown.
         state: the state after ``init``.
-        paths: the paths of the leaves of ``state`` that have initial values.
+        paths: the paths of the leaves of ``state`` that have initial values; None for all.
     """
 
-    def __init__(self, params: NamedTensors, state: PyTree, paths: set[Path]) -> None:
+    def __init__(self, params: NamedTensors, state: PyTree, paths: set[Path] | None = None) -> None:
         leaves = _tensors(state)
-        self._leaves = _recorded({path: leaf for path, leaf in leaves.items() if path in paths})
+        if paths is not None:
+            leaves = {path: leaf for path, leaf in leaves.items() if path in paths}
+        self._leaves = _recorded(leaves)
         self._params = _checksums(params)
 
     def is_of(self, params: NamedTensors) -> bool:

@@ -35,13 +35,21 @@ def apart_from(tensors: Iterable[object], loads: Iterable[Load]) -> list[Load]:
 
     Otherwise, to exchange the tensors of two parameters would give both the same values.
     """
-    local_tensors = (local_of(tensor) for tensor in tensors)
-    memory = {tensor.untyped_storage().data_ptr() for tensor in local_tensors if isinstance(tensor, Tensor)}
+    addresses: set[int] = set()  # of the memory that the loads will overwrite
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            addresses.add(_address(tensor))
     separate: list[Load] = []
     for load in loads:
-        is_shared = local_of(load.value).untyped_storage().data_ptr() in memory
-        separate.append(load._replace(value=load.value.clone()) if is_shared else load)
+        if _address(load.value) in addresses:
+            load = load._replace(value=load.value.clone())
+        separate.append(load)
     return separate
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of the memory of a tensor, or of the local part of a DTensor."""
+    return local_of(tensor).untyped_storage().data_ptr()
 
 
 def require_fit(leaf: object, value: object) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from muonfx.core import Transform
-from muonfx.core.checks import at_least, in_unit_interval, is_frozen, is_usable, warn_caller
+from muonfx.core.checks import is_frozen, is_usable, warn_caller
 from muonfx.internal.arguments import bind, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import scalar
 from muonfx.optimizer.named_parameters import NamedParameters, NamedTensors, named_pairs, resolve_groups
 from muonfx.optimizer.transform_optimizer import TransformOptimizer
-from muonfx.recipes import check_roles, muon_with_adamw, with_views
+from muonfx.recipes import check_decay, check_not_negative, check_roles, muon_with_adamw, with_views
 from muonfx.routing import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout
 from muonfx.transforms import orthogonalize, scale_by_adam
@@ -197,8 +197,8 @@ def _transform(
     has_roles = isinstance(adamw_lr, Mapping) or isinstance(adamw_weight_decay, Mapping)
     adamw_numbers = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
     for name, number in {"lr": lr, "weight_decay": weight_decay, **adamw_numbers}.items():
-        _check_not_negative(name, number)
-    _check_decay("momentum", momentum)
+        check_not_negative(name, number)
+    check_decay("momentum", momentum)
     adam = _adam(betas)
     label_of = _labels_for(labels, params, model, roles=has_roles)
     check_roles("Muon", adamw_numbers, label_of, float)
@@ -228,24 +228,6 @@ def _named_unless_model(params: NamedParameters, model: nn.Module | None) -> nn.
     return named
 
 
-def _check_not_negative(name: str, value: object) -> None:
-    """Raise ValueError, with the name of the argument, if a number is negative, or one in a dict of numbers by role.
-
-    The transforms check their numbers too, but under their own names: ``lr`` is "learning_rate" there.
-    """
-    if isinstance(value, Mapping):
-        for role, number in value.items():
-            _check_not_negative(f"{name}[{role!r}]", number)
-    elif isinstance(value, int | float):
-        at_least(name, value, 0.0)
-
-
-def _check_decay(name: str, value: object) -> None:
-    """Raise ValueError, with the name of the argument, if the decay of a moving average is not in [0, 1)."""
-    if isinstance(value, int | float):
-        in_unit_interval(name, value)
-
-
 def _adam(betas: Any) -> Transform:
     """Return the transform of AdamW's moments for its two decays."""
     if not isinstance(betas, tuple | list):
@@ -253,7 +235,7 @@ def _adam(betas: Any) -> Transform:
     if len(betas) != 2:
         raise ValueError(_wrong_betas(betas))
     for index, beta in enumerate(betas):
-        _check_decay(f"betas[{index}]", beta)
+        check_decay(f"betas[{index}]", beta)
     return scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1]))
 
 
@@ -266,7 +248,7 @@ def _labels_for(
 ) -> Labels:
     """Return the label of each parameter, from the argument ``labels`` of `Muon`: a dict, a function, or None.
 
-    With None, the labels are those of `default_labels`: roles such as "embedding" if ``roles`` is True, else "muon" and
+    With None, `default_labels` chooses the labels: roles such as "embedding" if ``roles`` is True, else "muon" and
     "adamw".
     """
     params_or_model = params if model is None else model

@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from muonfx.core.checks import warn_caller
-from muonfx.core.hyperparams import with_hyperparams
-from muonfx.core.value import prepared
 from muonfx.optimizer import errors
 from muonfx.optimizer.group_numbers import (
     Group,
@@ -25,9 +23,9 @@ from muonfx.optimizer.group_numbers import (
     Hyperparam,
     Number,
     TrackedGroup,
-    fitted,
     own_copy,
     read_numbers,
+    require_in_range,
 )
 from muonfx.optimizer.named_parameters import NamedPairs, NamedTensors
 from muonfx.optimizer.parameters import TrackedParameters
@@ -179,7 +177,7 @@ def _complete_group(stepping: Stepping, rules: Sequence[UpdateRule], entries: Gr
 def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Group) -> None:
     """Add the hyperparameters that a group lacks: ``{"lr": 0.1}`` becomes ``{"lr": 0.1, "momentum": 0.95}``.
 
-    The numbers are those of the transform. ``rules`` are the different rules of the group's parameters. Raise if a
+    The numbers come from the transform. ``rules`` are the different rules of the group's parameters. Raise if a
     number in the group is out of range.
     """
     defaults = stepping.defaults
@@ -188,8 +186,7 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     numbers: dict[str, Number] = {}  # by dotted name, such as "muon.momentum.decay"
     for name, number in group_numbers.complete(entries, defaults).items():
         numbers[name] = own_copy(number)
-    # A transform checks its numbers when it is prepared.
-    prepared(with_hyperparams(stepping.tx, fitted(defaults, numbers)))
+    require_in_range(stepping.tx, group_numbers.hyperparams, numbers, defaults)
     group.update(group_numbers.entries(numbers))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
 

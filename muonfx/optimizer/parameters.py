@@ -102,7 +102,7 @@ class KnownModel(NamedTuple):
 
     ref: weakref.ref[nn.Module]
     names: frozenset[str] | None
-    """The names, also of tied parameters, of those of its parameters that the optimizer has; None if it has all."""
+    """The names, also of tied parameters, under which the model has parameters of the optimizer; None if it has all."""
 
     @classmethod
     def of(cls, model: nn.Module, params: Set[Tensor]) -> KnownModel:
@@ -179,6 +179,12 @@ class TrackedParameters:
     def track(self, named: NamedTensors) -> None:
         """Record the named tensors for which the optimizer now has state, and their positions in the models."""
         slot_of = self._slots()
+        for tracked in self.tracked.values():  # a module may be used after the model that contained it was deleted
+            if tracked.slot is None:
+                continue
+            current = tracked.slot.current()
+            if current is not None:
+                slot_of.setdefault(current, tracked.slot)
         for name, param in named.items():
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
             self.tracked[name] = TrackedParameter(
@@ -308,8 +314,11 @@ class TrackedParameters:
         gathered_ids: set[int] = set()
         for module in self._modules():
             class_names = [base.__name__ for base in type(module).__mro__]
-            if "FSDPModule" in class_names:
-                gathered_ids.update([id(param) for param in module.parameters() if not is_dtensor(param)])
+            if "FSDPModule" not in class_names:
+                continue
+            for param in module.parameters():
+                if not is_dtensor(param):
+                    gathered_ids.add(id(param))
         return gathered_ids
 
     def added_in(self, groups: Iterable[Group]) -> NamedTensors:
@@ -420,7 +429,7 @@ def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
 
 
 def _existing(slots_or_tensors: Mapping[str, Slot | Tensor]) -> NamedTensors:
-    """Return parameters by name, from tensors or positions in models, without those of a model that was deleted."""
+    """Return parameters by name, from tensors or positions in models. Parameters of a deleted model are left out."""
     existing: dict[str, Tensor] = {}
     for name, slot_or_tensor in slots_or_tensors.items():
         param = slot_or_tensor.current() if isinstance(slot_or_tensor, Slot) else slot_or_tensor

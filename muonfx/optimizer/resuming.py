@@ -139,8 +139,12 @@ def _before_schedulers(key: str, group: Group) -> object:
 
 def _are_close(first: object, second: object) -> bool:
     """Return True if two values of a group are equal, or are numbers that differ by rounding only."""
-    if isinstance(first, tuple | list) and isinstance(second, tuple | list):
+    if isinstance(first, _SEQUENCES) and isinstance(second, _SEQUENCES):
         return len(first) == len(second) and all(map(_are_close, first, second))
-    if isinstance(first, int | float | Tensor) and isinstance(second, int | float | Tensor):
+    if isinstance(first, _NUMBERS) and isinstance(second, _NUMBERS):
         return math.isclose(float(first), float(second), rel_tol=1e-6)
     return first == second
+
+
+_SEQUENCES = (tuple, list)
+_NUMBERS = (int, float, Tensor)

@@ -84,8 +84,9 @@ def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[T
     saved_names_per_group = [saved.get("param_names", []) for saved in saved_groups]
     if saved_names_per_group == names_per_group:
         return
-    sorted_names = sorted([sorted(names) for names in names_per_group])
-    if sorted([sorted(names) for names in saved_names_per_group]) == sorted_names:
+    sorted_names = list(map(sorted, names_per_group))
+    sorted_saved_names = list(map(sorted, saved_names_per_group))
+    if sorted(sorted_saved_names) == sorted(sorted_names):
         raise ValueError(
             f"nothing was loaded: the state dict has paths such as {path!r}, and the optimizer has names such as "
             f"{names_per_group[0][0]!r} in another order: create both optimizers from the model or its "
@@ -95,10 +96,12 @@ def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[T
 
 def _named_by_order(saved_groups: list[Group], groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
     """Give saved groups without names the names of this optimizer, whose order torchtitan and other engines keep."""
+    saved_sizes = [len(saved["params"]) for saved in saved_groups]
+    sizes = [len(tracked.names) for tracked in groups]
     problem = None
     if rename:
         problem = "rename= needs names"
-    elif [len(saved["params"]) for saved in saved_groups] != [len(tracked.names) for tracked in groups]:
+    elif saved_sizes != sizes:
         problem = "its groups have other sizes than this optimizer's"
     if problem is not None:
         raise ValueError(
@@ -343,7 +346,7 @@ def _missing_hyperparams(tx: Transform, tracked: TrackedGroup, saved: Group) -> 
     from_code = keys_of_schedules(tx, tracked)
     lines: list[str] = []
     for key in tracked.numbers.keys:
-        # Other entries are not required: those of torch's schedulers, and numbers of schedules, which the code has.
+        # Entries that torch's schedulers add are not required, and neither are numbers of schedules: the code has them.
         if key not in saved and not key.startswith(from_code):
             lines.append(f"missing hyperparameter {key!r}")
     return lines

@@ -50,6 +50,7 @@ class StateEntries:
     """
 
     def __init__(self, state: PyTree, named: NamedTensors) -> None:
+        self._named = dict(named)
         self.slots: list[StateSlot] = []
         """The position of each leaf of the state."""
         self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
@@ -80,16 +81,17 @@ class StateEntries:
 
     def is_edited(self, state: Mapping[Tensor, Group]) -> bool:
         """Return True if a caller has assigned, added or removed an entry of ``state`` (``optimizer.state``)."""
-        if len(state) != len(self.indices):
+        if len(state) != len(self._named):
             return True
-        number_shown = 0
-        for slot, shown_leaf in zip(self.slots, self.shown, strict=True):
-            for param in slot.params:
-                if param not in state or state[param].get(slot.key, _NO_ENTRY) is not shown_leaf:
+        for name, param in self._named.items():  # one look-up for each parameter: the hash of a tensor is slow
+            entries = state.get(param)
+            indices = self.indices[name]
+            if entries is None or len(entries) != len(indices):
+                return True
+            for key, index in indices.items():
+                if entries.get(key, _NO_ENTRY) is not self.shown[index]:
                     return True
-            number_shown += len(slot.params)
-        number_of_entries = sum(map(len, state.values()))
-        return number_of_entries != number_shown  # it is larger if entries were added
+        return False
 
 
 def entries_by_name(state: Mapping[Tensor, Group], named: NamedTensors, groups: Iterable[Group]) -> dict[str, Group]:
@@ -176,12 +178,14 @@ def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
 
 def _require_keys(name: str, entry: Group, indices: Mapping[str, int]) -> None:
     """Raise ValueError unless the entries of a parameter have exactly the keys of ``indices``."""
-    if missing := sorted(indices.keys() - entry.keys()):
+    missing = sorted(indices.keys() - entry.keys())
+    if missing:
         raise ValueError(
             f"optimizer.state: {name!r} has no {missing[0]!r}, expected {sorted(indices)}: put it back, write zeros "
             "into it, or remove all entries of the parameter to start its state again"
         )
-    if unknown := sorted(map(str, entry.keys() - indices.keys())):
+    unknown = sorted(map(str, entry.keys() - indices.keys()))
+    if unknown:
         raise ValueError(
             f"optimizer.state: {name!r} has an entry {unknown[0]!r} that no transform reads, expected only "
             f"{sorted(indices)}: keep it in a dict of your own"
@@ -209,10 +213,12 @@ def _kind_text(tensor: Tensor) -> str:
 
 def _common_value(key: str, values: NamedTensors, number: int) -> Tensor:
     """Return the value that was assigned to a shared tensor for every parameter; raise if only some have it."""
-    first = next(iter(values.values()))
-    if len(values) < number or not all(torch.equal(first, value) for value in values.values()):
+    first_name, *_ = values
+    common_value = values[first_name]
+    has_other = not all(torch.equal(common_value, value) for value in values.values())
+    if len(values) < number or has_other:
         raise ValueError(
             f"optimizer.state: {key!r} is one tensor of all {number} parameters, and was assigned for "
-            f"{len(values)} of them, such as {next(iter(values))!r}: assign one value for all, or write into the tensor"
+            f"{len(values)} of them, such as {first_name!r}: assign one value for all, or write into the tensor"
         )
-    return first
+    return common_value

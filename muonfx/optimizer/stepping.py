@@ -19,10 +19,18 @@ from muonfx.core.donation import Donation, unshared
 from muonfx.core.hyperparams import as_tensors, hyperparams
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import check_extras, patterns_in
-from muonfx.core.value import prepared, with_numbers
+from muonfx.core.value import numbers_of, prepared, with_numbers
 from muonfx.core.visit import check_resolved_extras, visit
 from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
-from muonfx.optimizer.group_numbers import Number, Numbers, TrackedGroup, fitted, read_numbers, separate_tensors
+from muonfx.optimizer.group_numbers import (
+    Number,
+    Numbers,
+    TrackedGroup,
+    fitted,
+    read_numbers,
+    require_in_range,
+    separate_tensors,
+)
 from muonfx.optimizer.local_values import Load, apart_from, on_this_rank
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.update_rules import update_rules_of
@@ -176,11 +184,15 @@ class Stepping:
             self._common.check()  # a caller may have written into a tensor
             return
         if not torch.compiler.is_compiling():
-            separate_tensors(groups)
-            numbers = read_numbers(groups)  # again, because a tensor of two groups was replaced by copies
+            numbers = separate_tensors(groups, numbers)
         self._common = CommonTensors(self.visits, numbers)
         self._common.check()
-        self._prepare(self._with_numbers(groups, numbers), params)
+        try:
+            self._prepare(self._with_numbers(groups, numbers), params)
+        except ValueError:
+            for tracked, group_numbers in zip(groups, numbers, strict=True):
+                require_in_range(self.tx, tracked.numbers.hyperparams, group_numbers, self.defaults)
+            raise
         # Only now: if a line above raises an error, the next step reads the groups again.
         self._groups = groups
         self._numbers = numbers
@@ -224,7 +236,7 @@ class Stepping:
     def _prepare(self, tx: Transform, params: NamedTensors) -> None:
         """Use a transform, rebuilt with the current hyperparameters, in the following steps."""
         if tx.structure is self._placed_structure:  # only numbers have changed, such as the learning rate
-            placed = with_numbers(self._placed, iter(tree.leaves(tx)))
+            placed = with_numbers(self._placed, iter(numbers_of(tx)))
         else:
             placed = self._placed_transforms(tx, params)
             self._placed_structure = tx.structure

@@ -25,6 +25,7 @@ from muonfx.core.donation import check_writable
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import require_transform
 from muonfx.internal.arguments import plain_arguments
+from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename
 from muonfx.optimizer import errors
 from muonfx.optimizer.by_groups import common_numbers
@@ -224,6 +225,17 @@ class TransformOptimizer(Optimizer):
         self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
         self._callers_tensors = CallersTensors()
         self._callers_tensors.note(self._stepping.defaults)
+
+    def __repr__(self) -> str:
+        """Return the entries of each group, as torch's optimizers do, with at most ten names of its parameters."""
+        lines = [f"{type(self).__name__} ("]
+        for index, group in enumerate(self.param_groups):
+            lines.append(f"Parameter Group {index}")
+            for key in sorted(group.keys() - {"params", "param_names"}):
+                lines.append(f"    {key}: {group[key]}")
+            names: list[str] = group.get("param_names", [])
+            lines.append(f"    {len(names)} parameters: {format_list(names, str)}")
+        return "\n".join([*lines, ")"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to copy or pickle. Raise TypeError if the optimizer runs over several ranks."""
@@ -457,11 +469,10 @@ class TransformOptimizer(Optimizer):
         self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named_params()
         state = self._stepping.init(named, self._tracked_groups.groups, former)
-        paths = set(tree.paths(state))
         if former is None:
-            self._current["initial"] = InitialState(named, state, paths)
+            self._current["initial"] = InitialState(named, state)
         else:
-            paths_of_added = paths.difference(tree.paths(former.state))  # leaves of added parameters
+            paths_of_added = set(tree.paths(state)).difference(tree.paths(former.state))  # leaves of added parameters
             self._current["initial"] = self._record_of(paths_of_added, named, state, former.state)
         self._current["state"] = state
         self._show_all(named)
@@ -476,7 +487,7 @@ class TransformOptimizer(Optimizer):
         initial = self._current["initial"]
         if initial is None:  # a step was made
             return InitialState(named, state, paths) if paths else None
-        # The initial values of other leaves may be of other weights than those of today. Without parameters in the
+        # The initial values of other leaves may belong to weights that were replaced since. Without parameters in the
         # record, the next step initializes all of these leaves again.
         return InitialState({}, state, paths | initial.unwritten(former_state))
 

@@ -59,14 +59,19 @@ def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -
         indices: the indices, among all visits, of the transforms that update it.
         visits: the visits of these transforms.
     """
-    labels = [visited.label for visited in visits if visited.label is not None]
-    is_left_out = any(_leaves_out(visited, name) for visited in visits)
-    has_matrices = any(needs_matrices(visited.tx) for visited in visits)
-    hyperparams = tuple(hyperparams_of(visits))
+    labels: list[str] = []
+    is_left_out = False
+    has_matrices = False
+    for visited in visits:
+        if visited.label is not None:
+            labels.append(visited.label)
+        is_left_out = is_left_out or _leaves_out(visited, name)
+        has_matrices = has_matrices or needs_matrices(visited.tx)
+    hyperparams = hyperparams_of(visits)
     rank = _rank_of_keys({hyperparam.key for hyperparam in hyperparams})
     # Among groups of one rank, those with matrices come first, then those whose transforms come first.
     order = (rank, not has_matrices, indices)
-    return UpdateRule(indices, "/".join(labels) or None, is_left_out, hyperparams, order)
+    return UpdateRule(indices, "/".join(labels) or None, is_left_out, tuple(hyperparams), order)
 
 
 def _leaves_out(visited: Visit, name: str) -> bool:
@@ -121,8 +126,11 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     such as "momentum.decay", or the full name if two transforms have the same name without labels. ``visits`` have
     these names for each transform.
     """
-    short_name_counts = Counter(key for visited in visits for key in visited.numbers.short_names)
-    key_counts = Counter(key for visited in visits for key in visited.numbers.keys)
+    short_name_counts: Counter[str] = Counter()
+    key_counts: Counter[str] = Counter()
+    for visited in visits:
+        short_name_counts.update(visited.numbers.short_names.keys())
+        key_counts.update(visited.numbers.keys)
     hyperparams: list[Hyperparam] = []
     for visited in visits:
         names_with_short_key: set[str] = set()

@@ -24,7 +24,7 @@ from muonfx.core import Donation, Locality, Transform
 from muonfx.core.chain import chain_entries
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Declaration
-from muonfx.core.value import make_factory, with_numbers
+from muonfx.core.value import make_factory, numbers_of, with_numbers
 from muonfx.core.visit import (
     Visit,
     as_chain,
@@ -151,10 +151,8 @@ def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS, *, visi
     if visited is None:
         visited = root_visit(tx, meta_like(params))
     rewritten = _place(visited, where, applies=True)
-    # The leaves of a transform are its numbers. They must be the same objects, since `with_numbers` replaces them.
-    numbers = tree.leaves(tx)
-    new_numbers = tree.leaves(rewritten)
-    if list(map(id, new_numbers)) != list(map(id, numbers)):
+    # They must be the same objects, since `with_numbers` replaces them.
+    if list(map(id, numbers_of(rewritten))) != list(map(id, numbers_of(tx))):
         raise TypeError(
             f"{tx.name}: found other numbers after `resolve`, expected the numbers of the transform in their order: "
             "return a transform with the same numeric arguments"
@@ -370,7 +368,8 @@ def applying(tx: Transform):
         if apply_to_params is None:
             return updates, state
         apply_to_params(params, updates)
-        return tree.map(lambda _: None, updates), state
+        _, treedef = tree.flatten(updates)
+        return tree.unflatten(treedef, [None] * treedef.num_leaves), state
 
     return tx.functions.init, update
 
@@ -413,7 +412,7 @@ class PlacedTransforms:
         key = tx.treedef, tree.flatten(params)[1]
         entry = self._fitting(key, params) or self._add(key, tx, params, visited)
         if entry.original is not tx:
-            entry.placed = with_numbers(entry.placed, iter(tree.leaves(tx)))
+            entry.placed = with_numbers(entry.placed, iter(numbers_of(tx)))
             entry.original = tx
         return entry.placed
 

@@ -33,6 +33,9 @@ class Workspace:
         self._memory: Tensor | None = None
         self._used = 0
 
+    def __repr__(self) -> str:
+        return f"<workspace of {self.nbytes} bytes>"
+
     def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
         return Workspace, ()
 

@@ -139,6 +139,9 @@ class Leaf:
             return method(*args, **kwargs)
         return record_for_each(function, *args, **kwargs)
 
+    def __repr__(self) -> str:
+        return f"<value {self.index} of a step, without elements>"
+
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
         """Return a function that records a call of the tensor method ``name`` and returns a placeholder."""
         method: Callable[..., Tensor] | None = getattr(Tensor, name, None)

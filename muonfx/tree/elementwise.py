@@ -149,7 +149,8 @@ def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Te
 
 def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
     """Convert each tensor of ``xs`` to the dtype of the tensor at the same position in ``ys``."""
-    return cast(xs, [y.dtype for y in ys])
+    # No call of `cast`: a step converts the results of every transform, nearly always from a dtype to the same.
+    return [x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(xs, ys, strict=True)]
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:

@@ -86,17 +86,26 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
     for name in names(params):
         name_of[(Key(name),)] = name  # the flat dicts of `partition` have dotted names as keys
     state_paths = typed_paths(state)
-    mixed_nodes = _mixed_nodes(state_paths, name_of)
-    return [_ownership_of_path(path, name_of, mixed_nodes) for path in state_paths]
+    sections_of_paths = [_sections(path, name_of) for path in state_paths]
+    mixed_nodes = _mixed_nodes(state_paths, sections_of_paths)
+    ownerships: list[Ownership] = []
+    for path, sections in zip(state_paths, sections_of_paths, strict=True):
+        ownerships.append(_ownership_of_path(path, sections, name_of, mixed_nodes))
+    return ownerships
 
 
-def _ownership_of_path(path: TypedPath, name_of: Mapping[TypedPath, str], mixed_nodes: Set[TypedPath]) -> Ownership:
+def _ownership_of_path(
+    path: TypedPath, sections: Sequence[_Section], name_of: Mapping[TypedPath, str], mixed_nodes: Set[TypedPath]
+) -> Ownership:
     """Return the ownership of the leaf of a state at a path. ``name_of`` has the parameters by their paths.
 
     If ("mlp", "weight") is a parameter, ("trace", "mlp", "weight") belongs to it, and the rest of the path is
-    ("trace",).
+    ("trace",). ``sections`` are the sections of the path that are parameters.
     """
-    section = _parameter_section(path, name_of, mixed_nodes)
+    # A section below a node that has other children, too, is a parameter by coincidence only.
+    candidates = [section for section in sections if path[: section.start] not in mixed_nodes]
+    # Longer paths and deeper nodes are less likely to match by coincidence.
+    section = max(candidates, key=_length_and_depth, default=None)
     if section is None:
         return Ownership(None, entries_of_path(path))
     name = name_of[path[section.start : section.stop]]
@@ -114,39 +123,26 @@ class _Section(NamedTuple):
     stop: int
 
 
-def _section_from(path: TypedPath, start: int, name_of: Mapping[TypedPath, str]) -> _Section | None:
-    """Return the longest section of a path, from an index on, that is a parameter; None if there is none."""
-    for stop in range(len(path), start, -1):
-        if path[start:stop] in name_of:
-            return _Section(start, stop)
-    return None
-
-
-def _mixed_nodes(state_paths: Sequence[TypedPath], name_of: Mapping[TypedPath, str]) -> set[TypedPath]:
-    """Return the paths of the nodes of a state that have a child that is no parameter."""
-    mixed: set[TypedPath] = set()
-    for path in state_paths:
-        for start in range(len(path) + 1):
-            if _section_from(path, start, name_of) is None:
-                mixed.add(path[:start])
-    return mixed
-
-
-def _parameter_section(
-    path: TypedPath, name_of: Mapping[TypedPath, str], mixed_nodes: Set[TypedPath]
-) -> _Section | None:
-    """Return the section of the path of a state leaf that is its parameter; None if it belongs to no parameter.
-
-    In ("trace", "mlp", "weight"), it is ("mlp", "weight") if this is a parameter, and if the node ("trace",) has
-    parameters only: it is not among ``mixed_nodes``.
-    """
+def _sections(path: TypedPath, name_of: Mapping[TypedPath, str]) -> list[_Section]:
+    """Return, for each index in a path, the longest section from there on that is a parameter, if there is one."""
     sections: list[_Section] = []
     for start in range(len(path)):
-        section = _section_from(path, start, name_of)
-        if section is not None and path[:start] not in mixed_nodes:
-            sections.append(section)
-    # Longer paths and deeper nodes are less likely to match by coincidence.
-    return max(sections, key=_length_and_depth, default=None)
+        for stop in range(len(path), start, -1):
+            if path[start:stop] in name_of:
+                sections.append(_Section(start, stop))
+                break
+    return sections
+
+
+def _mixed_nodes(state_paths: Sequence[TypedPath], sections_of_paths: Sequence[Sequence[_Section]]) -> set[TypedPath]:
+    """Return the paths of the nodes of a state that have a child that is no parameter."""
+    mixed: set[TypedPath] = set()
+    for path, sections in zip(state_paths, sections_of_paths, strict=True):
+        starts = {section.start for section in sections}
+        for start in range(len(path)):
+            if start not in starts:
+                mixed.add(path[:start])
+    return mixed
 
 
 def _length_and_depth(section: _Section) -> tuple[int, int]:

@@ -473,7 +473,7 @@ def test_adding_a_group_is_all_or_nothing():
     optimizer = mfx.Muon(
         [("1.weight", model[1].weight), ("1.bias", model[1].bias)], labels=mfx.routing.default_labels_by_name
     )
-    with pytest.raises(ValueError, match=r"learning_rate must be at least 0"):
+    with pytest.raises(ValueError, match=r"'lr' in a group must be at least 0"):
         optimizer.add_param_group({"params": [("3.weight", model[3].weight)], "lr": -1.0})
     with pytest.raises(ValueError, match=r"two parameters are named '1\.weight'"):
         optimizer.add_param_group({"params": [("1.weight", model[3].weight)]})

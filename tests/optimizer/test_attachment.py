@@ -199,6 +199,19 @@ def test_the_models_of_groups_are_told_apart_and_one_that_only_lent_its_paramete
         assert len(now) == 8
 
 
+def test_layers_are_followed_also_if_the_model_that_held_them_is_gone():
+    first, last = made()[::2]
+    optimizer = mfx.Muon(nn.Sequential(first, last), lr=0.1)
+    gc.collect()
+    for _ in range(3):
+        assigned(first)
+        assigned(last)
+        backward(nn.Sequential(first, last))
+        before = first.weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(first.weight, before)
+
+
 def test_a_state_that_was_written_after_parameters_were_replaced_stays():
     model = made()
     optimizer = mfx.Muon(model)

@@ -513,14 +513,15 @@ REFUSED: dict[str, tuple[Edit, type[Exception], str]] = {
     "lr is text": (lambda g: g[0].update(lr="0.1"), ValueError, "'lr' in a group must be a number, found '0.1'"),
     "lr is True": (lambda g: g[0].update(lr=True), TypeError, "'lr' in a group must be a number .*found True"),
     "lr is two numbers": (lambda g: g[0].update(lr=torch.ones(2)), ValueError, r"of one element, found shape \(2,\)"),
-    "lr is NaN": (lambda g: g[0].update(lr=float("nan")), ValueError, "learning_rate must be"),
+    "lr is NaN": (lambda g: g[0].update(lr=float("nan")), ValueError, "'lr' in a group must be finite"),
+    "lr is negative": (lambda g: g[0].update(lr=-1.0), ValueError, "'lr' in a group must be at least 0, found -1"),
     "two keys of one number": (
         lambda g: g[1].update(betas=(0.5, 0.95), momentum=0.6),
         ValueError,
         r"'betas' and 'momentum' in a group both set .*b1, to 0\.5 and 0\.6",
     ),
     "one beta": (lambda g: g[1].update(betas=0.5), ValueError, r"'betas' in a group must be 2 numbers, found 0\.5"),
-    "a large beta": (lambda g: g[1].update(betas=(0.5, 1.5)), ValueError, "b2 must be"),
+    "a large beta": (lambda g: g[1].update(betas=(0.5, 1.5)), ValueError, r"'betas\[1\]' in a group must be"),
 }
 
 
@@ -588,3 +589,11 @@ def test_groups_may_have_iterators_as_in_torch(groups_of, make):
     optimizer = make(groups_of(model), model=model)
     assert {param for group in optimizer.param_groups for param in group["params"]} == {*model.parameters()}
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+
+
+def test_an_optimizer_prints_its_numbers_and_at_most_ten_names_of_each_group():
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
+    text = repr(mfx.Muon(model, lr=0.5, labels=mfx.routing.default_labels_by_name))
+    assert text.startswith("Muon (\nParameter Group 0\n    label: muon\n    lr: 0.5\n")
+    assert "20 parameters: 0.weight, 1.weight, " in text
+    assert "9.weight and 10 more" in text

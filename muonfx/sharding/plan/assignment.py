@@ -361,7 +361,7 @@ def _joined(buckets_of_owners: Sequence[list[list[int]]]) -> list[tuple[int, ...
     return joined
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Which rank computes each matrix of a transform, and how many bytes are sent. It prints as a table.
 
@@ -413,6 +413,9 @@ class Plan:
             rows.append((str(rank), f"{flops / 1e9:.4g}", f"{sent / 1024:.4g}"))
         tables.append(Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
         return Report((*tables, f"balance: the busiest rank computes {self.balance:.3f} times the mean"))
+
+    def __repr__(self) -> str:
+        return f"<plan of {len(self.owners())} parameters on {self.size} ranks, balance {self.balance:.3f}>"
 
     def __str__(self) -> str:
         return str(self.explain())
