@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.internal.progress import reporting
 from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
 from muonfx.testing.examples import Example, params_and_grads, standard_examples
 from muonfx.testing.law import LAWS, Law, LawFunction
-from muonfx.testing.progress import reporting
 from muonfx.testing.violation import LawViolation
 
 

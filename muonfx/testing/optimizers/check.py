@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from muonfx.internal.display import Report, Shown, Table
+from muonfx.internal.progress import reporting
 from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, OptimizerLaw, outcome_of
 from muonfx.testing.optimizers.ranks import outcome_on_ranks
 from muonfx.testing.optimizers.runs import seeded
-from muonfx.testing.progress import reporting
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,4 +1,4 @@
-"""The line of progress that `check_transform` shows while it runs."""
+"""The line of progress that long work shows, such as `check_transform`, while it runs."""
 
 from __future__ import annotations
 
