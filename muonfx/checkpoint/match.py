@@ -412,6 +412,8 @@ class _Comparison:
             if stored_name is None:  # missing, or kept as it is in `like`
                 continue
             stored = self.index.leaves[stored_name].spec
+            if stored == spec and not self.rules.cast:  # the usual case
+                continue
             cast_dtypes = {dtype for pattern, dtype in self.rules.cast.items() if matches(pattern, name)}
             self._check_shape(name, stored, spec)
             if stored.dtype != spec.dtype and self._has_codes(stored_name):

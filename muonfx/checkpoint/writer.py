@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -291,7 +292,7 @@ def shards_to_write(proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
         writer = min(ranks, key=lambda rank: bytes_of_rank[rank])
         keys_of_rank[writer].append(key)
         itemsize = proposals[writer].leaves[key.name].spec.dtype.itemsize
-        bytes_of_rank[writer] += key.box.numel * itemsize
+        bytes_of_rank[writer] += prod(key.box.sizes) * itemsize
     return keys_of_rank
 
 
