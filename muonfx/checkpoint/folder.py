@@ -476,7 +476,10 @@ def _verdict_without_lock(folder: Path, save_id: str) -> Verdict:
     without a lock is of another program or version. It is searched for after the lock: a save that ends in these
     moments has renamed its index before it removes its lock.
     """
-    return "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
+    unfinished_index = folder / unfinished_index_name(save_id)
+    if _may_exist(unfinished_index):
+        return "unknown"
+    return "dead"
 
 
 def _may_exist(path: Path) -> bool:

@@ -94,9 +94,14 @@ class Routing(Shown):
 
     def _amounts(self, infos: Sequence[ParamInfo]) -> list[str]:
         """Return three cells: the number of tensors, the number of their elements, and its share of all elements."""
-        elements = sum(info.numel for info in infos)
-        all_elements = sum(info.numel for info in self.params)
-        return [f"{len(infos):,}", f"{elements:,}", f"{elements / max(1, all_elements):.1%}"]
+        elements = _elements_of(infos)
+        share = elements / max(1, _elements_of(self.params))
+        return [f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"]
+
+
+def _elements_of(infos: Sequence[ParamInfo]) -> int:
+    """Return the number of elements of parameters, all together."""
+    return sum(info.numel for info in infos)
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
@@ -138,12 +143,13 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
         return _of_optimizer(what)
     if params is not None:
         return _of_labels(what, params)
-    # A model or named tensors: label them.
     if _is_labels(what):
         raise TypeError(
             "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
         )
-    params = list(what) if isinstance(what, Iterator) else what  # an iterator can be read only once
+    params = what
+    if isinstance(params, Iterator):  # such as model.named_parameters(), which can be read only once
+        params = list(params)
     return _of_labels(default_labels(params), params)
 
 
