@@ -67,7 +67,7 @@ class Draft:
         self.save_id = save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)
         self._files: list[Path] = [self._unfinished_index]
-        """The files to remove after an error: those that this rank has written, and those of `add_file`."""
+        """The files to remove after an error: the files that this rank writes, and the files of `add_file`."""
         self._lock = SaveLock(path / lock_name(self.save_id))
         self._replaced_index: FileIO | None = None
         """The index of the checkpoint that this save replaces, kept open to wait for its readers."""

@@ -227,7 +227,8 @@ class _DefaultLabels(NamedTuple):
 def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dict[Role, Label]:
     """Return the label of each role: by default "muon" for "hidden", and "adamw" for "embedding", "head" and so on.
 
-    The arguments are those of `default_labels`. ``caller`` is the name of the function that has them, for errors.
+    ``muon``, ``other`` and ``roles`` are arguments of `default_labels`, and ``caller`` is the name of a function that
+    has them, for errors.
     """
     if not roles:
         label_of_role: dict[Role, Label] = dict.fromkeys(ROLES, other)

@@ -205,7 +205,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _leaves_of(module: nn.Module) -> set[str]:
-    """Return the names of the parameters of a module itself, such as "weight", without those of modules in it."""
+    """Return the names of the parameters that a module itself has, not the modules in it: "weight" and "bias"."""
     return {name for name, _ in module.named_parameters(recurse=False)}
 
 

@@ -307,7 +307,7 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
     """Return the matrices of the first layer that the table `_FUSED` contains; None if it contains none of them.
 
     ``storage`` is the order of the parameter's dims. A layer whose sizes do not fit its entry in the table remains one
-    matrix, with a note that says so.
+    matrix, with a note about it.
     """
     rows = _number_of_rows(storage.pattern, info.shape)
     for layer in layers:
