@@ -78,7 +78,7 @@ class Predicate(Condition):
         """
         if self.name == "path":
             return (self.arguments,)
-        globs_of_parts = [operand.globs() for operand in self.parts]
+        globs_of_parts = list(map(Predicate.globs, self.parts))
         groups = tuple(chain.from_iterable(globs_of_parts))
         if self.name == "|" and all(globs_of_parts):
             return (tuple(chain.from_iterable(groups)),)

@@ -55,8 +55,9 @@ class Routing(Shown):
         infos_of: dict[Label, list[ParamInfo]] = {}
         for info in self.params:
             infos_of.setdefault(self.labels[info.name], []).append(info)
-        labels = sorted(label for label in infos_of if label is not None)
-        rows = [[label, *self._amounts(infos_of[label])] for label in labels]
+        rows: list[list[str]] = []
+        for label in sorted(label for label in infos_of if label is not None):
+            rows.append([label, *self._amounts(infos_of[label])])
         if None in infos_of:
             rows.append([f"{_shown(None)} (left out)", *self._amounts(infos_of[None])])
         rows.append(["total", *self._amounts(self.params)])

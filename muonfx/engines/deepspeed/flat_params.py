@@ -320,7 +320,7 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
         cuts[name] = Listed(shape, positions)
         # If AutoTP has split other parameters unevenly, the flat tensors of tensor-parallel ranks have different
         # lengths, so a parameter that they all hold is cut at different places. An update needs no more than equal
-        # values where the shards overlap. A checkpoint needs shards without overlaps: tensor-parallel rank 0 saves them.
+        # values where the shards overlap. A checkpoint needs shards without overlaps, of tensor-parallel rank 0.
         if shards is None and tensor_rank != 0 and _do_overlap(positions):
             overlapping.add(name)
     return _Partition(cuts, partition.intervals, group, partition.misplaced_name, frozenset(overlapping))
