@@ -527,8 +527,11 @@ def _storage_by_package(info: ParamInfo, leaf: str, owner: nn.Module | None) -> 
     ``owner`` is the module of the parameter, and ``leaf`` the last component of its name. The weight of a ``Conv1D`` of
     transformers is stored as ``"in {out} -> {out} in"``.
     """
+    if owner is None:
+        return None
+    owner_class = written_type(owner)
     for known in _STORED:
-        if _is_of_class(owner, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
+        if class_name_fits(owner_class, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
             note = known.note or _stack_note(info, known.pattern)
             return _Storage(known.pattern, _size(owner, known.count), note)
     return None
