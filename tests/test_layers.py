@@ -202,7 +202,7 @@ def test_a_breach_is_found(tmp_path: Path, file: str, text: str, complaint: str)
 ALLOWED = {
     "checkpoint/files.py": "the longest time that a save waits for readers of the checkpoint that it replaces",
     "testing/optimizers/ranks.py": "ranks that do not finish are ended after some time",
-    "testing/progress.py": "lines of progress are at least some seconds apart",
+    "internal/progress.py": "lines of progress are at least some seconds apart",
     "testing/laws/ambient.py": "a law moves the clock, to see that no result depends on it",
 }
 CLOCKS = {"time", "timeit", "datetime", "sched"}

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -67,7 +67,7 @@ class Draft:
         self.save_id = save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)
         self._files: list[Path] = [self._unfinished_index]
-        """The files to remove after an error: those that this rank has written, and those of `add_file`."""
+        """The files to remove after an error: the files that this rank writes, and the files of `add_file`."""
         self._lock = SaveLock(path / lock_name(self.save_id))
         self._replaced_index: FileIO | None = None
         """The index of the checkpoint that this save replaces, kept open to wait for its readers."""
@@ -111,10 +111,10 @@ class Draft:
                 errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
             )
 
-    def write(self, file: Path, entries: Sequence[Entry]) -> WrittenShards:
+    def write(self, file: Path, entries: Sequence[Entry], report: Callable[[int], None] | None = None) -> WrittenShards:
         """Write a data file of this save; see `write_data`."""
         self._files.append(file)
-        return write_data(file, entries)
+        return write_data(file, entries, report)
 
     def commit(self, index: Index) -> None:
         """Write the index under a temporary name and rename it, which replaces the previous checkpoint.
@@ -284,10 +284,11 @@ class WrittenShards(NamedTuple):
     """The names of leaves, and the position of a shard of each in the file. The number of the file is still 0."""
 
 
-def write_data(path: Path, entries: Sequence[Entry]) -> WrittenShards:
+def write_data(path: Path, entries: Sequence[Entry], report: Callable[[int], None] | None = None) -> WrittenShards:
     """Write boxes of tensors to a new safetensors file, and flush the file to the disk.
 
-    Each tensor is copied to the CPU immediately before it is written.
+    Each tensor is copied to the CPU immediately before it is written. ``report`` is called with the number of bytes of
+    tensors that are written so far.
     """
     check_byte_order()
     # Largest element size first, so that each leaf begins at a multiple of its element size.
@@ -310,6 +311,8 @@ def write_data(path: Path, entries: Sequence[Entry]) -> WrittenShards:
                 block = data[offset : offset + BLOCK]
                 file.write(block)
                 checksums.append(checksum_of(block))
+                if report is not None:
+                    report(begin - len(header) + offset + len(block))
             chunks.append((entry.name, Chunk(0, begin, entry.box, tuple(checksums))))
             begin += len(data)
             del tensor  # free it before the next tensor is made

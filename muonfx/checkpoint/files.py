@@ -149,9 +149,9 @@ def lock(file: FileIO, *, shared: bool = False) -> bool | None:
     """
     if fcntl is None:
         return None
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_NB | kind)
+        fcntl.flock(file.fileno(), operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

@@ -428,10 +428,13 @@ def warn_of_later_steps(path: Path) -> None:
     step = step_of(path)
     if step is None:
         return
-    later = [other for other in checkpoints(path.parent) if (step_of(other) or 0) > step]
-    if later:
+    step_paths = checkpoints(path.parent)
+    if not step_paths:
+        return
+    newest = step_paths[-1]
+    if (step_of(newest) or 0) > step:
         warnings.warn(
-            f"{path.name} was written, but the folder has later steps, up to {later[-1].name}, which latest() "
+            f"{path.name} was written, but the folder has later steps, up to {newest.name}, which latest() "
             "returns: if you restarted from an earlier step on purpose, move the later checkpoints to another folder",
             stacklevel=2,
         )
@@ -476,7 +479,10 @@ def _verdict_without_lock(folder: Path, save_id: str) -> Verdict:
     without a lock is of another program or version. It is searched for after the lock: a save that ends in these
     moments has renamed its index before it removes its lock.
     """
-    return "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
+    unfinished_index = folder / unfinished_index_name(save_id)
+    if _may_exist(unfinished_index):
+        return "unknown"
+    return "dead"
 
 
 def _may_exist(path: Path) -> bool:

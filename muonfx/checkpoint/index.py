@@ -312,7 +312,7 @@ def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) ->
     chunk = Chunk(entry["file"], entry["begin"], box, tuple(entry["crc32"]))
     _require_sizes([chunk.file, chunk.begin, *box.offsets, *box.sizes])
     _require_texts(chunk.crc32)
-    nbytes = box.numel * itemsize
+    nbytes = prod(box.sizes) * itemsize
     is_within_file = False
     if chunk.file < len(files):
         file = files[chunk.file]
@@ -330,7 +330,7 @@ def _require_filled(files: tuple[DataFile, ...], leaves: dict[str, Leaf]) -> Non
     ends = [file.header_nbytes for file in files]
     for leaf in leaves.values():
         for chunk in leaf.chunks:
-            ends[chunk.file] += chunk.box.numel * leaf.spec.dtype.itemsize
+            ends[chunk.file] += prod(chunk.box.sizes) * leaf.spec.dtype.itemsize
     if ends != [file.nbytes for file in files]:
         raise ValueError("the leaves do not fill the data files")
 

@@ -537,7 +537,7 @@ class Target:
         device = torch.device(self.device or self._device_of_like())
         for name, saved_dtype in index.products.items():
             # A state's leaves do not give the parameters' dtype, but the record does: products are float64 exactly for
-            # parameters that are float64. They are one dtype for all others.
+            # parameters that are float64. Parameters of all other dtypes have products of one dtype.
             param_dtype = torch.float64 if saved_dtype == "float64" else torch.float32
             dtype = self.expected.products(param_dtype, device).get(name, saved_dtype)
             if dtype != saved_dtype:

@@ -115,7 +115,7 @@ def _names_in_section(new_name_of: Mapping[str, str], section: str, problems: li
     """Return a dict from the new name of each leaf in a section to its name in the checkpoint.
 
     ``new_name_of`` has the leaves of all sections. A text is added to ``problems`` for two leaves with one new name,
-    and for a parameter whose new name is not that of a parameter.
+    and for a parameter whose new name does not begin with the section.
     """
     stored_name_of: dict[str, str] = {}
     for stored_name, new_name in new_name_of.items():
@@ -162,7 +162,7 @@ def moved_states(stored: Mapping[str, Spec], expected: StateSpec, rules: Rules) 
 def _changed_levels(
     name: str, spec: Spec, extra_by_end: Mapping[tuple[Spec, str], Sequence[str]]
 ) -> tuple[str, str] | None:
-    """Return the first levels of a name, and those of the one leaf of the checkpoint with the longest equal end.
+    """Return the first levels of a name, and of the name of the one leaf in the checkpoint with the longest equal end.
 
     These are ("partition/muon", "muon") for "partition/muon/momentum/trace/w" and "muon/momentum/trace/w". The result
     is None unless there is exactly one such leaf.
@@ -412,6 +412,8 @@ class _Comparison:
             if stored_name is None:  # missing, or kept as it is in `like`
                 continue
             stored = self.index.leaves[stored_name].spec
+            if stored == spec and not self.rules.cast:  # the usual case
+                continue
             cast_dtypes = {dtype for pattern, dtype in self.rules.cast.items() if matches(pattern, name)}
             self._check_shape(name, stored, spec)
             if stored.dtype != spec.dtype and self._has_codes(stored_name):

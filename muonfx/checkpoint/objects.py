@@ -31,28 +31,29 @@ def to_json(value: Any, name: str) -> Any:
     >>> to_json({"lr": 0.1, "betas": (0.9, 0.95), "best": math.inf}, "group")
     {'lr': 0.1, 'betas': {'~tuple': [0.9, 0.95]}, 'best': {'~float': 'inf'}}
     """
-    kind = type(value)  # exactly: an instance of a subclass would be loaded as one of its base class
-    if value is None or kind in (bool, int, str):
+    value_type = type(value)  # exactly: an instance of a subclass would be loaded as one of its base class
+    if value is None or value_type in (bool, int, str):
         return value
-    if kind is float:
+    if value_type is float:
         return value if math.isfinite(value) else {"~float": repr(value)}
-    if kind is bytes:
+    if value_type is bytes:
         return {"~bytes": base64.b64encode(value).decode()}
-    if kind is list:
+    if value_type is list:
         return _items_to_json(value, name)
-    if kind is tuple:
+    if value_type is tuple:
         return {"~tuple": _items_to_json(value, name)}
-    if kind in (dict, OrderedDict, Counter):
+    if value_type in (dict, OrderedDict, Counter):
         return _dict_to_json(value, name)
     if isinstance(value, Tensor) and value.ndim == 0 and value.dtype in NAMES and not value.dtype.is_complex:
         return {"~tensor": [NAMES[value.dtype], to_json(value.item(), name)]}
-    raise _no_json(kind, name)
+    raise _no_json(value_type, name)
 
 
-def _no_json(kind: type, name: str) -> TypeError:
+def _no_json(value_type: type, name: str) -> TypeError:
     """Return the error of `to_json` for a value of a type that a checkpoint cannot hold."""
+    type_name = f"{value_type.__module__}.{value_type.__qualname__}"
     return TypeError(
-        f"{name!r} is a {kind.__module__}.{kind.__qualname__}, expected a tensor, or a value that JSON can hold (None, "
+        f"{name!r} is a {type_name}, expected a tensor, or a value that JSON can hold (None, "
         "bool, int, float, str, bytes, a 0-d tensor, or a list, tuple or dict of these): a checkpoint has no pickle. "
         "Convert it, for example by float() or tolist(), or leave it out"
     )
@@ -102,9 +103,10 @@ def from_json(written: Any) -> Any:
         return base64.b64decode(content, validate=True)
     if tag == "~tuple":
         return tuple(from_json(content))
-    if tag in ("~dict", "~counter"):
-        values = {from_json(key): from_json(value) for key, value in content}
-        return values if tag == "~dict" else Counter(values)
+    if tag == "~dict":
+        return dict(from_json(content))
+    if tag == "~counter":
+        return Counter(dict(from_json(content)))
     if tag == "~tensor":
         dtype_name, number = content
         try:

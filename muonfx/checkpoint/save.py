@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from muonfx.checkpoint.files import no_collection
@@ -70,6 +71,8 @@ def save(
     was flushed to the disk, so a save that is interrupted leaves the previous checkpoint intact. If several writers
     save to one path, the save that finishes last remains. The files of the replaced checkpoint are then removed, and
     the files that killed saves of this machine have left. The files of running saves stay.
+
+    A save of many bytes that takes more than two seconds shows its progress on a terminal, on rank 0 only.
 
     Args:
         path: the folder of the checkpoint; `step_path` names one for each step. An existing checkpoint is replaced.
@@ -130,7 +133,8 @@ def save(
         >>> _ = mfx.checkpoint.load(path, optimizer, scheduler=scheduler)
     """
     request = _request(path, state, params, tx=tx, scheduler=scheduler, step=step, extra=extra, keep=keep, group=group)
-    write_checkpoint(request)
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    write_checkpoint(replace(request, shows_progress=is_first_rank))
     return request.path
 
 
@@ -225,7 +229,7 @@ def _request(
             leaves = _leaves_of(state, params, tx, is_alone=group is None)
             head = replace(head_of(tx, leaves, step, extra), objects=_objects_of(optimizer, scheduler))
         if copy:
-            leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
+            leaves = {name: _copy(leaf) for name, leaf in leaves.items()}  # training may change the originals
         return SaveRequest(folder, head, leaves, keep, group)
     except Exception as error:
         if group is None:  # no other rank waits

@@ -269,9 +269,11 @@ class Writer(_InFolder, StorageWriter):
 
     def _index_of(self, written_by_rank: list[_WrittenByRank], save_id: str) -> Index:
         """Return the index of a checkpoint; raise if ranks hold different values, or do not fill a tensor."""
-        specs = consistent_specs([Proposal({}, written.leaves) for written in written_by_rank])
-        objects = _merged_objects([written.objects for written in written_by_rank])
-        files, leaves = merged([written.shards for written in written_by_rank], specs)
+        columns: Any = zip(*written_by_rank, strict=True)  # each field of `_WrittenByRank`, by rank
+        shards_by_rank, leaves_by_rank, objects_by_rank = columns
+        specs = consistent_specs([Proposal({}, rank_leaves) for rank_leaves in leaves_by_rank])
+        objects = _merged_objects(objects_by_rank)
+        files, leaves = merged(shards_by_rank, specs)
         both = objects.keys() & leaves.keys()
         if both:
             raise CheckpointError(

@@ -9,7 +9,9 @@ and `consistent_specs` compares them before anything is written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.leaves import described, is_sharded, problem_of_boxes, shards_of, slices_of
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core.argument_texts import without_addresses
+from muonfx.internal.progress import reporting_bytes
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.digests import checksum
 from muonfx.sharding.shards.boxes import Box
@@ -42,6 +45,8 @@ class SaveRequest:
     group: Any = None
     problem: Exception | None = None
     """The error of an invalid argument. With a group it is raised in the first step, so that all ranks raise it."""
+    shows_progress: bool = False
+    """True if a long save shows how many bytes this process has written, on a terminal."""
 
     def arguments(self) -> dict[str, str]:
         """Return the ``repr`` of each argument that must be equal on all ranks."""
@@ -60,6 +65,10 @@ class Assignment(NamedTuple):
     file: Path
     keys: list[ShardKey]
     """The shards to write; if there are none, a rank of several writes no file."""
+
+
+_MANY_BYTES = 2**26
+"""A save of fewer bytes shows no progress, since it seldom takes long."""
 
 
 class Saver:
@@ -126,8 +135,12 @@ class Saver:
             for name, box in assignment.keys:
                 shape = self.request.leaves[name].shape
                 entries.append(entry_of(name, box, shape, self.shards[name][box]))
-        with draft.write_errors():
-            return draft.write(assignment.file, entries)
+        nbytes = sum(entry.values.nbytes for entry in entries)
+        with draft.write_errors(), ExitStack() as stack:
+            report = None
+            if self.request.shows_progress and nbytes >= _MANY_BYTES:
+                report = stack.enter_context(reporting_bytes(f"saving {draft.path.name}", nbytes))
+            return draft.write(assignment.file, entries, report)
 
     @no_collection()
     def commit(self, written: list[WrittenShards]) -> Sequence[None]:
@@ -279,7 +292,7 @@ def shards_to_write(proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
         writer = min(ranks, key=lambda rank: bytes_of_rank[rank])
         keys_of_rank[writer].append(key)
         itemsize = proposals[writer].leaves[key.name].spec.dtype.itemsize
-        bytes_of_rank[writer] += key.box.numel * itemsize
+        bytes_of_rank[writer] += prod(key.box.sizes) * itemsize
     return keys_of_rank
 
 

@@ -155,19 +155,18 @@ def _cells_of_spectra(spectra: Sequence[Spectrum]) -> list[str]:
     """
     if not spectra:
         return ["-"] * 5
-    values = (
-        min(spectrum.minimum for spectrum in spectra),
-        max(spectrum.maximum for spectrum in spectra),
-        fmean(spectrum.rms for spectrum in spectra),
-        min(spectrum.tail for spectrum in spectra),
-    )
-    cells = [f"{value:.3g}" for value in values]
-    steps = max(spectrum.steps for spectrum in spectra)
-    known_needs = [spectrum.steps_needed for spectrum in spectra if spectrum.steps_needed is not None]
+    columns: Any = zip(*spectra, strict=True)  # the values of each field of `Spectrum`
+    minima, maxima, rms_values, tails, steps, steps_needed = columns
     needed = f">{_MOST_STEPS}"
-    if len(known_needs) == len(spectra):
-        needed = str(max(known_needs))
-    return [*cells, f"{needed} of {steps}"]
+    if None not in steps_needed:
+        needed = str(max(steps_needed))
+    return [
+        f"{min(minima):.3g}",
+        f"{max(maxima):.3g}",
+        f"{fmean(rms_values):.3g}",
+        f"{min(tails):.3g}",
+        f"{needed} of {max(steps)}",
+    ]
 
 
 def diagnose(
@@ -214,7 +213,8 @@ def diagnose(
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # creating the transform has given these warnings
         updates, _ = _watched(tx, measurements).update(grads, state, params, **extras)
-    if not measurements.has_orthogonalized and any(part.factory is orthogonalize for part in within(tx)):
+    must_orthogonalize = any(part.factory is orthogonalize for part in within(tx))
+    if must_orthogonalize and not measurements.has_orthogonalized:
         raise ValueError(
             "diagnose: orthogonalize did not run, expected it to run: accumulate runs it only at the last micro-batch: "
             "call diagnose there, or pass boundary=True"

@@ -124,7 +124,7 @@ class Summary(Shown):
         return texts, sizes
 
     def _compared(self, params_nbytes: int) -> str:
-        """Return a sentence that compares the bytes with those of the parameters: "2 times the 768 B of ..."."""
+        """Return a sentence that compares the bytes with the size of the parameters: "2 times the 768 B of ..."."""
         ratio = self.nbytes / params_nbytes
         size = format_bytes(params_nbytes)
         if self.ranks is None:
@@ -320,7 +320,7 @@ def _written(dtype: torch.dtype) -> str:
 
 
 def _summarize(tx: Transform, state: PyTree, *, params: PyTree, local_params: PyTree) -> Summary:
-    """Summarize the state of a transform, and compare its bytes with those of ``params``.
+    """Summarize the state of a transform, and compare its bytes with the size of ``params``.
 
     ``local_params`` are this rank's parameters. They are needed only before the first use of a sharded transform.
     """

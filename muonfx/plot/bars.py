@@ -130,17 +130,12 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
     totals = [bytes_of_dtype.total() for bytes_of_dtype in bars.values()]
     largest = max(totals)
     scale, unit = _unit_of(largest, 1024, ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"])
-    rows = range(len(bars))
     with axes_for(ax, 0.75 + _ROW * 1.4 * len(bars)) as axes:
-        ends = [0.0] * len(bars)  # of the segments that are drawn, in each row
-        for (dtype, nbytes), color in zip(table.by_dtype().items(), cycle(COLORS.values()), strict=False):
-            widths = [bytes_of_dtype[dtype] / scale for bytes_of_dtype in bars.values()]
-            axes.barh(rows, widths, _THICKNESS, ends, color=color, label=f"{dtype}, {format_bytes(nbytes)}")
-            ends = list(map(float.__add__, ends, widths))
+        _draw_dtypes(axes, table, bars, scale)
         for row, total in enumerate(totals):
             end = (total / scale, row)
             axes.annotate(format_bytes(total), end, xytext=(4, 0), textcoords="offset points", va="center")
-        axes.set_yticks(rows, list(bars))
+        axes.set_yticks(range(len(bars)), list(bars))
         axes.set(ylim=(len(bars) - 0.5, -0.5), xlim=(0, largest / scale * _WITH_TEXT))
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(f"{unit}, {format_bytes(table.nbytes)} in all")
@@ -208,6 +203,19 @@ def _legend_above(ax: Axes) -> None:
         borderpad=0,
         handlelength=1.2,
     )
+
+
+def _draw_dtypes(axes: Axes, table: Summary, bars: dict[str, Counter[str]], scale: float) -> None:
+    """Draw the segments of all bars, one dtype after the other, with an entry of the legend for each dtype.
+
+    ``bars`` has the bytes by dtype for each bar, and ``table`` the bytes of all bars together. ``scale`` is the number
+    of bytes in the unit of the axis.
+    """
+    ends = [0.0] * len(bars)  # of the segments that are drawn, in each row
+    for (dtype, nbytes), color in zip(table.by_dtype().items(), cycle(COLORS.values()), strict=False):
+        widths = [bytes_of_dtype[dtype] / scale for bytes_of_dtype in bars.values()]
+        axes.barh(range(len(bars)), widths, _THICKNESS, ends, color=color, label=f"{dtype}, {format_bytes(nbytes)}")
+        ends = list(map(float.__add__, ends, widths))
 
 
 def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:

@@ -147,7 +147,7 @@ def _of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
     for info in hidden:
         is_explained = is_convolution(info) or info.name in views
         if info.ndim > 2 and not is_explained:
-            names_and_shapes.append(f"{info.name!r} {info.shape}")
+            names_and_shapes.append(_name_and_shape(info))
     if not names_and_shapes:
         return ""
     return (
@@ -157,6 +157,11 @@ def _of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
         "stack of matrices (out, in), '... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for "
         "one matrix whose columns are two dims"
     )
+
+
+def _name_and_shape(info: ParamInfo) -> str:
+    """Return a text such as "'fc.weight' (64, 16)"."""
+    return f"{info.name!r} {info.shape}"
 
 
 def _without_a_head(
@@ -169,7 +174,7 @@ def _without_a_head(
     hidden_label = label_of_role["hidden"]
     head_label = label_of_role["head"]
     argument = _argument_with_rule(possible_heads, head_label, rules, options)
-    names_and_shapes = [f"{info.name!r} {info.shape}" for info in possible_heads]
+    names_and_shapes = list(map(_name_and_shape, possible_heads))
     return (
         "default_labels: found no output head, and labelled the weights of the layers that may be one, "
         f"{format_list(names_and_shapes, str)}, as hidden matrices, {hidden_label!r}. If the model returns their "
@@ -227,7 +232,8 @@ class _DefaultLabels(NamedTuple):
 def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dict[Role, Label]:
     """Return the label of each role: by default "muon" for "hidden", and "adamw" for "embedding", "head" and so on.
 
-    The arguments are those of `default_labels`. ``caller`` is the name of the function that has them, for errors.
+    ``muon``, ``other`` and ``roles`` are arguments of `default_labels`, and ``caller`` is the name of a function that
+    has them, for errors.
     """
     if not roles:
         label_of_role: dict[Role, Label] = dict.fromkeys(ROLES, other)

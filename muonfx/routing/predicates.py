@@ -78,7 +78,7 @@ class Predicate(Condition):
         """
         if self.name == "path":
             return (self.arguments,)
-        globs_of_parts = [operand.globs() for operand in self.parts]
+        globs_of_parts = list(map(Predicate.globs, self.parts))
         groups = tuple(chain.from_iterable(globs_of_parts))
         if self.name == "|" and all(globs_of_parts):
             return (tuple(chain.from_iterable(groups)),)
@@ -110,8 +110,8 @@ _MATCHES: dict[str, Callable[..., bool]] = {
     "|": lambda info, left, right: left(info) or right(info),
     "~": lambda info, inner: not inner(info),
     "ndim": lambda info, low, high: (low is None or low <= info.ndim) and (high is None or info.ndim <= high),
-    "path": lambda info, *patterns: any(matches(name, pattern) for name in info.names for pattern in patterns),
-    "module_type": lambda info, *types: any(_is_a(module, wanted) for module in info.modules for wanted in types),
+    "path": lambda info, *globs: any(_has_name(info, glob) for glob in globs),
+    "module_type": lambda info, *types: any(_is_in_module(info, type_or_glob) for type_or_glob in types),
     "where": lambda info, fn, _: bool(fn(info)),
 }
 
@@ -195,10 +195,20 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
     return Predicate("where", (fn, name if name is not None else getattr(fn, "__name__", type(fn).__name__)))
 
 
-def _is_a(module: type, type_or_glob: type | str) -> bool:
-    if isinstance(type_or_glob, str):
-        return any(matches(base.__name__, type_or_glob) for base in module.__mro__)
-    return issubclass(module, type_or_glob)
+def _has_name(info: ParamInfo, glob: str) -> bool:
+    """Return True if a glob matches one of the names of a parameter."""
+    return any(matches(name, glob) for name in info.names)
+
+
+def _is_in_module(info: ParamInfo, type_or_glob: type | str) -> bool:
+    """Return True if a module that owns a parameter is of a type, or of a class whose name a glob matches."""
+    for module in info.modules:
+        if isinstance(type_or_glob, type):
+            if issubclass(module, type_or_glob):
+                return True
+        elif any(matches(base.__name__, type_or_glob) for base in module.__mro__):
+            return True
+    return False
 
 
 def _code_of_bounds(low: int | None, high: int | None) -> str:

@@ -55,8 +55,9 @@ class Routing(Shown):
         infos_of: dict[Label, list[ParamInfo]] = {}
         for info in self.params:
             infos_of.setdefault(self.labels[info.name], []).append(info)
-        labels = sorted(label for label in infos_of if label is not None)
-        rows = [[label, *self._amounts(infos_of[label])] for label in labels]
+        rows: list[list[str]] = []
+        for label in sorted(label for label in infos_of if label is not None):
+            rows.append([label, *self._amounts(infos_of[label])])
         if None in infos_of:
             rows.append([f"{_shown(None)} (left out)", *self._amounts(infos_of[None])])
         rows.append(["total", *self._amounts(self.params)])
@@ -94,9 +95,14 @@ class Routing(Shown):
 
     def _amounts(self, infos: Sequence[ParamInfo]) -> list[str]:
         """Return three cells: the number of tensors, the number of their elements, and its share of all elements."""
-        elements = sum(info.numel for info in infos)
-        all_elements = sum(info.numel for info in self.params)
-        return [f"{len(infos):,}", f"{elements:,}", f"{elements / max(1, all_elements):.1%}"]
+        elements = _elements_of(infos)
+        share = elements / max(1, _elements_of(self.params))
+        return [f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"]
+
+
+def _elements_of(infos: Sequence[ParamInfo]) -> int:
+    """Return the number of elements of parameters, all together."""
+    return sum(info.numel for info in infos)
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
@@ -138,12 +144,13 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
         return _of_optimizer(what)
     if params is not None:
         return _of_labels(what, params)
-    # A model or named tensors: label them.
     if _is_labels(what):
         raise TypeError(
             "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
         )
-    params = list(what) if isinstance(what, Iterator) else what  # an iterator can be read only once
+    params = what
+    if isinstance(params, Iterator):  # such as model.named_parameters(), which can be read only once
+        params = list(params)
     return _of_labels(default_labels(params), params)
 
 

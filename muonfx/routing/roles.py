@@ -457,7 +457,7 @@ def _router_component(components: list[str], ndim: int, gated_mlps: GatedMlps) -
         if not {"router", "routing"}.isdisjoint(words):
             return component
         modules_around = components[:index]
-        is_inside_expert = any(_ends_in(_words(module), {"expert", "experts"}) for module in modules_around)
+        is_inside_expert = _is_inside(modules_around, {"expert", "experts"})
         is_of_mlp = is_inside_expert or (".".join(modules_around), ndim) in gated_mlps
         if "_".join(words) in _ROUTERS and not is_of_mlp:
             return component
@@ -542,7 +542,12 @@ def _is_first_of_speech_encoder(components: list[str]) -> bool:
     """Return True for names such as ``feature_extractor.conv_layers.0.conv.weight``."""
     path, _, leaf = ".".join(components).partition(".conv_layers.0.")
     modules_around = path.split(".")
-    return leaf != "" and any(_ends_in(_words(module), _FRONTS) for module in modules_around)
+    return leaf != "" and _is_inside(modules_around, _FRONTS)
+
+
+def _is_inside(modules_around: Iterable[str], words: Set[str]) -> bool:
+    """Return True if the name of one of the modules around a parameter ends in one of the words."""
+    return any(_ends_in(_words(module), words) for module in modules_around)
 
 
 def _components(name: str) -> list[str]:

@@ -103,11 +103,12 @@ class Labels(RoutedLabels):
         MatrixView({'*experts*': '... out in -> ... out in'})
         """
         pattern_of: dict[str, str] = {}  # the patterns of the labels for parameters without a pattern in ``given``
+        labels_with_views: set[Label] = set()
         for name, view in self.views.items():
             if isinstance(view.pattern, str) and not given.is_set_for(name):
                 pattern_of[name] = view.pattern
+                labels_with_views.add(self[name])
         # A transform receives the parameters of its label only. Globs may match parameters of labels without a view.
-        labels_with_views = {self[name] for name in pattern_of}
         names = [name for name, label in self.items() if label in labels_with_views]
         return given.extended(patterns(pattern_of, names))
 
@@ -117,7 +118,10 @@ class Labels(RoutedLabels):
         >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
         Labels({'b': 'y'})
         """
-        return self.for_names({name: name for name in names})
+        routes: dict[str, Route] = {}
+        for name in names:
+            routes[name] = self._routes[name]
+        return Labels(routes)
 
     def for_names(self, key_of: Mapping[str, str]) -> Labels:
         """Return `Labels` for the names in ``key_of``, a dict from the new name of a parameter to its name in these."""

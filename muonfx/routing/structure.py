@@ -201,8 +201,12 @@ def _is_layer(module: nn.Module) -> bool:
     """Return True if a module is a linear layer or a convolution, judged by its widths, class name or bias."""
     if _widths_of(module) is not None or class_name_fits(type(module), _LAYER_CLASS):
         return True
-    leaves = {name for name, _ in module.named_parameters(recurse=False)}
-    return {"weight", "bias"} <= leaves
+    return {"weight", "bias"} <= _leaves_of(module)
+
+
+def _leaves_of(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that a module itself has, not the modules in it: "weight" and "bias"."""
+    return {name for name, _ in module.named_parameters(recurse=False)}
 
 
 def _layers_of(model: nn.Module, blocks: set[str]) -> Iterator[Layer]:
@@ -231,8 +235,7 @@ def _block_around(path: str, blocks: set[str]) -> str | None:
 
 def _widths_of(module: nn.Module) -> tuple[int, int] | None:
     """Return the widths that a linear layer or a convolution reads and returns; None for another module."""
-    leaves = {name for name, _ in module.named_parameters(recurse=False)}
-    has_weight = not leaves.isdisjoint(_LEAVES_OF_LAYERS)
+    has_weight = not _leaves_of(module).isdisjoint(_LEAVES_OF_LAYERS)
     if not has_weight and not parametrize.is_parametrized(module):
         return None
     for reads_name, returns_name in _WIDTHS:

@@ -307,7 +307,7 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
     """Return the matrices of the first layer that the table `_FUSED` contains; None if it contains none of them.
 
     ``storage`` is the order of the parameter's dims. A layer whose sizes do not fit its entry in the table remains one
-    matrix, with a note that says so.
+    matrix, with a note about it.
     """
     rows = _number_of_rows(storage.pattern, info.shape)
     for layer in layers:
@@ -346,7 +346,7 @@ def _undivided(stored: str) -> str | None:
 
 def _joined(*notes: str) -> str:
     """Join the notes that are not empty, as in "stack of 8 matrices; gate, up"."""
-    return "; ".join(note for note in notes if note)
+    return "; ".join(filter(None, notes))
 
 
 class _Layer(NamedTuple):
@@ -527,8 +527,11 @@ def _storage_by_package(info: ParamInfo, leaf: str, owner: nn.Module | None) -> 
     ``owner`` is the module of the parameter, and ``leaf`` the last component of its name. The weight of a ``Conv1D`` of
     transformers is stored as ``"in {out} -> {out} in"``.
     """
+    if owner is None:
+        return None
+    owner_class = written_type(owner)
     for known in _STORED:
-        if _is_of_class(owner, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
+        if class_name_fits(owner_class, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
             note = known.note or _stack_note(info, known.pattern)
             return _Storage(known.pattern, _size(owner, known.count), note)
     return None
@@ -585,11 +588,16 @@ def _fused_layer(layer: _Layer) -> _Fused | None:
     for fused in _FUSED:
         is_of_package = holder_class.__module__.startswith(fused.package)
         has_names = fused.layer == layer.name and re.fullmatch(fused.holder, holder_class.__name__)
-        is_required = fused.requires is None or getattr(layer.holder, fused.requires, None)
-        is_excluded = fused.excludes is not None and getattr(layer.holder, fused.excludes, None)
-        if is_of_package and has_names and is_required and not is_excluded:
+        if is_of_package and has_names and _has_attributes(layer.holder, fused):
             return fused
     return None
+
+
+def _has_attributes(holder: nn.Module, fused: _Fused) -> bool:
+    """Return True if a module has the attribute that an entry of the table requires, and not the one it excludes."""
+    if fused.requires is not None and not getattr(holder, fused.requires, None):
+        return False
+    return fused.excludes is None or not getattr(holder, fused.excludes, None)
 
 
 def _pattern_of(fused: _Fused, stored: str, holder: nn.Module | None, rows: int) -> str | None:
@@ -684,8 +692,7 @@ def _is_of_class(module: nn.Module | None, pattern: str) -> bool:
 @functools.lru_cache(maxsize=1024)
 def class_name_fits(module: type, pattern: str) -> bool:
     """Return True if a regular expression is found in the name of a class or of one of its bases."""
-    names = [base.__name__ for base in module.__mro__]
-    return any(re.search(pattern, name) for name in names)
+    return any(re.search(pattern, base.__name__) for base in module.__mro__)
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
@@ -699,9 +706,11 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
     for name, value in values.items():
         if any(matches(name, glob) for glob in value_of_glob):
             continue
-        names_with_another_value = [other for other in values if values[other] != value]
-        glob = _shortest_glob(name, excluded=names_without_value + names_with_another_value)
-        value_of_glob[glob] = value
+        excluded = list(names_without_value)
+        for other_name, other_value in values.items():
+            if other_value != value:
+                excluded.append(other_name)
+        value_of_glob[_shortest_glob(name, excluded)] = value
     return value_of_glob
 
 

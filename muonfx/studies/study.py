@@ -15,9 +15,9 @@ from torch import Tensor
 from muonfx import checkpoint, tree
 from muonfx.core.transform import Transform
 from muonfx.internal.arguments import plain_arguments
+from muonfx.internal.progress import Report, reporting
 from muonfx.studies.sweep import Progress, Sweep
 from muonfx.studies.task import Task
-from muonfx.testing.progress import Report, reporting
 
 REPORTS = 20
 """Number of reports of a run if `study` gets no ``report_every``."""

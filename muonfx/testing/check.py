@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.internal.progress import reporting
 from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
 from muonfx.testing.examples import Example, params_and_grads, standard_examples
 from muonfx.testing.law import LAWS, Law, LawFunction
-from muonfx.testing.progress import reporting
 from muonfx.testing.violation import LawViolation
 
 
@@ -353,7 +353,7 @@ SLOW = 0.05
 
 
 def _smallest_unshrunk(check: Check, pool: list[Example], failing: object) -> LawViolation | None:
-    """Return the `LawViolation` of the smallest example that breaks a law, among those of the pool and small ones.
+    """Return the `LawViolation` of the smallest example that breaks a law, in the pool or a small one.
 
     The small ones are the single leaves of the example ``failing``, which broke the law. Only ten examples are tried,
     because this is for laws that are slow.

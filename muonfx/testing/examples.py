@@ -181,7 +181,7 @@ def only_leaf(number: int, values: PyTree) -> PyTree:
 
 
 def example_of_leaf(number: int, example: Example) -> Example:
-    """Return an example in which all parameters and gradients but those of leaf ``number`` are None."""
+    """Return an example with the parameter and the gradients of leaf ``number``, and None for all other leaves."""
     return example.map_trees(lambda values: only_leaf(number, values))
 
 

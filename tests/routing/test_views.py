@@ -140,6 +140,19 @@ def test_a_fused_layer_of_a_known_class_is_split_under_fsdp2_as_before_it():
     assert not default_labels(held(mlp=_of_package("another", "ModernBertMLP"))).views
 
 
+def test_attributes_of_known_fused_layers_are_looked_up_in_their_own_classes_only():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c_attn = nn.Linear(4, 12)
+
+        @property
+        def multi_query(self) -> bool:
+            raise RuntimeError("not known before the first batch")
+
+    assert labels(Attention(), [(path("*.weight"), "muon")], default=None)["c_attn.weight"] == "muon"
+
+
 def test_a_given_pattern_wins_over_a_found_one():
     model = held(experts=Experts(), attn=nn.MultiheadAttention(8, 2))
     found, view = default_labels(model).view, mfx.MatrixView

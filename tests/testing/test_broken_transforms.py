@@ -10,7 +10,8 @@ import torch
 
 import muonfx as mfx
 from muonfx import testing as kit
-from muonfx.testing import check, progress
+from muonfx.internal import progress
+from muonfx.testing import check
 from tests.testing import broken
 
 CAUGHT_BY = {

@@ -109,7 +109,7 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
         zero.checkpoint_event_prologue()  # partitions the persistent parameters, which stage 3 keeps whole
     for flat_optimizer in flat_optimizers:
         flat_optimizer.load(params, leaves, optimizer.state)
-    # Copy the full-precision parameters into those of the model.
+    # Copy the full-precision parameters into the parameters of the model.
     if hasattr(zero, "update_lp_params"):  # stages 1 and 2
         zero.update_lp_params()
     else:

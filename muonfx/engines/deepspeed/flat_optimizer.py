@@ -206,8 +206,10 @@ class FlatOptimizer:
 
         ``to_load`` is False to save the parameters: then shards that another rank saves are empty.
         """
-        params = self._params()
-        return {name: self.flat.with_position(name, params[name], to_load=to_load) for name in params}
+        params: dict[str, Any] = {}
+        for name, param in self._params().items():
+            params[name] = self.flat.with_position(name, param, to_load=to_load)
+        return params
 
     def global_leaves(self, states: States, *, to_load: bool) -> list[Any]:
         """Return the leaves of the optimizer state: whole tensors, or shards with their positions (`FlatShard`).

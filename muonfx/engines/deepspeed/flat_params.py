@@ -70,7 +70,7 @@ class FlatParams(NamedTuple):
     shard_shapes: Mapping[str, tuple[int, ...]] = {}
     """A dict from parameter name to the shape of this rank's shard; empty at stage 0."""
     saved_elsewhere: frozenset[str] = frozenset()
-    """The parameters whose shards overlap with those of other tensor-parallel ranks, which save the same values."""
+    """The parameters whose shards overlap with shards of other tensor-parallel ranks, which save the same values."""
 
     @property
     def is_flat(self) -> bool:
@@ -112,10 +112,7 @@ class FlatParams(NamedTuple):
 
 
 def locate(
-    flat_tensor: Tensor,
-    params: NamedTensors,
-    whole_params: NamedTensors,
-    tensor_group: dist.ProcessGroup | None,
+    flat_tensor: Tensor, params: NamedTensors, whole_params: NamedTensors, tensor_group: dist.ProcessGroup | None
 ) -> FlatParams:
     """Find where the shards of ``params`` are in a flat tensor of ZeRO stage 1, 2 or 3.
 
@@ -144,10 +141,7 @@ def locate(
 
 
 def whole_params_of(
-    tensors: NamedTensors,
-    params: NamedTensors,
-    whole_params: NamedTensors,
-    tensor_group: dist.ProcessGroup | None,
+    tensors: NamedTensors, params: NamedTensors, whole_params: NamedTensors, tensor_group: dist.ProcessGroup | None
 ) -> FlatParams:
     """Return the `FlatParams` of stage 0, where the parameters of a rank are not flattened.
 
@@ -326,7 +320,7 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
         cuts[name] = Listed(shape, positions)
         # If AutoTP has split other parameters unevenly, the flat tensors of tensor-parallel ranks have different
         # lengths, so a parameter that they all hold is cut at different places. An update needs no more than equal
-        # values where the shards overlap. A checkpoint needs shards without overlaps: those of tensor-parallel rank 0.
+        # values where the shards overlap. A checkpoint needs shards without overlaps, of tensor-parallel rank 0.
         if shards is None and tensor_rank != 0 and _do_overlap(positions):
             overlapping.add(name)
     return _Partition(cuts, partition.intervals, group, partition.misplaced_name, frozenset(overlapping))

@@ -222,7 +222,7 @@ class ZeroOptimizer(Optimizer):
             names: the parameters from which DeepSpeed made the group.
             tensors: the tensors that are in the group now. At stage 0 these are the parameters, or copies of them in
                 fp32; at other stages flat tensors with shards of the parameters.
-            without_grads: whether to return those of flat tensors without a gradient, which a step does not update.
+            without_grads: whether to include flat tensors without a gradient, which a step does not update.
         """
         params = {name: self._params[name] for name in names}
         tensor_group = tensor_group_of(self.model.modules())

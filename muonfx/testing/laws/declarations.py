@@ -89,7 +89,7 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) if the update of a leaf depends on the order of items in one of the trees."""
     expected = [dict(tree.named_leaves(results)) for results in history(tx, params, steps)]
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
-    # For each case, what is done with the gradients, the parameters and the state.
+    # For each case, the order of the gradients, of the parameters and of the state.
     cases = {
         "all dicts": (_reversed, _reversed, _reversed),
         "the gradients' dicts": (_reversed, _unchanged, _unchanged),

@@ -282,7 +282,8 @@ def _check_sums_of_halves(tx: Transform, example: Example, whole_updates: list[P
     results = _on_two_ranks(resolved, examples, on_both)
     for rank, half in enumerate(_HALVES.values()):
         what = f"on two ranks that hold a half of each leaf, updates of rank {rank}"
-        require_close(what, results[rank], tree.map(half, whole_updates), "the same half of one rank's", tolerance)
+        expected = tree.map(half, whole_updates)
+        require_close(what, results[rank], expected, "the same half of one rank's", tolerance)
 
 
 def _check_sums_of_leaves(
@@ -300,7 +301,10 @@ def _check_sums_of_leaves(
     params, steps = example
     on_second_rank = set(range(len(tree.leaves(params)))).difference(on_first_rank)
     missing_on_rank = (on_second_rank, on_first_rank)
-    examples = [Example(params, [without_leaves(missing, grads) for grads in steps]) for missing in missing_on_rank]
+    examples: list[Example] = []
+    for missing in missing_on_rank:
+        steps_of_rank = [without_leaves(missing, grads) for grads in steps]
+        examples.append(Example(params, steps_of_rank))
     results = _on_two_ranks(tx, examples, on_both=set())
     for rank, missing in enumerate(missing_on_rank):
         expected = [without_leaves(missing, updates) for updates in whole_updates]

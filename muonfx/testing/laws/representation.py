@@ -60,7 +60,7 @@ def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -
         _require_history(f"parameters are stored {how}", tx, stored_params, steps, of_contiguous)
         _require_history(f"gradients are stored {how}", tx, params, stored_steps, of_contiguous)
         _require_history(f"the state is stored {how}", tx, params, steps, of_contiguous, stored_state=stored)
-    # Gradients with strides of zero, as those of a sum, have other values, so the results to expect are others too.
+    # Gradients with strides of zero, as a sum has them, have other values, so the results to expect are others too.
     expanded_steps = tree.map(_first_repeated, steps)
     of_copies = history(tx, params, _mapped(torch.Tensor.contiguous, expanded_steps))
     _require_history("gradients are expanded", tx, params, expanded_steps, of_copies)

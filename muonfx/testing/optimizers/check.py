@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from muonfx.internal.display import Report, Shown, Table
+from muonfx.internal.progress import reporting
 from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, OptimizerLaw, outcome_of
 from muonfx.testing.optimizers.ranks import outcome_on_ranks
 from muonfx.testing.optimizers.runs import seeded
-from muonfx.testing.progress import reporting
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,10 +111,16 @@ def check_optimizer(
 
 def _selected(laws: Iterable[str] | None, skip: Iterable[str]) -> tuple[list[OptimizerLaw], dict[str, str]]:
     """Return the laws to check in the order of `OPTIMIZER_LAWS`, and the reasons of the laws that are left out."""
-    wanted = set(OPTIMIZER_LAWS if laws is None else laws)
+    names = set(OPTIMIZER_LAWS if laws is None else laws)
     skipped = set(skip)
-    unknown = sorted((wanted | skipped) - OPTIMIZER_LAWS.keys())
+    unknown = sorted((names | skipped) - OPTIMIZER_LAWS.keys())
     if unknown:
         raise ValueError(f"found {', '.join(unknown)}, expected names of laws: {', '.join(OPTIMIZER_LAWS)}")
-    checked = [law for name, law in OPTIMIZER_LAWS.items() if name in wanted - skipped]
-    return checked, {name: "skipped" for name in OPTIMIZER_LAWS if name in skipped}
+    checked: list[OptimizerLaw] = []
+    left_out: dict[str, str] = {}
+    for name, law in OPTIMIZER_LAWS.items():
+        if name in skipped:
+            left_out[name] = "skipped"
+        elif name in names:
+            checked.append(law)
+    return checked, left_out

@@ -1,14 +1,19 @@
-"""The line of progress that `check_transform` shows while it runs."""
+"""The line of progress that long work shows, such as `check_transform`, while it runs."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+from muonfx.internal.display import format_bytes
 
 SECONDS_BETWEEN_LINES = 3.0
 """Where a line cannot be replaced, such as in a file or a notebook, a short check stays silent."""
+
+SECONDS_BEFORE_BYTES = 2.0
+"""Work that takes less time shows no bytes."""
 
 Report = Callable[[str], None]
 
@@ -32,6 +37,31 @@ def reporting(progress: bool | Report) -> Generator[Report]:
         _replace_line("")
     else:
         yield _EveryFewSeconds().report
+
+
+@contextmanager
+def reporting_bytes(title: str, total: int) -> Generator[Callable[[int], None]]:
+    """Yield a function that is called with the number of bytes that are done, and shows it on stderr.
+
+    It shows a line such as "saving step_10: 1.50 GiB of 4.00 GiB", on a terminal only, once the ``with`` block has
+    taken two seconds. The line is erased at the end.
+    """
+    start = time.monotonic()
+    is_shown = False
+
+    def report(done: int) -> None:
+        nonlocal is_shown
+        with suppress(Exception):  # a terminal that is closed meanwhile must not make the work fail
+            if sys.stderr.isatty() and time.monotonic() - start >= SECONDS_BEFORE_BYTES:
+                is_shown = True
+                _replace_line(f"{title}: {format_bytes(done)} of {format_bytes(total)}")
+
+    try:
+        yield report
+    finally:
+        if is_shown:
+            with suppress(Exception):
+                _replace_line("")
 
 
 def _replace_line(line: str) -> None:
