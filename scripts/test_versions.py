@@ -68,10 +68,10 @@ def counts(last_line: str) -> str:
 
 
 def with_row(page: str, python_version: str, build: str, result: str, date: str) -> str:
-    """Return the page with the row of a Python and a build of torch added to its first table, or replaced there.
+    r"""Return the page with the row of a Python and a build of torch added to its first table, or replaced there.
 
     >>> page = ["| Python |", "| --- |", "", "| engine |"]
-    >>> with_row("\\n".join(page), "3.11.7", "2.10.0", "3 passed", "2026-11-28").splitlines()[1:4]
+    >>> with_row("\n".join(page), "3.11.7", "2.10.0", "3 passed", "2026-11-28").splitlines()[1:4]
     ['| --- |', '| 3.11.7 | 2.10.0 | 2026-11-28 | 3 passed |', '']
     """
     first_cells = f"| {python_version} | {build} |"

@@ -1,4 +1,4 @@
-"""`muonfx.Muon` under the real, unmodified accelerate, Lightning and transformers: parameters of one process, resumed to the bit."""
+"""`muonfx.Muon` under the real, unmodified accelerate, Lightning and transformers: one process's parameters, resumed."""
 
 from __future__ import annotations
 
