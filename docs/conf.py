@@ -24,8 +24,10 @@ extensions = [
     # our own, in docs/_extensions
     "api_pages",
     "arxiv_links",
+    "code_needs",
     "code_references",
     "mathml",
+    "narrow_pictures",
     "notebook_pages",
     "search_words",
 ]
@@ -116,6 +118,8 @@ search_words = {
     "fused-weights": ["per-head", "heads", "qkv", "moe", "experts", "mixture of experts"],
     "sharding": ["FSDP", "FSDP2", "fully_shard", "DTensor", "ZeRO", "DDP", "HSDP", "tensor parallel", "distributed"],
     "engines": ["FSDP", "DDP"],
+    "huggingface": ["Trainer", "TRL", "SFTTrainer", "transformers"],
+    "lightning": ["Fabric", "PyTorch Lightning"],
     "checkpoints": ["resume", "save", "load", "state_dict"],
     "local-steps": ["DiLoCo", "MuLoCo", "local SGD", "outer optimizer"],
     "meta-learning": ["MAML", "hypergradient", "bilevel", "differentiable optimizer", "unrolled"],

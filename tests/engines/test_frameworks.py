@@ -1,4 +1,4 @@
-"""`muonfx.Muon` under the real, unmodified accelerate, Lightning and transformers: one process's parameters, resumed."""
+"""`muonfx.Muon` under unmodified accelerate, Lightning and transformers: the parameters of one process, resumed to the bit."""
 
 from __future__ import annotations
 
