@@ -37,10 +37,17 @@ def _check(app: Sphinx, env: object) -> None:
         log.warning("search_words in conf.py names a page that is not there: %s", missing)
 
 
+def text_of(page: nodes.document) -> str:
+    """The text of a page in one line, without HTML that is written into it."""
+    for raw in list(page.findall(nodes.raw)):
+        raw.parent.remove(raw)
+    return " ".join(page.astext().split())
+
+
 def _write_texts(app: Sphinx, error: Exception | None) -> None:
     if error is not None or app.builder.format != "html":
         return
-    texts = {name: " ".join(app.env.get_doctree(name).astext().split()) for name in sorted(app.env.found_docs)}
+    texts = {name: text_of(app.env.get_doctree(name)) for name in sorted(app.env.found_docs)}
     script = f"window.pageTexts = {json.dumps(texts, ensure_ascii=False)};\n"
     (Path(app.outdir) / "_static" / "page_texts.js").write_text(script, encoding="utf-8")
 
