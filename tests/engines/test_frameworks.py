@@ -1,4 +1,4 @@
-"""`muonfx.Muon` under unmodified accelerate, Lightning and transformers: the parameters of one process, resumed to the bit."""
+"""`muonfx.Muon` under unmodified accelerate, Lightning and transformers: as in one process, resumed to the bit."""
 
 from __future__ import annotations
 
