@@ -24,8 +24,10 @@ extensions = [
     # our own, in docs/_extensions
     "api_pages",
     "arxiv_links",
+    "code_needs",
     "code_references",
     "mathml",
+    "narrow_pictures",
     "notebook_pages",
     "search_words",
 ]
@@ -112,17 +114,20 @@ search_words = {
     "plateau-schedule-free-sam": ["ReduceLROnPlateau", "schedule-free", "sharpness", "SAM"],
     "mixed-precision": ["mixed precision", "autocast", "AMP"],
     "compile": ["torch.compile", "CUDA graphs"],
-    "routing": ["embedding", "embeddings", "which parameters", "param groups"],
+    "routing": ["embedding", "embeddings", "which parameters"],
     "fused-weights": ["per-head", "heads", "qkv", "moe", "experts", "mixture of experts"],
     "sharding": ["FSDP", "FSDP2", "fully_shard", "DTensor", "ZeRO", "DDP", "HSDP", "tensor parallel", "distributed"],
     "engines": ["FSDP", "DDP"],
+    "deepspeed": ["DeepSpeed"],
+    "huggingface": ["Trainer", "TRL", "SFTTrainer", "transformers"],
+    "lightning": ["Fabric", "PyTorch Lightning"],
     "checkpoints": ["resume", "save", "load", "state_dict"],
     "local-steps": ["DiLoCo", "MuLoCo", "local SGD", "outer optimizer"],
     "meta-learning": ["MAML", "hypergradient", "bilevel", "differentiable optimizer", "unrolled"],
     "muonclip": ["QK-Clip", "attention logits"],
     "conversion": ["convert"],
     "coming-from-torchopt": ["posteriors", "MetaAdam", "variational inference"],
-    "offload": ["CPU offload", "memory"],
+    "offload": ["offload", "CPU offload", "memory"],
     "muon-variants": ["NorMuon", "Dion", "Scion", "AdaMuon"],
 }
 

@@ -230,7 +230,9 @@ def polynomials():
     axes.axhline(1.0, color=GRAY, linewidth=0.8, linestyle=":")
     axes.set(xscale="log", xlabel="singular value before, over the Frobenius norm", ylabel="after", ylim=(0, 1.3))
     axes.legend(frameon=False, loc="lower right")
-    figure.savefig(TARGET / "polynomials.svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    for name, width in (("polynomials", 7.4), ("polynomials-narrow", 4.4)):
+        figure.set_size_inches(width, 2.9)
+        figure.savefig(TARGET / f"{name}.svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
 
 
 if __name__ == "__main__":

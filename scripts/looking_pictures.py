@@ -15,6 +15,10 @@ mpl.use("Agg")  # writes files without a display
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+NARROW = 4.4
+"""The width of a second rendering in inches, which a window of 390 pixels shows in a legible size."""
+WIDE_ONLY = ("looking-memory", "looking-plan")
+"""Pictures whose texts need the width; a narrow window scrolls over them."""
 ASSETS = Path(__file__).resolve().parent.parent / "docs" / "assets"
 
 
@@ -65,13 +69,16 @@ def pictures() -> dict[str, Axes]:
 
 
 def main(folder: Path = ASSETS) -> list[Path]:
-    """Write every picture to a folder; the files are reproducible."""
+    """Write every picture to a folder in two widths, and return the wide ones; the files are reproducible."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     with mfx.plot.style():
         for name, ax in pictures().items():
             written.append(folder / f"{name}.svg")
             ax.figure.savefig(written[-1], metadata={"Date": None})
+            if name not in WIDE_ONLY:
+                ax.figure.set_size_inches(NARROW, ax.figure.get_size_inches()[1])
+                ax.figure.savefig(folder / f"{name}-narrow.svg", metadata={"Date": None})
             plt.close("all")
     return written
 

@@ -14,6 +14,8 @@ import muonfx as mfx
 mpl.use("Agg")  # writes files without a display
 from matplotlib import pyplot as plt
 
+NARROW = 4.4
+"""The width of a second rendering in inches, which a window of 390 pixels shows in a legible size."""
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
@@ -27,11 +29,14 @@ def rows_of_page() -> list[dict[str, Any]]:
 
 
 def main(folder: Path = DOCS / "assets") -> None:
-    """Write both pictures to a folder."""
+    """Write both pictures to a folder, each in two widths."""
     rows = rows_of_page()
     with mfx.plot.style():
         for name, plot in (("study-rates", mfx.plot.plot_rates), ("study-losses", mfx.plot.plot_losses)):
-            plot(rows).figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            figure = plot(rows).figure
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            figure.set_size_inches(NARROW, figure.get_size_inches()[1])
+            figure.savefig(folder / f"{name}-narrow.svg", metadata={"Date": None})
             plt.close("all")
 
 

@@ -68,12 +68,18 @@ def counts(last_line: str) -> str:
 
 
 def with_row(page: str, python_version: str, build: str, result: str, date: str) -> str:
-    """Return the page with the row of a Python and a build of torch added, or replaced if it has one."""
+    r"""Return the page with the row of a Python and a build of torch added to its first table, or replaced there.
+
+    >>> page = ["| Python |", "| --- |", "", "| engine |"]
+    >>> with_row("\n".join(page), "3.11.7", "2.10.0", "3 passed", "2026-11-28").splitlines()[1:4]
+    ['| --- |', '| 3.11.7 | 2.10.0 | 2026-11-28 | 3 passed |', '']
+    """
     first_cells = f"| {python_version} | {build} |"
     row = f"{first_cells} {date} | {result} |"
     lines = [line for line in page.splitlines() if not line.startswith(first_cells)]
-    last_row = max(index for index, line in enumerate(lines) if line.startswith("|"))
-    lines.insert(last_row + 1, row)
+    header = next(index for index, line in enumerate(lines) if line.startswith("|"))
+    after_table = lines.index("", header) if "" in lines[header:] else len(lines)
+    lines.insert(after_table, row)
     return "\n".join(lines) + "\n"
 
 

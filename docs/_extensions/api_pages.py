@@ -105,6 +105,29 @@ def overview(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def subject_of(page: str) -> str | None:
+    r"""The module of a page of one module that has a first line of its own, else None.
+
+    There the first paragraph of the module's docstring would repeat the subject of the page.
+
+    >>> subject_of("# Recipes\n\nWhole optimizers.\n\n```{api} muonfx.recipes\n```\n")
+    'muonfx.recipes'
+    >>> subject_of("# Recipes\n\n```{api} muonfx.recipes\n```\n")
+    """
+    modules = [module for block in BLOCK.finditer(page) for module in block["modules"].split()]
+    text = GITHUB_NOTE.sub("", page).partition("```{")[0]
+    has_first_line = any(line and not line.startswith("#") for line in text.splitlines())
+    return modules[0] if len(modules) == 1 and has_first_line else None
+
+
+def _leave_out_the_subject(app: Sphinx, what: str, name: str, object_: Any, options: Any, lines: list[str]) -> None:
+    """Remove the first paragraph of a module's docstring on the page of this module alone."""
+    page = Path(app.srcdir) / f"{app.env.docname}.md"
+    if what == "module" and page.exists() and subject_of(page.read_text(encoding="utf-8")) == name:
+        end = lines.index("") if "" in lines else len(lines)
+        lines[:end] = []
+
+
 def _on_source(app: Sphinx, docname: str, content: list[str]) -> None:
     if not docname.startswith("api/"):
         return
@@ -144,6 +167,32 @@ def _mend_backlinks(app: Sphinx, page: str, template: str, context: dict[str, An
     context["body"] = backlink.sub(own, context["body"])
 
 
+def short_entry(entry: str) -> str:
+    """An entry of the index in one line: where a name is, without the package and without its kind.
+
+    >>> short_entry("adam_beta1 (muonfx.engines.huggingface.TrainingArguments attribute)")
+    'adam_beta1 (TrainingArguments)'
+    >>> short_entry("chains() (in module muonfx.testing)")
+    'chains() (testing)'
+    >>> short_entry("(muonfx.Muon method)")
+    '(Muon)'
+    """
+    member = re.sub(
+        r"\((?:[a-z_]\w*\.)*(\w+) (?:attribute|method|class method|static method|property)\)", r"(\1)", entry
+    )
+    return re.sub(r" ?\((?:in module|class in) muonfx\.?([\w.]*)\)", r" (\1)", member).removesuffix(" ()")
+
+
+def _shorten_index(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Write each entry of the general index in one line."""
+    if page != "genindex":
+        return
+    for _, entries in context["genindexentries"]:
+        for place, (name, (links, subentries, *key)) in enumerate(entries):
+            shorter = [(short_entry(inner), *rest) for inner, *rest in subentries]
+            entries[place] = (short_entry(name), (links, shorter, *key))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register with Sphinx."""
     for field in PyObject.doc_field_types:  # what the `Attributes:` of a docstring become
@@ -151,5 +200,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
             field.label = "Attributes"
     app.connect("source-read", _on_source)
     app.connect("html-page-context", _mend_backlinks)
+    app.connect("html-page-context", _shorten_index)
+    app.connect("autodoc-process-docstring", _leave_out_the_subject, priority=900)
     app.connect("env-check-consistency", _check_coverage)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -19,7 +19,23 @@ var Scorer = {
   partialTerm: 2,
 };
 
-// Read from disk, pages cannot be fetched, and the results stand without their excerpts instead of with errors.
+// Read from disk, pages cannot be fetched. The excerpts of results come from one file with the text of all pages, which
+// docs/_extensions/search_words.py writes.
 if (location.protocol === "file:") {
-  window.fetch = () => Promise.resolve(new Response(""));
+  const root = document.documentElement.dataset.content_root || "./";
+  const texts = new Promise((resolve) => {
+    const script = document.createElement("script");
+    script.src = `${root}_static/page_texts.js`;
+    script.onload = () => resolve(window.pageTexts);
+    script.onerror = () => resolve({});
+    document.head.append(script);
+  });
+  window.fetch = async (address) => {
+    const text = (await texts)[address.slice(root.length).replace(/\.html$/, "")];
+    if (!text) return new Response("");
+    const main = document.createElement("div");
+    main.setAttribute("role", "main");
+    main.textContent = text;
+    return new Response(main.outerHTML);
+  };
 }

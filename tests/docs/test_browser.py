@@ -167,6 +167,18 @@ SEARCHES = {
     "checkpoint format": "checkpoint-reliability.html",
     "moe": "fused-weights.html",
     "cuda": "gpu.html",
+    "install": "getting-started.html",
+    "resume": "checkpoints.html",
+    "qkv": "fused-weights.html",
+    "warmup": "api/schedules.html",
+    "gradient accumulation": "api/transforms-around.html",
+    "tensor parallel": "sharding.html",
+    "deepspeed": "deepspeed.html",
+    "NorMuon": "muon-variants.html",
+    "trl": "huggingface.html",
+    "param groups": "torch-optimizer.html",
+    "DiLoCo": "local-steps.html",
+    "offload": "offload.html",
 }
 
 
@@ -177,5 +189,6 @@ def test_a_search_finds_the_page_of_a_word_first(browser: Any, site: Path, query
     first = tab.locator("#search-results ul.search li a").first
     first.wait_for(timeout=60_000)
     page = Path(unquote(urlsplit(first.evaluate("link => link.href")).path)).relative_to(site)
+    tab.locator("#search-results ul.search p.context").first.wait_for(timeout=60_000)  # an excerpt, also from disk
     tab.close()
     assert page.as_posix() == SEARCHES[query]

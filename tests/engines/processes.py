@@ -123,8 +123,14 @@ def small_llama(words: int, **more: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    sides = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = transformers.LlamaConfig(vocab_size=words, num_hidden_layers=2, tie_word_embeddings=False, **sides, **more)
+    sides: dict[str, Any] = {
+        "hidden_size": 12,
+        "intermediate_size": 20,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    sides |= {"vocab_size": words, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    config = transformers.LlamaConfig(**{**sides, **more})
     return transformers.LlamaForCausalLM(config)
 
 

@@ -1,4 +1,4 @@
-"""`muonfx.Muon` under the real, unmodified accelerate and Lightning: parameters of one process, resumed to the bit."""
+"""`muonfx.Muon` under unmodified accelerate, Lightning and transformers: as in one process, resumed to the bit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from tests.engines.accelerate_worker import CASES as ACCELERATE
 from tests.engines.processes import launched, real, result_of
 
+FABRIC = {2: ["ddp", "ddp, replicated", "fsdp2"], 1: ["one process"]}
+TRANSFORMERS = {2: ["tensor parallel", "fsdp"]}
 LIGHTNING = {2: ["ddp", "ddp, replicated", "fsdp2", "fsdp2, one file"], 1: ["one process"]}
 MUON, ADAMW = ([rate * 0.5**step for step in range(5)] for rate in (0.02, 0.003))
 REST = {
@@ -29,7 +31,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
     def of(framework: str, size: int) -> list[dict[str, Any]]:
         if (framework, size) not in results:
-            names = ACCELERATE if framework == "accelerate" else LIGHTNING[size]
+            by_size = {"accelerate": {2: ACCELERATE}, "lightning": LIGHTNING, "fabric": FABRIC}
+            names = {**by_size, "tensor_parallel": TRANSFORMERS}[framework][size]
             folder = tmp_path_factory.mktemp(framework)
             results[framework, size] = launched(f"{framework}_worker.py", size, names, folder)
         return results[framework, size]
@@ -56,3 +59,20 @@ def test_lightning_whose_log_is_true(found: Found, size: int, name: str) -> None
     assert case["resumed"]
     assert case["logged"] == {"lr-Muon/muon": MUON, "lr-Muon/adamw": ADAMW, **REST}
     assert case["logged again"] == {"lr-Muon/muon": MUON[3:], "lr-Muon/adamw": ADAMW[3:], **REST}
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [pytest.param(size, name, marks=real("lightning")) for size, names in FABRIC.items() for name in names],
+)
+def test_fabric(found: Found, size: int, name: str) -> None:
+    case = result_of(found("fabric", size), name)
+    assert case["worst"] <= 1e-6
+    assert case["resumed"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=real("transformers")) for name in TRANSFORMERS[2]])
+def test_a_model_that_transformers_has_partitioned(found: Found, name: str) -> None:
+    case = result_of(found("tensor_parallel", 2), name)
+    assert case["worst"] <= 2e-6
+    assert case["resumed"]
