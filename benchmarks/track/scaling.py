@@ -110,7 +110,7 @@ class Record:
 
     def write(self) -> None:
         """Write the file; the previous one stays intact if this fails."""
-        self.content = {"machine": machine(), **self.content}
+        self.content["machine"] = machine()
         temporary = PATH.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.content, indent=1) + "\n")
         temporary.replace(PATH)
