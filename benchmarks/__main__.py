@@ -40,10 +40,11 @@ from benchmarks import (
     sharding_timeline,
     step,
     versions,
+    widths,
 )
 from benchmarks.measure import save
 from benchmarks.simulator.__main__ import main as simulate
-from benchmarks.track import standings
+from benchmarks.track import sizes, standings
 
 BENCHMARKS = {
     "adapter": "adapter_speed adapter_memory",
@@ -154,12 +155,16 @@ def write_report() -> None:
     report.rewrite(report.TRAINING_PAGE, report.TRAINING_SECTIONS)
     report.rewrite(rates_table.PAGE, rates_table.SECTIONS)
     report.rewrite(attack.PAGE, attack.SECTIONS)
-    report.rewrite(standings.PAGE, standings.SECTIONS)
+    report.rewrite(standings.PAGE, standings.SECTIONS | sizes.SECTIONS)
+    report.rewrite(widths.PAGE, widths.SECTIONS)
     plots.draw()
     plots.draw_findings()
     plots.draw_parts()
     plots.draw_training()
+    plots.draw_headline()
     standings.draw_track()
+    sizes.draw_sizes()
+    widths.draw()
     sharding_timeline.draw()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import muonfx as mfx
 from benchmarks import rates
 from benchmarks.report import BASELINE, GATHERED, curves, judged, load, shape_name
 
@@ -95,16 +96,10 @@ def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
     return path
 
 
-REST_RATE = 0.06
-"""The rate of embeddings, head and vectors in the study of the coefficients, for every candidate."""
 DRAWN = {BASELINE: "#2a9d8f", "polar_express_4": "#d0702c", "polar_express_5": "#5b6ee1"}
 """Colours of the candidates in the plot of losses over learning rates."""
-HEADLINE = {
-    "AdamW": ("AdamW, two rates", "#d0702c"),
-    BASELINE: (BASELINE, "#2a9d8f"),
-    "polar_express_5": ("mfx.Muon", "#5b6ee1"),
-}
-"""Label and colour of the candidates in the plot of the README."""
+ADAMW_COLOR, MUON_COLOR = "#d0702c", "#5b6ee1"
+"""Colours of the right half of the README's picture: those that `muonfx.plot.plot_rates` gives in the left half."""
 
 
 def draw_training() -> None:
@@ -118,11 +113,24 @@ def draw_training() -> None:
         axes.set_title(f"{size} parameters, 300 steps, 5 seeds", loc="left", fontsize=10, color=GREY)
     all_axes[0, 0].set_ylabel("validation loss, nats per byte", color=GREY)
     _write(plt, figure, all_axes[0, 0], TRAINING_PICTURE, columns=3)
+
+
+def draw_headline() -> None:
+    """Draw the picture of the README; do nothing without results or matplotlib."""
+    results = load("headline_quality")
+    plt = pyplot()
+    if results is None or plt is None:
+        return
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained", width_ratios=(1, 1.15))
-    _losses(left, curves(found, sizes[-1]), HEADLINE)
+    mfx.plot.plot_rates(results["rows"], ax=left)
+    left.get_legend().remove()
+    rates_tried = sorted({row["rate"] for row in results["rows"]})
+    left.set_xticks(rates_tried, [f"{rate:g}" for rate in rates_tried])
+    left.minorticks_off()
     left.set_ylabel("validation loss, nats per byte", color=GREY)
-    left.set_xlabel(f"rate of the matrices; of all other parameters: {REST_RATE:g}", color=GREY)
-    left.set_title(f"GPT, {sizes[-1]} parameters, 300 steps, 5 seeds", loc="left", fontsize=10, color=GREY)
+    left.set_xlabel("rate of the matrices; of all other parameters: 0.06", color=GREY)
+    left.set_title("GPT, 0.23 M parameters, 200 steps, 3 seeds", loc="left", fontsize=10, color=GREY)
+    _colour(left)
     _one_rate_and_two(right)
     _write(plt, figure, left, HEADLINE_PICTURE, columns=3)
 
@@ -133,21 +141,21 @@ def _one_rate_and_two(axes: Axes) -> None:
     setting = rates.SETTINGS[0]
     adamw_rate = study.adamw_rates[str(setting)]
     contenders = {
-        "AdamW, one rate": (rates.ADAMW, (adamw_rate, adamw_rate), HEADLINE["AdamW"][1]),
+        "AdamW, one rate": (rates.ADAMW, (adamw_rate, adamw_rate), ADAMW_COLOR),
         "AdamW, two rates": (
             rates.TWO_RATES,
             rates.best_rates(study, setting, rates.TWO_RATES, rates.SEEDS),
-            HEADLINE["AdamW"][1],
+            ADAMW_COLOR,
         ),
         "mfx.Muon, first try": (
             rates.MUON,
             rates.rates_of(rates.RULES[setting.task], adamw_rate),
-            HEADLINE["polar_express_5"][1],
+            MUON_COLOR,
         ),
         "mfx.Muon, best found": (
             rates.MUON,
             rates.best_rates(study, setting, rates.MUON, rates.SEEDS),
-            HEADLINE["polar_express_5"][1],
+            MUON_COLOR,
         ),
     }
     names = []
@@ -164,7 +172,7 @@ def _one_rate_and_two(axes: Axes) -> None:
     axes.set_ylim(len(names) - 0.5, -0.7)
     axes.margins(x=0.1)
     axes.set_xlabel("validation loss, nats per byte", color=GREY)
-    title = "GPT, 0.23 M parameters, 200 steps, 3 seeds: rates of matrices, of the rest"
+    title = "the same size and steps: rates of matrices, of the rest"
     axes.set_title(title, loc="right", fontsize=10, color=GREY)
     _colour(axes)
 

@@ -111,6 +111,7 @@ search_words = {
     "gpu": ["cuda", "GPU"],
     "checkpoint-reliability": ["checkpoint format"],
     "setting-the-numbers": ["weight decay", "nesterov", "momentum coefficient"],
+    "widths": ["muP", "rate transfer", "coordinate check", "hyperparameter transfer"],
     "plateau-schedule-free-sam": ["ReduceLROnPlateau", "schedule-free", "sharpness", "SAM"],
     "mixed-precision": ["mixed precision", "autocast", "AMP"],
     "compile": ["torch.compile", "CUDA graphs"],

@@ -23,15 +23,32 @@ def schedule(peak: float, steps: int) -> mfx.Schedule:
     return mfx.warmup_stable_decay_schedule(peak, warmup, steps // 2, steps, start=peak / warmup)
 
 
-def adamw(rate: float, steps: int) -> mfx.Transform:
+def adamw(rate: float, steps: int, decay: float = DECAY) -> mfx.Transform:
     """Return AdamW without decay of vectors."""
-    return mfx.adamw(schedule(rate, steps), b2=0.95, weight_decay=DECAY, mask=mfx.routing.ndim(min=2))
+    return mfx.adamw(schedule(rate, steps), b2=0.95, weight_decay=decay, mask=mfx.routing.ndim(min=2))
 
 
-def with_adamw(model: nn.Module, hidden: mfx.Transform, steps: int) -> Callable[[], None]:
-    """Return the step of an optimizer: clipping, then a transform for the hidden matrices and AdamW for the rest."""
-    parts = {"muon": hidden, "adamw": adamw(ADAM_RATE, steps)}
-    tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.partition(parts, mfx.default_labels(model)))
+def chain_with_adamw(
+    model: nn.Module, hidden: mfx.Transform, steps: int, rest: float = ADAM_RATE, decay: float = DECAY
+) -> mfx.Transform:
+    """Return clipping, then a transform for the hidden matrices and AdamW for the rest.
+
+    Args:
+        model: the model.
+        hidden: the transform of the hidden matrices, with its schedule and its decay.
+        steps: number of training steps.
+        rest: AdamW's learning rate.
+        decay: AdamW's weight decay.
+    """
+    parts = {"muon": hidden, "adamw": adamw(rest, steps, decay)}
+    return mfx.chain(mfx.clip_by_global_norm(1.0), mfx.partition(parts, mfx.default_labels(model)))
+
+
+def with_adamw(
+    model: nn.Module, hidden: mfx.Transform, steps: int, rest: float = ADAM_RATE, decay: float = DECAY
+) -> Callable[[], None]:
+    """Return the step of an optimizer that applies `chain_with_adamw`."""
+    tx = chain_with_adamw(model, hidden, steps, rest, decay)
     return mfx.TransformOptimizer(model, tx).step
 
 

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import optimizer_laws, rates_table, report
-from benchmarks.track import standings
+from benchmarks import optimizer_laws, rates_table, report, widths
+from benchmarks.track import sizes, standings
 
 PAGES = {
     report.PAGE: report.FINDINGS_SECTIONS,
     report.TABLES_PAGE: report.SECTIONS,
     report.TRAINING_PAGE: report.TRAINING_SECTIONS,
-    standings.PAGE: standings.SECTIONS,
+    standings.PAGE: standings.SECTIONS | sizes.SECTIONS,
+    widths.PAGE: widths.SECTIONS,
     rates_table.PAGE: rates_table.SECTIONS,
     optimizer_laws.PAGE: optimizer_laws.SECTIONS,
 }

@@ -1,11 +1,11 @@
 """Muon, our default: momentum, `polar_express_5`, updates of the size of AdamW's."""
 
 import muonfx as mfx
-from benchmarks.track.parts import DECAY, FP32, schedule, with_adamw
+from benchmarks.track.parts import ADAM_RATE, DECAY, FP32, schedule, with_adamw
 
 SETTINGS = {"rate": 0.01}
 
 
-def optimizer(model, steps, rate):
-    hidden = mfx.muon(schedule(rate, steps), weight_decay=DECAY, orthogonalize=FP32)
-    return with_adamw(model, hidden, steps)
+def optimizer(model, steps, rate, decay=DECAY, rest=ADAM_RATE):
+    hidden = mfx.muon(schedule(rate, steps), weight_decay=decay, orthogonalize=FP32)
+    return with_adamw(model, hidden, steps, rest, decay)

@@ -1,11 +1,11 @@
 """NorMuon (arXiv 2510.05491)."""
 
 import muonfx as mfx
-from benchmarks.track.parts import DECAY, FP32, schedule, with_adamw
+from benchmarks.track.parts import ADAM_RATE, DECAY, FP32, schedule, with_adamw
 
 SETTINGS = {"rate": 0.01}
 
 
-def optimizer(model, steps, rate):
-    hidden = mfx.normuon(schedule(rate, steps), weight_decay=DECAY, orthogonalize=FP32)
-    return with_adamw(model, hidden, steps)
+def optimizer(model, steps, rate, decay=DECAY, rest=ADAM_RATE):
+    hidden = mfx.normuon(schedule(rate, steps), weight_decay=decay, orthogonalize=FP32)
+    return with_adamw(model, hidden, steps, rest, decay)
