@@ -50,6 +50,7 @@ ARGUMENTS_HERE = {
     "betas": ("b1", "b2"),
     "b1": ("betas",),
     "b2": ("betas",),
+    "bias_correction": ("debias",),
     "ns_steps": ("steps",),
     "ns_coefficients": ("coefficients",),
     "ns_coeffs": ("coefficients",),

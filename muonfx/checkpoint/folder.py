@@ -182,7 +182,8 @@ def _why_no_checkpoint(path: Path) -> str:
         if not path.exists():
             return f"there is no checkpoint at {path}: no such folder"
         if not path.is_dir():
-            return f"there is no checkpoint at {path}: a checkpoint is a folder, this is a file"
+            advice = _TORCH_SAVE_ADVICE if _is_of_torch_save(path) else ""
+            return f"there is no checkpoint at {path}: a checkpoint is a folder, this is a file{advice}"
         inner = checkpoints(path)
         if inner:
             return f"{path} is a folder of checkpoints, not a checkpoint: latest() returns the newest, {inner[-1]}"
@@ -190,6 +191,20 @@ def _why_no_checkpoint(path: Path) -> str:
         f"there is no checkpoint in {path}: it has no {INDEX}, which a save writes last: pass the folder that save "
         "returned, and if that save was interrupted, an earlier checkpoint"
     )
+
+
+_TORCH_SAVE_ADVICE = (
+    " of torch.save: read it with saved = torch.load(path, weights_only=True). If it has the state dict of this "
+    "optimizer, call optimizer.load_state_dict(saved); of another optimizer, muonfx.checkpoint.convert.read. Then "
+    "muonfx.checkpoint.save(folder, optimizer) writes a checkpoint"
+)
+
+
+def _is_of_torch_save(path: Path) -> bool:
+    """Return True if a file is a zip archive that begins as torch.save writes it. Nothing is unpickled."""
+    with open_regular(path) as file:
+        start = file.read(512)
+    return start.startswith(b"PK\3\4") and b"/data.pkl" in start
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:

@@ -125,7 +125,8 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Deci
 def _role(info: ParamInfo, gated_mlps: GatedMlps, projections: frozenset[str], structure: Structure) -> Decision:
     """Return the role of a parameter by the first of these that decides: type, dims, name, shape, structure.
 
-    A parameter that none of them recognizes is a hidden matrix.
+    A parameter that none of them recognizes is a hidden matrix. The rules 3 to 10 in the docstring of `default_labels`
+    describe these conditions for users.
 
     Args:
         info: the parameter.

@@ -128,9 +128,16 @@ def _compare(
             continue
         name = tree.names(expected)[number]
         text = f"found {describe(leaf)}, expected as {expected_is} {describe(expected_leaf)}"
+        if describe(leaf) == describe(expected_leaf):
+            text += f": they differ by at most {_largest_difference(leaf, expected_leaf):.1e}, which is not shown"
         if _is_narrower(leaf, expected_leaf):
             text += ": it was narrowed"
         raise Breach(f"{what} {name!r}", text)
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference between the elements of two tensors that print alike."""
+    return _largest_finite(a.detach().double() - b.detach().double())
 
 
 def _is_narrower(a: object, b: object) -> bool:

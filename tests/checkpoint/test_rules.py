@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import os
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -625,11 +627,29 @@ def test_what_is_not_there_is_said(tmp_path: Path, saved):
         (tmp_path / "nowhere", "no such folder"),
         (tmp_path, f"latest.. returns the newest, {saved[0]}"),
         (tmp_path / "empty", "which a save writes last"),
-        (tmp_path / "file", "this is a file"),
+        (tmp_path / "file", "this is a file$"),
     ):
         for act in (ck.inspect, ck.verify, lambda path: ck.load(path, like={})):
             with pytest.raises(NotFoundError, match=message):
                 act(path)
+
+
+def test_a_file_of_torch_save_is_named_with_what_to_do(tmp_path: Path):
+    torch.save({"state": {0: torch.ones(2)}}, tmp_path / "optimizer.pt")
+    with pytest.raises(NotFoundError, match=r"this is a file of torch.save: .*torch\.load.*load_state_dict.*convert"):
+        ck.load(tmp_path / "optimizer.pt", like={})
+
+
+def test_other_archives_and_pipes_are_plain_files(tmp_path: Path):
+    with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
+        archive.writestr("data.txt", "x")
+    (tmp_path / "empty").touch()
+    for path in tmp_path.iterdir():
+        with pytest.raises(NotFoundError, match=r"this is a file$"):
+            ck.load(path, like={})
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(NotFoundError, match="there is no checkpoint"):
+        ck.load(tmp_path / "pipe", like={})
 
 
 @pytest.mark.parametrize("dtype", [mfx.int8(), mfx.fp8()], ids=["int8", "fp8"])

@@ -263,6 +263,7 @@ FOREIGN = [
     (mfx.Muon, "ns_coefficients", r"here: orthogonalize=muonfx.orthogonalize\(coefficients=\.\.\.\)"),
     (mfx.Muon, "rules", r"here: labels=lambda model: muonfx.default_labels\(model, rules\)"),
     (mfx.Muon, "adjust_lr_fn", "'lr_scaling'"),
+    (mfx.momentum, "bias_correction", "'debias'"),
     (mfx.Muon, "learning_rate", "'lr'"),
     (mfx.Muon, "b1", "'betas'"),
     (mfx.muon, "pattern", r"here: orthogonalize=muonfx.orthogonalize\(view=muonfx.MatrixView\(pattern=\.\.\.\)\)"),
