@@ -21,7 +21,7 @@ from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import aligned, can_be_stacked, is_aligned
 
 _CPU_SCRATCH = 1 << 25
-_DEVICE_SCRATCH = 1 << 29
+_DEVICE_SCRATCH = 1 << 30
 """The default bytes for temporary tensors of one batch: on a CPU, a size that stays in its cache; on other devices."""
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
 
@@ -108,7 +108,7 @@ def orthogonalize_many(
             make the dtype at least fp32 for all inputs.
         products: as in `orthogonalize`.
         max_scratch_bytes: the approximate memory for the temporary tensors of one batch. A batch has at least one
-            matrix. None: 32 MiB on a CPU, to stay in its cache, and 512 MiB elsewhere.
+            matrix. None: 32 MiB on a CPU, to stay in its cache, and 1 GiB elsewhere.
         donate: True if the caller does not use `xs` again. Each contiguous input that shares no memory with another
             input is then overwritten by its result, which saves memory. The values of the results are the same.
         workspace: memory for the temporary tensors of large matrices, which the next call can reuse; None: new memory.
