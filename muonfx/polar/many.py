@@ -360,10 +360,7 @@ def _run_batch(batch: list[_Piece], results: list[Tensor], job: _Job) -> None:
     is replaced by its result.
     """
     tall = job.kind.tall
-    if tall is None:
-        y = _new_batch(batch, job)
-    else:
-        y = _batch_in_buffers(batch, job, tall)
+    y = _new_batch(batch, job) if tall is None else _batch_in_buffers(batch, job, tall)
     # A view keeps the whole batch in memory. That is wasted next to results that are copied out of the batch.
     must_copy = not job.in_one_batch and not _consists_of_results(batch, results, job.kind)
     counts = [piece.matrices.shape[0] for piece in batch]  # not len, which fixes a symbolic size
@@ -508,14 +505,15 @@ def _joined(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> T
     workspace.
     """
     matrices = [piece.matrices for piece in pieces]
-    counts = [len(x) for x in matrices]
+    counts = list(map(len, matrices))
     first = matrices[0]
     shape = (sum(counts), *first.shape[1:])
     if first.dtype == dtype and _are_one_buffer(pieces):
         return first.as_strided(shape, first.stride())  # a view of all pieces
-    batch = workspace.empty(shape, dtype, first.device)
     if not same_range(first.dtype, dtype):  # rounding fp32 to fp16, for example, could give zeros or infinities
-        matrices = [rounded_and_scaled(x, dtype) for x in matrices]
+        round_and_scale = functools.partial(rounded_and_scaled, compute=dtype)
+        matrices = list(map(round_and_scale, matrices))
+    batch = workspace.empty(shape, dtype, first.device)
     torch._foreach_copy_(list(batch.split(counts)), matrices)
     return batch
 

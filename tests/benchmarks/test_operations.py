@@ -66,7 +66,7 @@ def test_bytes_outside_products_are_those_of_the_transforms():
     assert sum(by_transform.values()) == counter.totals.other_bytes
     elements = by_transform["momentum"] / 24  # reads gradient and momentum twice, writes momentum and updates
     assert elements == 12 * 12 * 768**2
-    # Rounds to bf16 (6 bytes), reads for the norm (2), scales (4), and writes the result (6); in fp16, for two thirds of
+    # Rounds to bf16 (6 bytes), reads for the norm (2), scales (4), writes the result (6); in fp16, for two thirds of
     # the elements, rounds again (4) and adds Gram matrices, of a quarter of the elements, six times (9).
     assert 18 + 13 * 2 / 3 <= by_transform["orthogonalize"] / elements < 27
 

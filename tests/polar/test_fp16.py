@@ -11,7 +11,13 @@ import muonfx as mfx
 from muonfx.core.precision import product_libraries
 from muonfx.polar import band, explain, orthogonalize, orthogonalize_many, policy, quack
 from muonfx.polar.cost import newton_schulz_cost
-from muonfx.polar.iteration import normalize_by_powers_, normalize_in_fp64_, power_of_two, power_of_two_by_bits, unit_power
+from muonfx.polar.iteration import (
+    normalize_by_powers_,
+    normalize_in_fp64_,
+    power_of_two,
+    power_of_two_by_bits,
+    unit_power,
+)
 from muonfx.polar.stability import TOLERANCE
 from muonfx.testing.laws.declarations import rounding_first_changes_nothing
 
