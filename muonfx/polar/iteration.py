@@ -4,7 +4,7 @@ The iteration requires singular values of at most about 1. A matrix is scaled in
 once* to the compute dtype (the dtype of the matrix products), so that a matrix that is given in this dtype has the same
 result as a wider one; to bf16 if "auto" chose fp16 (`Plan.rounded_to`). *Scale by a power of two*: exact, so the result
 is bitwise the same for `x` and `2^k x`, and no later square under- or overflows. *Normalize* by the Frobenius norm, in
-fp32 at least.
+fp32 at least. On a device with fp64, large matrices take the last two steps at once: a norm in fp64 needs no power.
 
 The iteration is `X <- a X + (b R + c R^2) X` with the Gram matrix `R = X X^T`. A *stage* is a number of steps on one
 `R`. A stage of k steps takes one product for `R`, one product to apply the result, and 4 k - 3 small products. The
@@ -128,7 +128,7 @@ def normalize_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     """Divide each matrix of a nonempty batch `(b, n, m)` by `safety` times its Frobenius norm, in place.
 
     Return the batch in the dtype `compute`, in the same memory: its dtype, or one with as many bytes. A bf16 matrix is
-    scaled by a power of two in fp32 before it is rounded to fp16, so its large elements do not overflow.
+    scaled in fp32 or fp64 before it is rounded to fp16, so its large elements do not overflow.
     """
     has_wider_dtype = batch.dtype != torch.float64 and batch.device.type != "mps"  # MPS has no fp64
     if has_wider_dtype and not batch.is_cpu:
