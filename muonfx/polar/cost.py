@@ -57,7 +57,7 @@ def newton_schulz_cost(
 
 
 def _with_numbers(table: Tensor, indices: tuple[int, ...]) -> Polynomials:
-    """Return polynomials of the same cost as those of a tensor `(k, 2)` or `(k, 3)`, whose values may be unknown."""
+    """Return polynomials that cost as much as coefficients in a tensor `(k, 2)` or `(k, 3)`, which need no values."""
     c = 1.0 if table.shape[1] == 3 else 0.0  # the cost of a step depends only on whether c is 0
     return Polynomials(steps=((1.0, 1.0, c),) * len(indices), restarts=())
 

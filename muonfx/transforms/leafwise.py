@@ -420,7 +420,7 @@ class _Formula:
         return update
 
     def locality_of_transform(self, locality_of_step: Locality) -> Locality:
-        """Return the locality of the transform: TREE if the step sums over leaves, else that of the step.
+        """Return the locality of the transform: TREE if the step sums over leaves, else the locality of the step.
 
         Quantized state raises ELEMENT to LEAF, because the elements of a block share a scale.
         """
