@@ -98,9 +98,9 @@ def _flops(plan: policy.Plan) -> float:
     small_share = _computed_share(plan.small_products, n)
     # Products with the long side: each stage computes the symmetric R = X X^T, and Q X.
     long_products = len(plan.stages) * (1 + gram_share) * n * n * m
-    # Products of Gram matrices, of which only squares are computed by halves. Each step takes R^2 for G = a I + b R + c
-    # R^2, unless its c is 0. Each but the last of a stage takes G R, which is a square if c is 0, and G (G R). Each but
-    # the first takes G Q.
+    # Products of Gram matrices; only of squares, one half is mirrored. Each step takes R^2 for its polynomial G, unless
+    # its c is 0. Each but the last of a stage takes G R, which is a square if c is 0, and G (G R). Each but the first
+    # takes G Q.
     squares = 0
     full_products = 0
     for stage in plan.stages:
