@@ -46,7 +46,7 @@ LAUNCH_SECONDS = 4e-6
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"}
 """Operators of ``aten`` that launch no kernel although they return no view of an input."""
 
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Operators that multiply matrices, and the position of the left factor among their arguments."""
 
 

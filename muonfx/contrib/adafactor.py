@@ -87,11 +87,12 @@ def scale_by_factored_rms(
         """Return mean squares of zero: of rows and columns for a factored parameter, else of all elements."""
         present = Present(params)
         states = [_zeros(param, min_dim_size_to_factor, dtype) for param in present.pick(params)]
+        v_rows, v_cols, vs = _by_field(states)
         return FactoredRmsState(
             count=ew.new_count(device_of(params)),
-            v_row=present.fill([state.v_row for state in states]),
-            v_col=present.fill([state.v_col for state in states]),
-            v=present.fill([state.v for state in states]),
+            v_row=present.fill(v_rows),
+            v_col=present.fill(v_cols),
+            v=present.fill(vs),
         )
 
     def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -108,14 +109,27 @@ def scale_by_factored_rms(
             new_leaf, new_state = _step(leaf, old_state, beta, eps, min_dim_size_to_factor)
             new_leaves.append(new_leaf)
             new_states.append(new_state)
+        v_rows, v_cols, vs = _by_field(new_states)
         return present.fill(new_leaves), FactoredRmsState(
             count=count,
-            v_row=present.fill([new_state.v_row for new_state in new_states], state.v_row),
-            v_col=present.fill([new_state.v_col for new_state in new_states], state.v_col),
-            v=present.fill([new_state.v for new_state in new_states], state.v),
+            v_row=present.fill(v_rows, state.v_row),
+            v_col=present.fill(v_cols, state.v_col),
+            v=present.fill(vs, state.v),
         )
 
     return init, update
+
+
+def _by_field(states: list[_MeanSquares]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return a list with the tensors of all parameters for each field: ``v_row``, ``v_col`` and ``v``."""
+    v_rows: list[Tensor] = []
+    v_cols: list[Tensor] = []
+    vs: list[Tensor] = []
+    for state in states:
+        v_rows.append(state.v_row)
+        v_cols.append(state.v_col)
+        vs.append(state.v)
+    return v_rows, v_cols, vs
 
 
 def _factored_dims(shape: Sequence[int], min_size: int) -> tuple[int, int] | None:

@@ -80,8 +80,7 @@ def scale_by_dion(
         small_m = m * power
 
         # p = qr(m q),  r = m^T p
-        small_mq = product(small_m, s.basis)
-        p, _ = torch.linalg.qr(small_mq)
+        p = _orthonormal_columns(product(small_m, s.basis))
         small_r = product(small_m.mT, p)
 
         # q = r with columns of length 1
@@ -98,6 +97,15 @@ def scale_by_dion(
 
     first_basis = functools.partial(_random_basis, rank=rank)
     return DionState(trace=Slot(dtype), basis=MatrixSlot(first_basis, dtype)), step
+
+
+def _orthonormal_columns(x: Tensor) -> Tensor:
+    """Return the factor Q of the QR decomposition of each matrix. For a matrix of zeros, its derivatives are zero."""
+    # The decomposition of zeros has no derivative. The identity has the same Q, which is the identity.
+    largest_magnitude = x.detach().abs().amax((-2, -1), keepdim=True)
+    identity = torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
+    q, _ = torch.linalg.qr(torch.where(largest_magnitude == 0, identity, x))
+    return q
 
 
 def _random_basis(matrix: Tensor, rank: int) -> Tensor:

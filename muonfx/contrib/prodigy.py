@@ -133,7 +133,7 @@ def scale_by_prodigy(
         old_v = present.pick(state.nu)
         old_s = present.pick(state.grad_sum)
         g, x, x0, m, v, s = ew.widest(gradients, present.pick(params), present.pick(state.start), old_m, old_v, old_s)
-        reuse = donate.state
+        reuse = donate.state  # True if the new state may overwrite the old one
 
         count = state.count + 1
         d = state.estim_lr
@@ -170,9 +170,7 @@ def scale_by_prodigy(
         new_d = torch.maximum(d, estimate)
 
         # u = step_size * (m / (sqrt(v) + new_d eps) + weight_decay x)
-        roots = ew.apply("sqrt", v)
-        divisors = ew.shift(roots, new_d * eps, reuse=True)
-        u = ew.div(m, divisors, reuse=True)
+        u = _adam_direction(m, v, new_d * eps)
         if isinstance(weight_decay, Tensor) or weight_decay != 0.0:
             u = ew.add(u, x, weight_decay, reuse=True)
         u = ew.mul(u, step_size, reuse=True)
@@ -193,6 +191,13 @@ def _decayed_sum(sums: list[Tensor], decay: Scalar, terms: list[Tensor], weight:
     """Return ``decay * sum + weight * term`` for each tensor; ``reuse`` overwrites the sums."""
     decayed = ew.mul(sums, decay, reuse=reuse)
     return ew.add(decayed, terms, weight, reuse=True)
+
+
+def _adam_direction(m: list[Tensor], v: list[Tensor], eps: Tensor) -> list[Tensor]:
+    """Return ``m / (sqrt(v) + eps)`` for each pair of moments, as new tensors."""
+    roots = ew.apply("sqrt", v)
+    divisors = ew.shift(roots, eps, reuse=True)
+    return ew.div(m, divisors, reuse=True)
 
 
 def _inner_product(g: Tensor, x0: Tensor, x: Tensor) -> Tensor:

@@ -143,12 +143,11 @@ def schedule_free(
         rate = learning_rate
         if callable(rate):
             rate = rate(count)
-        # c is the weight of the next z relative to the sum of all weights.
         max_lr = torch.maximum(state.max_lr, ew.new_number(rate, device))
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
         is_undefined = ~(weight_sum > 0)
-        c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)
+        c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)  # the weight of the next z in x
         new_b1 = ew.new_number(b1, device)
 
         inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
@@ -157,7 +156,7 @@ def schedule_free(
         stored_z = present.pick(state.z)
         u, z, y = ew.widest(inner_leaves, stored_z, present.pick(params))
 
-        x = ew.lerp(z, y, 1.0 / state.b1)  # y = z + b1 (x - z), so x = z + (y - z) / b1
+        x = _average_of(y, z, state.b1)
         new_z = ew.add(z, u)
         new_x = ew.lerp(x, new_z, c, reuse=True)  # x + c (z - x); `reuse` writes into the tensors of x
         new_y = ew.lerp(new_z, new_x, new_b1)
@@ -172,6 +171,11 @@ def schedule_free(
         )
 
     return init, update
+
+
+def _average_of(y: list[Tensor], z: list[Tensor], b1: Tensor) -> list[Tensor]:
+    """Return the averages x of y = z + b1 (x - z), for lists of tensors: x = z + (y - z) / b1."""
+    return ew.lerp(z, y, 1.0 / b1)
 
 
 def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
@@ -261,7 +265,7 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             y = ys.get(name)
             if z is not None and y is not None:
                 wide_z, wide_y = ew.widest([z], [y])
-                x = ew.lerp(wide_z, wide_y, 1.0 / averaging.b1)[0]  # y = z + b1 (x - z), so x = z + (y - z) / b1
+                x = _average_of(wide_y, wide_z, averaging.b1)[0]
                 averages[name] = x.to(y.dtype)
     treedef = tree.flatten(params)[1]
     return tree.unflatten(treedef, averages.values())

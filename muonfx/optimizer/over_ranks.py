@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, Placement
 
 SMALL_BUCKET = 1 << 22
-"""The smallest default of ``bucket_bytes``: for small parameters, larger buckets save kernel launches."""
+SMALL_BUCKET_ON_CUDA = 1 << 29
+"""The smallest defaults of ``bucket_bytes``: for small parameters, larger buckets save kernel launches."""
 
 
 def stepping_for(
@@ -62,7 +63,9 @@ def stepping_for(
             settings = settings._replace(bucket_bytes=bucket_bytes)
         return SteppingOverRanks(tx, layout.meta(list(params)), layout, settings)
     if bucket_bytes is None:
-        bucket_bytes = max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
+        sizes = [param.nbytes for param in params.values()]
+        is_on_cuda = any(param.is_cuda for param in params.values())
+        bucket_bytes = max([SMALL_BUCKET_ON_CUDA if is_on_cuda else SMALL_BUCKET, *sizes])
     return Stepping(tx, meta_like(dict(params)), bucket_bytes)
 
 

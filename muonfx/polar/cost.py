@@ -57,7 +57,7 @@ def newton_schulz_cost(
 
 
 def _with_numbers(table: Tensor, indices: tuple[int, ...]) -> Polynomials:
-    """Return polynomials of the same cost as those of a tensor `(k, 2)` or `(k, 3)`, whose values may be unknown."""
+    """Return polynomials that cost as much as coefficients in a tensor `(k, 2)` or `(k, 3)`, which need no values."""
     c = 1.0 if table.shape[1] == 3 else 0.0  # the cost of a step depends only on whether c is 0
     return Polynomials(steps=((1.0, 1.0, c),) * len(indices), restarts=())
 
@@ -98,12 +98,16 @@ def _flops(plan: policy.Plan) -> float:
     small_share = _computed_share(plan.small_products, n)
     # Products with the long side: each stage computes the symmetric R = X X^T, and Q X.
     long_products = len(plan.stages) * (1 + gram_share) * n * n * m
-    # Products of Gram matrices: each step takes R^2 unless its c is 0, and each but the first of a stage three more.
-    number_of_small = 0
+    # Products of Gram matrices; only of squares, one half is mirrored. Each step takes R^2 for its polynomial G, unless
+    # its c is 0. Each but the last of a stage takes G R, which is a square if c is 0, and G (G R). Each but the first
+    # takes G Q.
+    squares = 0
+    full_products = 0
     for stage in plan.stages:
-        squares = sum(1 for _, _, c in stage.steps if c != 0)
-        number_of_small += squares + 3 * (len(stage.steps) - 1)
-    small_products = small_share * n**3 * number_of_small
+        *earlier_steps, (_, _, last_c) = stage.steps
+        squares += len(earlier_steps) + (last_c != 0)
+        full_products += 2 * len(earlier_steps) + sum(1 for _, _, c in earlier_steps if c != 0)
+    small_products = (small_share * squares + full_products) * n**3
     return 2 * (long_products + small_products)
 
 

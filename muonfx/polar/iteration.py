@@ -4,7 +4,7 @@ The iteration requires singular values of at most about 1. A matrix is scaled in
 once* to the compute dtype (the dtype of the matrix products), so that a matrix that is given in this dtype has the same
 result as a wider one; to bf16 if "auto" chose fp16 (`Plan.rounded_to`). *Scale by a power of two*: exact, so the result
 is bitwise the same for `x` and `2^k x`, and no later square under- or overflows. *Normalize* by the Frobenius norm, in
-fp32 at least.
+fp32 at least. On a device with fp64, large matrices take the last two steps at once: a norm in fp64 needs no power.
 
 The iteration is `X <- a X + (b R + c R^2) X` with the Gram matrix `R = X X^T`. A *stage* is a number of steps on one
 `R`. A stage of k steps takes one product for `R`, one product to apply the result, and 4 k - 3 small products. The
@@ -128,34 +128,32 @@ def normalize_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     """Divide each matrix of a nonempty batch `(b, n, m)` by `safety` times its Frobenius norm, in place.
 
     Return the batch in the dtype `compute`, in the same memory: its dtype, or one with as many bytes. A bf16 matrix is
-    scaled by a power of two in fp32 before it is rounded to fp16, so its large elements do not overflow.
+    scaled in fp32 or fp64 before it is rounded to fp16, so its large elements do not overflow.
     """
-    if batch.device.type == "cpu":
-        return normalize_on_cpu_(batch, safety, compute)
-    return normalize_on_device_(batch, safety, compute)
+    has_wider_dtype = batch.dtype != torch.float64 and batch.device.type != "mps"  # MPS has no fp64
+    if has_wider_dtype and not batch.is_cpu:
+        return normalize_in_fp64_(batch, safety, compute)
+    return normalize_by_powers_(batch, safety, compute)
 
 
-def normalize_on_device_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
-    """Normalize a batch as `normalize_` does, with few operations, since each starts a kernel."""
-    wide = wide_dtype(compute)
+def normalize_in_fp64_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
+    """Normalize a batch as `normalize_` does, in two passes: no square of fp32 overflows or is lost in fp64."""
     result = batch.view(compute)
-    peaks = torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1), keepdim=True, dtype=wide)
-    torch.mul(batch, power_of_two_by_bits(peaks), out=result)
-    norms = torch.linalg.vector_norm(result, dim=(-2, -1), keepdim=True, dtype=wide)
-    # The norm of a scaled matrix is at least 2^-51, unless it is zero. A zero matrix is divided by the smallest number.
-    divisors = norms.mul_(safety).clamp_(min=torch.finfo(wide).smallest_normal)
-    return torch.div(result, divisors, out=result)
+    norms = torch.stack(torch._foreach_norm(list(batch.unbind()), 2, dtype=torch.float64))
+    norms.clamp_(min=torch.finfo(torch.float64).smallest_normal)  # a zero matrix stays zero
+    factors = torch.div(torch.tensor(1 / safety, dtype=torch.float64, device="cpu"), norms)
+    return torch.mul(batch, factors[:, None, None], out=result)  # rounded once, to the dtype of the result
 
 
-def normalize_on_cpu_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
-    """Normalize a batch on a CPU as `normalize_` does, matrix by matrix, without wide temporary tensors."""
+def normalize_by_powers_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
+    """Normalize a batch as `normalize_` does, matrix by matrix, without wide temporary tensors."""
     wide = wide_dtype(compute)
     # First by a power of two, to magnitudes below 2, so that no square overflows or is lost.
     extremes = [torch.aminmax(matrix) for matrix in batch.unbind()]  # in 1/30 of the time of infinity norms
     minima = torch.stack([extreme.min for extreme in extremes])
     maxima = torch.stack([extreme.max for extreme in extremes])
     largest_magnitudes = torch.maximum(maxima, -minima).to(wide)
-    _multiply_(batch, power_of_two(largest_magnitudes))
+    _multiply_(batch, power_of_two_by_bits(largest_magnitudes))
     result = rounded_in_place(batch, compute)
     # Then by 1 / (safety * norm). The norms are taken by rows: for a whole bf16 matrix, CPUs make a wide copy.
     row_norms = torch.linalg.vector_norm(result, dim=-1, dtype=wide)
@@ -165,7 +163,7 @@ def normalize_on_cpu_(batch: Tensor, safety: float, compute: torch.dtype) -> Ten
 
 
 def _multiply_(batch: Tensor, factors: Tensor) -> None:
-    """Multiply each matrix of a batch on a CPU by its own factor, in place; compute in fp32 at least, round once."""
+    """Multiply each matrix of a batch by its own factor, in place; compute in fp32 at least, round once."""
     for matrix, factor in zip(batch.unbind(), factors.unbind(), strict=True):
         matrix.mul_(factor)
 

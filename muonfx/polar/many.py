@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import aligned, can_be_stacked, is_aligned
 
 _CPU_SCRATCH = 1 << 25
-_DEVICE_SCRATCH = 1 << 29
+_DEVICE_SCRATCH = 1 << 30
 """The default bytes for temporary tensors of one batch: on a CPU, a size that stays in its cache; on other devices."""
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
 
@@ -107,7 +108,7 @@ def orthogonalize_many(
             make the dtype at least fp32 for all inputs.
         products: as in `orthogonalize`.
         max_scratch_bytes: the approximate memory for the temporary tensors of one batch. A batch has at least one
-            matrix. None: 32 MiB on a CPU, to stay in its cache, and 512 MiB elsewhere.
+            matrix. None: 32 MiB on a CPU, to stay in its cache, and 1 GiB elsewhere.
         donate: True if the caller does not use `xs` again. Each contiguous input that shares no memory with another
             input is then overwritten by its result, which saves memory. The values of the results are the same.
         workspace: memory for the temporary tensors of large matrices, which the next call can reuse; None: new memory.
@@ -360,13 +361,15 @@ def _run_batch(batch: list[_Piece], results: list[Tensor], job: _Job) -> None:
     """
     tall = job.kind.tall
     y = _new_batch(batch, job) if tall is None else _batch_in_buffers(batch, job, tall)
+    # A view keeps the whole batch in memory. That is wasted next to results that are copied out of the batch.
+    must_copy = not job.in_one_batch and not _consists_of_results(batch, results, job.kind)
     counts = [piece.matrices.shape[0] for piece in batch]  # not len, which fixes a symbolic size
     destinations: list[Tensor] = []
     values: list[Tensor] = []
     for piece, value in zip(batch, y.split(counts), strict=True):
         if piece.destination is None:
             x = results[piece.input_index]
-            results[piece.input_index] = _result_like(x, value)
+            results[piece.input_index] = _result_like(x, value, must_copy)
         elif value.data_ptr() != piece.destination.data_ptr():  # else the iteration has run in the destination
             destinations.append(piece.destination)
             values.append(value)
@@ -374,11 +377,24 @@ def _run_batch(batch: list[_Piece], results: list[Tensor], job: _Job) -> None:
         torch._foreach_copy_(destinations, values)
 
 
-def _result_like(x: Tensor, value: Tensor) -> Tensor:
-    """Return the orthogonalized batch `value` of an input `x` in its shape and dtype, contiguous."""
+def _result_like(x: Tensor, value: Tensor, must_copy: bool) -> Tensor:
+    """Return the orthogonalized matrices `value` of an input `x` in its shape and dtype, contiguous.
+
+    They are a view of their batch if no copy is needed, unless `must_copy`.
+    """
     if value.shape[-2] != x.shape[-2]:  # a tall input was computed as its transpose
         value = value.mT
-    return value.to(x.dtype).reshape(x.shape).contiguous()
+    value = value.to(x.dtype, copy=must_copy, memory_format=torch.contiguous_format)
+    return value.reshape(x.shape).contiguous()
+
+
+def _consists_of_results(batch: list[_Piece], results: list[Tensor], kind: _Kind) -> bool:
+    """Return True if all results can be views of their batch: new results, and not transposed."""
+    for piece in batch:
+        is_transposed = kind.tall is None and results[piece.input_index].shape[-2] != kind.short
+        if is_transposed or piece.destination is not None:
+            return False
+    return True
 
 
 def _run_single_matrices(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
@@ -387,17 +403,9 @@ def _run_single_matrices(xs: list[Tensor], overwrite: list[bool], job: _Job) -> 
     `overwrite` is True for each matrix that its result overwrites.
     """
     limit = _most_in_a_batch(job)
-    wide: list[Tensor] = []
-    number_tall = 0
-    for x in xs:
-        if x.shape[0] == job.kind.short:
-            wide.append(x)
-        else:
-            wide.append(x.mT)
-            number_tall += 1
-    # The result of a wide matrix can be a view of its batch, and keeps all of it in memory. If the batch also has tall
-    # matrices, whose results are copies, it is less memory to copy all results.
-    must_copy = 0 < number_tall < len(xs)
+    wide = [x if x.shape[0] == job.kind.short else x.mT for x in xs]
+    # A view keeps the whole batch in memory. That is wasted next to results that are copied out of the batch.
+    must_copy = any(overwrite) or not all(map(is_, wide, xs))
     results: list[Tensor] = []
     for start in range(0, len(xs), limit):
         batch = slice(start, start + limit)
@@ -426,12 +434,8 @@ def _run_stack(xs: list[Tensor], wide: list[Tensor], overwrite: list[bool], job:
             results.append(x)
             destinations.append(wide_x)
             values.append(y)
-            continue
-        result = y if wide_x is x else y.mT
-        if must_copy:
-            results.append(result.clone(memory_format=torch.contiguous_format))
         else:
-            results.append(result.contiguous())
+            results.append(_result_like(x, y, must_copy))
     if destinations:
         torch._foreach_copy_(destinations, values)
     return results
@@ -501,14 +505,15 @@ def _joined(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> T
     workspace.
     """
     matrices = [piece.matrices for piece in pieces]
-    counts = [len(x) for x in matrices]
+    counts = list(map(len, matrices))
     first = matrices[0]
     shape = (sum(counts), *first.shape[1:])
     if first.dtype == dtype and _are_one_buffer(pieces):
         return first.as_strided(shape, first.stride())  # a view of all pieces
-    batch = workspace.empty(shape, dtype, first.device)
     if not same_range(first.dtype, dtype):  # rounding fp32 to fp16, for example, could give zeros or infinities
-        matrices = [rounded_and_scaled(x, dtype) for x in matrices]
+        round_and_scale = functools.partial(rounded_and_scaled, compute=dtype)
+        matrices = list(map(round_and_scale, matrices))
+    batch = workspace.empty(shape, dtype, first.device)
     torch._foreach_copy_(list(batch.split(counts)), matrices)
     return batch
 

@@ -95,14 +95,14 @@ class Buffered(Functional):
         self._lent: list[Tensor] = []  # buffers of small matrices that are in use
         self._sum: Tensor | None = None
         self._wide_sum: Tensor | None = None
-        self._identity: Tensor | None = None
+        self._identities: Tensor | None = None
 
     def gram(self, x: Tensor, shift: float) -> Tensor:
         """Return `x x^T + shift * I` for each matrix, or `x^T x + shift * I` if the batch is tall."""
         wide = x.mT if self._tall else x
         identities = None
         if shift != 0:  # added within the product, so that the diagonal is rounded after the shift, when it is small
-            identities = self._identity_matrix().expand(len(x), -1, -1)
+            identities = self._identity_matrices(len(x))
         if self._how != "batched":
             return self._mirrored(self._how, wide, identities, beta=shift, alpha=1.0)
         out = self._small_matrices()
@@ -124,8 +124,7 @@ class Buffered(Functional):
         if how == "quack":
             if addend is None:
                 return quack.symmetric_matmul(p, alpha=alpha, out=out)
-            # Contiguous, because quack refuses the batch stride of zero that an expanded identity has.
-            return quack.symmetric_matmul(p, addend=addend.contiguous(), alpha=alpha, beta=beta, out=out)
+            return quack.symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=out)
         if addend is not None:
             out.copy_(addend)  # once here, since each product would copy its own strided block
         _add_by_blocks(out, p, beta=beta, alpha=alpha)
@@ -165,10 +164,14 @@ class Buffered(Functional):
     def _allocate_small(self, count: int) -> Tensor:
         return self._workspace.empty((count, self._n, self._n), self._spare.dtype, self._spare.device)
 
-    def _identity_matrix(self) -> Tensor:
-        if self._identity is None:
-            self._identity = torch.eye(self._n, out=self._allocate_small(1)[0])
-        return self._identity
+    def _identity_matrices(self, count: int) -> Tensor:
+        """Return a batch of identity matrices, which all stages share."""
+        if self._identities is None:
+            identity = torch.eye(self._n, out=self._allocate_small(1)[0])
+            self._identities = identity.expand(count, -1, -1)
+            if self._how == "quack":  # it refuses the batch stride of zero
+                self._identities = self._identities.contiguous()
+        return self._identities
 
 
 def _rounds_by_place(x: Tensor) -> bool:

@@ -17,8 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any, Literal, ParamSpec, cast, overload
 
 import torch
@@ -45,6 +44,7 @@ from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
 P = ParamSpec("P")
+_dtype_of = attrgetter("dtype")
 ReadsParams = bool | Literal["updated"]
 Step = Callable[..., tuple[Leaf, PyTree]]
 StateAndStep = tuple[PyTree, Step]
@@ -420,7 +420,7 @@ class _Formula:
         return update
 
     def locality_of_transform(self, locality_of_step: Locality) -> Locality:
-        """Return the locality of the transform: TREE if the step sums over leaves, else that of the step.
+        """Return the locality of the transform: TREE if the step sums over leaves, else the locality of the step.
 
         Quantized state raises ELEMENT to LEAF, because the elements of a block share a scale.
         """
@@ -541,13 +541,13 @@ def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.d
 
     ``lists`` has the tensors of all leaves for each operand.
     """
-    dtypes_of_operands = [{tensor.dtype for tensor in tensors} for tensors in lists]
-    if all(len(dtypes) <= 1 for dtypes in dtypes_of_operands):  # the usual case takes no call for each leaf
-        return ew.wide_dtype(*chain.from_iterable(dtypes_of_operands))
-    dtypes_of_leaves: list[torch.dtype] = []
-    for tensors in zip(*lists, strict=True):
-        dtypes_of_leaves.append(ew.wide_dtype(*[tensor.dtype for tensor in tensors]))
-    return dtypes_of_leaves
+    all_dtypes: set[torch.dtype] = set()
+    for tensors in lists:
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            return [ew.wide_dtype(*map(_dtype_of, operands_of_leaf)) for operands_of_leaf in zip(*lists, strict=True)]
+        all_dtypes |= dtypes
+    return ew.wide_dtype(*all_dtypes)  # the usual case, which takes no call for each leaf
 
 
 def _require_one_shape(leaf: object) -> None:

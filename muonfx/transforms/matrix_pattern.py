@@ -116,8 +116,13 @@ class Pattern:
             ValueError: the shape of the tensor does not fit the pattern.
         """
         axes, results = self._sized(tensor.shape)
-        tensor_axes = tensor.reshape([axis.size for axis in axes])
-        return [_stack_of(axes, result).cut(tensor_axes) for result in results]
+        sizes = [axis.size for axis in axes]
+        tensor_axes = tensor.reshape(sizes)
+        stacks: list[Tensor] = []
+        for result in results:
+            stack = _stack_of(axes, result)
+            stacks.append(stack.cut(tensor_axes))
+        return stacks
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape."""
@@ -147,12 +152,17 @@ class Pattern:
 
         A leading dim with several axes, such as ``(e h)``, does not count as a batch dim.
         """
-        names_of_dims = list(map(_names_of_dim, self.dims[:-2]))
-        if any(len(names) > 1 for names in names_of_dims):
-            return False
-        leading_names = set(_names(names_of_dims))
-        batch_names_of_results = [_names(result[:-2]) for result in self.results]
-        return len(leading_names) > 0 and all(map(leading_names.issubset, batch_names_of_results))
+        leading_names: set[str] = set()
+        for dim in self.dims[:-2]:
+            names = _names_of_dim(dim)
+            if len(names) > 1:
+                return False
+            leading_names.update(names)
+        for result in self.results:
+            batch_names = _names(result[:-2])
+            if not leading_names.issubset(batch_names):
+                return False
+        return len(leading_names) > 0
 
     @property
     def flattens_more_dims(self) -> bool:
@@ -172,7 +182,10 @@ class Pattern:
 
     def _first_dim_of(self, group: Group) -> int:
         """Return the index of the first dim of the tensor that contains one of these names."""
-        return min(index for index, dim in enumerate(self.dims) if not set(group).isdisjoint(_names_of_dim(dim)))
+        index = 0
+        while set(group).isdisjoint(_names_of_dim(self.dims[index])):
+            index += 1
+        return index
 
     def independent(self, shape: Sequence[int]) -> Units | None:
         """Divide a tensor of this shape into units: equal, contiguous parts that contain whole matrices.
@@ -326,7 +339,10 @@ def _selected_part(axis: _SizedAxis, names: list[str]) -> tuple[str, int]:
 
 def _names_in_matrices(results: Sequence[Sequence[Group]]) -> set[str]:
     """Return the names that belong to the rows or columns of a matrix: the last two dims of a result."""
-    return set(chain.from_iterable(_names(result[-2:]) for result in results))
+    names: set[str] = set()
+    for result in results:
+        names.update(_names(result[-2:]))
+    return names
 
 
 def _without_names(results: list[list[Group]], names: set[str]) -> list[list[Group]]:

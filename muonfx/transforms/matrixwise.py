@@ -151,10 +151,10 @@ class MatrixSlot:
         if len(matrices) == 1:
             return [stored]
         batch_dims = _shared_dims(matrices)
-        shapes = [self._shape_of_state(stack) for stack in matrices]
+        shapes = list(map(self._shape_of_state, matrices))
         lengths = [prod(shape[batch_dims:]) for shape in shapes]  # all dims after the batch dims were flattened
         flat_states = stored.split(lengths, dim=-1)
-        return [state.reshape(shape) for state, shape in zip(flat_states, shapes, strict=True)]
+        return list(map(torch.reshape, flat_states, shapes))
 
     def _shape_of_state(self, stack: Tensor) -> torch.Size:
         """Return the shape of the state of a stack of matrices, computed on the meta device."""
@@ -340,13 +340,16 @@ class MatrixStates:
     def init(self, matrices: Matrices) -> PyTree:
         """Return the initial state tree for the matrices of the parameters."""
         slot = self._slot
-        stacks = matrices.split([as_start(leaf) for leaf in matrices.leaves])
+        leaves = list(map(as_start, matrices.leaves))
+        stacks = matrices.split(leaves)
         states_of_leaves: list[Tensor] = []
         for leaf, stacks_of_leaf in zip(matrices.leaves, matrices.grouped(stacks), strict=True):
             dtype = state_dtype(slot.dtype, leaf.dtype)
-            starts = [slot.start(stack.contiguous()) for stack in stacks_of_leaf]
-            rounded_starts = [slot.rounded(start, dtype) for start in starts]
-            states_of_leaves.append(slot.join(rounded_starts, stacks_of_leaf))
+            states: list[Tensor] = []
+            for stack in stacks_of_leaf:
+                start = slot.start(stack.contiguous())
+                states.append(slot.rounded(start, dtype))
+            states_of_leaves.append(slot.join(states, stacks_of_leaf))
         return matrices.present.fill(states_of_leaves)
 
     def read(self, state: PyTree, matrices: Matrices) -> list[Tensor]:

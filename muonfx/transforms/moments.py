@@ -147,8 +147,8 @@ def scale_by_adam(
         b1: decay rate of the first moment, in [0, 1).
         b2: decay rate of the second moment, in [0, 1).
         eps: added outside the root, not negative.
-        eps_root: added inside the root, not negative. To differentiate through updates, give a small positive number:
-            the root has no derivative at a gradient of exactly zero.
+        eps_root: added inside the root, not negative. A small positive number bounds the derivatives of updates at
+            small gradients. At a gradient of exactly zero, the derivative of the root counts as 0.
         nesterov: use Nesterov momentum, as NAdam does:
             $\hat m_t = \beta_1 m_t / (1 - \beta_1^{t+1}) + (1 - \beta_1) g_t / (1 - \beta_1^t)$.
         mu_dtype: storage dtype of the first moment: "auto" (float32, or float64 for float64 parameters), a floating or

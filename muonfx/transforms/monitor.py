@@ -37,8 +37,10 @@ def _rms(updates: PyTree, total: Sum) -> Tensor:
 def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
     """Return the mean relative distance of the leaves, flattened to matrices, from orthonormal matrices."""
     device = device_of(updates)
-    matrices = [u for u in tree.tensors(updates) if u.ndim >= 2 and u.numel() > 0]
-    errors = [_distance_from_orthonormal(u).to(device) for u in matrices]
+    errors: list[Tensor] = []
+    for u in tree.tensors(updates):
+        if u.ndim >= 2 and u.numel() > 0:
+            errors.append(_distance_from_orthonormal(u).to(device))
     if not errors:
         return torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack(errors).mean()

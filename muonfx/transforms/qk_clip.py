@@ -399,14 +399,14 @@ def qk_clip(
         wide = ew.wide_dtype(*[weights[member.name].dtype for member in members])
         device = tree.device_of(params)
         local_logits = [logits.to(device, wide) for logits in _logits(members, max_logits)]
-        largest_logits = max_over_ranks(torch.cat(local_logits))
-        factors = _factors_by_module(members, _gamma(largest_logits, tau), alpha)
+        gamma = _gamma(max_over_ranks(torch.cat(local_logits)), tau)
+        factors = _factors_by_module(members, gamma, alpha)
 
         # 1 minus the factor of each element of a weight, in its full shape, so that it is sharded like the weight.
-        one_minus_factors = {
-            member.name: member.one_minus_factor(factors[member.module], weights[member.name].device)
-            for member in members
-        }
+        one_minus_factors: dict[str, Tensor] = {}
+        for member in members:
+            weight = weights[member.name]
+            one_minus_factors[member.name] = member.one_minus_factor(factors[member.module], weight.device)
         local_one_minus_factors = shard(one_minus_factors)
         leaves, treedef = tree.flatten(updates)
         for index, (name, weight) in enumerate(weights.items()):
@@ -484,11 +484,13 @@ def _gamma(s: Tensor, tau: float | Tensor) -> Tensor:
 def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Tensor) -> dict[str, Tensor]:
     """Return the vector of `_factors` for each module; ``gamma`` has the heads of one module after another."""
     heads_of_module = {member.module: member.heads for member in members}
-    gammas = gamma.split([heads.heads for heads in heads_of_module.values()])
-    return {
-        module: _factors(gamma_of_module, heads.keys, alpha)
-        for (module, heads), gamma_of_module in zip(heads_of_module.items(), gammas, strict=True)
-    }
+    factors: dict[str, Tensor] = {}
+    first_head = 0
+    for module, heads in heads_of_module.items():
+        gamma_of_module = gamma.narrow(0, first_head, heads.heads)
+        factors[module] = _factors(gamma_of_module, heads.keys, alpha)
+        first_head += heads.heads
+    return factors
 
 
 def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:

@@ -63,10 +63,16 @@ def _position_of_factor(factor: object) -> Position | None:
     numbers: list[object] = [factor]
     if isinstance(factor, Schedule):
         numbers = [number for _, number in parts_of(factor)]
-    floats = [number for number in numbers if isinstance(number, float)]
-    has_negative = any(number < 0 for number in floats)
-    has_positive = any(number > 0 for number in floats)
-    has_unknown_sign = not floats or len(floats) < len(numbers)  # of a tensor or a function
+    has_negative = False
+    has_positive = False
+    has_unknown_sign = not numbers
+    for number in numbers:
+        if not isinstance(number, float):  # a tensor or a function
+            has_unknown_sign = True
+        elif number < 0:
+            has_negative = True
+        elif number > 0:
+            has_positive = True
     if has_negative and not has_positive:
         return "turns"
     if has_negative or has_unknown_sign:

@@ -325,9 +325,13 @@ def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
 
 
 def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
-    """Apply a torch function, such as "sqrt", to corresponding tensors of lists; ``reuse`` overwrites the first."""
+    """Apply a torch function, such as "sqrt", to corresponding tensors of lists; ``reuse`` overwrites the first.
+
+    The derivative of the square root at zero is 0 instead of infinity.
+    """
     if _leafwise(*lists):
-        return _tensorwise(getattr(torch, name), *lists)
+        function = safe_sqrt if name == "sqrt" else getattr(torch, name)
+        return _tensorwise(function, *lists)
     return _foreach(name, *lists, reuse=reuse)
 
 
@@ -523,6 +527,6 @@ def scalar_like(number: Scalar, x: Tensor) -> Tensor:
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
-    """Return the square root with derivative 0 instead of infinity at 0; negative and NaN elements are unchanged."""
-    positive = x > 0
-    return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x)
+    """Return the square root with derivative 0 instead of infinity at 0."""
+    is_zero = x == 0
+    return torch.where(is_zero, x.detach(), torch.where(is_zero, 1.0, x).sqrt())

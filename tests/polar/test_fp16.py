@@ -11,7 +11,13 @@ import muonfx as mfx
 from muonfx.core.precision import product_libraries
 from muonfx.polar import band, explain, orthogonalize, orthogonalize_many, policy, quack
 from muonfx.polar.cost import newton_schulz_cost
-from muonfx.polar.iteration import normalize_on_cpu_, normalize_on_device_, power_of_two, power_of_two_by_bits
+from muonfx.polar.iteration import (
+    normalize_by_powers_,
+    normalize_in_fp64_,
+    power_of_two,
+    power_of_two_by_bits,
+    unit_power,
+)
 from muonfx.polar.stability import TOLERANCE
 from muonfx.testing.laws.declarations import rounding_first_changes_nothing
 
@@ -232,21 +238,39 @@ def test_the_power_of_two_by_bits_is_the_power_of_two(number: float) -> None:
 
 @pytest.mark.parametrize(
     ("held", "compute"),
-    [
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float16),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ],
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float32, torch.float32)],
 )
 @pytest.mark.parametrize("exponent", [-100, 0, 100])
 def test_devices_normalize_as_cpus_do(held: torch.dtype, compute: torch.dtype, exponent: int) -> None:
     batch = torch.stack([matrix("row-scaled", 8, 20), torch.zeros(8, 20), torch.full((8, 20), torch.inf)])
     batch = batch.to(held) * 2.0**exponent
-    on_cpu = normalize_on_cpu_(batch.clone(), 1.02, compute)
-    on_device = normalize_on_device_(batch.clone(), 1.02, compute)
+    on_cpu = normalize_by_powers_(batch.clone(), 1.02, compute)
+    on_device = normalize_in_fp64_(batch.clone(), 1.02, compute)
     assert on_device.dtype == on_cpu.dtype == compute
-    torch.testing.assert_close(on_device, on_cpu, rtol=torch.finfo(compute).eps, atol=0, equal_nan=True)
+    wide = batch.double()
+    norms = torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=torch.finfo(torch.float64).smallest_normal)
+    eps = torch.finfo(compute).eps
+    half_of_subnormal_step = torch.finfo(compute).smallest_normal * eps / 2
+    torch.testing.assert_close(
+        on_device.double(), wide / (1.02 * norms), rtol=0.501 * eps, atol=half_of_subnormal_step, equal_nan=True
+    )
+    # On a CPU, fp32 is also rounded in between: the norm, its root and their product with the safety.
+    rtol = 2 * eps if compute == torch.float32 else eps
+    torch.testing.assert_close(on_device, on_cpu, rtol=rtol, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("held", "compute"), [(torch.bfloat16, torch.float16), (torch.float32, torch.float32)])
+@given(st.integers(-126, 127))
+def test_devices_normalize_each_matrix_alone_and_at_any_magnitude(
+    held: torch.dtype, compute: torch.dtype, exponent: int
+) -> None:
+    x = matrix("row-scaled", 8, 20).to(held)
+    x = x * unit_power(x.float()).to(held)  # the largest magnitude is in [1, 2)
+    smallest = max(exponent, -126 - math.floor(math.log2(x[x != 0].abs().min())))
+    exact = normalize_in_fp64_(x[None].clone(), 1.02, compute)[0]
+    found = normalize_in_fp64_(torch.stack([x, x * 2.0**smallest, 3 * x.flip(0)]), 1.02, compute)
+    assert torch.equal(found[0], exact)
+    assert torch.equal(found[1], exact)
 
 
 @pytest.mark.usefixtures("cuda")

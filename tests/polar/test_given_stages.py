@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import muonfx as mfx
+from benchmarks.operations import Counter
 from muonfx.polar import explain, orthogonalize
+from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.polynomials import polynomials
 from muonfx.polar.stability import largest
 
@@ -59,3 +61,13 @@ def test_malformed_stages_are_refused(method: object, words: str) -> None:
 def test_a_tensor_of_coefficients_takes_no_stages() -> None:
     with pytest.raises(ValueError, match="which only the standard form takes"):
         explain(SHAPE, coefficients=torch.ones(5, 3), method=(2, 3))
+
+
+@pytest.mark.parametrize("products", ["batched", "blocks"])
+@pytest.mark.parametrize("stages", ["standard", (3, 2), (5,)])
+@pytest.mark.parametrize("c", [0.375, 0.0])
+def test_the_cost_counts_the_operations_that_run(products: str, stages: str | tuple[int, ...], c: float) -> None:
+    settings = {"method": stages, "products": products, "dtype": torch.float32, "coefficients": [(1.5, -0.5, c)] * 5}
+    with Counter() as counter:
+        orthogonalize(torch.ones(300, 400), **settings)
+    assert newton_schulz_cost((300, 400), **settings).flops == pytest.approx(counter.totals.flops)

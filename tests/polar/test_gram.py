@@ -157,6 +157,21 @@ def test_donated_inputs_that_share_memory_have_the_same_values(side: int) -> Non
         assert orthogonalize_many([parameter], donate=True)[0] is parameter
 
 
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shapes", [[(2, 4, 8), (2, 8, 4)], [(4, 8), (8, 4)], [(4, 8), (4, 8)], [(3, 256, 300), (300, 256), (256, 300)]]
+)
+@pytest.mark.parametrize("donate", [False, True])
+def test_new_results_keep_no_more_memory_than_they_take(
+    shapes: list[tuple[int, ...]], donate: bool, compute: torch.dtype
+) -> None:
+    xs = [torch.randn(shape) for shape in shapes]
+    xs.append(xs[0].new_ones(()).expand(shapes[0]))  # overwritten in no case, since its elements share memory
+    new = [y for y, x in zip(orthogonalize_many(xs, dtype=compute, donate=donate), xs, strict=True) if y is not x]
+    storages = {y.untyped_storage().data_ptr(): y.untyped_storage().nbytes() for y in new}
+    assert sum(storages.values()) == sum(y.nbytes for y in new)
+
+
 @pytest.mark.parametrize("steps", [[(10.0, -30.0, 40.0)] * 8, [(10.0, 0.0, 0.0)] * 60])
 def test_polynomials_that_diverge_give_what_they_give(steps: list) -> None:
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))

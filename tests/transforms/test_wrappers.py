@@ -50,6 +50,22 @@ def test_a_sum_is_the_sum(every: int, example: kit.Example):
         assert is_close(found, grad * sum(range(every)), 1e-12)
 
 
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("inner", [mfx.momentum(0.9), mfx.scale_by_adam(), mfx.identity()])
+def test_donation_changes_no_value_where_the_inner_transform_runs(inner: mfx.Transform, mean: bool):
+    params, steps = kit.Example.of({"w": (4, 3), "b": (3,)}, steps=4)
+    tx = mfx.accumulate(inner, 2, mean=mean)
+    state, donated_state = tx.init(params), tx.init(params)
+    history: list[tuple[Any, Any]] = []
+    for grads in steps:
+        expected, state = tx.update(grads, state, params)
+        found, donated_state = tx.update(copied_tree(grads), donated_state, params, donate=True)
+        history.append((found, expected))
+        assert all(map(bits_equal, tree.leaves((found, donated_state)), tree.leaves((expected, state))))
+    # A later step has not changed an earlier update: none shares memory with the state.
+    assert all(map(bits_equal, *map(tree.leaves, zip(*history, strict=True))))
+
+
 def test_the_caller_may_say_where_the_last_micro_batch_is_and_the_inner_transform_runs_only_there():
     given: list[float] = []
 
