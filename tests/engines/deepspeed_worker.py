@@ -297,7 +297,13 @@ def under_another_layout(here: Rank) -> dict[str, Any]:
 
 
 def saved_and_loaded(here: Rank) -> dict[str, Any]:
-    """Continue runs in a new engine; return whether its state begins at zero and the bits are equal after the load."""
+    """Continue runs in a new engine, as the page shows it, with a scheduler that begins at 0.
+
+    Return whether its state begins at zero and the bits are equal after the load.
+    """
+    from torch.optim.lr_scheduler import LambdaLR
+
+    from muonfx import checkpoint
     from muonfx.engines import deepspeed as ours
 
     words, found = batches(), {}
@@ -308,11 +314,18 @@ def saved_and_loaded(here: Rank) -> dict[str, Any]:
             is_untouched = not any(
                 value.any() for entries in run.optimizer.state.values() for value in entries.values()
             )
+            scheduler, other_scheduler = (LambdaLR(one.optimizer, WARMUP.__getitem__) for one in (run, other))
             for batch in words[:SAVED_AFTER]:
                 run.step(batch)
+                scheduler.step()
             path = here.folder / f"loaded_{tag_of(name)}_{dtype}"
-            ours.save(run.engine, path)
+            rates = [group["lr"] for group in run.engine.optimizer.param_groups]
+            ours.save(run.engine, path, extra={"scheduler": scheduler.state_dict(), "rates": rates})
             ours.load(other.engine, path)
+            extra = checkpoint.inspect(path).extra
+            other_scheduler.load_state_dict(extra["scheduler"])
+            for group, rate in zip(other.engine.optimizer.param_groups, extra["rates"], strict=True):
+                group["lr"] = rate
             is_loaded = same(other.params(), run.params())
             for one in (run, other):
                 one.step(words[SAVED_AFTER])

@@ -42,8 +42,9 @@ def save(
         engine: the DeepSpeed engine, which is the first result of ``deepspeed.initialize``.
         path: the folder of the checkpoint, on a file system that all ranks share.
         step: the number of steps taken.
-        extra: JSON values. The counters and the scheduler of DeepSpeed are not written; to keep them, pass, for
-            example, ``{"scheduler": engine.lr_scheduler.state_dict()}``.
+        extra: JSON values. The counters, the scheduler and the rates of the groups are not written; to keep them, pass,
+            for example, ``{"scheduler": engine.lr_scheduler.state_dict(), "rates": [group["lr"] for group in
+            engine.optimizer.param_groups]}``.
         keep: the number of checkpoints to keep in the parent folder; see `muonfx.checkpoint.save`.
 
     Returns:
@@ -69,7 +70,8 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     """Load a checkpoint that `save` wrote into the model and the optimizer, under any ZeRO stage and number of ranks.
 
     Learning rates, counters and the scheduler are not changed; `muonfx.checkpoint.inspect` returns the ``step`` and
-    ``extra`` of the checkpoint. All ranks must call this together.
+    ``extra`` of the checkpoint. Restore the rates of the groups as well as the scheduler: torch's schedulers write them
+    at their next step only. All ranks must call this together.
 
     Args:
         engine: the DeepSpeed engine, as for `save`, before or after its first step.
