@@ -194,8 +194,8 @@ def _why_no_checkpoint(path: Path) -> str:
 
 
 _TORCH_SAVE_ADVICE = (
-    " of torch.save: read it with saved = torch.load(path, weights_only=True). If it has the state dict of this "
-    "optimizer, call optimizer.load_state_dict(saved); of another optimizer, muonfx.checkpoint.convert.read. Then "
+    " of torch.save: read it by torch.load with weights_only=True. If it has the state dict of this optimizer, call "
+    "optimizer.load_state_dict; of another optimizer, muonfx.checkpoint.convert.read. Then "
     "muonfx.checkpoint.save(folder, optimizer) writes a checkpoint"
 )
 

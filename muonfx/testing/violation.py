@@ -136,7 +136,7 @@ def _compare(
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference between the elements of two tensors that print alike."""
+    """Return the largest difference between the elements of two tensors with equal texts."""
     return _largest_finite(a.detach().double() - b.detach().double())
 
 

@@ -359,12 +359,13 @@ def test_where_nothing_is_sharded_no_rank_is_asked(here: Here):
 
 
 @pytest.mark.parametrize(
-    ("rate", "kind", "said"), [(-1.0, ValueError, "learning_rate"), (0.5, ShardingError, "0.5 on rank 1")]
+    ("rate", "kind", "message"),
+    [(-1.0, ValueError, "'lr' in a group must be at least 0"), (0.5, ShardingError, "learning_rate.*0.5 on rank 1")],
 )
 @on_ranks(2)
 @quiet()
 def test_a_wrong_or_another_rate_on_one_rank_is_raised_on_all_and_changes_nothing(
-    here: Here, rate: float, kind: type[Exception], said: str
+    here: Here, rate: float, kind: type[Exception], message: str
 ):
     """And a good step works afterwards."""
     net, optimizer = optimized("fsdp", here, groups="one")
@@ -374,9 +375,8 @@ def test_a_wrong_or_another_rate_on_one_rank_is_raised_on_all_and_changes_nothin
     before, good = {name: whole(param).clone() for name, param in params.items()}, group["lr"]
     if here.rank == 1:
         group["lr"] = rate
-    with pytest.raises(kind if here.rank == 1 else ShardingError, match="learning_rate") as caught:
+    with pytest.raises(kind if here.rank == 1 else ShardingError, match=message):
         optimizer.step()
-    assert said in str(caught.value)
     group["lr"] = good
     assert all(torch.equal(whole(param), before[name]) for name, param in params.items())
     optimizer.step()
