@@ -194,10 +194,12 @@ def _continue_optimizer(
 class ChangedTarget(Target):
     """The tree that `load_changed` fills. It takes what fits from a checkpoint, and `filled` returns the account."""
 
-    sources: dict[str, list[str]] = field(init=False)
-    """The names in the checkpoint from which each leaf may come, as `_sources` returns them."""
-    stored: Shapes = field(init=False)
-    """The shape of each leaf in the checkpoint."""
+    source_of: dict[str, str] = field(init=False)
+    """The name in the checkpoint of each leaf that is carried over."""
+    equal_counts: dict[str, list[str]] = field(init=False)
+    """By the name of a step count: all counts of the checkpoint that it stands for, which must be equal."""
+    stored: dict[str, Spec] = field(init=False)
+    """The spec of each leaf in the checkpoint."""
     read: dict[str, Any] = field(init=False)
     """The tensors that are read, by name in the checkpoint; their values are there when `filled` is called."""
 
@@ -205,39 +207,42 @@ class ChangedTarget(Target):
         """Allocate the tensors of the tree, after a check that those to read fit.
 
         Return two dicts: the leaves of the result by name, and the tensors to read by their names in the checkpoint.
-        A leaf that has more rows than in the checkpoint is a copy, and only its first rows are read, into a tensor of
-        their own.
         """
         stored_name_of = _stored_names(index.leaves)
-        stored_specs = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
+        self.stored = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
-        self.stored = {name: spec.shape for name, spec in stored_specs.items()}
-        _require_common_parameter(shapes, self.stored, where)
-        self.sources = _sources(shapes, self.stored)
-        self._require_fitting(stored_specs, where)
+        stored_shapes = {name: spec.shape for name, spec in self.stored.items()}
+        _require_common_parameter(shapes, stored_shapes, where)
+        self.source_of, self.equal_counts = _sources(shapes, stored_shapes)
+        self._require_fitting(where)
+
         self.read = {}
+        for name, source in self.source_of.items():
+            for stored_name in [source, *self.equal_counts.get(name, ())]:
+                if stored_name not in self.read:  # a step count may be read once for several leaves
+                    self.read[stored_name] = self._tensor_to_read(self.like[name], self.stored[stored_name].shape)
+
         leaves: dict[str, Any] = {}
         for name, leaf in self.like.items():
-            candidates = self.sources.get(name, [])
-            for source in candidates:
-                if source not in self.read:  # a step count may be read once for several leaves
-                    self.read[source] = self._tensor_to_read(leaf, stored_specs[source].shape)
-            is_as_stored = bool(candidates) and self.stored[candidates[0]] == shapes[name]
-            leaves[name] = self.read[candidates[0]] if is_as_stored else self._copy(name, leaf)
-        return leaves, {stored_name_of[source]: tensor for source, tensor in self.read.items()}
+            tensor = self.read.get(self.source_of.get(name, ""))
+            if tensor is not None and tensor.shape == leaf.shape:
+                leaves[name] = tensor
+            else:  # it is new, or has more rows now, the first of which `filled` replaces
+                leaves[name] = self._copy(name, leaf)
+        return leaves, {stored_name_of[name]: tensor for name, tensor in self.read.items()}
 
     def filled(self, leaves: Mapping[str, Any]) -> Continuation:
         """Return the state, into which the values were read, and the account of its leaves."""
-        _require_equal_counts(self.sources, self.read)
+        _require_equal_counts(self.equal_counts, self.read)
         kept: list[str] = []
         new: list[str] = []
         moved: dict[str, str] = {}
         grown: dict[str, str] = {}
         for name, leaf in leaves.items():
-            if name not in self.sources:
+            source = self.source_of.get(name)
+            if source is None:
                 new.append(name)
                 continue
-            source = self.sources[name][0]
             first_rows = self.read[source]
             if first_rows.shape != leaf.shape:
                 leaf[: len(first_rows)] = first_rows
@@ -246,7 +251,7 @@ class ChangedTarget(Target):
                 moved[name] = source
             else:
                 kept.append(name)
-        dropped = sorted(self.stored.keys() - {candidates[0] for candidates in self.sources.values()})
+        dropped = sorted(self.stored.keys() - self.source_of.values())
         return Continuation(super().filled(leaves), tuple(kept), moved, grown, tuple(new), tuple(dropped))
 
     def _tensor_to_read(self, leaf: Any, shape: tuple[int, ...]) -> Any:
@@ -255,14 +260,14 @@ class ChangedTarget(Target):
             return self._empty(leaf)
         return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
 
-    def _require_fitting(self, stored_specs: Mapping[str, Spec], where: str) -> None:
+    def _require_fitting(self, where: str) -> None:
         """Raise one error with all leaves that do not fit: they have a narrower dtype, or are shards with more rows."""
         problems: list[str] = []
         advice: dict[str, None] = {}  # each sentence once, in order
-        for name, candidates in self.sources.items():
+        for name, source in self.source_of.items():
             leaf = self.like[name]
             shape = tuple(leaf.shape)
-            stored_spec = stored_specs[candidates[0]]
+            stored_spec = self.stored[source]
             if not widens(stored_spec.dtype, leaf.dtype):
                 problems.append(f"narrowing: {name!r} is {stored_spec.dtype} in the checkpoint, expected {leaf.dtype}")
                 advice["to keep the values: use a chain with the state dtypes of the checkpoint"] = None
@@ -300,12 +305,10 @@ def _require_common_parameter(expected: Shapes, stored: Shapes, where: str) -> N
         )
 
 
-def _require_equal_counts(sources: Mapping[str, list[str]], read: Mapping[str, Any]) -> None:
+def _require_equal_counts(equal_counts: Mapping[str, list[str]], read: Mapping[str, Any]) -> None:
     """Raise if parameters with different step counts now have one transform, and so one count."""
-    for name, candidates in sources.items():
-        if len(candidates) == 1:
-            continue
-        counts = {source: read[source].item() for source in candidates}
+    for name, stored_names in equal_counts.items():
+        counts = {stored_name: read[stored_name].item() for stored_name in stored_names}
         if len(set(counts.values())) > 1:
             problem = f"{name!r} would be the step count of parameters with the counts {counts}"
             raise MismatchError(f"{problem}, nothing was loaded; give these parameters a label of their own", [problem])
@@ -322,24 +325,27 @@ class Unit(NamedTuple):
     parameter: str
 
 
-def _sources(expected: Shapes, stored: Shapes) -> dict[str, list[str]]:
-    """Return a dict from the name of each leaf that is carried over to its possible names in the checkpoint.
+def _sources(expected: Shapes, stored: Shapes) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return a dict from the name of each leaf that is carried over to its name in the checkpoint.
 
-    Several names are names of step counts, which must be equal.
+    The second dict has, for a step count that comes from several transforms, the names of all their counts.
     """
     units = _units(expected)
-    source_of = _unit_sources(units, _units(stored))
-    sources: dict[str, list[str]] = {}
-    for unit, source in source_of.items():
+    unit_sources = _unit_sources(units, _units(stored))
+    source_of: dict[str, str] = {}
+    equal_counts: dict[str, list[str]] = {}
+    for unit, source in unit_sources.items():
         for variable in units[unit]:
-            sources[_leaf_name(unit, variable)] = [_leaf_name(source, variable)]
+            source_of[_leaf_name(unit, variable)] = _leaf_name(source, variable)
     for name, shape in expected.items():
         if shape:
             continue
-        candidates = _sources_of_scalar(name, units, source_of, stored)
+        candidates = _sources_of_scalar(name, units, unit_sources, stored)
         if candidates:
-            sources[name] = candidates
-    return sources
+            source_of[name] = candidates[0]
+        if len(candidates) > 1:
+            equal_counts[name] = candidates
+    return source_of, equal_counts
 
 
 def _unit_sources(units: Mapping[Unit, Shapes], stored_units: Mapping[Unit, Shapes]) -> dict[Unit, Unit]:

@@ -315,9 +315,9 @@ class TransformOptimizer(Optimizer):
         frozen, unfrozen = divide_frozen(dict(pairs))
         if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
-        with self._undone_on_error() as former:
+        with self._undone_on_error() as former:  # the attributes from before, to which the state is added
             self._stepping = self._stepping_for(self._transform_for(unfrozen), {**named, **unfrozen})
-            trained, _ = divide(unfrozen, self._stepping.rules)
+            trained, _ = divide(unfrozen, self._stepping.rules)  # without parameters whose label is None
             if pairs and not trained:
                 raise errors.label_is_none(pairs[0][0])
             self._add_groups(param_group, list(trained.items()), as_one=True)

@@ -364,7 +364,9 @@ def _unread_outside_blocks(
 def _widths_read_outside_blocks(layers: Sequence[Layer], inputs: Collection[str], norms: Sequence[Norm]) -> set[int]:
     """Return the widths that layers and norms read, without those that are only used inside a block.
 
-    The MLP of a block returns 256 inner features and reads them itself, so a head may return 256 features too.
+    A head returns a width that nothing reads. The MLP of a block returns 256 inner features and reads them itself, so
+    a head may return 256 features too: such inner widths are left out.
+
     ``inputs`` are the paths of layers that read raw input. They count as no readers, since a model of images may read
     and return the same number of raw features.
     """

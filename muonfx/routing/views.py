@@ -638,7 +638,8 @@ def _pattern_of_interleaved(template: str, stored: str, holder: nn.Module | None
             return None
         row_axes = row_axes.replace("{" + formula + "}", str(size))
     matrices = results.split(", ")
-    if not parse(_with_rows(_PLAIN, row_axes, matrices)).fits((rows, 1)):
+    pattern_of_one_column = parse(_with_rows(_PLAIN, row_axes, matrices))
+    if not pattern_of_one_column.fits((rows, 1)):  # the sizes do not multiply to the rows
         return None
     return _with_rows(stored, row_axes, matrices)
 

@@ -238,20 +238,21 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
 
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x + c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
+    """Return ``x + c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``.
+
+    The last line is the usual case. Before it are those in which a foreach call is impossible or has other bits.
+    """
     if _leafwise(xs, scalar=c):
         return _tensorwise(lambda x: x + c, xs)
-    is_narrow = _rounds_numbers(xs)
-    if isinstance(c, Tensor):
-        if _needs_separate_calls(xs):
-            return _tensorwise(lambda x: shift([x], c, reuse=reuse)[0], xs)
-        is_narrow = is_narrow or _would_widen(xs)
-    if is_narrow:
+    is_tensor = isinstance(c, Tensor)
+    if is_tensor and _needs_separate_calls(xs):
+        return _tensorwise(lambda x: shift([x], c, reuse=reuse)[0], xs)
+    if _rounds_numbers(xs) or (is_tensor and _would_widen(xs)):
         return _in_wide(shift, xs, scalar=c, reuse=reuse)
     summand = _fit(c, xs)
     if not reuse:
         return _tensorwise(lambda x: x + summand, xs)
-    if isinstance(summand, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
+    if is_tensor and (is_traced() or not all(x.is_cuda for x in xs)):
         # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
         return _foreach("add", xs, [summand] * len(xs), reuse=True)
     return _foreach("add", xs, summand, reuse=True)
