@@ -197,7 +197,7 @@ class ChangedTarget(Target):
     source_of: dict[str, str] = field(init=False)
     """The name in the checkpoint of each leaf that is carried over."""
     equal_counts: dict[str, list[str]] = field(init=False)
-    """By the name of a step count: all counts of the checkpoint that it stands for, which must be equal."""
+    """By the name of a step count: all counts of the checkpoint that become this one, which must be equal."""
     stored: dict[str, Spec] = field(init=False)
     """The spec of each leaf in the checkpoint."""
     read: dict[str, Any] = field(init=False)

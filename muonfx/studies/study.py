@@ -260,6 +260,12 @@ def _require_work(optimizers: Mapping[str, object], seeds: Sequence[int], steps:
     """Raise an error if there is nothing to train."""
     if not optimizers:
         raise ValueError("optimizers: found none, expected a dict from name to a function of a rate")
+    for name, make_transform in optimizers.items():
+        if isinstance(make_transform, Transform):
+            raise TypeError(
+                f"optimizers[{name!r}]: found a transform, expected a function of a rate that returns one, such as "
+                "lambda rate: muonfx.adamw(rate)"
+            )
     if len(seeds) == 0 or len(set(seeds)) < len(seeds):  # an array has no truth value
         raise ValueError(f"seeds: found {list(seeds)}, expected at least one seed, each once")
     if steps < 1:

@@ -236,7 +236,7 @@ def matrixwise(
         >>> @mfx.matrixwise(position="sets_size")
         ... def divide_by_average_norm(decay: float = 0.9, *, view: mfx.MatrixView = mfx.MatrixView()):
         ...     def step(u, s):
-        ...         norm = torch.lerp(torch.linalg.matrix_norm(u, keepdim=True), s["norm"], decay)
+        ...         norm = decay * s["norm"] + (1 - decay) * torch.linalg.matrix_norm(u, keepdim=True)
         ...         return u / norm, {"norm": norm}
         ...
         ...     return {"norm": mfx.MatrixSlot()}, step

@@ -95,6 +95,10 @@ def _numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[Any]:
 
 def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) -> Tensors:
     """Call ``torch._foreach_mul`` for the name "mul", and with ``reuse`` the form that overwrites ``xs``."""
+    if reuse and torch.compiler.is_compiling():
+        # In a branch of `torch.cond`, the compiler of torch 2.13 fails for a foreach function that overwrites. It
+        # chooses the memory of results anyway.
+        return cast_like(_foreach(name, xs, *rest, reuse=False, **options), xs)
     if reuse:
         getattr(torch, f"_foreach_{name}_")(xs, *rest, **options)
         return xs

@@ -270,6 +270,11 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
         mfx.study(**arguments | changes, progress=False)
 
 
+def test_a_transform_in_place_of_a_function_of_a_rate_is_named() -> None:
+    with pytest.raises(TypeError, match=r"optimizers\['adamw'\]: found a transform, .*lambda rate: "):
+        mfx.study(TASK, {"adamw": mfx.adamw(1e-3)}, rates=[0.1], seeds=[0], steps=2, progress=False)  # type: ignore[dict-item]
+
+
 def test_transforms_of_any_structure_train_one_after_another() -> None:
     either = {"either": lambda rate: mfx.scale(-rate) if rate < 0.05 else mfx.adamw(rate)}
     rows = mfx.study(TASK, either, rates=[0.01, 0.1], seeds=[0], steps=3, vmap=False, progress=False)

@@ -278,3 +278,30 @@ def test_what_acts_at_every_micro_batch_is_warned_of_by_name(name: str):
 def test_what_an_update_of_zero_does_not_move_may_be_outside_of_accumulate(members: tuple[mfx.Transform, ...]):
     with warnings.catch_warnings(action="error"):
         mfx.chain(*members)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        mfx.adamw(0.1),
+        mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(dtype=torch.float32), mfx.scale_by_learning_rate(0.1)),
+    ],
+    ids=["adamw", "muon"],
+)
+def test_a_compiled_accumulate_with_any_transform_inside_is_the_eager_one(inner: mfx.Transform):
+    """Beyond tracing: AOT autograd failed for a function that overwrites a list in a branch of `torch.cond`."""
+    tx = mfx.accumulate(inner, every=2)
+    params = {"w": torch.randn(4, 3), "v": torch.randn(4, 3)}
+
+    def train(update: Any) -> list[Any]:
+        state = tx.init(params)
+        history: list[Any] = []
+        for number in range(4):
+            grads = tree.map(lambda param, number=number: torch.sin(param + number), params)
+            updates, state = update(grads, state, params)
+            history.append(updates)
+        return history
+
+    torch.compiler.reset()
+    compiled = torch.compile(tx.update, fullgraph=True, backend="aot_eager")
+    require_close("compiled updates", train(compiled), train(tx.update), "eager", 1e-6)
