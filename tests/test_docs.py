@@ -251,9 +251,7 @@ def test_every_transform_that_a_page_defines_is_checked():
 HIDES_NAN = ["a_nonfinite_gradient_stays_visible"]
 NOT_OBEYED = {
     # torch's ``sign`` is 0 for NaN; `scale_by_sign` keeps NaN.
-    **dict.fromkeys(("sign_of_average", "sign_descent", "running_sign"), HIDES_NAN),
-    # torch sums an expanded tensor in another order, so a mean differs by rounding.
-    "center": ["strides_change_nothing"],
+    **dict.fromkeys(("sign_of_average", "sign_descent"), HIDES_NAN),
 }
 """The laws that a short example on a page does not obey, by its name."""
 
