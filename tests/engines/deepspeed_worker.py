@@ -319,13 +319,13 @@ def saved_and_loaded(here: Rank) -> dict[str, Any]:
                 run.step(batch)
                 scheduler.step()
             path = here.folder / f"loaded_{tag_of(name)}_{dtype}"
-            rates = [group["lr"] for group in run.engine.optimizer.param_groups]
-            ours.save(run.engine, path, extra={"scheduler": scheduler.state_dict(), "rates": rates})
+            groups = [{"lr": group["lr"]} for group in run.engine.optimizer.param_groups]
+            ours.save(run.engine, path, extra={"scheduler": scheduler.state_dict(), "groups": groups})
             ours.load(other.engine, path)
             extra = checkpoint.inspect(path).extra
             other_scheduler.load_state_dict(extra["scheduler"])
-            for group, rate in zip(other.engine.optimizer.param_groups, extra["rates"], strict=True):
-                group["lr"] = rate
+            for group, saved in zip(other.engine.optimizer.param_groups, extra["groups"], strict=True):
+                group["lr"] = saved["lr"]
             is_loaded = same(other.params(), run.params())
             for one in (run, other):
                 one.step(words[SAVED_AFTER])

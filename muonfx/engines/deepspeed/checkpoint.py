@@ -43,8 +43,8 @@ def save(
         path: the folder of the checkpoint, on a file system that all ranks share.
         step: the number of steps taken.
         extra: JSON values. The counters, the scheduler and the rates of the groups are not written; to keep them, pass,
-            for example, ``{"scheduler": engine.lr_scheduler.state_dict(), "rates": [group["lr"] for group in
-            engine.optimizer.param_groups]}``.
+            for example, ``{"scheduler": engine.lr_scheduler.state_dict(), "groups": groups}`` with the list ``[{"lr":
+            group["lr"]} for group in engine.optimizer.param_groups]``.
         keep: the number of checkpoints to keep in the parent folder; see `muonfx.checkpoint.save`.
 
     Returns:
