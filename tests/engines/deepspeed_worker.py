@@ -101,6 +101,11 @@ WARMUP = [0.0, 0.0, 0.5, 1.0, 1.0]
 """The factor on the learning rate of each group in each step, from DeepSpeed's scheduler."""
 
 
+def warmup(step: int) -> float:
+    """Return the factor on the learning rates in a step; a function, because a scheduler saves no other callable."""
+    return WARMUP[step]
+
+
 def made(case: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     model = Net()
@@ -314,7 +319,7 @@ def saved_and_loaded(here: Rank) -> dict[str, Any]:
             is_untouched = not any(
                 value.any() for entries in run.optimizer.state.values() for value in entries.values()
             )
-            scheduler, other_scheduler = (LambdaLR(one.optimizer, WARMUP.__getitem__) for one in (run, other))
+            scheduler, other_scheduler = (LambdaLR(one.optimizer, warmup) for one in (run, other))
             for batch in words[:SAVED_AFTER]:
                 run.step(batch)
                 scheduler.step()
