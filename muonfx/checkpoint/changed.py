@@ -22,11 +22,11 @@ from muonfx.checkpoint.leaves import (
     is_sharded,
     plain_names,
 )
-from muonfx.checkpoint.load import Target, load_checkpoint, require_no_arguments
+from muonfx.checkpoint.load import Target, load_checkpoint, local_transform, require_no_arguments
 from muonfx.checkpoint.match import Rules
 from muonfx.core import Transform
 from muonfx.internal.display import Report, Shown, Table, format_list
-from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
+from muonfx.sharding.transform import Sharded, from_global, to_global
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.dtypes import widens
 
@@ -153,11 +153,9 @@ def _load_state(
 
     ``like`` and the state of the result may be this rank's local state of a sharded ``tx``.
     """
-    local_tx: Sharded | None = None  # the sharded transform whose local state on this rank is ``like``
-    if isinstance(tx, Sharded):
-        group = group or tx.layout.group
-        if not is_global(like):
-            local_tx = tx
+    if isinstance(tx, Sharded) and group is None:
+        group = tx.layout.group
+    local_tx = local_transform(tx, like)
 
     def make_target() -> ChangedTarget:
         """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
@@ -200,6 +198,8 @@ class ChangedTarget(Target):
     """By the name of a step count: all counts of the checkpoint that become this one, which must be equal."""
     stored: dict[str, Spec] = field(init=False)
     """The spec of each leaf in the checkpoint."""
+    where: str = field(init=False)
+    """The path of the checkpoint, for messages."""
     read: dict[str, Any] = field(init=False)
     """The tensors that are read, by name in the checkpoint; their values are there when `filled` is called."""
 
@@ -208,13 +208,14 @@ class ChangedTarget(Target):
 
         Return two dicts: the leaves of the result by name, and the tensors to read by their names in the checkpoint.
         """
+        self.where = where
         stored_name_of = _stored_names(index.leaves)
         self.stored = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
         stored_shapes = {name: spec.shape for name, spec in self.stored.items()}
         _require_common_parameter(shapes, stored_shapes, where)
         self.source_of, self.equal_counts = _sources(shapes, stored_shapes)
-        self._require_fitting(where)
+        self._require_fitting()
 
         self.read = {}
         for name, source in self.source_of.items():
@@ -224,16 +225,16 @@ class ChangedTarget(Target):
 
         leaves: dict[str, Any] = {}
         for name, leaf in self.like.items():
-            tensor = self.read.get(self.source_of.get(name, ""))
-            if tensor is not None and tensor.shape == leaf.shape:
-                leaves[name] = tensor
+            source = self.source_of.get(name)
+            if source is not None and self.read[source].shape == leaf.shape:
+                leaves[name] = self.read[source]
             else:  # it is new, or has more rows now, the first of which `filled` replaces
                 leaves[name] = self._copy(name, leaf)
         return leaves, {stored_name_of[name]: tensor for name, tensor in self.read.items()}
 
     def filled(self, leaves: Mapping[str, Any]) -> Continuation:
         """Return the state, into which the values were read, and the account of its leaves."""
-        _require_equal_counts(self.equal_counts, self.read)
+        _require_equal_counts(self.equal_counts, self.read, self.where)
         kept: list[str] = []
         new: list[str] = []
         moved: dict[str, str] = {}
@@ -260,7 +261,7 @@ class ChangedTarget(Target):
             return self._empty(leaf)
         return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
 
-    def _require_fitting(self, where: str) -> None:
+    def _require_fitting(self) -> None:
         """Raise one error with all leaves that do not fit: they have a narrower dtype, or are shards with more rows."""
         problems: list[str] = []
         advice: dict[str, None] = {}  # each sentence once, in order
@@ -279,7 +280,7 @@ class ChangedTarget(Target):
         if problems:
             differences = "\n  ".join(first_of_each_kind(problems))
             to_do = "\n  ".join(advice)
-            text = f"{where} does not fit, nothing was loaded:\n  {differences}\nwhat to do:\n  {to_do}"
+            text = f"{self.where} does not fit, nothing was loaded:\n  {differences}\nwhat to do:\n  {to_do}"
             raise MismatchError(text, problems)
 
 
@@ -305,13 +306,15 @@ def _require_common_parameter(expected: Shapes, stored: Shapes, where: str) -> N
         )
 
 
-def _require_equal_counts(equal_counts: Mapping[str, list[str]], read: Mapping[str, Any]) -> None:
+def _require_equal_counts(equal_counts: Mapping[str, list[str]], read: Mapping[str, Any], where: str) -> None:
     """Raise if parameters with different step counts now have one transform, and so one count."""
     for name, stored_names in equal_counts.items():
         counts = {stored_name: read[stored_name].item() for stored_name in stored_names}
         if len(set(counts.values())) > 1:
             problem = f"{name!r} would be the step count of parameters with the counts {counts}"
-            raise MismatchError(f"{problem}, nothing was loaded; give these parameters a label of their own", [problem])
+            raise MismatchError(
+                f"{where}: {problem}, nothing was loaded; give these parameters a label of their own", [problem]
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------- the sources

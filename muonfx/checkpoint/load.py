@@ -183,12 +183,9 @@ def _load_state(
 
     ``like`` and the result may be this rank's local state of a sharded ``tx``. ``options`` are fields of the `Target`.
     """
-    local_tx: Sharded | None = None  # the sharded transform whose local state on this rank is ``like``
-    if isinstance(tx, Sharded) and not isinstance(like, StateSpec):
-        if group is None:
-            group = tx.layout.group
-        if not is_global(like):  # a rank without shards has no local leaves, and counts as global
-            local_tx = tx
+    if isinstance(tx, Sharded) and not isinstance(like, StateSpec) and group is None:
+        group = tx.layout.group
+    local_tx = local_transform(tx, like)
 
     def make_target() -> Target:
         """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
@@ -200,6 +197,15 @@ def _load_state(
     if local_tx is not None:
         loaded = from_global(local_tx, loaded)
     return loaded, stored_objects
+
+
+def local_transform(tx: Transform | None, like: PyTree | StateSpec) -> Sharded | None:
+    """Return the sharded transform whose local state on this rank is ``like``; None if ``like`` is a global state."""
+    if not isinstance(tx, Sharded) or isinstance(like, StateSpec):
+        return None
+    if is_global(like):  # also on a rank without shards, which has no local leaves
+        return None
+    return tx
 
 
 def require_no_arguments(tx: object, device: object) -> None:

@@ -304,8 +304,8 @@ def _lerp_by_tensor(xs: Tensors, ys: Tensors, weight: Tensor, *, reuse: bool) ->
     if _needs_separate_calls(xs):
         return _tensorwise(lambda x, y: lerp([x], [y], weight, reuse=reuse)[0], xs, ys)
     steps = torch._foreach_sub(ys, xs)
-    torch._foreach_mul_(steps, _fit(weight, xs))
-    return add(xs, list(steps), reuse=reuse)
+    weighted_steps = _foreach("mul", list(steps), _fit(weight, xs), reuse=True)
+    return add(xs, weighted_steps, reuse=reuse)
 
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:

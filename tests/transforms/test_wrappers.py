@@ -284,9 +284,10 @@ def test_what_an_update_of_zero_does_not_move_may_be_outside_of_accumulate(membe
     "inner",
     [
         mfx.adamw(0.1),
+        mfx.as_tensors(mfx.adamw(0.1)),
         mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(dtype=torch.float32), mfx.scale_by_learning_rate(0.1)),
     ],
-    ids=["adamw", "muon"],
+    ids=["adamw", "numbers in tensors", "muon"],
 )
 def test_a_compiled_accumulate_with_any_transform_inside_is_the_eager_one(inner: mfx.Transform):
     """Beyond tracing: AOT autograd failed for a function that overwrites a list in a branch of `torch.cond`."""
