@@ -83,7 +83,7 @@ class Names:
             self._visit_all(list(ast.iter_child_nodes(node)))
 
     def _visit_definition(self, node: ast.FunctionDef | ast.Lambda | ast.ClassDef) -> None:
-        """Visit a function or class: its own names are not those of the block."""
+        """Visit a function or class: its own names are not names of the block."""
         body: list[ast.AST] = list(node.body) if isinstance(node.body, list) else [node.body]
         outer: list[ast.AST] = []
         arguments: set[str] = set()
