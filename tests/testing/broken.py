@@ -116,6 +116,7 @@ OF_A_LEAF = {
     "is_not_matrixwise": (lambda u: u / (1 + u.abs().sum()), {"locality": MATRIX}),
     "cuts_the_graph": (lambda u: u.detach() * u * 2.0, {}),
     "cuts_the_graph_of_its_number": (lambda u, c: (u * getattr(c, "detach", lambda: c)()).to(u.dtype), {"factor": 2.0}),
+    "passes_its_number_to_lerp": (lambda u, weight: torch.lerp(torch.zeros_like(u), u, weight), {"factor": 0.5}),
     # false declarations
     "looks_at_the_number_of_dims": (lambda u: u * (0.5 if u.ndim >= 2 else 1.0), {}),
     "says_that_it_rounds": (

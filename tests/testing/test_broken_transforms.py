@@ -34,6 +34,7 @@ CAUGHT_BY = {
         "forgets_absent_gradients decays_the_state_of_absent_gradients treats_absent_gradients_as_zeros"
     ),
     "vmap_over_gradients_equals_a_loop": "branches_on_values",
+    "vmap_over_the_transform_equals_a_loop": "passes_its_number_to_lerp",
     "compiled_update_equals_eager": "branches_on_values",
     "element_transforms_see_one_element": (
         "is_not_elementwise is_elementwise_for_three_steps is_not_elementwise_in_bfloat16"
