@@ -59,6 +59,11 @@ ARGUMENTS_HERE = {
     "adam_b2": ("b2", "betas"),
     "adam_learning_rate": ("adamw_learning_rate", "adamw_lr"),
     "weight_decay_mask": ("mask",),
+    "init_value": ("start",),
+    "peak_value": ("peak",),
+    "end_value": ("end",),
+    "transition_steps": ("steps",),
+    "decay_steps": ("total_steps", "steps"),
 }
 """A dict from arguments in Optax or ``torch.optim`` to their names in muonfx."""
 

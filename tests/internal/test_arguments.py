@@ -275,6 +275,12 @@ FOREIGN = [
     (mfx.muon_with_adamw, "nesterov", "here: Muon's momentum always looks ahead; .*"),
     (mfx.muon_with_adamw, "adam_b1", r"here: adam=muonfx.scale_by_adam\(b1=\.\.\.\)"),
     (mfx.adamw, "betas", "'b1' or 'b2'"),
+    (mfx.linear_schedule, "init_value", "'start'"),
+    (mfx.linear_schedule, "transition_steps", "'steps'"),
+    (mfx.cosine_decay_schedule, "decay_steps", "'steps'"),
+    (mfx.warmup_cosine_decay_schedule, "decay_steps", "'total_steps'"),
+    (mfx.warmup_cosine_decay_schedule, "peak_value", "'peak'"),
+    (mfx.warmup_cosine_decay_schedule, "end_value", "'end'"),
 ]
 
 
