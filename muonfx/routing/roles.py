@@ -139,7 +139,7 @@ def _role(info: ParamInfo, gated_mlps: GatedMlps, projections: frozenset[str], s
         or _by_adapter(info)
         or _by_dims(info)
         or _by_name(info, gated_mlps, structure)
-        or _by_shape(info)
+        or _by_shape(info, structure)
         or _table(info, structure)
         or _first_or_last_layer(info, projections, structure)
         or _first_convolution(info)
@@ -494,19 +494,21 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
     return frozenset(projections)
 
 
-def _by_shape(info: ParamInfo) -> Decision | None:
+def _by_shape(info: ParamInfo, structure: Structure) -> Decision | None:
     """Return the decision for a shape without a matrix to orthogonalize; None if there is a matrix."""
     rows = info.shape[0]
     columns = prod(info.shape[1:])  # a tensor of more dims is flattened to (rows, columns)
     if rows == 1 or columns == 1:
         return Decision("vector", "a side of 1: a vector")
-    if info.ndim > 2 and info.shape[1] == 1:
+    reads_one_channel = module_path(info.name) in structure.read_one_channel  # such as gray images
+    if info.ndim > 2 and info.shape[1] == 1 and not reads_one_channel:
         return Decision("vector", "depthwise: one vector a channel")
     short, long = sorted(info.shape[:2])
     # Without a module type, a tensor of three dims may as well be a stack of matrices.
     may_be_stack = info.module is None and info.ndim == 3
     if short <= _IMAGE_CHANNELS and is_convolution(info) and not may_be_stack:
-        return Decision("other", f"convolution from or to {short} channels")
+        channels = "one channel" if short == 1 else f"{short} channels"
+        return Decision("other", f"convolution from or to {channels}")
     if info.ndim == 2 and 0 < short <= _FEW_FEATURES and long >= _MANY_TIMES_WIDER * short:
         return Decision("other", f"from or to {short} features")
     return None

@@ -81,6 +81,8 @@ class Structure(NamedTuple):
     """The paths of layers that may be heads: the widths alone do not show whether they are heads or hidden."""
     read_in_parts: Mapping[str, int] = {}
     """The number of vectors that a layer returns, 2 or 3, for the path of each layer that is read in parts."""
+    read_one_channel: frozenset[str] = frozenset()
+    """The paths of layers that read one channel. Their kernels have the shape of a depthwise convolution's."""
 
 
 _UNKNOWN_STRUCTURE = Structure()
@@ -98,11 +100,13 @@ def structure_of(model: object) -> Structure:
     layers = list(_layers_of(model, blocks))
     held_by_no_layer = frozenset(_held_by_no_layer(model))
     read_in_parts = _read_in_parts(layers, read_widths)
+    read_one_channel = frozenset({layer.path for layer in layers if layer.reads == 1 and not layer.is_grouped})
     if all(layer.block is None for layer in layers):
         return Structure(
             held_by_no_layer=held_by_no_layer,
             possible_heads=_possible_heads_without_blocks(layers, _widths_of_norms(model)),
             read_in_parts=read_in_parts,
+            read_one_channel=read_one_channel,
         )
     inputs = _inputs(layers)
     widths_read_outside = _widths_read_outside_blocks(layers, inputs, list(_norms_of(model, blocks)))
@@ -118,6 +122,7 @@ def structure_of(model: object) -> Structure:
         read_in_their_block=_read_in_their_block(layers),
         possible_heads=frozenset(possible_heads),
         read_in_parts=read_in_parts,
+        read_one_channel=read_one_channel,
     )
 
 

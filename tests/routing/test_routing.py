@@ -546,6 +546,20 @@ def test_packed_attention_is_a_matrix_and_a_depthwise_convolution_is_not():
     assert image.reason("conv1.weight") == "convolution from or to 3 channels"
 
 
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_a_convolution_of_gray_images_is_not_depthwise(blocks: int):
+    model = build({"stem": nn.Conv2d(1, 16, 4, 4), "dw": nn.Conv2d(16, 16, 3, groups=16), "single": nn.Conv1d(1, 1, 3)})
+    for index in range(blocks):
+        block = nn.Sequential(nn.Conv2d(16, 16, 3, groups=16), nn.Linear(16, 32), nn.Linear(32, 16))
+        model.add_module(f"block{index}", nn.ModuleList([block, block]))
+    found = default_labels(model)
+    assert found.reason("stem.weight") == "convolution from or to one channel"
+    assert found.reason("dw.weight") == "depthwise: one vector a channel"
+    roles = default_labels(model, roles=True)
+    assert roles["stem.weight"] == "other"
+    assert roles["dw.weight"] == roles["single.weight"] == "vector"
+
+
 def test_parametrized_layers_keep_their_type():
     model = build(
         {"table": parametrizations.orthogonal(nn.Embedding(8, 4)), "fc1": parametrizations.weight_norm(lin(8, 4))}
