@@ -190,6 +190,9 @@ _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
     """Return the labels of the parameters of an optimizer, with the reasons and views in its transform."""
+    wrapped = getattr(optimizer, "optimizer", None)  # accelerate wraps the optimizer, and copies its groups only
+    if isinstance(wrapped, torch.optim.Optimizer):
+        return _of_optimizer(wrapped)
     groups = tuple(optimizer.param_groups)
     if any("param_names" not in group or "label" not in group for group in groups):
         raise TypeError(

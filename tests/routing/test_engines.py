@@ -199,3 +199,13 @@ def test_no_factor_of_an_adapter_goes_to_muon(kind, settings):
     assert {labels[name] for name in trained} == {"adamw"}, {n: labels.reason(n) for n in trained}
     by_name = mfx.routing.default_labels_by_name({name: torch.zeros(8, 8) for name in trained})
     assert set(by_name.values()) == {"adamw"}
+
+
+def test_describe_of_an_optimizer_that_accelerate_has_wrapped_has_the_reasons():
+    accelerate = pytest.importorskip("accelerate")
+    optimizer = mfx.Muon(nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)), lr=1e-3)
+    try:
+        wrapped = accelerate.Accelerator(cpu=True).prepare(optimizer)
+        assert str(mfx.describe(wrapped)) == str(mfx.describe(optimizer))
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
