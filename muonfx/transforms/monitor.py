@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -146,7 +146,8 @@ def metrics(state: PyTree) -> dict[str, Tensor]:
     """Return the latest values of all `monitor` transforms in a state, as a dict from "name/metric" to a 0-d tensor.
 
     Args:
-        state: the state of a chain, or of any transform that contains monitors.
+        state: the state of a chain, or of any transform that contains monitors; or a `TransformOptimizer`, for its
+            state.
 
     Raises:
         ValueError: two monitors have the same name.
@@ -155,6 +156,8 @@ def metrics(state: PyTree) -> dict[str, Tensor]:
     >>> list(metrics(mfx.chain(mfx.monitor("grad")).init({"w": torch.zeros(2)})))
     ['grad/norm', 'grad/rms']
     """
+    if isinstance(state, torch.optim.Optimizer):
+        state = cast("Any", state).transform_state
     values: dict[str, Tensor] = {}
     for monitor_state in tree.get_all(state, MonitorState).values():
         shared_keys = values.keys() & monitor_state.values.keys()

@@ -542,3 +542,12 @@ def test_frozen_models_and_missing_gradients_do_nothing(given: Any):
 def test_only_a_layout_or_a_function_that_makes_one_will_do(layout: Any):
     with pytest.raises(TypeError, match=r"layout must be a muonfx\.sharding layout, or a function"):
         mfx.TransformOptimizer(nn.Linear(2, 2), mfx.scale(-0.1), layout=layout)
+
+
+def test_metrics_of_an_optimizer_are_those_of_its_state():
+    param = torch.nn.Parameter(torch.ones(2))
+    tx = mfx.skip_nonfinite(mfx.chain(mfx.monitor("grad", ("norm",)), mfx.scale(-0.1)))
+    optimizer = mfx.TransformOptimizer({"w": param}, tx)
+    param.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    assert mfx.metrics(optimizer) == mfx.metrics(optimizer.transform_state) == {"grad/norm": torch.tensor(5.0)}
