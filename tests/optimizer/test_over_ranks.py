@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -270,6 +270,33 @@ def set_gradients(params: Any, wanted: Any, step: int, *, absent_here: bool = Fa
         if isinstance(param, DTensor):
             grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
         param.grad = None if name == "back.bias" and absent_here else grad.clone()
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+@quiet()
+def test_a_model_of_mixed_precision_has_the_steps_of_one_process(here: Here, reduce_dtype: torch.dtype):
+    """The forward pass is in bfloat16. Parameters and gradients of the optimizer are shards in float32."""
+    net = made()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    for name in BLOCKS:
+        fully_shard(getattr(net, name), mesh=here.mesh, mp_policy=policy)
+    fully_shard(net, mesh=here.mesh, mp_policy=policy)
+    optimizer = mfx.TransformOptimizer(named(net), chains(made())["by label"])
+    one, other = optimized(None, here, groups="one")
+    params, wanted = named(net), named(one)
+    for step in range(3):
+        tokens, targets = batch(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(tokens).float(), targets).backward()
+        for name, like in wanted.items():
+            grad = params[name].grad
+            like.grad = None if grad is None else whole(grad)
+        optimizer.step()
+        other.step()
+        for name, param in params.items():
+            assert param.dtype is torch.float32, name
+            assert torch.equal(whole(param), wanted[name].detach()), (step, name)
 
 
 @on_ranks(4)
