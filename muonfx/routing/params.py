@@ -147,14 +147,16 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
         for leaf, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
             name = joined(path, leaf)
             owner = modules[module_path(name)]  # of a parametrized weight, the module that has the parametrization
-            of_tensor = names_of_tensor.setdefault(id(tensor), _Names(tensor, names=[], module_types=[]))
-            of_tensor.names.append(name)
-            of_tensor.module_types.append(written_type(owner))
+            if id(tensor) not in names_of_tensor:
+                names_of_tensor[id(tensor)] = _Names(tensor, names=[], module_types=[])
+            names_and_types = names_of_tensor[id(tensor)]
+            names_and_types.names.append(name)
+            names_and_types.module_types.append(written_type(owner))
     infos: list[ParamInfo] = []
-    for tensor, names, module_types in names_of_tensor.values():
-        name, *tied = names
-        module_type, *tied_modules = module_types
-        infos.append(_info(name, tensor, tuple(tied), module_type, tuple(tied_modules)))
+    for names_and_types in names_of_tensor.values():
+        name, *tied = names_and_types.names
+        module_type, *tied_modules = names_and_types.module_types
+        infos.append(_info(name, names_and_types.tensor, tuple(tied), module_type, tuple(tied_modules)))
     return tuple(infos)
 
 
