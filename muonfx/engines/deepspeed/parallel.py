@@ -67,10 +67,10 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
     shape = whole_shape_of(param)
     shards: list[ShardPosition] = []
     for rank in range(size):
-        spans: list[list[Span]] = [[(0, length)] for length in shape]
+        spans: list[list[Span]] = [[(0, length)] for length in shape]  # for each dim, the indices: all of them
         spans[dim] = _spans_of_rank(widths, rank)
         shards.append(ShardPosition.grid(spans))
-    # The shards must be disjoint, and one of them must be on this rank.
+    # The shards must be disjoint, and one of them must have the shape of this rank's shard.
     numel_of_shards = sum(shard.numel for shard in shards)
     shapes = {shard.shape for shard in shards}
     if numel_of_shards != ShardPosition.whole(shape).numel or local_shape_of(param) not in shapes:

@@ -31,6 +31,8 @@ class GroupRates:
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if a scheduler has given all groups the same learning rate.
 
+        DeepSpeed may pass one group in each call. The rates are compared when all groups of a step have been passed.
+
         A rate that is equal in all groups, and not above any requested rate, may be the start of a warmup. It is
         reported as a warning; the error is raised if a later rate is equal in all groups, too.
         """
@@ -42,7 +44,7 @@ class GroupRates:
             return  # the other groups of this step follow
         rates = set(self._rate_of_group.values())
         self._rate_of_group.clear()
-        if len(rates) > 1:
+        if len(rates) > 1:  # the scheduler has a rate for each group, and will have one in all steps
             self._needs_checks = False
         else:
             self._check_common_rate(rates.pop())
