@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, TypeAlias, TypeGuard, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -179,11 +179,12 @@ def _named_values(params: object) -> Iterable[tuple[str, object]]:
             )
         return pairs
     if isinstance(params, Mapping):
-        params = dict(cast("Mapping[object, object]", params))
-        has_tensors = all(value is None or isinstance(value, torch.Tensor) for value in params.values())
-        pairs = list(params.items())
+        value_of = dict(cast("Mapping[object, object]", params))
+        has_tensors = all(value is None or isinstance(value, torch.Tensor) for value in value_of.values())
+        pairs = list(value_of.items())
         if has_tensors and _is_pairs(pairs):
             return pairs  # in this order; the names of a pytree would be sorted
+        return tree.named_leaves(value_of)
     if _is_pairs(params):
         return params
     return tree.named_leaves(params)
@@ -193,11 +194,8 @@ def _is_pairs(params: object) -> TypeGuard[Sequence[tuple[str, object]]]:
     """Return True for a list or tuple of (name, value) pairs."""
     if not isinstance(params, list | tuple):
         return False
-    for item in cast("Sequence[object]", params):
-        if not isinstance(item, tuple):
-            return False
-        pair = cast("tuple[object, ...]", item)
-        if len(pair) != 2 or not isinstance(pair[0], str):
+    for pair in cast("Sequence[Any]", params):
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             return False
     return True
 

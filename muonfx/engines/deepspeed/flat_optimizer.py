@@ -214,10 +214,7 @@ class FlatOptimizer:
 
         ``to_load`` is False to save the parameters: then shards that another rank saves are empty.
         """
-        params: dict[str, Any] = {}
-        for name, param in self._params().items():
-            params[name] = self.flat.with_position(name, param, to_load=to_load)
-        return params
+        return {name: self.flat.with_position(name, param, to_load=to_load) for name, param in self._params().items()}
 
     def global_leaves(self, states: States, *, to_load: bool) -> list[Any]:
         """Return the leaves of the optimizer state: whole tensors, or shards with their positions (`FlatShard`).
@@ -275,13 +272,15 @@ def _state_leaves_of(state: PyTree, all_params: Mapping[str, None], params: Name
 
     Args:
         state: a new state.
-        all_params: a dict with the names of all parameters of the model.
+        all_params: a dict whose keys are the names of all parameters of the model; its values are not read.
         params: the parameters of the flat tensor, or their shards, by name.
     """
     state_leaves: list[_StateLeaf] = []
     owners = ownership_of(state, all_params)
-    for path, (name, path_without_name), leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
+    for path, owner, leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
+        name = owner.parameter
         if leaf is not None and name is not None and name in params and leaf.shape == params[name].shape:
+            path_without_name = owner.path
             state_leaves.append(_StateLeaf(path_of(path_without_name), name))
         else:
             state_leaves.append(_StateLeaf(path_of(path), None))

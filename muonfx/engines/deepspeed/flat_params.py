@@ -139,9 +139,7 @@ def locate(
         shard_shapes={name: layout.position(name).shape for name in partition.intervals},
         saved_elsewhere=partition.saved_elsewhere,
     )
-    misplaced_name = partition.misplaced_name
-    if misplaced_name is None:
-        misplaced_name = _name_of_differing(flat, params)
+    misplaced_name = partition.misplaced_name or _name_of_differing(flat, params)
     # The mapping may be wrong on some ranks only. All ranks exchange the name, so that all of them raise.
     for name in gather_objects(misplaced_name, partition.group):
         if name is not None:
@@ -240,16 +238,19 @@ def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partitio
 def _start_in_buffer(interval_of_rank: Sequence[FlatInterval], length: int, numel: int) -> int | None:
     """Return where a parameter of ``numel`` elements begins in the buffer, the concatenated flat tensors of all ranks.
 
-    The flat tensor of each rank has ``length`` elements. The result is None if the mapping of DeepSpeed is wrong: it
-    is right if all ranks agree on the start, and together hold every element once.
+    The flat tensor of each rank has ``length`` elements. If rank 1 has a flat tensor of 12 elements, which begins with
+    element 4 of the parameter, the parameter begins at 12 + 0 - 4 = 8.
+
+    The result is None if the mapping of DeepSpeed is wrong: it is right if all ranks agree on the start, and together
+    hold every element once.
     """
     if numel == 0:  # AutoTP gives a rank no rows if there are fewer heads than ranks
         return 0
     starts: set[int] = set()
     for rank, interval in enumerate(interval_of_rank):
         if interval.length:
-            start_of_interval = rank * length + interval.start_in_flat
-            starts.add(start_of_interval - interval.start_in_param)
+            interval_in_buffer = rank * length + interval.start_in_flat
+            starts.add(interval_in_buffer - interval.start_in_param)
     mapped_elements = sum(interval.length for interval in interval_of_rank)
     if len(starts) != 1 or mapped_elements != numel:
         return None
@@ -287,7 +288,7 @@ def _partition_of_stage_3(flat_tensor: Tensor, params: NamedTensors, engine: Any
 
     ``flat_tensor`` concatenates the shards of this rank. ``engine`` is DeepSpeed's own optimizer of stage 3.
     """
-    flat_ids = list(map(id, engine.fp32_partitioned_groups_flat))
+    flat_ids = list(map(id, engine.fp32_partitioned_groups_flat))  # by identity: ``==`` of tensors compares elements
     members: list[Any] = engine.fp16_groups[flat_ids.index(id(flat_tensor))]  # the parameters in ``flat_tensor``
     name_of = {id(param): name for name, param in params.items()}
     group = members[0].ds_process_group

@@ -22,7 +22,7 @@ class GroupRates:
         self._requested = _labels_and_rates(groups)
         """The label and the rate of each group at construction, such as ``("muon", 0.02)``."""
         self._needs_checks = _have_different_rates(self._requested)
-        """False if the groups were made with one rate, or a scheduler has given them different rates in a step."""
+        """True if the groups were made with different rates, until a scheduler gives them different rates in a step."""
         self._rate_of_group: dict[tuple[str, ...], float] = {}
         """The rates in this step, by the parameter names of the group: DeepSpeed steps on one group at a time."""
         self._warned_rate: float | None = None
