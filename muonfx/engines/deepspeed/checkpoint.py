@@ -170,27 +170,21 @@ class _Values(NamedTuple):
         If another rank alone has "up.weight", the leaf at ("momentum", "trace", "up.weight") is an empty `FlatShard`.
         """
         global_name_of = global_names(optimizer.model)
-        flat_optimizers = optimizer.all_flat_optimizers()
         params: dict[str, Any] = {}
-        leaves: list[Any] = []
-        for flat_optimizer in flat_optimizers:
-            # Every flat optimizer returns a leaf for each parameter of the model: None for those of other ones.
-            leaves_of_flat = flat_optimizer.global_leaves(optimizer.state, to_load=to_load)
-            if leaves:  # of earlier flat optimizers
-                leaves_of_flat = list(map(_merged, leaves, leaves_of_flat))
-            leaves = leaves_of_flat
+        leaf_of_path: dict[tuple[Any, ...], Any] = {}
+        for flat_optimizer in optimizer.all_flat_optimizers():
+            # All flat optimizers have the same paths. The leaf at a path is None in those without the parameter.
+            leaves = flat_optimizer.global_leaves(optimizer.state, to_load=to_load)
+            for state_path, leaf in zip(flat_optimizer.state_paths, leaves, strict=True):
+                path = _renamed(state_path, global_name_of)
+                leaf_of_path[path] = _merged(leaf_of_path.get(path), leaf)
             for name, param in flat_optimizer.global_params(to_load=to_load).items():
                 params[global_name_of.get(name, name)] = param
-        paths: list[tuple[Any, ...]] = []
-        if flat_optimizers:  # a pipeline stage may have no parameters
-            # Paths such as ("momentum", "trace", "up.weight"), which are the same in every flat optimizer.
-            paths = [_renamed(path, global_name_of) for path in flat_optimizers[0].state_paths]
-        leaf_of_path = dict(zip(paths, leaves, strict=True))
         local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
         return cls(
             params=_with_leaves_of_others(params),
             state=_nested(_with_leaves_of_others(local_leaves)),
-            paths=paths,
+            paths=list(leaf_of_path),
             tx=_common_transform(optimizer.tx, has_own_names=bool(global_name_of)),
         )
 

@@ -213,8 +213,8 @@ class _Partition(NamedTuple):
 def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partition:
     """Return the partition of stages 1 and 2: the parameters are concatenated, and each rank has an equal interval.
 
-    Two ranks with flat tensors of 12 elements have the elements 0 to 11 and 12 to 23 of this buffer. A parameter may be
-    on both: its elements 8 to 15 there.
+    If this buffer has 24 elements, rank 0 has the elements 0 to 11 and rank 1 the elements 12 to 23, each as its flat
+    tensor. A parameter with the elements 8 to 15 of the buffer is on both ranks.
     """
     intervals = _local_intervals(params)
     group = _data_group(flat_tensor, params)
