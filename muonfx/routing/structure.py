@@ -329,7 +329,7 @@ def _first_in_blocks(layers: Sequence[Layer]) -> dict[str, int]:
         if layer.block is None:
             continue
         for path in _with_ancestors(layer.block):
-            if path != layer.block:
+            if path != layer.block:  # a module around the block
                 first_in_blocks.setdefault(path, index)
     return first_in_blocks
 

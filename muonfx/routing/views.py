@@ -321,7 +321,7 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
         if pattern is not None:
             return Matrices(MatrixView(pattern), _joined(storage.note, fused.parts))
         note = f"{fused.parts}, of sizes that do not fit {rows} rows: not split"
-        return Matrices(MatrixView(_undivided(storage.pattern)), _joined(storage.note, note))
+        return Matrices(MatrixView(_pattern_of_one_matrix(storage.pattern)), _joined(storage.note, note))
     return None
 
 
@@ -331,7 +331,7 @@ def _of_unknown_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Laye
     The pattern is only suggested to the user, in a note. ``read_parts`` is the number of parts in which other layers
     read the outputs of the layer; None if they read them as a whole.
     """
-    view = MatrixView(_undivided(storage.pattern))
+    view = MatrixView(_pattern_of_one_matrix(storage.pattern))
     number_of_parts = _parts_of_projection(layers)
     if number_of_parts is None:
         number_of_parts = _parts_of_modulation(info.shape, layers)
@@ -345,7 +345,7 @@ def _of_unknown_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Laye
     return Matrices(view, _joined(storage.note, advice), suspected=splitting_pattern)
 
 
-def _undivided(stored: str) -> str | None:
+def _pattern_of_one_matrix(stored: str) -> str | None:
     """Return the pattern of one matrix in this order; None for (out, in) and (out, ...), the default."""
     if stored in (_PLAIN, _CONVOLUTION):
         return None
