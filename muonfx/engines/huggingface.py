@@ -67,9 +67,9 @@ class MuonFactory:
         if deepspeed_config is None:
             optimizer = Muon(model, **with_parts(options))
         else:
-            optimizer = deepspeed.Muon(model, **options)
+            optimizer = deepspeed.Muon(model, **options)  # converts the options itself
             require_rates_by_group(deepspeed_config, optimizer.param_groups)
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # the optimizer has no argument for the epsilon
             if eps is not None and "eps" in group:
                 group["eps"] = eps
         return optimizer

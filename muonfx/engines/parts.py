@@ -37,11 +37,10 @@ def _orthogonalize(options: Mapping[str, Any]) -> Transform:
     """Return `muonfx.orthogonalize` with arguments from a JSON or YAML file."""
     arguments: dict[str, Any] = {}
     for name, value in options.items():
-        dtype = getattr(torch, str(value), None)  # torch.float32 for "float32"
         if name == "view" and isinstance(value, str | Mapping):
             arguments[name] = MatrixView(cast("str | Mapping[str, str]", value))
-        elif name == "dtype" and isinstance(dtype, torch.dtype):
-            arguments[name] = dtype
+        elif name == "dtype" and isinstance(getattr(torch, str(value), None), torch.dtype):
+            arguments[name] = getattr(torch, str(value))  # torch.float32 for "float32"
         else:
             arguments[name] = _with_tuples(value)
     return orthogonalize(**arguments)

@@ -81,10 +81,12 @@ def _container() -> Any:
             return {canonical_fqn(key): value for key, value in state.items()}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            # Undo the renaming of `state_dict`, since the base class reads the keys of its own state dict.
             renamed = dict(state_dict)
-            for key in super().state_dict():  # the base class looks up these keys, without canonical names
-                if canonical_fqn(key) in renamed:
-                    renamed[key] = renamed.pop(canonical_fqn(key))
+            for key in super().state_dict():
+                canonical_key = canonical_fqn(key)
+                if canonical_key in renamed:
+                    renamed[key] = renamed.pop(canonical_key)
             super().load_state_dict(renamed)
 
     return MuonContainer

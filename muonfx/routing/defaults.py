@@ -112,13 +112,13 @@ def default_labels(
         return labels
     problems = ""
     if hidden and not isinstance(model_or_params, nn.Module):
-        problems += _without_module_types(hidden)
-    problems += _of_many_dims(hidden, labels)
+        problems += _text_without_module_types(hidden)
+    problems += _text_of_many_dims(hidden, labels)
     if problems:
         warn_caller(f"default_labels{problems}")
     if possible_heads:
         options = _options_text(muon, other, roles)
-        warn_caller(_without_a_head(possible_heads, label_of_role, rules, options))
+        warn_caller(_text_without_head(possible_heads, label_of_role, rules, options))
     return labels
 
 
@@ -131,7 +131,7 @@ def _options_text(muon: Label, other: Label, roles: bool) -> str:
     return ""
 
 
-def _without_module_types(hidden: Sequence[ParamInfo]) -> str:
+def _text_without_module_types(hidden: Sequence[ParamInfo]) -> str:
     names = format_list([info.name for info in hidden])
     return (
         f" saw names and shapes, without module types, and labelled these as hidden matrices: {names}. An embedding or "
@@ -140,7 +140,7 @@ def _without_module_types(hidden: Sequence[ParamInfo]) -> str:
     )
 
 
-def _of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
+def _text_of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
     """Return a part of a warning about hidden parameters of three or more dims, whose reason is unknown; or ""."""
     views = labels.views
     names_and_shapes: list[str] = []
@@ -164,7 +164,7 @@ def _name_and_shape(info: ParamInfo) -> str:
     return f"{info.name!r} {info.shape}"
 
 
-def _without_a_head(
+def _text_without_head(
     possible_heads: Sequence[ParamInfo], label_of_role: Mapping[Role, Label], rules: Sequence[Rule], options: str
 ) -> str:
     """Return a warning that layers that may be heads were labelled as hidden, with the argument that changes it.
@@ -251,29 +251,29 @@ def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dic
 def _labels(model_or_params: Params, rules: Sequence[Rule], label_of_role: Mapping[Role, Label]) -> _DefaultLabels:
     """Label the parameters by the user's rules, then by their roles."""
     infos, absent = read_params(model_or_params)
-    label_by_rule = apply_rules(infos, rules, "user rule")  # with the reason, as all labels here
+    label_by_rule = apply_rules(infos, rules, "user rule")
     structure = structure_of(model_or_params)
     decisions = roles_of(infos, structure)
-    label_by_role: dict[str, tuple[Label, str]] = {}
+    labels_with_reasons: dict[str, tuple[Label, str]] = {}
     hidden: list[ParamInfo] = []
     for info in infos:
         role, reason = decisions[info.name]
-        if not info.requires_grad:
-            label_by_role[info.name] = (None, "frozen")
+        if info.name in label_by_rule:
+            labels_with_reasons[info.name] = label_by_rule[info.name]
+        elif not info.requires_grad:
+            labels_with_reasons[info.name] = (None, "frozen")
         else:
-            label_by_role[info.name] = (label_of_role[role], reason)
-            if role == "hidden" and info.name not in label_by_rule:
+            labels_with_reasons[info.name] = (label_of_role[role], reason)
+            if role == "hidden":
                 hidden.append(info)
-    possible_heads: list[ParamInfo] = []
     # A head by its structure may have another role, such as "vector" for a head that returns one number.
     has_head = bool(structure.heads) or _has_head(infos, decisions, label_by_rule, label_of_role["hidden"])
+    possible_heads: list[ParamInfo] = []
     if not has_head:
         possible_heads = [info for info in hidden if module_path(info.name) in structure.possible_heads]
     # Only hidden matrices are divided.
     whole_labels = {label_of_role[role] for role in ROLES if role != "hidden"}
-    labels = make_labels(
-        model_or_params, infos, label_by_role | label_by_rule, absent, structure.read_in_parts, whole_labels
-    )
+    labels = make_labels(model_or_params, infos, labels_with_reasons, absent, structure.read_in_parts, whole_labels)
     return _DefaultLabels(labels, hidden, possible_heads)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, TypeAlias, TypeGuard, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -147,14 +147,16 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
         for leaf, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
             name = joined(path, leaf)
             owner = modules[module_path(name)]  # of a parametrized weight, the module that has the parametrization
-            of_tensor = names_of_tensor.setdefault(id(tensor), _Names(tensor, names=[], module_types=[]))
-            of_tensor.names.append(name)
-            of_tensor.module_types.append(written_type(owner))
+            if id(tensor) not in names_of_tensor:
+                names_of_tensor[id(tensor)] = _Names(tensor, names=[], module_types=[])
+            names_and_types = names_of_tensor[id(tensor)]
+            names_and_types.names.append(name)
+            names_and_types.module_types.append(written_type(owner))
     infos: list[ParamInfo] = []
-    for tensor, names, module_types in names_of_tensor.values():
-        name, *tied = names
-        module_type, *tied_modules = module_types
-        infos.append(_info(name, tensor, tuple(tied), module_type, tuple(tied_modules)))
+    for names_and_types in names_of_tensor.values():
+        name, *tied = names_and_types.names
+        module_type, *tied_modules = names_and_types.module_types
+        infos.append(_info(name, names_and_types.tensor, tuple(tied), module_type, tuple(tied_modules)))
     return tuple(infos)
 
 
@@ -177,11 +179,12 @@ def _named_values(params: object) -> Iterable[tuple[str, object]]:
             )
         return pairs
     if isinstance(params, Mapping):
-        params = dict(cast("Mapping[object, object]", params))
-        has_tensors = all(value is None or isinstance(value, torch.Tensor) for value in params.values())
-        pairs = list(params.items())
+        value_of = dict(cast("Mapping[object, object]", params))
+        has_tensors = all(value is None or isinstance(value, torch.Tensor) for value in value_of.values())
+        pairs = list(value_of.items())
         if has_tensors and _is_pairs(pairs):
             return pairs  # in this order; the names of a pytree would be sorted
+        return tree.named_leaves(value_of)
     if _is_pairs(params):
         return params
     return tree.named_leaves(params)
@@ -191,11 +194,8 @@ def _is_pairs(params: object) -> TypeGuard[Sequence[tuple[str, object]]]:
     """Return True for a list or tuple of (name, value) pairs."""
     if not isinstance(params, list | tuple):
         return False
-    for item in cast("Sequence[object]", params):
-        if not isinstance(item, tuple):
-            return False
-        pair = cast("tuple[object, ...]", item)
-        if len(pair) != 2 or not isinstance(pair[0], str):
+    for pair in cast("Sequence[Any]", params):
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             return False
     return True
 

@@ -144,14 +144,14 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
         return _of_optimizer(what)
     if params is not None:
         return _of_labels(what, params)
-    if _is_labels(what):
+    if _is_labels(what):  # without parameters
         raise TypeError(
             "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
         )
-    params = what
-    if isinstance(params, Iterator):  # such as model.named_parameters(), which can be read only once
-        params = list(params)
-    return _of_labels(default_labels(params), params)
+    model_or_params = what
+    if isinstance(model_or_params, Iterator):  # such as model.named_parameters(), which can be read only once
+        model_or_params = list(model_or_params)
+    return _of_labels(default_labels(model_or_params), model_or_params)
 
 
 def _of_labels(labels: object, params: Params) -> Routing:
@@ -199,7 +199,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
             f"describe: found {type(optimizer).__name__}, whose groups have no names and labels, expected a "
             "muonfx.TransformOptimizer, or muonfx.Muon"
         )
-    transforms: list[Transform] = []
+    transforms: list[Transform] = []  # the transform of the optimizer, and all transforms within it
     tx = getattr(optimizer, "tx", None)
     if isinstance(tx, Transform):
         transforms += within(tx)
@@ -299,26 +299,26 @@ def _order_text(view: MatrixView) -> str:
 def _matrices_text(shape: tuple[int, ...], view: MatrixView) -> str:
     """Return the number and sides of the matrices of a parameter of this shape.
 
-    It is such as "16 x 8", "4 of 16 x 8" for a stack, and "(16 + 4) x 8" for two matrices of 8 columns.
+    Examples are "16 x 8", "4 of 16 x 8" for a stack, and "(16 + 4) x 8" for two matrices of 8 columns each. If the
+    numbers of columns or of matrices differ, the text is "1 of 16 x 8 + 1 of 4 x 2".
     """
     (pattern,) = view.of([""])  # the view of one parameter: its pattern applies to any name
-    texts: list[str] = []
-    row_counts: list[str] = []
-    batches_and_columns: set[tuple[tuple[int, ...], int]] = set()
-    for stack in split(pattern, torch.empty(shape, device="meta"), ""):
-        *batch, rows, columns = stack.shape
-        texts.append(f"{prod(batch)} of {rows} x {columns}")
-        row_counts.append(str(rows))
-        batches_and_columns.add((tuple(batch), columns))
-    if len(batches_and_columns) > 1:  # they cannot be written as a sum of rows
+    stacks = split(pattern, torch.empty(shape, device="meta"), "")
+    shapes_without_rows = {(*stack.shape[:-2], stack.shape[-1]) for stack in stacks}
+    if len(shapes_without_rows) > 1:  # a sum of rows cannot show what differs
+        texts: list[str] = []
+        for stack in stacks:
+            *batch, rows, columns = stack.shape
+            texts.append(f"{prod(batch)} of {rows} x {columns}")
         return " + ".join(texts)
-    ((batch, columns),) = batches_and_columns
-    sum_of_rows = " + ".join(row_counts)
-    if len(row_counts) > 1:
+    *batch, _, columns = stacks[0].shape
+    sum_of_rows = " + ".join([str(stack.shape[-2]) for stack in stacks])
+    if len(stacks) > 1:
         sum_of_rows = f"({sum_of_rows})"
+    text = f"{sum_of_rows} x {columns}"
     if prod(batch) > 1:
-        return f"{prod(batch)} of {sum_of_rows} x {columns}"
-    return f"{sum_of_rows} x {columns}"
+        return f"{prod(batch)} of {text}"
+    return text
 
 
 def _shown(label: Label) -> str:

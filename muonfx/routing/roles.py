@@ -182,12 +182,12 @@ def _by_dims(info: ParamInfo) -> Decision | None:
 
 
 def _table(info: ParamInfo, structure: Structure) -> Decision | None:
-    """Return the decision for a 2-D parameter that is not the weight of a layer, a table; None for another parameter.
+    """Return the decision for a table such as ``pos_embed``: a 2-D parameter that is not the weight of a layer.
 
-    A parameter with the name of a matrix, such as ``c_fc``, is no table.
+    The result is None for another parameter. A parameter with the name of a matrix, such as ``c_fc``, is no table.
     """
-    is_of_no_layer = not structure.held_by_no_layer.isdisjoint({info.name, *info.tied})
-    if info.ndim != 2 or not is_of_no_layer:
+    is_held_by_no_layer = any(name in structure.held_by_no_layer for name in (info.name, *info.tied))
+    if info.ndim != 2 or not is_held_by_no_layer:
         return None
     if _is_named_as_a_matrix(_layer_or_leaf(_components(info.name))):
         return None
@@ -278,8 +278,10 @@ def _by_one_name(name: str, info: ParamInfo, gated_mlps: GatedMlps, structure: S
         norm_component = _norm_component(components)
     head_component = _head_component(components)
     is_read_in_block = module_path(name) in structure.read_in_their_block
+    # In ``blocks.0.q_head``, another layer of the block reads the outputs, so that the layer is hidden in spite of its
+    # name. In ``cls_head.blocks.0.fc``, the module around the layer has the name of a head, which still counts.
     if is_read_in_block and head_component == _layer_or_leaf(components):
-        head_component = None  # the layer is hidden; a module around it may still have the name of a head
+        head_component = None
     candidates: list[tuple[Role, str | None]] = [
         ("embedding", _embedding_component(components)),
         ("vector", _vector_component(components)),
@@ -417,7 +419,10 @@ def _is_top_head(layer: str) -> bool:
 
 
 def _is_head(words: list[str]) -> bool:
-    """Return True if the words of a name component are of an output head: ["lm", "head"], but not ["q", "head"]."""
+    """Return True if the words of a name component are of an output head: ["lm", "head"], but not ["q", "head"].
+
+    The words that decide are in constants of this file, such as "head" and "classifier" in `_HEAD_WORDS`.
+    """
     if not words:
         return False
     if "_".join(words) in _HEADS:  # a name that is a head only as a whole: cls_score, qa_outputs
@@ -426,8 +431,8 @@ def _is_head(words: list[str]) -> bool:
         return True
     if _ends_in(words, _HEAD_WORDS):
         return not _is_head_of_attention(words)
-    # After a head word at the beginning, certain words may follow: head_linear, but not head_norm.
-    return words[0] in _HEAD_WORDS and _AFTER_HEAD.issuperset(words[1:])
+    # A head word at the beginning, and only the words of a layer after it: head_linear, but not head_norm.
+    return words[0] in _HEAD_WORDS and all(word in _AFTER_HEAD for word in words[1:])
 
 
 def _is_head_of_attention(words: list[str]) -> bool:
@@ -448,19 +453,21 @@ def _layer_of_model(components: list[str]) -> str | None:
 
 
 def _router_component(components: list[str], ndim: int, gated_mlps: GatedMlps) -> str | None:
-    """Return the name component of a router of experts, such as "gate"; None if there is none.
+    """Return the name component of a router of experts, such as "router" or "gate"; None if there is none.
 
-    A ``gate`` is not a router, but a part of an MLP, if it is inside an expert, or if ``gated_mlps`` contains the path
-    of its module and ``ndim``, the number of dims of the parameter.
+    A ``gate`` may also be a layer of a gated MLP. It is one inside an expert, as ``experts.0.gate``, or next to ``up``
+    and ``down`` with as many dims: ``mlp.gate`` of ``ndim`` 2 if ``gated_mlps`` contains ("mlp", 2).
     """
     for index, component in enumerate(components):
         words = _words(component)
         if not {"router", "routing"}.isdisjoint(words):
             return component
+        if "_".join(words) not in _ROUTERS:
+            continue
         modules_around = components[:index]
         is_inside_expert = _is_inside(modules_around, {"expert", "experts"})
-        is_of_mlp = is_inside_expert or (".".join(modules_around), ndim) in gated_mlps
-        if "_".join(words) in _ROUTERS and not is_of_mlp:
+        is_in_gated_mlp = (".".join(modules_around), ndim) in gated_mlps
+        if not is_inside_expert and not is_in_gated_mlp:
             return component
     return None
 
@@ -484,9 +491,10 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
     """
     names_of_module: dict[str, set[str]] = {}
     for info in infos:
-        *module, layer_name = _path_to_layer(_components(info.name))
-        if info.ndim > 1 and not _PROJECTIONS.isdisjoint(_words(layer_name)):
-            names_of_module.setdefault(".".join(module), set()).add(info.name)
+        path = _path_to_layer(_components(info.name))  # ["attn", "query"]
+        if info.ndim > 1 and not _PROJECTIONS.isdisjoint(_words(path[-1])):
+            attention = ".".join(path[:-1])
+            names_of_module.setdefault(attention, set()).add(info.name)
     projections: set[str] = set()
     for names in names_of_module.values():
         if len(names) > 1:
@@ -527,8 +535,9 @@ def _first_convolution(info: ParamInfo) -> Decision | None:
         if _is_first_of_speech_encoder(components):
             return Decision("other", "convolution of the input (name component 'conv_layers', the first)")
         layer_name = _layer_or_leaf(components)
-        is_in_front = _layer_of_model(components) == layer_name or _is_child_of_front(components)
-        if layer_name in _FIRST_CONVOLUTIONS and is_in_front:
+        is_child_of_model = _layer_of_model(components) == layer_name
+        is_first = is_child_of_model or _is_child_of_front(components)
+        if layer_name in _FIRST_CONVOLUTIONS and is_first:
             return Decision("other", f"convolution of the input (name component {layer_name!r})")
     return None
 

@@ -93,7 +93,8 @@ class Labels(RoutedLabels):
         """Return one `MatrixView` for all parameters, to pass to transforms as ``view=``.
 
         A view describes how parameters divide into matrices. If ``given`` has a pattern for a parameter, this pattern
-        applies, else the one that is stored with the label of the parameter.
+        applies, else the one that is stored with the label of the parameter. The patterns are written with globs,
+        such as "*mlp.experts", which also match parameter names with components that wrappers add.
 
         >>> experts = Route("muon", view=MatrixView("... in out -> ... out in"))
         >>> labels = Labels({"mlp.experts": experts, "fc": "muon"})
@@ -102,15 +103,16 @@ class Labels(RoutedLabels):
         >>> labels.view(MatrixView({"*experts*": "... out in -> ... out in"}))
         MatrixView({'*experts*': '... out in -> ... out in'})
         """
-        pattern_of: dict[str, str] = {}  # the patterns of the labels for parameters without a pattern in ``given``
+        pattern_of: dict[str, str] = {}  # the stored patterns, by name, for parameters that ``given`` does not set
         labels_with_views: set[Label] = set()
         for name, view in self.views.items():
             if isinstance(view.pattern, str) and not given.is_set_for(name):
                 pattern_of[name] = view.pattern
                 labels_with_views.add(self[name])
-        # A transform receives the parameters of its label only. Globs may match parameters of labels without a view.
+        # A glob must not match another parameter of these labels. A transform receives no parameters of other labels.
         names = [name for name, label in self.items() if label in labels_with_views]
-        return given.extended(patterns(pattern_of, names))
+        pattern_of_glob = patterns(pattern_of, names)
+        return given.extended(pattern_of_glob)
 
     def restrict(self, names: Iterable[str]) -> Labels:
         """Return `Labels` for these parameter names only. Reasons and views (division into matrices) are kept.
@@ -118,10 +120,7 @@ class Labels(RoutedLabels):
         >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
         Labels({'b': 'y'})
         """
-        routes: dict[str, Route] = {}
-        for name in names:
-            routes[name] = self._routes[name]
-        return Labels(routes)
+        return Labels({name: self._routes[name] for name in names})
 
     def for_names(self, key_of: Mapping[str, str]) -> Labels:
         """Return `Labels` for the names in ``key_of``, a dict from the new name of a parameter to its name in these."""

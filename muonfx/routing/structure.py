@@ -92,37 +92,40 @@ def structure_of(model: object) -> Structure:
     """Return the structure of a model, from the modules that it defines; the model is not run.
 
     Named tensors without a model have an empty structure.
+
+    >>> block = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    >>> parts = {"embed": nn.Linear(3, 8), "blocks": nn.ModuleList([block]), "head": nn.Linear(8, 5)}
+    >>> structure = structure_of(nn.ModuleDict(parts))
+    >>> list(structure.inputs), list(structure.heads)
+    (['embed'], ['head'])
     """
     if not isinstance(model, nn.Module):
         return _UNKNOWN_STRUCTURE
     read_widths = _read_widths(model)
     blocks = set(_blocks_of(model, read_widths))
     layers = list(_layers_of(model, blocks))
-    held_by_no_layer = frozenset(_held_by_no_layer(model))
-    read_in_parts = _read_in_parts(layers, read_widths)
-    read_one_channel = frozenset({layer.path for layer in layers if layer.reads == 1 and not layer.is_grouped})
+    structure = Structure(
+        held_by_no_layer=frozenset(_held_by_no_layer(model)),
+        read_in_parts=_read_in_parts(layers, read_widths),
+        read_one_channel=frozenset({layer.path for layer in layers if layer.reads == 1 and not layer.is_grouped}),
+    )
     if all(layer.block is None for layer in layers):
-        return Structure(
-            held_by_no_layer=held_by_no_layer,
-            possible_heads=_possible_heads_without_blocks(layers, _widths_of_norms(model)),
-            read_in_parts=read_in_parts,
-            read_one_channel=read_one_channel,
-        )
+        # Without blocks, nothing shows which layers are the first and the last.
+        unread_layers = _possible_heads_without_blocks(layers, _widths_of_norms(model))
+        return structure._replace(possible_heads=unread_layers)
     inputs = _inputs(layers)
     widths_read_outside = _widths_read_outside_blocks(layers, inputs, list(_norms_of(model, blocks)))
     unread = _unread_outside_blocks(layers, inputs, widths_read_outside, read_widths)
     heads = _heads(layers, unread)
-    possible_heads = set(unread.keys() - heads.keys())
+    # The outputs of the other unread layers may be read in parts, so that they may be heads or hidden.
+    possible_heads = unread.keys() - heads.keys()
     if _may_be_head_in_block(layers[-1], read_widths):
         possible_heads.add(layers[-1].path)
-    return Structure(
-        held_by_no_layer=held_by_no_layer,
+    return structure._replace(
         inputs=inputs,
         heads=heads,
         read_in_their_block=_read_in_their_block(layers),
         possible_heads=frozenset(possible_heads),
-        read_in_parts=read_in_parts,
-        read_one_channel=read_one_channel,
     )
 
 
@@ -154,8 +157,8 @@ def _possible_heads_without_blocks(layers: Sequence[Layer], widths_of_norms: set
 def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
     """Return True if another of the ``layers`` may read the outputs of a layer: whole, in parts, or combined.
 
-    A layer reads a part if it reads a half or a third of the features. It reads a combination if it reads several
-    vectors, flattened or concatenated: 400 features may be 16 channels at 25 positions.
+    For a layer that returns 48 features, a reader of 24 or 16 features reads a half or a third. A reader of 96 features
+    reads several such vectors, concatenated or flattened (48 channels at 2 positions).
     """
     returned_widths = {other.returns for other in layers}
     for reader in layers:
@@ -163,9 +166,9 @@ def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
             continue
         if layer.returns in (reader.reads, 2 * reader.reads, 3 * reader.reads):
             return True
-        # If a layer returns the width itself, the reader reads this layer. The first layer reads the raw input.
-        reads_combination = reader.reads not in returned_widths and reader is not layers[0]
-        if reads_combination and reader.reads % layer.returns == 0:
+        # It combines no vectors if a layer returns just the width that it reads, or if it is first: it reads raw input.
+        may_combine = reader.reads not in returned_widths and reader is not layers[0]
+        if may_combine and reader.reads % layer.returns == 0:
             return True
     return False
 
@@ -239,8 +242,12 @@ def _block_around(path: str, blocks: set[str]) -> str | None:
 
 
 def _widths_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return the widths that a linear layer or a convolution reads and returns; None for another module."""
+    """Return the widths that a linear layer or a convolution reads and returns; None for another module.
+
+    The module must have a weight, and attributes such as ``in_features`` and ``out_features``.
+    """
     has_weight = not _leaves_of(module).isdisjoint(_LEAVES_OF_LAYERS)
+    # A parametrized weight is no parameter of the module, but is computed from those of the parametrization.
     if not has_weight and not parametrize.is_parametrized(module):
         return None
     for reads_name, returns_name in _WIDTHS:
@@ -301,8 +308,8 @@ def _inputs(layers: Sequence[Layer]) -> dict[str, Layer]:
     inputs: dict[str, Layer] = {}
     earlier_widths: set[int] = set()  # that the layers before the current one return
     for index, layer in enumerate(layers):
-        first_of_part = 0
-        for ancestor in _with_ancestors(layer.path):
+        first_of_part = 0  # the index of the first layer in the blocks of its part; 0 if no part has blocks
+        for ancestor in _with_ancestors(layer.path):  # the innermost module with blocks is last, and decides
             first_of_part = first_in_blocks.get(ancestor, first_of_part)
         is_before_blocks = layer.block is None and index < first_of_part
         if is_before_blocks and _reads_raw_input(layer, earlier_widths):
@@ -322,7 +329,7 @@ def _first_in_blocks(layers: Sequence[Layer]) -> dict[str, int]:
         if layer.block is None:
             continue
         for path in _with_ancestors(layer.block):
-            if path != layer.block:
+            if path != layer.block:  # a module around the block
                 first_in_blocks.setdefault(path, index)
     return first_in_blocks
 
@@ -330,15 +337,15 @@ def _first_in_blocks(layers: Sequence[Layer]) -> dict[str, int]:
 def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
     """Return True if no earlier layer returns what a layer reads, whole or concatenated.
 
-    ``earlier_widths`` are the numbers of features that the earlier layers return. A layer that returns as many features
-    as it reads is between others, and reads no raw input.
+    ``earlier_widths`` are the numbers of features that the earlier layers return. If one of them is 64, a layer that
+    reads 64, 96 (a vector and half of another) or 128 features reads no raw input. Nor does a layer that returns as
+    many features as it reads, since it is between others.
     """
     if layer.reads is None or layer.reads == layer.returns:
         return False
     for width in earlier_widths:
-        # Some networks concatenate a vector and a half of another: 3/2 of the width, which twice is a multiple of it.
-        is_multiple_of_half = 2 * layer.reads % width == 0
-        if is_multiple_of_half and width <= layer.reads <= _MOST_CONCATENATED * width:
+        reads_whole_halves = (2 * layer.reads) % width == 0
+        if reads_whole_halves and width <= layer.reads <= _MOST_CONCATENATED * width:
             return False
     return True
 
@@ -348,9 +355,11 @@ def _unread_outside_blocks(
 ) -> dict[str, Layer]:
     """Return the layers outside all blocks, by path, whose outputs no other layer reads as a whole or in slices.
 
+    Embeddings, and layers of raw input, are left out.
+
     Args:
         layers: the layers of the model in the order of definition, some of them in blocks.
-        inputs: the paths of those that read raw input, which are no heads.
+        inputs: the paths of those that read raw input.
         widths_read_outside: the widths that `_widths_read_outside_blocks` returns.
         read_widths: the widths that some layer or norm reads, in a block or outside.
     """
@@ -359,33 +368,35 @@ def _unread_outside_blocks(
     for layer in layers:
         if layer.reads is None or layer.block is not None or layer.path in inputs:
             continue
-        # A layer that returns as many features as it reads is between others.
-        is_read = layer.returns == layer.reads or layer.returns in widths_read_outside
-        if not is_read and not _returns_slices(layer.reads, layer.returns, block_counts, read_widths):
+        if layer.returns == layer.reads:  # it is between others, and one of them reads its outputs
+            continue
+        is_read_whole = layer.returns in widths_read_outside
+        if not is_read_whole and not _returns_slices(layer.reads, layer.returns, block_counts, read_widths):
             unread[layer.path] = layer
     return unread
 
 
 def _widths_read_outside_blocks(layers: Sequence[Layer], inputs: Collection[str], norms: Sequence[Norm]) -> set[int]:
-    """Return the widths that layers and norms read, without those that are only used inside a block.
+    """Return the widths that layers and norms read, without those that only the block that returns them reads.
 
-    A head returns a width that nothing reads. The MLP of a block returns 256 inner features and reads them itself, so
-    a head may return 256 features too: such inner widths are left out.
+    A head returns a width that no layer reads. If each block has an MLP of two layers, 64 -> 256 -> 64, the result has
+    64 and not 256: a head may return 256 features, which the blocks do not read.
 
     ``inputs`` are the paths of layers that read raw input. They count as no readers, since a model of images may read
     and return the same number of raw features.
     """
     widths: set[int] = set()
-    returned_in_block: dict[str | None, set[int]] = {}  # the widths that the layers of each block return
+    returned_in_block: dict[str, set[int]] = {}  # the widths that the layers of each block return, up to the current
     for layer in layers:
-        earlier_widths = returned_in_block.setdefault(layer.block, set())
-        is_inner = layer.block is not None and layer.reads in earlier_widths
-        if layer.reads is not None and layer.path not in inputs and not is_inner:
+        is_from_same_block = False
+        if layer.block is not None:
+            returned_earlier = returned_in_block.setdefault(layer.block, set())
+            is_from_same_block = layer.reads in returned_earlier
+            returned_earlier.add(layer.returns)
+        if layer.reads is not None and layer.path not in inputs and not is_from_same_block:
             widths.add(layer.reads)
-        earlier_widths.add(layer.returns)
     for norm in norms:
-        is_inner = norm.block is not None and norm.width in returned_in_block.get(norm.block, ())
-        if not is_inner:
+        if norm.block is None or norm.width not in returned_in_block.get(norm.block, ()):
             widths.add(norm.width)
     return widths
 
@@ -419,8 +430,9 @@ def _heads(layers: Sequence[Layer], unread: Mapping[str, Layer]) -> dict[str, La
     heads: dict[str, Layer] = {}
     fused_after_blocks: list[Layer] = []
     for index, layer in enumerate(layers):
-        is_unread = layer.path in unread and not _is_read_in_part(layer, layers[index + 1 :])
-        if not is_unread or is_modulation(layer.path):
+        if layer.path not in unread or is_modulation(layer.path):
+            continue
+        if _is_read_in_part(layer, layers[index + 1 :]):
             continue
         if not _returns_parts(layer):
             heads[layer.path] = layer
@@ -463,32 +475,28 @@ def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, 
     """Return the number of vectors that a layer returns, 2 or 3, by the path of each layer that is read in parts.
 
     An MLP with a gate has the layers ``fc1``, which returns 2 x 64 features, and ``fc2``, which reads 64: the result is
-    {"mlp.fc1": 2}. ``read_widths`` are the widths that some layer or norm of the model reads.
+    {"mlp.fc1": 2}. The readers are the next layer of the model, if it is in the same block, and later layers of the
+    same module. ``read_widths`` are the widths that some layer or norm of the model reads.
     """
     part_counts: dict[str, int] = {}
     for index, (layer, following) in enumerate(pairwise(layers)):
-        # Another layer may read the whole, by itself or concatenated with as many other features.
-        is_read_whole = layer.returns in read_widths or 2 * layer.returns in read_widths
-        if layer.reads is None or layer.returns <= layer.reads or is_read_whole:
+        if layer.reads is None or layer.returns <= layer.reads:
             continue
-        widths_of_parts = _widths_read_beside(layer, layers[index + 1 :])
+        # A layer may read all outputs, alone or concatenated with as many other features: they are no parts then.
+        if layer.returns in read_widths or 2 * layer.returns in read_widths:
+            continue
+        part_widths = _widths_read_beside(layer, layers[index + 1 :])
         if following.block == layer.block and following.reads is not None:
-            widths_of_parts.add(following.reads)
-        # A layer that reads as many features may run on the same input as this layer, as a key does with a query.
+            part_widths.add(following.reads)
+        # A layer that reads as many features as this one may run on the same input, as a key does with a query. A
+        # depthwise convolution that follows reads the outputs of this layer.
         if not following.is_grouped:
-            widths_of_parts.discard(layer.reads)
-        count = _number_of_parts(layer.returns, widths_of_parts)
-        if count is not None:
-            part_counts[layer.path] = count
+            part_widths.discard(layer.reads)
+        for count in _COUNTS_OF_PARTS:
+            if layer.returns % count == 0 and layer.returns // count in part_widths:
+                part_counts[layer.path] = count
+                break
     return part_counts
-
-
-def _number_of_parts(width: int, widths_of_parts: set[int]) -> int | None:
-    """Return 2 or 3 if a half or a third of a width is one of ``widths_of_parts``; None if neither is."""
-    for count in _COUNTS_OF_PARTS:
-        if width % count == 0 and width // count in widths_of_parts:
-            return count
-    return None
 
 
 def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]:

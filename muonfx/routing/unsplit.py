@@ -56,12 +56,13 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
     """Warn if parameters hold several matrices, judged by label or name, but are updated as one matrix."""
     unused: dict[str, str] = {}  # a text for each parameter with a view in the labels that its transform does not use
     suspected: dict[str, str] = {}  # the pattern of each parameter whose name alone suggests several matrices
-    view_to_extend: MatrixView | None = None
+    view_to_extend: MatrixView | None = None  # the view of the first transform with such a parameter
     for name, route, view in _used_views(routes, transforms):
         if route.view.pattern and not view.is_set_for(name):
             unused[name] = f"{name!r} ({route.reason})"
-        # A view that has the pattern of the labels was extended by `Labels.view`: the user chose no pattern.
-        is_set_by_user = view.text(name) not in (None, route.view.pattern)
+        # `Labels.view` puts the patterns of the labels into a view. Any other pattern is the choice of the user.
+        pattern = view.text(name)
+        is_set_by_user = pattern is not None and pattern != route.view.pattern
         if route.suspected and not is_set_by_user:
             suspected[name] = route.suspected
             if view_to_extend is None:

@@ -285,6 +285,8 @@ def find_matrices(
 def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shapes, read_parts: int | None) -> Matrices:
     """Return how a parameter divides into matrices: by the type of its module, else by the name of its layer.
 
+    A function that does not recognize the module or the layer returns None, and the next one is tried.
+
     Args:
         info: the parameter.
         modules: the modules of the model by path.
@@ -293,9 +295,10 @@ def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shap
     """
     owner = modules.get(module_path(info.name))
     leaf = plain_name(info.name).rpartition(".")[2]
-    matrices = _of_convolution(owner, info) or _of_torch(owner, leaf)
-    if matrices is not None:
-        return matrices
+    matrices_of_torch_module = _of_convolution(owner, info) or _of_torch(owner, leaf)
+    if matrices_of_torch_module is not None:
+        return matrices_of_torch_module
+    # Other modules: first the order of the parameter's dims, then whether its rows are several matrices.
     storage = _storage_by_package(info, leaf, owner) or _storage_by_experts(info, owner, shapes)
     if storage.parts:
         return Matrices(MatrixView(divided(storage.pattern, storage.parts)), storage.note)
@@ -318,26 +321,31 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
         if pattern is not None:
             return Matrices(MatrixView(pattern), _joined(storage.note, fused.parts))
         note = f"{fused.parts}, of sizes that do not fit {rows} rows: not split"
-        return Matrices(MatrixView(_undivided(storage.pattern)), _joined(storage.note, note))
+        return Matrices(MatrixView(_pattern_of_one_matrix(storage.pattern)), _joined(storage.note, note))
     return None
 
 
 def _of_unknown_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer], read_parts: int | None) -> Matrices:
     """Return one matrix; if names or widths of layers suggest several, with the pattern that would split it.
 
-    ``read_parts`` is the number of parts in which other layers read the outputs of the layer, or None.
+    The pattern is only suggested to the user, in a note. ``read_parts`` is the number of parts in which other layers
+    read the outputs of the layer; None if they read them as a whole.
     """
-    view = MatrixView(_undivided(storage.pattern))
-    count = _parts_of_projection(layers) or _parts_of_modulation(info.shape, layers) or read_parts
-    if count is None:
+    view = MatrixView(_pattern_of_one_matrix(storage.pattern))
+    number_of_parts = _parts_of_projection(layers)
+    if number_of_parts is None:
+        number_of_parts = _parts_of_modulation(info.shape, layers)
+    if number_of_parts is None:
+        number_of_parts = read_parts
+    if number_of_parts is None:  # nothing suggests several matrices
         return Matrices(view, storage.note)
-    suspected = divided(storage.pattern, count)
-    split_view = MatrixView({_glob_of(info, layers): suspected})
-    argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.{split_view!r})"
-    return Matrices(view, _joined(storage.note, f"{MAYBE_FUSED}: to split equal parts, {argument}"), suspected)
+    splitting_pattern = divided(storage.pattern, number_of_parts)
+    splitting_view = MatrixView({_glob_of(info, layers): splitting_pattern})
+    advice = f"{MAYBE_FUSED}: to split equal parts, orthogonalize=muonfx.orthogonalize(view=muonfx.{splitting_view!r})"
+    return Matrices(view, _joined(storage.note, advice), suspected=splitting_pattern)
 
 
-def _undivided(stored: str) -> str | None:
+def _pattern_of_one_matrix(stored: str) -> str | None:
     """Return the pattern of one matrix in this order; None for (out, in) and (out, ...), the default."""
     if stored in (_PLAIN, _CONVOLUTION):
         return None
@@ -361,8 +369,9 @@ class _Layer(NamedTuple):
 def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mapping[str, nn.Module]) -> list[_Layer]:
     """Return the layer that a parameter belongs to, and after it the wrappers around this layer.
 
-    For ``attn.qkv.linear.weight``, these are "linear" in ``attn.qkv``, and "qkv" in ``attn``, since the name of the
-    wrapper shows what the layer is. A parameter of no layer, such as ``mlp.gate_up_proj``, counts as a layer itself.
+    The names show what a layer is. For ``attn.qkv.linear.weight``, the layers are "linear" in ``attn.qkv``, which shows
+    nothing, and "qkv" in ``attn``, which shows it. A parameter of no layer, such as ``mlp.gate_up_proj``, counts as a
+    layer itself.
 
     Args:
         name: the name of the parameter.
@@ -374,12 +383,14 @@ def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mappi
     if leaf not in PLAIN_LEAVES or "." not in plain_name(name):  # no layer, or the layer is the model
         return [_Layer(leaf, owner)]
     layers: list[_Layer] = []
-    is_inner = True  # the name of the module around the layer shows what the layer is
-    while path and is_inner:
+    while path:
         path, _, layer_name = path.rpartition(".")
-        if layer_name not in WRAPPERS:
-            layers.append(_Layer(layer_name, modules.get(path)))
-            is_inner = layer_name in _INNER_LAYERS or layer_name.isdigit()
+        if layer_name in WRAPPERS:  # such as "_orig_mod" of torch.compile
+            continue
+        layers.append(_Layer(layer_name, modules.get(path)))
+        is_name_of_any_layer = layer_name in _INNER_LAYERS or layer_name.isdigit()
+        if not is_name_of_any_layer:  # this name shows what the layer is, so that no further one is needed
+            break
     return layers
 
 
@@ -555,11 +566,11 @@ def _storage_by_experts(info: ParamInfo, owner: nn.Module | None, shapes: Shapes
 def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Shapes) -> bool:
     """Return True if the matrices of a stack of experts are stored as (in, out), not as (out, in).
 
-    transformers declares it. Else the shapes of two matrices together show it: ``gate_up_proj`` holds two matrices
-    along its rows, and ``down_proj`` one. With 8 hidden and 32 inner features, they are
+    transformers declares it in an attribute. Else the shapes of two parameters together show it. With 8 hidden and 32
+    inner features, ``gate_up_proj`` maps 8 to 2 x 32 features, and ``down_proj`` maps 32 to 8. Their shapes are
 
-    - (64, 8) and (8, 32) as (out, in),
-    - (8, 64) and (32, 8) as (in, out).
+    - (..., 64, 8) and (..., 8, 32) as (out, in),
+    - (..., 8, 64) and (..., 32, 8) as (in, out).
     """
     declared = getattr(owner, "is_transposed", None)
     if declared is not None:
@@ -569,7 +580,7 @@ def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Sh
     down = shapes.get(f"{holder}down_proj")
     if not gate_up or not down:
         return False
-    inner, hidden = down[-2:]  # stored as (in, out), since down_proj maps inner to hidden features
+    inner, hidden = down[-2:]  # if stored as (in, out)
     return gate_up[-2:] == (hidden, 2 * inner)
 
 
@@ -628,20 +639,23 @@ def _pattern_of(fused: _Fused, stored: str, holder: nn.Module | None, rows: int)
 def _pattern_of_interleaved(template: str, stored: str, holder: nn.Module | None, rows: int) -> str | None:
     """Fill the sizes of a module into a pattern of interleaved rows; return None if they do not fit the rows.
 
-    The pattern "(heads={num_heads} part=3 dim) -> part (heads dim)", for 8 heads and ``stored`` "{out} in -> {out} in",
-    becomes "(heads=8 part=3 dim) in -> part (heads dim) in".
+    With 8 heads, the template "(heads={num_heads} part=3 dim) -> part (heads dim)" describes rows of the form
+    "(heads=8 part=3 dim) -> part (heads dim)". For ``stored``, "{out} in -> {out} in", which has the columns too, the
+    result is "(heads=8 part=3 dim) in -> part (heads dim) in".
     """
-    row_axes, _, results = template.partition(" -> ")
-    for formula in re.findall(r"{(.*?)}", row_axes):
+    pattern_of_rows = template
+    for formula in re.findall(r"{(.*?)}", template):  # such as "num_heads"
         size = _number(holder, formula)
         if size == 0:  # the module has no such size
             return None
-        row_axes = row_axes.replace("{" + formula + "}", str(size))
-    matrices = results.split(", ")
-    pattern_of_one_column = parse(_with_rows(_PLAIN, row_axes, matrices))
-    if not pattern_of_one_column.fits((rows, 1)):  # the sizes do not multiply to the rows
+        pattern_of_rows = pattern_of_rows.replace("{" + formula + "}", str(size))
+    stored_rows, _, matrices_text = pattern_of_rows.partition(" -> ")
+    rows_of_matrices = matrices_text.split(", ")
+    # The sizes must multiply to the number of rows. The columns play no part in this, so that one column is enough.
+    pattern_of_matrix = parse(_with_rows(_PLAIN, stored_rows, rows_of_matrices))
+    if not pattern_of_matrix.fits((rows, 1)):
         return None
-    return _with_rows(stored, row_axes, matrices)
+    return _with_rows(stored, stored_rows, rows_of_matrices)
 
 
 def _number(module: nn.Module | None, formula: str) -> int:
@@ -730,11 +744,13 @@ def _globs(name: str) -> Iterator[str]:
     again with the number of the block. They begin with ``*``, since wrappers add components in front of names.
     """
     components = [escape(component) for component in name.split(".")]
-    word_positions = [index for index, component in enumerate(components) if not component.isdigit()]
-    # The last word, such as "weight", is too general as the start of a glob, unless the name has no other word.
-    starts = word_positions[:-1] or word_positions or [0]
+    starts = [index for index, component in enumerate(components) if not component.isdigit()]
+    if len(starts) > 1:  # the last word, such as "weight", is too general as the start of a glob
+        starts.pop()
+    if not starts:  # a name of numbers
+        starts = [0]
     for glob_components in _with_wildcards(components):
-        for start in reversed(starts):
+        for start in reversed(starts):  # the shortest endings of the name first
             ending = ".".join(glob_components[start:])
             yield f"*.{ending}" if start > 0 else f"*{ending}"
 

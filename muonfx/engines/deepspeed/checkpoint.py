@@ -7,7 +7,7 @@ experts. A checkpoint contains the parameters of all ranks, as one process would
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,18 +93,7 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     """
     optimizer = _optimizer_of(engine)
     flat_optimizers = optimizer.all_flat_optimizers()
-    group = _all_ranks()
-    values = _Values.of(optimizer, to_load=True)
-    loaded_params = checkpoint.load_params(path, like=values.params, group=group)
-    loaded_state = checkpoint.load(path, like=values.state, tx=values.tx, group=group)
-    # The values of this rank, under the names and in the order of this rank.
-    global_name_of = global_names(optimizer.model)
-    params: dict[str, Any] = {}
-    for flat_optimizer in flat_optimizers:
-        for name in flat_optimizer.flat.names:
-            params[name] = loaded_params[global_name_of.get(name, name)]
-    leaf_of_path = dict(zip(tree.paths(loaded_state), tree.leaves(loaded_state), strict=True))
-    leaves = [leaf_of_path.get(path) for path in values.paths]
+    params, leaves = _loaded_values(path, optimizer, flat_optimizers)
     zero = engine.optimizer
     is_stage_3 = any(map(_is_stage_3, flat_optimizers))
     if is_stage_3:
@@ -118,6 +107,28 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
         optimizer.update_working_copy()
     if is_stage_3:
         zero.checkpoint_event_epilogue()
+
+
+def _loaded_values(
+    path: str | os.PathLike[str], optimizer: ZeroOptimizer, flat_optimizers: Sequence[FlatOptimizer]
+) -> tuple[dict[str, Any], list[Any]]:
+    """Read the values of this rank from a checkpoint; return its parameters by name, and the leaves of its state.
+
+    ``flat_optimizers`` are all those of the optimizer. All ranks must call this together.
+    """
+    group = _all_ranks()
+    values = _Values.of(optimizer, to_load=True)
+    loaded_params = checkpoint.load_params(path, like=values.params, group=group)
+    loaded_state = checkpoint.load(path, like=values.state, tx=values.tx, group=group)
+    # The checkpoint has the parameters and leaves of all ranks, with the index of an expert among all experts.
+    global_name_of = global_names(optimizer.model)
+    params: dict[str, Any] = {}
+    for flat_optimizer in flat_optimizers:
+        for name in flat_optimizer.flat.names:
+            params[name] = loaded_params[global_name_of.get(name, name)]
+    leaf_of_path = dict(zip(tree.paths(loaded_state), tree.leaves(loaded_state), strict=True))
+    leaves = [leaf_of_path.get(path) for path in values.paths]
+    return params, leaves
 
 
 def _is_stage_3(flat_optimizer: FlatOptimizer) -> bool:
@@ -154,28 +165,26 @@ class _Values(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: ZeroOptimizer, *, to_load: bool) -> _Values:
-        """Collect the values of this rank, and add the leaves of others. All ranks must call this together."""
+        """Collect the values of this rank, and add the leaves of others. All ranks must call this together.
+
+        If another rank alone has "up.weight", the leaf at ("momentum", "trace", "up.weight") is an empty `FlatShard`.
+        """
         global_name_of = global_names(optimizer.model)
-        flat_optimizers = optimizer.all_flat_optimizers()
         params: dict[str, Any] = {}
-        leaves: list[Any] = []
-        for flat_optimizer in flat_optimizers:
-            # Each has all leaves of the state, with None for the parameters of the others.
-            new_leaves = flat_optimizer.global_leaves(optimizer.state, to_load=to_load)
-            if leaves:
-                new_leaves = list(map(_merged, leaves, new_leaves))
-            leaves = new_leaves
+        leaf_of_path: dict[tuple[Any, ...], Any] = {}
+        for flat_optimizer in optimizer.all_flat_optimizers():
+            # All flat optimizers have the same paths. The leaf at a path is None in those without the parameter.
+            leaves = flat_optimizer.global_leaves(optimizer.state, to_load=to_load)
+            for state_path, leaf in zip(flat_optimizer.state_paths, leaves, strict=True):
+                path = _renamed(state_path, global_name_of)
+                leaf_of_path[path] = _merged(leaf_of_path.get(path), leaf)
             for name, param in flat_optimizer.global_params(to_load=to_load).items():
                 params[global_name_of.get(name, name)] = param
-        paths: list[tuple[Any, ...]] = []
-        if flat_optimizers:  # a pipeline stage may have no parameters
-            paths = [_renamed(path, global_name_of) for path in flat_optimizers[0].state_paths]
-        leaf_of_path = dict(zip(paths, leaves, strict=True))
         local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
         return cls(
             params=_with_leaves_of_others(params),
             state=_nested(_with_leaves_of_others(local_leaves)),
-            paths=paths,
+            paths=list(leaf_of_path),
             tx=_common_transform(optimizer.tx, has_own_names=bool(global_name_of)),
         )
 

@@ -55,18 +55,18 @@ class FlatOptimizer:
         self._current_tx = tx
         """The transform with these hyperparameters."""
         params = flat.views(flat.tensors)
-        state = self._transform().init(self._with_all_names(params))
-        self._treedef = tree.flatten(state)[1]
-        self.state_paths = tree.paths(state)
+        new_state = self._transform().init(self._with_all_names(params))
+        self._treedef = tree.flatten(new_state)[1]
+        self.state_paths = tree.paths(new_state)
         """The path of each leaf of the state."""
-        self._state_leaves = _state_leaves_of(state, dict.fromkeys(self._all_names), params)
+        self._state_leaves = _state_leaves_of(new_state, dict.fromkeys(self._all_names), params)
         """For each leaf of the state, where it is in ``optimizer.state``. A leaf that is None is not in it."""
-        # DeepSpeed may have loaded a state before. It replaces the new one, which only shows the expected entries.
-        loaded_states = {tensor: states[tensor] for tensor in flat.tensors if states.get(tensor)}
-        self._store(state, states)
-        self._specs: dict[Tensor, dict[str, Spec]] = {tensor: tree.spec(states[tensor]) for tensor in flat.tensors}
+        self._specs: dict[Tensor, dict[str, Spec]] = {}
         """The expected shape and dtype of each entry in ``optimizer.state``, by tensor and key."""
-        states.update(loaded_states)
+        for tensor, new_entries in self._entries_of(new_state).items():
+            self._specs[tensor] = tree.spec(new_entries)
+            if not states.get(tensor):  # else DeepSpeed has loaded a state, which remains
+                states[tensor] = new_entries
 
     def _transform(self) -> Transform:
         """Return the transform with the current hyperparameters, sharded unless each rank has whole parameters."""
@@ -82,25 +82,31 @@ class FlatOptimizer:
         """Return a dict with every parameter of the model, in which those that ``params`` lacks are None."""
         return {name: params.get(name) for name in self._all_names}
 
-    def _store(self, state: PyTree, states: States) -> None:
-        """Put a new state into ``optimizer.state``: shards of parameters as parts of flat tensors."""
-        for tensor in self.flat.tensors:
-            states[tensor] = {}
+    def _entries_of(self, new_state: PyTree) -> States:
+        """Return a new state in the form of ``optimizer.state``: a dict from tensor to a dict from key to state.
+
+        At stages 1 to 3, the shards of all parameters are in one tensor for each key, as in
+        ``{flat_tensor: {"momentum.trace": flat_momentum, "count": count}}``. At stage 0 they are separate:
+        ``{weight: {"momentum.trace": momentum_of_weight, "count": count}, bias: ...}``.
+        """
+        entries_of: States = {tensor: {} for tensor in self.flat.tensors}
         shards_of_key: dict[str, dict[str, Tensor]] = {}  # for each key, the shards by parameter name
-        for (key, name), leaf in zip(self._state_leaves, tree.leaves(state), strict=True):
+        for (key, name), leaf in zip(self._state_leaves, tree.leaves(new_state), strict=True):
             if name is not None:
                 shards_of_key.setdefault(key, {})[name] = leaf
-            elif leaf is not None:
-                for tensor in self.flat.tensors:
-                    states[tensor][key] = leaf
-        tensor_of = self.flat.views(self.flat.tensors)
-        for key, shards in shards_of_key.items():
-            if self.flat.is_flat:
-                (flat_tensor,) = self.flat.tensors
-                states[flat_tensor][key] = self._flattened(key, shards)
-            else:
+            elif leaf is not None:  # such as a step count, which all tensors share
+                for entries in entries_of.values():
+                    entries[key] = leaf
+        if self.flat.is_flat:
+            (flat_tensor,) = self.flat.tensors
+            for key, shards in shards_of_key.items():
+                entries_of[flat_tensor][key] = self._flattened(key, shards)
+        else:
+            param_of = self.flat.views(self.flat.tensors)
+            for key, shards in shards_of_key.items():
                 for name, shard in shards.items():
-                    states[tensor_of[name]][key] = shard
+                    entries_of[param_of[name]][key] = shard
+        return entries_of
 
     def _flattened(self, key: str, shards: NamedTensors) -> Tensor:
         """Return the shards of a state, by parameter name, in one tensor of the length of the flat tensor.
@@ -156,15 +162,16 @@ class FlatOptimizer:
         The leaves share memory with these tensors, so a step may update them in place. In a flat state tensor, a leaf
         is a view of the part that belongs to one parameter.
         """
-        views_of_key: dict[str, dict[str, Tensor]] = {}  # for each key, the views by parameter name
+        first_tensor = self.flat.tensors[0]
+        views_of_key: dict[str, dict[str, Tensor]] = {}  # {"momentum.trace": {"fc.weight": view}}
         leaves: list[Tensor | None] = []
         for key, name in self._state_leaves:
-            if name is None:  # every tensor has the same leaf, or none has it
-                leaves.append(states[self.flat.tensors[0]].get(key))
-                continue
-            if key not in views_of_key:
-                views_of_key[key] = self.flat.views([states[tensor].get(key) for tensor in self.flat.tensors])
-            leaves.append(views_of_key[key][name])
+            if name is None:  # such as a step count: every tensor has the same leaf, or none has it
+                leaves.append(states[first_tensor].get(key))
+            else:
+                if key not in views_of_key:
+                    views_of_key[key] = self.flat.views([states[tensor].get(key) for tensor in self.flat.tensors])
+                leaves.append(views_of_key[key][name])
         return tree.unflatten(self._treedef, leaves)
 
     def _write(self, stored_state: PyTree, new_state: PyTree, states: States) -> None:
@@ -185,7 +192,8 @@ class FlatOptimizer:
 
         Call `check_and_cast` before.
         """
-        if numbers is not self._numbers:  # `GroupNumbers.read` returns the same dict until a number changes
+        # Build the transform again only if a number has changed: until then, `GroupNumbers.read` returns the same dict.
+        if numbers is not self._numbers:
             fitted_numbers = fitted(hyperparams(self._tx), numbers)
             self._current_tx = prepared(with_hyperparams(self._tx, fitted_numbers))
             self._numbers = numbers
@@ -206,10 +214,7 @@ class FlatOptimizer:
 
         ``to_load`` is False to save the parameters: then shards that another rank saves are empty.
         """
-        params: dict[str, Any] = {}
-        for name, param in self._params().items():
-            params[name] = self.flat.with_position(name, param, to_load=to_load)
-        return params
+        return {name: self.flat.with_position(name, param, to_load=to_load) for name, param in self._params().items()}
 
     def global_leaves(self, states: States, *, to_load: bool) -> list[Any]:
         """Return the leaves of the optimizer state: whole tensors, or shards with their positions (`FlatShard`).
@@ -232,7 +237,8 @@ class FlatOptimizer:
     def load(self, params: Mapping[str, Any], leaves: Sequence[Any], states: States) -> None:
         """Copy loaded parameters and state leaves into the flat tensors.
 
-        They have the form that `global_params` and `global_leaves` return.
+        They have the form that `global_params` and `global_leaves` return: a whole tensor, or a `FlatShard`. A leaf for
+        a parameter of another flat tensor is ignored.
         """
         views = self._params()
         for name, view in views.items():
@@ -240,6 +246,7 @@ class FlatOptimizer:
             if isinstance(values, FlatShard):
                 values = values.data
             view.copy_(values.view(view.shape))
+        is_sharded = self.flat.layout is not None
         stored_state = self._read(states)
         new_leaves: list[Any] = []
         for stored_leaf, loaded_leaf in zip(tree.leaves(stored_state), leaves, strict=True):
@@ -247,12 +254,12 @@ class FlatOptimizer:
                 new_leaves.append(None)
             elif isinstance(loaded_leaf, Tensor):
                 new_leaves.append(loaded_leaf.clone())  # each flat optimizer advances its step counts in place
-            elif self.flat.layout is None:
-                new_leaves.append(loaded_leaf.whole)
+            elif is_sharded:
+                new_leaves.append(loaded_leaf)  # a `FlatShard`, which `from_global` replaces by its values
             else:
-                new_leaves.append(loaded_leaf)
+                new_leaves.append(loaded_leaf.whole)
         new_state = tree.unflatten(self._treedef, new_leaves)
-        if self.flat.layout is not None:
+        if is_sharded:
             new_state = from_global(self._transform(), new_state, self._with_all_names(views))
         self._write(stored_state, new_state, states)
 
@@ -265,13 +272,15 @@ def _state_leaves_of(state: PyTree, all_params: Mapping[str, None], params: Name
 
     Args:
         state: a new state.
-        all_params: a dict with the names of all parameters of the model.
+        all_params: a dict whose keys are the names of all parameters of the model; its values are not read.
         params: the parameters of the flat tensor, or their shards, by name.
     """
     state_leaves: list[_StateLeaf] = []
     owners = ownership_of(state, all_params)
-    for path, (name, path_without_name), leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
+    for path, owner, leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
+        name = owner.parameter
         if leaf is not None and name is not None and name in params and leaf.shape == params[name].shape:
+            path_without_name = owner.path
             state_leaves.append(_StateLeaf(path_of(path_without_name), name))
         else:
             state_leaves.append(_StateLeaf(path_of(path), None))

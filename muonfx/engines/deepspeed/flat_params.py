@@ -80,18 +80,19 @@ class FlatParams(NamedTuple):
     def with_position(self, name: str, value: Tensor, *, to_load: bool) -> Tensor | FlatShard:
         """Return ``value``, the shard of a parameter or of its state, with its position; unchanged if it is whole.
 
-        To save, an empty shard is returned if another rank saves the values.
+        For a shard with the rows 2 and 3 of a parameter of shape (4, 8), this is a `FlatShard` of 16 elements, which
+        begin at element 16 of the parameter. To save, an empty shard is returned if another rank saves the values.
         """
         if self.layout is None:
             return value
-        shape = self.layout.specs[name].shape
         position = self.layout.position(name)
-        if not self.is_flat and position == ShardPosition.whole(shape):
-            return value
+        shape = self.layout.specs[name].shape
+        if not self.is_flat:  # stage 0 with AutoTP
+            if position == ShardPosition.whole(shape):
+                return value
+            position = position.interval_of_shard(0, position.numel)  # the same elements, flattened
         if name in self.saved_elsewhere and not to_load:
             return FlatShard(shape, 0, value.new_empty(0))
-        if not self.is_flat:
-            position = position.interval_of_shard(0, position.numel)  # the same elements, flattened
         if position.start is None:  # some rows or columns of AutoTP, not an interval of the parameter
             return FlatShard(shape, 0, value.reshape(-1), elements=position)
         return FlatShard(shape, position.start, value.reshape(-1))
@@ -120,20 +121,26 @@ def locate(
     the tensor-parallel group, if there is one. All ranks with parts of these parameters call this together.
     """
     engine = stage_3_of(params.values())
-    stage = 2 if engine is None else 3
     if engine is None:
+        stage = 2  # stage 1 has the same partition
         partition = _partition_of_buffer(flat_tensor, params)
     else:
+        stage = 3
         partition = _partition_of_stage_3(flat_tensor, params, engine)
     if tensor_group is not None:
         partition = _with_tensor_parallel(partition, params, tensor_group)
     flat_tensor_of = dict.fromkeys(params, flat_tensor)
     layout = _layout(partition.cuts, whole_params, flat_tensor_of, partition.group, stage=stage)
-    intervals = partition.intervals
-    shard_shapes = {name: layout.position(name).shape for name in intervals}
-    flat = FlatParams(tuple(intervals), [flat_tensor], layout, intervals, shard_shapes, partition.saved_elsewhere)
+    flat = FlatParams(
+        names=tuple(partition.intervals),
+        tensors=[flat_tensor],
+        layout=layout,
+        intervals=partition.intervals,
+        shard_shapes={name: layout.position(name).shape for name in partition.intervals},
+        saved_elsewhere=partition.saved_elsewhere,
+    )
     misplaced_name = partition.misplaced_name or _name_of_differing(flat, params)
-    # All ranks raise if the mapping of one of them is wrong.
+    # The mapping may be wrong on some ranks only. All ranks exchange the name, so that all of them raise.
     for name in gather_objects(misplaced_name, partition.group):
         if name is not None:
             raise _misplaced(name)
@@ -143,9 +150,10 @@ def locate(
 def whole_params_of(
     tensors: NamedTensors, params: NamedTensors, whole_params: NamedTensors, tensor_group: dist.ProcessGroup | None
 ) -> FlatParams:
-    """Return the `FlatParams` of stage 0, where the parameters of a rank are not flattened.
+    """Return the `FlatParams` of ZeRO stage 0, where the tensors of a rank are parameters, not flat tensors.
 
-    Each rank has all parameters whole, or, with the tensor-parallel group of AutoTP, some rows or columns of them.
+    Without tensor parallelism, each rank has whole parameters, and the result has no layout. With AutoTP, DeepSpeed's
+    tensor parallelism, a rank has some rows or columns of a parameter; the layout has these of each rank.
 
     Args:
         tensors: the tensors on which DeepSpeed steps, by name: the parameters, or copies of them in fp32.
@@ -154,12 +162,12 @@ def whole_params_of(
         tensor_group: the tensor-parallel group; None without one.
     """
     if tensor_group is None:
-        return FlatParams(tuple(tensors), list(tensors.values()))
+        return FlatParams(tuple(tensors), list(tensors.values()), layout=None)
     size = dist.get_world_size(tensor_group)
     cuts: dict[str, Cut] = {}
     for name, param in params.items():
         shards = tensor_shards_of(name, param, size)
-        if shards is not None:
+        if shards is not None:  # else each rank has the whole parameter
             cuts[name] = Listed(whole_shape_of(param), shards)
     layout = _layout(cuts, whole_params, tensors, tensor_group, stage=None)
     return FlatParams(tuple(tensors), list(tensors.values()), layout)
@@ -203,8 +211,12 @@ class _Partition(NamedTuple):
 
 
 def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partition:
-    """Return the partition of stages 1 and 2: the parameters are concatenated, and each rank has an equal interval."""
-    intervals = _mapped_intervals(params)
+    """Return the partition of stages 1 and 2: the parameters are concatenated, and each rank has an equal interval.
+
+    If this buffer has 24 elements, rank 0 has the elements 0 to 11 and rank 1 the elements 12 to 23, each as its flat
+    tensor. A parameter with the elements 8 to 15 of the buffer is on both ranks.
+    """
+    intervals = _local_intervals(params)
     group = _data_group(flat_tensor, params)
     intervals_of_ranks: list[dict[str, FlatInterval]] = gather_objects(intervals, group)
     length = flat_tensor.numel()
@@ -213,8 +225,9 @@ def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partitio
     misplaced_name: str | None = None
     for name, param in params.items():
         shape = local_shape_of(param)
-        start = _start_in_buffer([intervals[name] for intervals in intervals_of_ranks], length, prod(shape))
-        if start is None:
+        interval_of_rank = [rank_intervals[name] for rank_intervals in intervals_of_ranks]
+        start = _start_in_buffer(interval_of_rank, length, prod(shape))
+        if start is None:  # the mapping is wrong: `locate` raises on all ranks, and does not use this start
             start = 0
             if misplaced_name is None:
                 misplaced_name = name
@@ -225,23 +238,26 @@ def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partitio
 def _start_in_buffer(interval_of_rank: Sequence[FlatInterval], length: int, numel: int) -> int | None:
     """Return where a parameter of ``numel`` elements begins in the buffer, the concatenated flat tensors of all ranks.
 
-    The flat tensor of each rank has ``length`` elements. The result is None if the mapping of DeepSpeed is wrong: it
-    is right if all ranks agree on the start, and together hold every element once.
+    The flat tensor of each rank has ``length`` elements. If rank 1 has a flat tensor of 12 elements, which begins with
+    element 4 of the parameter, the parameter begins at 12 + 0 - 4 = 8.
+
+    The result is None if the mapping of DeepSpeed is wrong: it is right if all ranks agree on the start, and together
+    hold every element once.
     """
     if numel == 0:  # AutoTP gives a rank no rows if there are fewer heads than ranks
         return 0
     starts: set[int] = set()
     for rank, interval in enumerate(interval_of_rank):
         if interval.length:
-            start_of_interval = rank * length + interval.start_in_flat
-            starts.add(start_of_interval - interval.start_in_param)
+            interval_in_buffer = rank * length + interval.start_in_flat
+            starts.add(interval_in_buffer - interval.start_in_param)
     mapped_elements = sum(interval.length for interval in interval_of_rank)
     if len(starts) != 1 or mapped_elements != numel:
         return None
     return starts.pop()
 
 
-def _mapped_intervals(params: NamedTensors) -> dict[str, FlatInterval]:
+def _local_intervals(params: NamedTensors) -> dict[str, FlatInterval]:
     """Return the interval of each parameter that this rank holds at stages 1 and 2, as DeepSpeed's mapping gives it."""
     intervals: dict[str, FlatInterval] = {}
     for name, param in params.items():
@@ -272,7 +288,7 @@ def _partition_of_stage_3(flat_tensor: Tensor, params: NamedTensors, engine: Any
 
     ``flat_tensor`` concatenates the shards of this rank. ``engine`` is DeepSpeed's own optimizer of stage 3.
     """
-    flat_ids = list(map(id, engine.fp32_partitioned_groups_flat))
+    flat_ids = list(map(id, engine.fp32_partitioned_groups_flat))  # by identity: ``==`` of tensors compares elements
     members: list[Any] = engine.fp16_groups[flat_ids.index(id(flat_tensor))]  # the parameters in ``flat_tensor``
     name_of = {id(param): name for name, param in params.items()}
     group = members[0].ds_process_group
@@ -298,32 +314,33 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
     """Return the partition of whole parameters by both AutoTP and ZeRO.
 
     AutoTP gives each tensor-parallel rank some rows or columns of a parameter. ZeRO flattens them and partitions them
-    once more, as ``partition`` describes.
+    once more, as ``partition`` describes. With 2 tensor-parallel ranks, which have 2 of 4 rows each, and 2 ranks of
+    ZeRO for each of them, 4 ranks have one row each.
     """
     group = block_group_of(partition.group, tensor_group)
+    tensor_size = dist.get_world_size(tensor_group)
     tensor_rank = dist.get_rank(tensor_group)
     # For each rank, its tensor-parallel rank, and its interval of each parameter.
     ranks: list[tuple[int, dict[str, FlatInterval]]] = gather_objects((tensor_rank, partition.intervals), group)
     cuts: dict[str, Cut] = {}
-    overlapping: set[str] = set()
+    saved_elsewhere: set[str] = set()
     for name, param in params.items():
         shape = whole_shape_of(param)
-        shards = tensor_shards_of(name, param, dist.get_world_size(tensor_group))
-        positions: list[ShardPosition] = []
+        shards = tensor_shards_of(name, param, tensor_size)
+        positions: list[ShardPosition] = []  # of each rank
         for shard_index, intervals in ranks:
             start = intervals[name].start_in_param
             stop = start + intervals[name].length
-            if shards is None:
+            if shards is None:  # AutoTP has not split this parameter
                 positions.append(ShardPosition.interval(shape, start, stop))
             else:
                 positions.append(shards[shard_index].interval_of_shard(start, stop))
         cuts[name] = Listed(shape, positions)
-        # If AutoTP has split other parameters unevenly, the flat tensors of tensor-parallel ranks have different
-        # lengths, so a parameter that they all hold is cut at different places. An update needs no more than equal
-        # values where the shards overlap. A checkpoint needs shards without overlaps, of tensor-parallel rank 0.
+        # A parameter that AutoTP has not split is on all tensor-parallel ranks. Its intervals may overlap, if the flat
+        # tensors of these ranks have different lengths. The shards of a checkpoint must not: rank 0 saves them alone.
         if shards is None and tensor_rank != 0 and _do_overlap(positions):
-            overlapping.add(name)
-    return _Partition(cuts, partition.intervals, group, partition.misplaced_name, frozenset(overlapping))
+            saved_elsewhere.add(name)
+    return _Partition(cuts, partition.intervals, group, partition.misplaced_name, frozenset(saved_elsewhere))
 
 
 def _do_overlap(positions: Iterable[ShardPosition]) -> bool:
@@ -355,7 +372,7 @@ def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
             )
             continue
         values = view.reshape(-1).to(shard.dtype)
-        # nan_to_num, since a NaN is not equal to itself
+        # A NaN is not equal to itself, and is replaced by 0. Infinities become the largest numbers of their sign.
         if not torch.equal(values.nan_to_num(), shard.to(view.device).nan_to_num()):
             return name
     return None

@@ -77,7 +77,8 @@ class ZeroOptimizer(Optimizer):
         _warn_of_unequal_stages(model, self.param_groups)
         self._rates = GroupRates(self.param_groups)
         for group in self.param_groups:
-            # If two keys of a group set one number, later reads compare both with this one to find the changed key.
+            # A number of a transform may have two keys in a group. Each later read compares both keys with their values
+            # in the read before, and takes the key that has changed. This is the first read.
             self._numbers_of(group).read(group)
 
     def _new_groups(self) -> list[dict[str, Any]]:
@@ -216,7 +217,8 @@ class ZeroOptimizer(Optimizer):
     ) -> list[FlatOptimizer]:
         """Return the flat optimizers of one param group, and create those that do not exist.
 
-        At stage 0 the group has one for all its parameters. At other stages it has one for each flat tensor.
+        At stage 0 the group has one for all its parameters. At other stages it has one for each flat tensor. They are
+        stored by their first tensor, so that the state remains from step to step.
 
         Args:
             names: the parameters from which DeepSpeed made the group.
@@ -226,23 +228,26 @@ class ZeroOptimizer(Optimizer):
         """
         params = {name: self._params[name] for name in names}
         tensor_group = tensor_group_of(self.model.modules())
-        optimizers: list[FlatOptimizer] = []
-        if _are_unflattened(tensors, params.values()):
-            if tensors[0] not in self._flat_optimizers:
+        if _are_unflattened(tensors, params.values()):  # stage 0
+            first_tensor = tensors[0]
+            if first_tensor not in self._flat_optimizers:
                 tensor_of = dict(zip(names, tensors, strict=True))
-                self._add(whole_params_of(tensor_of, params, self._whole_params, tensor_group))
-            return [self._flat_optimizers[tensors[0]]]
+                flat = whole_params_of(tensor_of, params, self._whole_params, tensor_group)
+                self._flat_optimizers[first_tensor] = self._new_flat_optimizer(flat)
+            return [self._flat_optimizers[first_tensor]]
+        optimizers: list[FlatOptimizer] = []
         for flat_tensor in tensors:
             if flat_tensor.grad is None and not without_grads:
                 continue
             if flat_tensor not in self._flat_optimizers:
-                self._add(locate(flat_tensor, params, self._whole_params, tensor_group))
+                flat = locate(flat_tensor, params, self._whole_params, tensor_group)
+                self._flat_optimizers[flat_tensor] = self._new_flat_optimizer(flat)
             optimizers.append(self._flat_optimizers[flat_tensor])
         return optimizers
 
-    def _add(self, flat: FlatParams) -> None:
-        """Create the optimizer of a flat tensor, or of all parameters of a group at stage 0."""
-        self._flat_optimizers[flat.tensors[0]] = FlatOptimizer(self.tx, self._whole_params, flat, self.state)
+    def _new_flat_optimizer(self, flat: FlatParams) -> FlatOptimizer:
+        """Return the optimizer of a flat tensor, or of all parameters of a group at stage 0."""
+        return FlatOptimizer(self.tx, self._whole_params, flat, self.state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, and keep the dtypes in it. DeepSpeed calls this with the state of this rank.

@@ -57,7 +57,8 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
     if metadata.get("replicated") or not is_partitioned:
         return None
     dim = metadata.get("partition_dim")
-    # A fused layer is partitioned part by part. Another layer is a single part.
+    # The widths on each rank, for each part: [(2, 2), (1, 1), (1, 1)] if query, key and value are fused. A layer that
+    # is not fused is a single part.
     widths: Sequence[Sequence[int]] | None = metadata.get("sub_param_shard_widths")
     sizes: Sequence[int] | None = metadata.get("partition_sizes")
     if widths is None and sizes is not None:
@@ -67,10 +68,10 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
     shape = whole_shape_of(param)
     shards: list[ShardPosition] = []
     for rank in range(size):
-        spans: list[list[Span]] = [[(0, length)] for length in shape]
+        spans: list[list[Span]] = [[(0, length)] for length in shape]  # all indices of each dim, as (start, stop)
         spans[dim] = _spans_of_rank(widths, rank)
         shards.append(ShardPosition.grid(spans))
-    # The shards must be disjoint, and one of them must be on this rank.
+    # The shards must be disjoint, and one of them must have the shape of this rank's shard.
     numel_of_shards = sum(shard.numel for shard in shards)
     shapes = {shard.shape for shard in shards}
     if numel_of_shards != ShardPosition.whole(shape).numel or local_shape_of(param) not in shapes:

@@ -22,7 +22,7 @@ class GroupRates:
         self._requested = _labels_and_rates(groups)
         """The label and the rate of each group at construction, such as ``("muon", 0.02)``."""
         self._needs_checks = _have_different_rates(self._requested)
-        """False if the groups were made with one rate, or a scheduler has given them different rates in a step."""
+        """True if the groups were made with different rates, until a scheduler gives them different rates in a step."""
         self._rate_of_group: dict[tuple[str, ...], float] = {}
         """The rates in this step, by the parameter names of the group: DeepSpeed steps on one group at a time."""
         self._warned_rate: float | None = None
@@ -30,6 +30,8 @@ class GroupRates:
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if a scheduler has given all groups the same learning rate.
+
+        DeepSpeed may pass one group in each call. The rates are compared when all groups of a step have been passed.
 
         A rate that is equal in all groups, and not above any requested rate, may be the start of a warmup. It is
         reported as a warning; the error is raised if a later rate is equal in all groups, too.
@@ -42,7 +44,7 @@ class GroupRates:
             return  # the other groups of this step follow
         rates = set(self._rate_of_group.values())
         self._rate_of_group.clear()
-        if len(rates) > 1:
+        if len(rates) > 1:  # the scheduler has a rate for each group, and will have one in all steps
             self._needs_checks = False
         else:
             self._check_common_rate(rates.pop())
