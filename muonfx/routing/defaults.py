@@ -70,8 +70,8 @@ def default_labels(
     Module types are known if a model is given. For named tensors, as when ``partition`` calls this function, names and
     shapes decide, and a warning lists the supposed hidden matrices; `default_labels_by_name` does not warn.
 
-    A layer called ``gate`` may be a router or a part of a gated MLP. It is taken for a router, unless it is inside an
-    expert, or next to an ``up`` or ``down`` matrix with the same number of dims.
+    A layer called ``gate``, ``moe_gate`` or ``expert_gate`` may be a router or a part of a gated MLP. It is taken for a
+    router, unless it is inside an expert, or next to an ``up`` or ``down`` matrix with the same number of dims.
 
     Args:
         model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.

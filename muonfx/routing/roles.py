@@ -70,7 +70,11 @@ _HEADS = frozenset(
 )
 # Heads only as a direct child of the model, as in torchtitan, ResNet and Whisper: the names are too common elsewhere.
 _TOP_HEADS = frozenset({"output", "fc", "out", "proj_out", "conv_out", "conv_post", "proj_out_conv"})
-_ROUTERS = frozenset({"gate", "gating", "gating_network", "gate_network", "shared_expert_gate"})
+_ROUTERS = frozenset({"gate", "gating", "gating_network", "gate_network"})
+# A router also has a name such as token_router or routers, and a gate with a word of a mixture of experts: moe_gate,
+# shared_expert_gate.
+_ROUTER_WORDS = frozenset({"router", "routers", "routing"})
+_MIXTURE_WORDS = frozenset({"moe", "expert", "experts"})
 # Rates of state-space and RWKV layers, and the small matrices that compute them from the input.
 _ELEMENTWISE = frozenset({"a_log", "d", "time_decay", "time_first", "time_faaaa"})
 _STATE_SPACE = frozenset({"x_proj", "dt_proj", "x_proj_weight", "dt_proj_weight"})
@@ -460,9 +464,10 @@ def _router_component(components: list[str], ndim: int, gated_mlps: GatedMlps) -
     """
     for index, component in enumerate(components):
         words = _words(component)
-        if not {"router", "routing"}.isdisjoint(words):
+        if not _ROUTER_WORDS.isdisjoint(words):
             return component
-        if "_".join(words) not in _ROUTERS:
+        is_gate_of_mixture = _ends_in(words, {"gate", "gating"}) and not _MIXTURE_WORDS.isdisjoint(words)
+        if "_".join(words) not in _ROUTERS and not is_gate_of_mixture:
             continue
         modules_around = components[:index]
         is_inside_expert = _is_inside(modules_around, {"expert", "experts"})

@@ -419,7 +419,7 @@ MUON_NAMES = """
     attn.output_projection.weight conv_out_layer.weight attn.proj_out.weight projector.weight
     attention.q_head.weight attention.k_head.weight attention.v_head.weight attn.query_head.weight proj_out_1.weight
     fc_2.weight rel_logits_proj.proj.weight mm_input_projection_weight neck.conv1.weight layers.0.fc.weight_orig
-    self_attn.q_a_proj.weight
+    self_attn.q_a_proj.weight mlp.expert_gate_proj.weight experts.0.moe_gate.weight moe.expert_w_gate_up.weight
     self_attn.kv_a_proj_with_mqa.weight mlp.experts.0.down_proj.weight mtp.eh_proj.weight
 """
 ADAMW_NAMES = """
@@ -440,7 +440,8 @@ ADAMW_NAMES = """
     mamba.x_proj.weight mixer.dt_proj.weight mamba.x_proj_weight mamba.D attn.rel_pos_h self_attn.pos_bias_u
     self_attn.bias_v quantizer.codevectors q_l2_clip.scale embed_state.weight model.vision_embed_tokens.weight
     mtp.shared_head.head.weight self_attn.q_a_layernorm.weight
-    label_embeddings_concat perceiver.latents_1d moe.router_mlp.0.weight
+    label_embeddings_concat perceiver.latents_1d moe.router_mlp.0.weight moe.routers.0.weight mlp.moe_gate.weight
+    moe.expert_gate.weight moe.experts_gating.weight
     attn.attention_biases encoder.rel_pos_x_bias.weight indexer.index_kpool_compress_ape projection.latent_query
     block.scale_shift_table head_dist.weight head_dist.linear.weight logits_dense.weight tower.head_linear.weight
     proj_out_2.weight action_out_proj.weight postnet.feat_out.weight classifier_2.weight pos_embed.proj.weight
@@ -528,6 +529,10 @@ def test_a_gate_beside_up_and_down_belongs_to_the_mlp():
         "moe.down_proj": torch.zeros(4, 8, 16),
     }
     assert default_labels(moe) == {"moe.gate.weight": "adamw", "moe.up_proj": "muon", "moe.down_proj": "muon"}
+    stacks = {f"moe.experts_{n}": torch.zeros(4, 8, 16) for n in ("gate", "up")}
+    assert default_labels(stacks | {"moe.moe_gate": torch.zeros(4, 8)}) == dict.fromkeys(stacks, "muon") | {
+        "moe.moe_gate": "adamw"
+    }
 
 
 def test_a_vector_in_disguise_is_no_matrix():
