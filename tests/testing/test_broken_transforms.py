@@ -244,6 +244,25 @@ def test_a_transform_for_trees_of_its_own_needs_a_strategy():
     assert kit.check_transform(tx, laws=["update_remembers_nothing"], params=of_one_leaf, max_examples=2).held
 
 
+OVERFLOWING = {
+    "scale_by_rms": mfx.scale_by_rms(eps=1e-3, eps_in_sqrt=False),
+    "scale_by_factored_rms": mfx.contrib.scale_by_factored_rms(),
+    "normalize_neurons": mfx.normalize_neurons(),
+}
+"""Transforms with a mean square that is infinite, or the largest number, after a gradient of infinity."""
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("param_dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_infinity_may_act_as_a_number_whose_square_overflows(
+    name: str, param_dtype: torch.dtype, grad_dtype: torch.dtype
+):
+    params, steps = kit.Example.of({"w": (3, 1)}, dtype=param_dtype)
+    grads = [mfx.tree.map(lambda grad: grad.to(grad_dtype), steps[0]), *steps]
+    kit.laws.a_nonfinite_gradient_stays_visible(OVERFLOWING[name], params, grads)
+
+
 def drawn(strategy, number: int = 25):
     found = []
 
