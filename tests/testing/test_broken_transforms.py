@@ -7,6 +7,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import testing as kit
@@ -242,6 +243,32 @@ def test_a_transform_for_trees_of_its_own_needs_a_strategy():
         lambda example: named(kit.Example(torch.ones(2), [torch.ones(2) for _ in example.steps]))
     )
     assert kit.check_transform(tx, laws=["update_remembers_nothing"], params=of_one_leaf, max_examples=2).held
+
+
+def test_a_transform_for_certain_names_is_given_an_example():
+    tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.partition({"a": mfx.scale_by_adam()}, {"layer.weight": "a"}))
+    with pytest.raises(TypeError, match=r"params=st\.just\(testing\.Example\.of\(\{'layer.weight'"):
+        kit.check_transform(tx)
+    example = kit.Example.of({"layer.weight": (4, 3)})
+    report = kit.check_transform(tx, laws=["update_remembers_nothing"], params=st.just(example), max_examples=2)
+    assert report.held
+
+
+EACH_MATRIX = mfx.MatrixView()
+
+
+def test_the_error_of_a_step_comes_first():
+    @mfx.matrixwise
+    def faulty(*, view: mfx.MatrixView = EACH_MATRIX):
+        def step(u, s):
+            return u @ u, s
+
+        return mfx.core.EmptyState(), step
+
+    with pytest.raises(TypeError, match=r"^faulty raised RuntimeError: Expected size") as caught:
+        kit.check_transform(faulty())
+    assert "give check_transform a strategy of examples" in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)  # its traceback shows the line of the step
 
 
 OVERFLOWING = {
