@@ -290,6 +290,24 @@ def test_infinity_may_act_as_a_number_whose_square_overflows(
     kit.laws.a_nonfinite_gradient_stays_visible(OVERFLOWING[name], params, grads)
 
 
+WHOLE = {
+    "matrices": mfx.orthogonalize(dtype=torch.float32),
+    "leaves": mfx.masked(mfx.contrib.normalize_leaves(), mfx.routing.ndim(min=2)),
+}
+"""Transforms that need whole matrices or leaves, which ranks never divide into halves."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_sums_are_checked_beside_transforms_of_whole_matrices(name: str):
+    example = kit.Example.of({"w": (4, 3), "k": (2, 3, 2)})
+    law = kit.laws.tree_transforms_see_sums_over_leaves
+    law(mfx.chain(mfx.clip_by_global_norm(0.1), WHOLE[name]), *example)
+    wrong = broken.sums_norms_instead_of_squares()
+    for tx in (mfx.chain(wrong, WHOLE[name]), mfx.chain(WHOLE[name], wrong)):
+        with pytest.raises(kit.LawViolation, match="that hold a half of each leaf"):
+            law(tx, *example)
+
+
 def drawn(strategy, number: int = 25):
     found = []
 
