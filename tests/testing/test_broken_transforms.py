@@ -308,6 +308,13 @@ def test_sums_are_checked_beside_transforms_of_whole_matrices(name: str):
             law(tx, *example)
 
 
+def test_auto_is_narrow_only_for_products_of_matrices():
+    law = "narrow_gradients_are_computed_in_wider_dtypes"
+    for tx in (mfx.normalize_neurons(), mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), WHOLE["matrices"]):
+        assert kit.laws_for(tx)[law] is None
+    assert kit.laws_for(mfx.orthogonalize())[law] == 'the dtype "auto" of orthogonalize may be narrow'
+
+
 def drawn(strategy, number: int = 25):
     found = []
 
