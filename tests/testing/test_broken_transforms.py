@@ -315,6 +315,20 @@ def test_auto_is_narrow_only_for_products_of_matrices():
     assert kit.laws_for(mfx.orthogonalize())[law] == 'the dtype "auto" of orthogonalize may be narrow'
 
 
+@mfx.matrixwise
+def divides_by_the_norm_of_its_stack(*, view: mfx.MatrixView = EACH_MATRIX):
+    def step(u, s):
+        return u / u.norm(), s
+
+    return mfx.core.EmptyState(), step
+
+
+def test_a_step_that_mixes_matrices_is_named_with_the_difference():
+    example = kit.Example.of({"v": (3, 4), "w": (3, 4)})
+    with pytest.raises(kit.LawViolation, match=r"differ by up to \d.*reduce over the last two dims only"):
+        kit.laws.large_leaves_are_as_small_ones(divides_by_the_norm_of_its_stack(), *example)
+
+
 def drawn(strategy, number: int = 25):
     found = []
 
