@@ -233,20 +233,23 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
     """
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
-    # The transform itself, and those that it calls.
-    readers_of_tree = [inner for inner in within(tx) if inner.locality is Locality.TREE]
-    without_sums = [inner for inner in readers_of_tree if not sums_over_leaves(inner)]
-    for inner in without_sums:
-        if works_on_pieces(inner):
+    takes_sums = False
+    for inner in within(tx):  # the transform itself, and those that it calls
+        if inner.locality is not Locality.TREE:
+            continue
+        if sums_over_leaves(inner):
+            takes_sums = True
+        elif works_on_pieces(inner):
             return f"{inner.name} combines its shards by other means than sums over leaves"
-        if not inner.extras.takes_all:  # one with **extras forwards sum_over_leaves to the transforms that it calls
-            return _receives_gathered_tree(inner)
-    if len(without_sums) == len(readers_of_tree):
-        return _receives_gathered_tree(tx)
+        elif not inner.extras.takes_all:  # one with **extras forwards sum_over_leaves to the transforms that it calls
+            return _why_gathered(inner)
+    if not takes_sums:
+        return _why_gathered(tx)
     return None
 
 
-def _receives_gathered_tree(tx: Transform) -> str:
+def _why_gathered(tx: Transform) -> str:
+    """Return the reason why the law about sums leaves out a transform that receives the gathered tree."""
     return f"{tx.name} has the locality TREE and no argument sum_over_leaves, so it receives the gathered tree"
 
 
@@ -321,7 +324,7 @@ def _check_sums_of_leaves(
     """
     params, steps = example
     on_second_rank = set(range(len(tree.leaves(params)))).difference(on_first_rank)
-    missing_on_rank = (on_second_rank, on_first_rank)
+    missing_on_rank = (on_second_rank, on_first_rank)  # rank 0 misses the gradients that rank 1 has
     examples: list[Example] = []
     for missing in missing_on_rank:
         steps_of_rank = [without_leaves(missing, grads) for grads in steps]
@@ -343,14 +346,15 @@ def _on_two_ranks(tx: Transform, examples: list[Example], on_both: set[int]) -> 
     """
     ranks = _TwoRanks()
 
-    def sum_on_first(scalars: PyTree) -> Tensor:
-        return ranks.sum(0, scalars)
+    def updates_of_rank(rank: int) -> list[PyTree]:
+        def sum_over_leaves(scalars: PyTree) -> Tensor:
+            if rank == 1:
+                scalars = without_leaves(on_both, scalars)  # rank 0 counts the leaves that both ranks hold
+            return ranks.sum(rank, scalars)
 
-    def sum_on_second(scalars: PyTree) -> Tensor:
-        return ranks.sum(1, without_leaves(on_both, scalars))  # the first rank counts those on both
+        return updates_of(tx, *examples[rank], sum_over_leaves=sum_over_leaves)
 
-    sum_on_rank = (sum_on_first, sum_on_second)
-    return ranks.run(lambda rank: updates_of(tx, *examples[rank], sum_over_leaves=sum_on_rank[rank]))
+    return ranks.run(updates_of_rank)
 
 
 class _TwoRanks:
