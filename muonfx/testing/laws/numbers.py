@@ -289,7 +289,7 @@ SIZES = {torch.float32: (1.0,), torch.bfloat16: (1.0, 1e-4, 1e4), torch.float16:
 
 
 def _is_narrow(tx: Transform) -> str | None:
-    """Return which argument lets a transform compute in a narrow dtype; for `orthogonalize` also "auto" is one.
+    """Return which argument lets a transform compute in a narrow dtype; for Newton-Schulz iterations also "auto".
 
     Elsewhere "auto" is the dtype of a state, which is float32 or float64.
     """
@@ -297,8 +297,8 @@ def _is_narrow(tx: Transform) -> str | None:
         if isinstance(value, QuantizedDtype) or (isinstance(value, torch.dtype) and value.itemsize < 4):
             return f"its argument {value} is narrow"
     for inner in within(tx):
-        rounds_products = inner.declaration.matrices.rounds_to is not None
-        if rounds_products and inner.arguments.get("dtype") == "auto":
+        iterates = "coefficients" in inner.arguments  # a Newton-Schulz iteration: `orthogonalize` and `scale_by_dion2`
+        if iterates and inner.arguments.get("dtype") == "auto":
             return f'the dtype "auto" of {inner.name} may be narrow'
     return None
 
