@@ -264,6 +264,15 @@ def test_a_taught_transform_obeys_the_laws(page: str):
         assert len(report.held) >= 20
 
 
+@pytest.mark.parametrize("page", TAUGHT)
+def test_a_taught_transform_shows_an_infinity(page: str):
+    for name, factory in taught(page).items():
+        if name in NOT_OBEYED:
+            continue
+        tx = with_value(factory()) if name == "scale_by_loss" else factory()
+        kit.laws.a_nonfinite_gradient_stays_visible(tx, *kit.Example.of({"w": (1, 1)}))
+
+
 # -------------------------------------------------------------------------------------------------------- notebooks
 
 

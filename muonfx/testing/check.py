@@ -108,7 +108,8 @@ def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
     tree whose leaves have two or more dims.
 
     Raises:
-        TypeError: the transform raises an error on both trees; the message contains both errors.
+        TypeError: the transform raises an error on both trees; the message begins with this error. Parameters of
+            certain names are given as a strategy: ``st.just(Example.of({"layer.weight": (4, 3)}))``.
 
     >>> import muonfx as mfx
     >>> from hypothesis import given
@@ -129,19 +130,34 @@ def _require_transform(tx: object) -> None:
 def _suitable_ranks(tx: Transform) -> tuple[int, int]:
     """Return the minimal and maximal number of dims of the leaves that the transform accepts: (0, 4) or (2, 4)."""
     _require_transform(tx)
-    errors: list[str] = []
+    errors: list[Exception] = []
     for ranks, shapes in _SHAPES_OF_RANKS.items():
         params, steps = Example.of(shapes, steps=1)
         try:
             tx.update(steps[0], tx.init(params), params)
         except Exception as error:
-            errors.append(f"on leaves of {ranks[0]} to {ranks[1]} dims, {type(error).__name__}: {error}")
+            errors.append(error)
         else:
             return ranks
-    raise TypeError(
-        f"{tx!r} raises an error on leaves of all numbers of dims and on matrices, expected it to accept either: "
-        "give check_transform a strategy of examples, such as params=params_and_grads(...). It raised "
-        + "; ".join(errors)
+    error_on_any, error_on_matrices = errors
+    raise _raised_on_examples(tx, error_on_any, error_on_matrices) from error_on_matrices
+
+
+def _raised_on_examples(tx: Transform, error_on_any: Exception, error_on_matrices: Exception) -> TypeError:
+    """Return the error for a transform that raises both on leaves of 0 to 4 dims and on matrices."""
+    text_of_any = f"{type(error_on_any).__name__}: {error_on_any}"
+    text = f"{type(error_on_matrices).__name__}: {error_on_matrices}"
+    message = f"{tx.name} raised {text}\n(on parameters of 2 to 4 dims"
+    # On vectors, a transform of matrices raises an error about its input, not the mistake that its author looks for.
+    if text_of_any == text:
+        message += ", and of 0 to 4 dims)"
+    else:
+        message += f"; on parameters of 0 to 4 dims {text_of_any})"
+    return TypeError(
+        f"{message}\nExpected a transform that accepts one of them. If it requires parameters of certain names or of "
+        "other shapes, give check_transform a strategy of examples, as in "
+        "params=st.just(testing.Example.of({'layer.weight': (4, 3)})) with hypothesis.strategies as st, or "
+        f"params=testing.params_and_grads(ranks=(2, 2)). The transform is {tx!r}"
     )
 
 
@@ -230,7 +246,8 @@ def check_transform(
         tx: the transform.
         laws: the laws to check, as names or functions. None: all laws.
         skip: the laws not to check, as names or functions.
-        params: a hypothesis strategy that draws `Example` values, such as ``params_and_grads(ranks=(2, 2))``. None:
+        params: a hypothesis strategy that draws `Example` values, such as ``params_and_grads(ranks=(2, 2))``, or
+            ``st.just(Example.of({"layer.weight": (4, 3)}))`` for a transform of named parameters. None:
             `suitable_params`, and `standard_examples`.
         max_examples: the number of examples for each law. Slow laws, such as compilation, use a part of them. None:
             the number in the hypothesis profile.
@@ -248,6 +265,7 @@ def check_transform(
         LawViolation: a law does not hold. The message names the law, the leaf and the values found, and shows the
             smallest example that was found.
         ValueError: a name in ``laws`` or ``skip`` is not the name of a law.
+        TypeError: without ``params``, the transform raises an error on the examples of `suitable_params`.
 
     >>> import muonfx as mfx
     >>> report = check_transform(

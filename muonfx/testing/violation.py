@@ -129,7 +129,8 @@ def _compare(
         name = tree.names(expected)[number]
         text = f"found {describe(leaf)}, expected as {expected_is} {describe(expected_leaf)}"
         if describe(leaf) == describe(expected_leaf):
-            text += f": they differ by at most {_largest_difference(leaf, expected_leaf):.1e}, which is not shown"
+            difference = _largest_difference(leaf, expected_leaf)
+            text += f": elements up to {_largest_finite(expected_leaf):.1e} differ by up to {difference:.1e}"
         if _is_narrower(leaf, expected_leaf):
             text += ": it was narrowed"
         raise Breach(f"{what} {name!r}", text)

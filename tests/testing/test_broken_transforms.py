@@ -7,6 +7,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import testing as kit
@@ -242,6 +243,91 @@ def test_a_transform_for_trees_of_its_own_needs_a_strategy():
         lambda example: named(kit.Example(torch.ones(2), [torch.ones(2) for _ in example.steps]))
     )
     assert kit.check_transform(tx, laws=["update_remembers_nothing"], params=of_one_leaf, max_examples=2).held
+
+
+def test_a_transform_for_certain_names_is_given_an_example():
+    tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.partition({"a": mfx.scale_by_adam()}, {"layer.weight": "a"}))
+    with pytest.raises(TypeError, match=r"params=st\.just\(testing\.Example\.of\(\{'layer.weight'"):
+        kit.check_transform(tx)
+    example = kit.Example.of({"layer.weight": (4, 3)})
+    report = kit.check_transform(tx, laws=["update_remembers_nothing"], params=st.just(example), max_examples=2)
+    assert report.held
+
+
+EACH_MATRIX = mfx.MatrixView()
+
+
+def test_the_error_of_a_step_comes_first():
+    @mfx.matrixwise
+    def faulty(*, view: mfx.MatrixView = EACH_MATRIX):
+        def step(u, s):
+            return u @ u, s
+
+        return mfx.core.EmptyState(), step
+
+    with pytest.raises(TypeError, match=r"^faulty raised RuntimeError: Expected size") as caught:
+        kit.check_transform(faulty())
+    assert "give check_transform a strategy of examples" in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)  # its traceback shows the line of the step
+
+
+OVERFLOWING = {
+    "scale_by_rms": mfx.scale_by_rms(eps=1e-3, eps_in_sqrt=False),
+    "scale_by_factored_rms": mfx.contrib.scale_by_factored_rms(),
+    "normalize_neurons": mfx.normalize_neurons(),
+}
+"""Transforms with a mean square that is infinite, or the largest number, after a gradient of infinity."""
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("param_dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_infinity_may_act_as_a_number_whose_square_overflows(
+    name: str, param_dtype: torch.dtype, grad_dtype: torch.dtype
+):
+    params, steps = kit.Example.of({"w": (3, 1)}, dtype=param_dtype)
+    grads = [mfx.tree.map(lambda grad: grad.to(grad_dtype), steps[0]), *steps]
+    kit.laws.a_nonfinite_gradient_stays_visible(OVERFLOWING[name], params, grads)
+
+
+WHOLE = {
+    "matrices": mfx.orthogonalize(dtype=torch.float32),
+    "leaves": mfx.masked(mfx.contrib.normalize_leaves(), mfx.routing.ndim(min=2)),
+}
+"""Transforms that need whole matrices or leaves, which ranks never divide into halves."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_sums_are_checked_beside_transforms_of_whole_matrices(name: str):
+    example = kit.Example.of({"w": (4, 3), "k": (2, 3, 2)})
+    law = kit.laws.tree_transforms_see_sums_over_leaves
+    law(mfx.chain(mfx.clip_by_global_norm(0.1), WHOLE[name]), *example)
+    wrong = broken.sums_norms_instead_of_squares()
+    for tx in (mfx.chain(wrong, WHOLE[name]), mfx.chain(WHOLE[name], wrong)):
+        with pytest.raises(kit.LawViolation, match="that hold a half of each leaf"):
+            law(tx, *example)
+
+
+def test_auto_is_narrow_only_for_products_of_matrices():
+    law = "narrow_gradients_are_computed_in_wider_dtypes"
+    for tx in (mfx.normalize_neurons(), mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), WHOLE["matrices"]):
+        assert kit.laws_for(tx)[law] is None
+    for tx in (mfx.orthogonalize(), mfx.contrib.scale_by_dion2(2)):
+        assert kit.laws_for(tx)[law] == f'the dtype "auto" of {tx.name} may be narrow'
+
+
+@mfx.matrixwise
+def divides_by_the_norm_of_its_stack(*, view: mfx.MatrixView = EACH_MATRIX):
+    def step(u, s):
+        return u / u.norm(), s
+
+    return mfx.core.EmptyState(), step
+
+
+def test_a_step_that_mixes_matrices_is_named_with_the_difference():
+    example = kit.Example.of({"v": (3, 4), "w": (3, 4)})
+    with pytest.raises(kit.LawViolation, match=r"differ by up to \d.*reduce over the last two dims only"):
+        kit.laws.large_leaves_are_as_small_ones(divides_by_the_norm_of_its_stack(), *example)
 
 
 def drawn(strategy, number: int = 25):

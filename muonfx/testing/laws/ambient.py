@@ -140,11 +140,13 @@ def _another_hash() -> Generator[None]:
     usual_hash = builtins.hash
 
     def salted_hash(value: object) -> int:
-        depends_on_seed = isinstance(value, str | bytes | tuple | frozenset)
-        name_of_caller = sys._getframe(1).f_code.co_name
-        if not depends_on_seed or name_of_caller == "__hash__":
+        """Return ``hash(value)``, or another integer if it depends on PYTHONHASHSEED."""
+        calling_function = sys._getframe(1).f_code.co_name
+        if calling_function == "__hash__":  # of a key that is already in a dict, under its usual integer
             return usual_hash(value)
-        return usual_hash(("salt", value))
+        if isinstance(value, str | bytes | tuple | frozenset):
+            return usual_hash(("salt", value))
+        return usual_hash(value)
 
     with mock.patch.object(builtins, "hash", salted_hash):
         yield

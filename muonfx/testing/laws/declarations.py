@@ -171,7 +171,20 @@ def _check_leaves_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> N
             what = f"step {step}, if the other leaves are None, the update of"
             whole_updates, _ = whole[step]
             expected = only_leaf(number, whole_updates)
-            require_close(what, only_leaf(number, updates), expected, "among the others", tolerance)
+            try:
+                require_close(what, only_leaf(number, updates), expected, "among the others", tolerance)
+            except Breach as breach:
+                raise Breach(breach.leaf, breach.found + _advice_on_stacks(tx)) from None
+
+
+def _advice_on_stacks(tx: Transform) -> str:
+    """Return what to do if a leaf depends on others: for a transform of stacks of matrices, the only cause; else ""."""
+    if tx.declaration.matrices.on_stacks is None:
+        return ""
+    return (
+        ". Leaves of equal shape form one stack, and the step mixes the matrices of a stack: reduce over the last two "
+        "dims only, as in u.norm(dim=(-2, -1), keepdim=True)"
+    )
 
 
 @law(on=precise, unless=_without("resolve"), share=0.3)

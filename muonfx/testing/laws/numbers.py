@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from muonfx.testing.violation import (
     widened,
 )
 from muonfx.tree import PyTree
+from muonfx.tree.elementwise import wide_dtype
 
 
 def _filled(example: Example) -> Example:
@@ -113,7 +114,8 @@ def _skips_nonfinite(tx: Transform) -> str | None:
 def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that NaN in a gradient gives nonfinite updates of its leaf, until the updates are the usual ones again.
 
-    So no step hides the fault by zeros. An infinity may also act as a very large number does, as in `clip_by_value`.
+    So no step hides the fault by zeros. An infinity may also act as a number does whose square overflows, as in
+    `clip_by_value`, and in `scale_by_rms`, whose mean square is then infinite.
     Leaves whose gradients do not change their updates, as in `set_to_zero`, are left out.
 
     >>> import muonfx as mfx
@@ -134,15 +136,14 @@ def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], usual: lis
     ``numbers`` are the numbers of the leaves, and ``usual`` are the updates without a fault.
     """
 
-    def updates_with(element_of: Callable[[Tensor], float]) -> list[PyTree]:
-        """Return the updates of all steps, if ``element_of(grad)`` replaces an element in the first gradients."""
-        changed_step = map_some(lambda grad: _with_element(element_of(grad), grad), numbers, steps[0])
-        return updates_of(tx, params, [changed_step, *steps[1:]])
+    def updates_after(first_grads: PyTree) -> list[PyTree]:
+        """Return the updates of all steps, with other gradients at the first step."""
+        return updates_of(tx, params, [first_grads, *steps[1:]])
 
-    with_another = updates_with(_another_element)
-    with_nan = updates_with(lambda grad: math.nan)
-    with_large = updates_with(_large_element)
-    with_infinity = updates_with(lambda grad: math.inf)
+    with_another = updates_after(map_some(_with_another_element, numbers, steps[0]))
+    with_nan = updates_after(map_some(functools.partial(_with_element, math.nan), numbers, steps[0]))
+    with_infinity = updates_after(map_some(functools.partial(_with_element, math.inf), numbers, steps[0]))
+    with_large = updates_after(_with_large_elements(numbers, steps[0], params))
     tolerance = tolerance_of(tx, usual, params)
     names = tree.names(params)
     for number in numbers:
@@ -152,20 +153,34 @@ def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], usual: lis
         gradient = f"the gradient of {names[number]!r}"
         _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
         # An infinity may also act as a large number does.
-        large = _of_leaf(number, with_large)
         infinite = _of_leaf(number, with_infinity)
+        large = [u.to(other.dtype) for u, other in zip(_of_leaf(number, with_large), infinite, strict=True)]
         if not _all_close(infinite, large, tolerance):
             _require_visible(f"infinity in {gradient}", infinite, [expected, large], tolerance)
 
 
-def _another_element(grad: Tensor) -> float:
-    """Return an element that is not the replaced one: of the other sign, and larger."""
-    return -2.0 * float(grad.view(-1)[_index(grad)]) - 1.0
+def _with_another_element(grad: Tensor) -> Tensor:
+    """Return a gradient in which one element has the other sign and a larger magnitude."""
+    old_element = float(grad.view(-1)[_index(grad)])
+    return _with_element(-2.0 * old_element - 1.0, grad)
 
 
-def _large_element(grad: Tensor) -> float:
-    """Return an element that is large, but finite also as a sum of a few."""
-    return min(1e30, torch.finfo(grad.dtype).max / 4)
+_LARGE_ELEMENTS = {torch.float32: 1e30, torch.float64: 1e300}
+"""Large elements, by the dtype of the computation: sums of a few are finite, their squares are infinite."""
+
+
+def _with_large_elements(numbers: Sequence[int], grads: PyTree, params: PyTree) -> PyTree:
+    """Return gradients in which a large element replaces an element of some leaves.
+
+    No number of float16 is large enough. So these gradients are converted to the dtype in which their updates are
+    computed, which is at least float32 and no narrower than the dtype of the parameter.
+    """
+    param_leaves = tree.leaves(params)
+    leaves, treedef = tree.flatten(grads)
+    for number in numbers:
+        dtype = wide_dtype(leaves[number].dtype, param_leaves[number].dtype)
+        leaves[number] = _with_element(_LARGE_ELEMENTS[dtype], leaves[number].to(dtype))
+    return tree.unflatten(treedef, leaves)
 
 
 def _of_leaf(number: int, steps: list[PyTree]) -> list[Tensor]:
@@ -274,12 +289,16 @@ SIZES = {torch.float32: (1.0,), torch.bfloat16: (1.0, 1e-4, 1e4), torch.float16:
 
 
 def _is_narrow(tx: Transform) -> str | None:
-    """Return which argument lets a transform compute in a narrow dtype, in products of matrices also "auto"."""
+    """Return which argument lets a transform compute in a narrow dtype; for Newton-Schulz iterations also "auto".
+
+    Elsewhere "auto" is the dtype of a state, which is float32 or float64.
+    """
     for value in values_within(tx):
         if isinstance(value, QuantizedDtype) or (isinstance(value, torch.dtype) and value.itemsize < 4):
             return f"its argument {value} is narrow"
     for inner in within(tx):
-        if inner.locality is not Locality.ELEMENT and "auto" in map(str, inner.arguments.values()):
+        iterates = "coefficients" in inner.arguments  # a Newton-Schulz iteration: `orthogonalize` and `scale_by_dion2`
+        if iterates and inner.arguments.get("dtype") == "auto":
             return f'the dtype "auto" of {inner.name} may be narrow'
     return None
 
