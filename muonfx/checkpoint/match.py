@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 
+from muonfx.checkpoint.chains import chain_differences
 from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import PARAMS, SCHEDULER, StateSpec, described, in_section, plain_names
@@ -322,13 +323,11 @@ class _Comparison:
         is_known = fingerprint is not None and expected.fingerprint is not None
         is_other = is_known and fingerprint != expected.fingerprint
         if is_other:
-            saved_chain = str(self.index.chain)[:2000]  # of a file, in which it may be of any length
-            self.problems.append(
-                f"chain:     the checkpoint was made by {saved_chain} (fingerprint {fingerprint}), "
-                f"expected {expected.chain} (fingerprint {expected.fingerprint})"
-            )
+            for difference in chain_differences(str(self.index.chain), str(expected.chain), expected.transform):
+                self.problems.append(f"chain:     {difference}")
             self.advice.append(
-                "to continue the saved run: create `tx` and `like` as the checkpoint's chain, shown above"
+                "to continue the saved run: create the transform with the arguments in the checkpoint; "
+                "mfx.checkpoint.inspect(path).chain is the code of the whole chain"
             )
         if is_other or self.moved:  # moved states show that it is another chain, also if it is not known
             names = f", which loads {_moved_text(self.moved)}" if self.moved else ""
