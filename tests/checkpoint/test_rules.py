@@ -536,6 +536,23 @@ def test_of_another_chain_only_the_arguments_that_differ_are_named(tmp_path: Pat
     assert "cosine" not in str(caught.value)
 
 
+def test_the_advice_for_other_shapes_works_as_written(tmp_path: Path):
+    def optimizer_for(width: int) -> mfx.TransformOptimizer:
+        params = {"fc": torch.nn.Parameter(torch.ones(4, 4)), "head": torch.nn.Parameter(torch.ones(width, 4))}
+        return mfx.TransformOptimizer(params, mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1)))
+
+    path = ck.save(tmp_path, optimizer_for(4), params={"fc": torch.ones(4, 4), "head": torch.ones(4, 4)})
+    optimizer = optimizer_for(3)
+    with pytest.raises(MismatchError, match=r"to keep what fits: mfx\.checkpoint\.load_changed\(path, optimizer\)"):
+        ck.load(path, optimizer)
+    assert ck.load_changed(path, optimizer).new == ("momentum/trace/head",)
+    with pytest.raises(MismatchError) as caught:
+        ck.load_params(path, {"fc": torch.zeros(4, 4), "head": torch.zeros(3, 4)})
+    assert "load_params(path, like={the parameters that fit}, allow_extra=['params/head'])" in str(caught.value)
+    loaded = ck.load_params(path, like={"fc": torch.zeros(4, 4)}, allow_extra=["params/head"])
+    assert torch.equal(loaded["fc"], torch.ones(4, 4))
+
+
 def test_a_missing_leaf_keeps_what_like_has(saved):
     path, tx, params, state = saved
     grown = {**params, "new": torch.ones(2, 2)}
