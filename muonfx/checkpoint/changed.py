@@ -484,6 +484,9 @@ def _sources_of_scalar(
 ) -> list[str]:
     """Return the names in the checkpoint from which a 0-d leaf, such as a step count, may come.
 
+    For example, "new/adam/count" comes from "old/adam/count" if ``unit_sources`` is
+    ``{Unit("new/adam", "w"): Unit("old/adam", "w")}``.
+
     These are the leaves of its name in the transforms from which the units of its transform come. A transform without
     units, such as a schedule, has the leaf with the same name, or else the closest one.
     """
