@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
+from collections.abc import Mapping
 
 from muonfx.core import Transform
 from muonfx.core.argument_texts import code_of_value
@@ -87,7 +89,9 @@ def _add_arguments(
 ) -> None:
     """Add the values of the arguments of the call at ``path`` to ``values``."""
     definition = definitions.get(ast.unparse(call.func))
-    parameters = {} if definition is None else definition.parameters
+    parameters: Mapping[str, inspect.Parameter] = {}  # not known for a function in an argument, such as MatrixView
+    if definition is not None:
+        parameters = definition.parameters
     names = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     for index, node in enumerate(call.args):
         if index < len(names):
