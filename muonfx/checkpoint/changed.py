@@ -26,6 +26,7 @@ from muonfx.checkpoint.load import Target, load_checkpoint, local_transform, req
 from muonfx.checkpoint.match import Rules
 from muonfx.core import Transform
 from muonfx.internal.display import Report, Shown, Table, format_list
+from muonfx.internal.wrappers import unwrapped
 from muonfx.sharding.transform import Sharded, from_global, to_global
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.dtypes import widens
@@ -175,14 +176,55 @@ def _continue_optimizer(
     """Copy a state into an optimizer, and the saved groups if it has the same groups."""
     groups = "param_groups: none in the checkpoint; those of this optimizer stay"
     if saved_groups is not None:
+        renamed_groups, new_numbers = _for_groups_of(optimizer.saved_groups(), saved_groups)
         try:
-            optimizer.load_transform_state(continuation.state, saved_groups)
+            optimizer.load_transform_state(continuation.state, renamed_groups)
         except ValueError as error:
-            groups = f"param_groups: those of this optimizer stay, because the saved ones do not fit: {error}"
+            reason = str(error).removeprefix("nothing was loaded: ")  # the state is loaded below
+            groups = f"param_groups: those of this optimizer stay, because the saved ones do not fit: {reason}"
         else:
-            return replace(continuation, state=optimizer.transform_state, groups="param_groups: loaded")
+            groups = "; ".join(["param_groups: loaded", *new_numbers])
+            return replace(continuation, state=optimizer.transform_state, groups=groups)
     optimizer.load_transform_state(continuation.state)
     return replace(continuation, state=optimizer.transform_state, groups=groups)
+
+
+def _for_groups_of(
+    groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return saved groups with the keys of an optimizer, and a text for each group that has keys which were not saved.
+
+    The chain that was saved may be inside another transform now: "momentum.decay" is then "inner.momentum.decay". A key
+    that was not saved under any such name, as of a new transform, has the value of the optimizer.
+    """
+    converted_groups: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for saved in saved_groups:
+        converted = dict(saved)
+        saved_names = set(unwrapped(saved.get("param_names", ())).values())
+        for group in groups:
+            if saved_names.isdisjoint(unwrapped(group["param_names"]).values()):
+                continue
+            new_keys: list[str] = []
+            for key in group.keys() - saved.keys() - _KEYS_WITHOUT_NUMBERS:
+                old_keys = [saved_key for saved_key in saved if key.endswith(f".{saved_key}")]
+                if old_keys:
+                    longest = max(old_keys, key=len)
+                    converted[key] = saved[longest]
+                    if longest not in group:
+                        converted.pop(longest, None)
+                else:
+                    converted[key] = group[key]
+                    new_keys.append(key)
+            if new_keys:
+                stay = format_list(sorted(new_keys))
+                texts.append(f"of group {group.get('label')!r}, {stay} stay as in this optimizer")
+        converted_groups.append(converted)
+    return converted_groups, texts
+
+
+_KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "schedules"])
+"""Keys of a group that are no hyperparameters."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the target
@@ -441,6 +483,9 @@ def _sources_of_scalar(
     name: str, units: Collection[Unit], unit_sources: Mapping[Unit, Unit], stored: Shapes
 ) -> list[str]:
     """Return the names in the checkpoint from which a 0-d leaf, such as a step count, may come.
+
+    For example, "new/adam/count" comes from "old/adam/count" if ``unit_sources`` is
+    ``{Unit("new/adam", "w"): Unit("old/adam", "w")}``.
 
     These are the leaves of its name in the transforms from which the units of its transform come. A transform without
     units, such as a schedule, has the leaf with the same name, or else the closest one.

@@ -355,6 +355,11 @@ class StateSpec:
             return {}
         return product_dtypes(strip_transparent(self._tx), [dtype], device)
 
+    @property
+    def transform(self) -> Transform | None:
+        """The transform that will use the state; None if it is not known."""
+        return self._tx
+
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Return a state tree with the leaves in a dict by name; leaves without an entry in the dict are None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 
+from muonfx.checkpoint.chains import chain_differences
 from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import PARAMS, SCHEDULER, StateSpec, described, in_section, plain_names
@@ -322,13 +323,11 @@ class _Comparison:
         is_known = fingerprint is not None and expected.fingerprint is not None
         is_other = is_known and fingerprint != expected.fingerprint
         if is_other:
-            saved_chain = str(self.index.chain)[:2000]  # of a file, in which it may be of any length
-            self.problems.append(
-                f"chain:     the checkpoint was made by {saved_chain} (fingerprint {fingerprint}), "
-                f"expected {expected.chain} (fingerprint {expected.fingerprint})"
-            )
+            for difference in chain_differences(str(self.index.chain), str(expected.chain), expected.transform):
+                self.problems.append(f"chain:     {difference}")
             self.advice.append(
-                "to continue the saved run: create `tx` and `like` as the checkpoint's chain, shown above"
+                "to continue the saved run: create the transform with the arguments in the checkpoint; "
+                "mfx.checkpoint.inspect(path).chain is the code of the whole chain"
             )
         if is_other or self.moved:  # moved states show that it is another chain, also if it is not known
             names = f", which loads {_moved_text(self.moved)}" if self.moved else ""
@@ -407,6 +406,7 @@ class _Comparison:
     def _check_leaves(self) -> None:
         """Report leaves whose shape or dtype differs in a way that the rules do not allow."""
         narrowed: list[str] = []
+        reshaped: list[str] = []
         for name, spec in self.expected.leaves.items():
             stored_name = self.stored_name_of.get(name)
             if stored_name is None:  # missing, or kept as it is in `like`
@@ -415,7 +415,11 @@ class _Comparison:
             if stored == spec and not self.rules.cast:  # the usual case
                 continue
             cast_dtypes = {dtype for pattern, dtype in self.rules.cast.items() if matches(pattern, name)}
-            self._check_shape(name, stored, spec)
+            if stored.shape != spec.shape:
+                reshaped.append(name)
+                self.problems.append(
+                    f"reshaped:  {name!r} has shape {stored.shape} in the checkpoint, expected {spec.shape}"
+                )
             if stored.dtype != spec.dtype and self._has_codes(stored_name):
                 self.problems.append(
                     f"codes:     {name!r} holds codes of {stored.dtype}, which have no meaning as {spec.dtype}"
@@ -425,6 +429,8 @@ class _Comparison:
             elif not widens(stored.dtype, spec.dtype):
                 narrowed.append(name)
                 self.problems.append(f"narrowing: {name!r} is {stored.dtype} in the checkpoint, expected {spec.dtype}")
+        if reshaped:
+            self._advise_shapes(reshaped)
         if narrowed:
             self._advise_cast(narrowed)
 
@@ -437,12 +443,15 @@ class _Comparison:
             "levels of names, or globs); to keep the values: use a chain with the state dtype of the checkpoint"
         )
 
-    def _check_shape(self, name: str, stored: Spec, spec: Spec) -> None:
-        """Report a leaf whose shape differs."""
-        if stored.shape == spec.shape:
-            return
-        self.problems.append(f"reshaped:  {name!r} has shape {stored.shape} in the checkpoint, expected {spec.shape}")
-        self.advice.append("to load other shapes: create `like` for parameters with the shapes in the checkpoint")
+    def _advise_shapes(self, reshaped: Sequence[str]) -> None:
+        """Add the calls that load the leaves of a checkpoint other than the ``reshaped`` ones."""
+        if self.section == PARAMS:
+            to_ignore = [*self.rules.allow_extra, *reshaped]
+            advice = f"load_params(path, like={{the parameters that fit}}, allow_extra={to_ignore})"
+        else:
+            like = "like" if self.objects is None else "optimizer"
+            advice = f"mfx.checkpoint.load_changed(path, {like})"
+        self.advice.append(f"to keep what fits: {advice}")
 
     def _check_cast(self, name: str, spec: Spec, cast_dtypes: set[torch.dtype]) -> None:
         """Report that ``cast=`` has another dtype than ``like``; it allows rounding, but does not choose the dtype."""

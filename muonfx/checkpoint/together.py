@@ -184,7 +184,10 @@ def raise_one_error(failures: Mapping[int, Exception], path: object) -> NoReturn
     for rank, error in failures.items():
         texts[rank] = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
     first = failures[min(failures)]
-    raise _merged_error(first, failures.values(), errors_by_rank(texts)) from first
+    error = _merged_error(first, failures.values(), errors_by_rank(texts))
+    if isinstance(first, CheckpointError):  # the new error has its class and text
+        raise error from None
+    raise error from first
 
 
 def _merged_error(first: Exception, errors: Iterable[Exception], message: str) -> CheckpointError:

@@ -348,7 +348,7 @@ def _missing_hyperparams(tx: Transform, tracked: TrackedGroup, saved: Group) -> 
     for key in tracked.numbers.keys:
         # Entries that torch's schedulers add are not required, and neither are numbers of schedules: the code has them.
         if key not in saved and not key.startswith(from_code):
-            lines.append(f"missing hyperparameter {key!r}")
+            lines.append(f"missing hyperparameter {key!r} of group {tracked.group.get('label')!r}")
     return lines
 
 

@@ -181,9 +181,10 @@ def _key_of_loss(rows: Rows, loss: str | None) -> str:
     if not rows:
         raise ValueError("rows: found none, expected the rows that muonfx.study returns")
     if loss is None:
-        return "validation_loss" if "validation_loss" in rows[0] else "loss"
-    if loss not in rows[0]:
-        raise ValueError(f"loss: found {loss!r}, expected a key of the rows: {sorted(rows[0])}")
+        loss = "validation_loss" if "validation_loss" in rows[0] else "loss"
+    for row in rows:
+        if loss not in row:
+            raise ValueError(f"loss: found {loss!r}, expected a key of all rows; one row has only {sorted(row)}")
     return loss
 
 

@@ -396,3 +396,38 @@ def test_equal_groups_are_loaded_too(tmp_path: Path) -> None:
         found = ck.load_changed(path, other)
     assert found.groups == "param_groups: loaded"
     assert other.param_groups[0]["weight_decay"] == 0.7
+
+
+@pytest.mark.parametrize("wrap", ["skip_nonfinite", "chain", "partition"])
+def test_the_numbers_of_groups_move_with_the_chain(wrap: str, tmp_path: Path) -> None:
+    model = model_of()
+    inner = mfx.chain(mfx.momentum(0.9), mfx.scale_by_rms(0.9), mfx.scale_by_learning_rate(0.1))
+    optimizer = mfx.TransformOptimizer(model, inner)
+    keys = [key for key, value in optimizer.param_groups[0].items() if isinstance(value, float)]
+    for index, key in enumerate(keys):
+        optimizer.param_groups[0][key] = 0.5 + index / 64
+    path = ck.save(tmp_path, optimizer)
+    clipped = mfx.chain(mfx.clip_by_global_norm(1.0), ("inner", inner))
+    labels = {name: "all" for name, _ in model.named_parameters()}
+    wrapped = {
+        "skip_nonfinite": mfx.skip_nonfinite(inner),
+        "chain": clipped,
+        "partition": mfx.partition({"all": inner}, labels),
+    }[wrap]
+    other = mfx.TransformOptimizer(model, wrapped)
+    with pytest.warns(UserWarning, match="saved with other numbers"):
+        found = ck.load_changed(path, other)
+    group = other.param_groups[0]
+    for index, key in enumerate(keys):
+        (new_key,) = [name for name in group if name == key or name.endswith(f".{key}")]
+        assert group[new_key] == 0.5 + index / 64
+    assert "nothing was loaded" not in str(found)
+    assert found.groups.startswith("param_groups: loaded")
+    assert ("clip_by_global_norm.max_norm" in found.groups) == (wrap == "chain")
+
+
+def test_an_account_of_other_groups_reports_no_failure(tmp_path: Path) -> None:
+    path = ck.save(tmp_path, optimizer_of(model_of(), BEFORE))
+    found = ck.load_changed(path, optimizer_of(model_of(), AFTER))
+    assert "those of this optimizer stay" in found.groups
+    assert "nothing was loaded" not in str(found)

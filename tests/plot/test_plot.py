@@ -277,6 +277,14 @@ def test_the_validation_loss_is_drawn_if_there_is_one(draw: Callable):
         draw([])
 
 
+@pytest.mark.parametrize("draw", [mfx.plot.plot_losses, mfx.plot.plot_rates])
+def test_rows_without_a_loss_are_refused(draw: Callable):
+    without_loss = [{key: value for key, value in row.items() if key != "loss"} for row in STUDY]
+    for rows in (without_loss, [*STUDY, without_loss[0]]):
+        with pytest.raises(ValueError, match="loss: found 'loss', expected a key of all rows"):
+            draw(rows)
+
+
 def test_a_schedule_is_drawn_step_by_step():
     schedule = mfx.warmup_cosine_decay_schedule(0.1, 3, total_steps=10)
     ax = mfx.plot.plot_schedule(schedule, 10, label="warmup")
