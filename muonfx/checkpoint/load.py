@@ -100,7 +100,7 @@ def load(
         A new state; for an optimizer, its own `transform_state`, with the new values.
 
     Raises:
-        TypeError: an argument does not go with an optimizer, or requires one.
+        TypeError: an argument has another type, does not go with an optimizer, or requires one.
         NotFoundError: there is no checkpoint at the path.
         MismatchError: leaves are missing or unexpected, have another shape, or would be rounded to a narrower dtype; or
             another transform wrote the state; or groups or the scheduler of an optimizer are missing, unexpected or of
@@ -132,12 +132,18 @@ def load(
 
     def make_rules() -> Rules:
         """Return the arguments that allow differences as one value. An error is raised on all ranks."""
-        return Rules(patterns_of(allow_missing), patterns_of(allow_extra), allow_other_chain, cast or {}, rename or {})
+        return Rules(
+            patterns_of("allow_missing", allow_missing),
+            patterns_of("allow_extra", allow_extra),
+            allow_other_chain,
+            {} if cast is None else cast,
+            rename or {},
+        )
 
     if is_optimizer(like):
         require_no_arguments(tx, device)
         objects = {GROUPS} if scheduler is None else {GROUPS, SCHEDULER}
-        objects = objects.difference(patterns_of(allow_extra))
+        objects = objects.difference(patterns_of("allow_extra", allow_extra))
         return _load_optimizer(path, like, scheduler, objects, make_rules, group)
     if scheduler is not None:
         raise TypeError("scheduler: it is loaded with an optimizer: pass the optimizer as like")
@@ -264,7 +270,13 @@ def load_params(
     def make_target() -> Target:
         """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
         # A chain has no meaning for parameters.
-        rules = Rules(patterns_of(allow_missing), patterns_of(allow_extra), True, cast or {}, rename or {})
+        rules = Rules(
+            patterns_of("allow_missing", allow_missing),
+            patterns_of("allow_extra", allow_extra),
+            True,
+            {} if cast is None else cast,
+            rename or {},
+        )
         global_like = like if layout is None else layout.to_global(like)
         return Target.of(global_like, None, rules, is_alone=group is None, section=PARAMS, device=device)
 

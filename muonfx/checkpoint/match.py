@@ -39,12 +39,20 @@ def matches_any(patterns: Iterable[str], name: str) -> bool:
     return any(matches(pattern, name) for pattern in patterns)
 
 
-def patterns_of(allow: Allow) -> tuple[str, ...]:
-    """Convert an ``allow_...`` argument of `load` to a tuple of patterns: True to ``("*",)``, False to ``()``."""
+def patterns_of(argument: str, allow: Allow) -> tuple[str, ...]:
+    """Convert an ``allow_...`` argument of `load` to a tuple of patterns: True to ``("*",)``, False to ``()``.
+
+    ``argument`` is its name, such as "allow_missing", for an error about another type.
+    """
     if isinstance(allow, bool):
         return ("*",) if allow else ()
     if isinstance(allow, str):
         return (allow,)
+    if not isinstance(allow, Collection) or not all(isinstance(pattern, str) for pattern in allow):
+        raise TypeError(
+            f"{argument} must be True, False, or names of leaves, found {allow!r}: pass a list of names, first levels "
+            f"of names, or globs, such as {argument}=['momentum/trace']"
+        )
     return tuple(allow)
 
 
@@ -57,6 +65,18 @@ class Rules:
     allow_other_chain: bool
     cast: Mapping[str, torch.dtype]
     rename: Rename
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.allow_other_chain, bool):
+            raise TypeError(f"allow_other_chain must be True or False, found {self.allow_other_chain!r}")
+        if not isinstance(self.cast, Mapping):
+            raise TypeError(
+                f"cast must be a dict from names of leaves to dtypes, found {self.cast!r}: pass names, first levels of "
+                "names, or globs, such as cast={'momentum/trace': torch.bfloat16}"
+            )
+        for pattern, dtype in self.cast.items():
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"cast: {pattern!r} has the value {dtype!r}, expected a torch.dtype, without quotes")
 
     def arguments(self) -> dict[str, str]:
         """Return a dict from argument name to text, to compare between ranks."""

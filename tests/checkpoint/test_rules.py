@@ -658,6 +658,24 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path, st
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"allow_missing": 3}, r"^allow_missing must be True, False, or names .*found 3: .*allow_missing=\['momentum"),
+        ({"allow_extra": None}, "^allow_extra must be .*found None"),
+        ({"allow_extra": [torch.ones(1)]}, "^allow_extra must be .*found .tensor"),
+        ({"allow_other_chain": "no"}, "^allow_other_chain must be True or False, found 'no'"),
+        ({"cast": torch.bfloat16}, r"^cast must be a dict .*found torch.bfloat16: .*cast=\{"),
+        ({"cast": {"trace": "bf16"}}, "^cast: 'trace' has the value 'bf16', expected a torch.dtype"),
+    ],
+)
+def test_what_allows_differences_is_checked(tmp_path: Path, rules, message: str):
+    state = mfx.momentum().init({"w": torch.ones(2, 2)})
+    ck.save(tmp_path, state)
+    with pytest.raises(TypeError, match=message):
+        ck.load(tmp_path, like=state, **rules)
+
+
 def test_what_is_not_there_is_said(tmp_path: Path, saved):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
