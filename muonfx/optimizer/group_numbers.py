@@ -107,7 +107,8 @@ class GroupNumbers:
     def _changed(self, name: str, first: Number, second: Number) -> Number:
         """Return which of two values of a hyperparameter has changed since the last `read`; raise if both have.
 
-        ``first`` and ``second`` are the values that two keys set. Return ``first`` if they are equal.
+        ``first`` and ``second`` are the values that two keys set. Return ``first`` if they are equal. For example, if
+        the last value was 0.9, return 0.8 for 0.9 and 0.8.
         """
         if equal(first, second) or self._was_read(name, second):
             return first
@@ -138,8 +139,8 @@ class GroupNumbers:
     def read(self, group: Group) -> dict[str, Number]:
         """Return a group's current hyperparameters by dotted name, and synchronize keys that hold the same number.
 
-        If no number has changed, return the same dict object as in the last call, so that callers can compare
-        identities.
+        For example, if a scheduler has set "momentum" to 0.8, ``"betas": (0.9, 0.95)`` becomes ``(0.8, 0.95)``. If no
+        number has changed, return the same dict object as in the last call, so that callers can compare identities.
         """
         if self._is_unchanged(group):
             return self._last_numbers
@@ -147,7 +148,7 @@ class GroupNumbers:
         self._require_all(group, numbers)
         for hyperparam in self.hyperparams:
             self._synchronize(group, hyperparam, numbers)
-        self._last_entries = {key: group[key] for key in self.keys}
+        self._last_entries = {key: group[key] for key in self.keys}  # for `_is_unchanged` in the next call
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
         if changed:
             self._last_numbers = numbers
@@ -217,7 +218,7 @@ def separate_tensors(
 
     ``numbers_of_groups`` is the result of `read_numbers`. Return the numbers in the groups after the replacement.
     """
-    tensor_ids = set[int]()  # of hyperparameters of earlier groups, or of this one
+    tensor_ids = set[int]()  # of the tensors so far: a second hyperparameter with one of them gets a copy
     separate_numbers: list[dict[str, Number]] = []
     for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
         copies: dict[str, Number] = {}
@@ -226,10 +227,11 @@ def separate_tensors(
                 continue
             if id(number) in tensor_ids:
                 copies[name] = own_copy(number)
-            tensor_ids.add(id(copies.get(name, number)))
+            tensor_ids.add(id(number))
         if copies:
             tracked.group.update(tracked.numbers.entries({**numbers, **copies}))
-        separate_numbers.append(tracked.numbers.read(tracked.group) if copies else numbers)
+            numbers = tracked.numbers.read(tracked.group)
+        separate_numbers.append(numbers)
     return separate_numbers
 
 
@@ -274,14 +276,16 @@ def _fitted_tensor(name: str, tensor: Tensor, default: Number) -> Tensor:
 def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:
     """Raise ValueError, with the key in the group, if a number of a group is out of range for its transform.
 
-    ``numbers`` and ``defaults`` are the numbers of the group and of the transform, by dotted name.
+    ``numbers`` and ``defaults`` are the numbers of the group and of the transform, by dotted name. The transform itself
+    checks its numbers, so each number is put into it alone: the error then belongs to the key of this number.
     """
     for hyperparam in hyperparams:
         for index, name in enumerate(hyperparam.names):
-            if numbers[name] is defaults[name]:
+            if numbers[name] is defaults[name]:  # the transform was constructed with it
                 continue
             try:
-                prepared(with_hyperparams(tx, fitted(defaults, {name: numbers[name]})))
+                number = fitted(defaults, {name: numbers[name]})
+                prepared(with_hyperparams(tx, number))  # raises ValueError if the number is out of range
             except ValueError as error:
                 key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key
                 raise ValueError(_refusal(key, name, str(error))) from None
