@@ -147,7 +147,11 @@ class GroupNumbers:
         numbers = self.parse(group)
         self._require_all(group, numbers)
         for hyperparam in self.hyperparams:
-            self._synchronize(group, hyperparam, numbers)
+            key = hyperparam.key
+            current = [numbers[name] for name in hyperparam.names]
+            # Write a number that was changed under another key: into "betas" if "momentum" was changed.
+            if key not in group or not all(map(equal, hyperparam.numbers_in(group[key]), current)):
+                group[key] = hyperparam.value_of(numbers)
         self._last_entries = {key: group[key] for key in self.keys}  # for `_is_unchanged` in the next call
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
         if changed:
@@ -171,13 +175,6 @@ class GroupNumbers:
             if group.get(key) is not value or isinstance(value, list):  # a list may be changed in place
                 return False
         return True
-
-    def _synchronize(self, group: Group, hyperparam: Hyperparam, numbers: Numbers) -> None:
-        """Write current numbers into a key of a group that has others: into "betas" if "momentum" was changed."""
-        key = hyperparam.key
-        current = [numbers[name] for name in hyperparam.names]
-        if key not in group or not all(map(equal, hyperparam.numbers_in(group[key]), current)):
-            group[key] = hyperparam.value_of(numbers)
 
 
 def _missing(key: str, group: Group, last: object) -> ValueError:

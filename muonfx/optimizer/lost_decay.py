@@ -45,7 +45,7 @@ def warn_of_lost_decay(
             continue
         change = decay * _largest_rate(tx, tracked)
         for name in narrow_names:
-            # A unit in the last place of x is between eps / 2 and eps times x, and less than half a unit is rounded away.
+            # A unit in the last place of x is between eps / 2 and eps times x. Less than half a unit is rounded away.
             if 0.0 < change < torch.finfo(params[name].dtype).eps / 4:
                 lost_changes[name] = change
     if lost_changes:

@@ -276,21 +276,21 @@ class SteppingOverRanks(Stepping):
     def load(
         self, loads: Sequence[Load], state: PyTree, problem: Exception | None, without_state: Sequence[str]
     ) -> None:
-        """Copy saved values into the state. If parameters are sharded, an error on one rank is raised on all ranks."""
+        """Copy saved values into the state.
+
+        If parameters are sharded, all ranks load together. All raise if one has a ``problem``, or if they found saved
+        state for different parameters: ``without_state`` are the names of those without. Replicas load alone.
+        """
         if self._is_distributed and not self._is_replicated:
-            self._agree_to_load(problem, without_state)
-        elif problem is not None:  # replicas load alone
+            assert self.layout.group is not None
+            wait_for_all(self.layout.group, "load_state_dict()")
+            reports = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
+            agree("load_state_dict()", self.layout.group, problem, same=tuple(without_state), explain=lambda: reports)
+        elif problem is not None:
             raise problem
         self.assign(loads, state)
         if self._is_distributed:
-            self._progress.load()  # the next step compares what the ranks have loaded
-
-    def _agree_to_load(self, problem: Exception | None, without_state: Sequence[str]) -> None:
-        """Wait for all ranks to load. Raise on all if one has a ``problem``, or lacks state of other parameters."""
-        assert self.layout.group is not None
-        wait_for_all(self.layout.group, "load_state_dict()")
-        reports = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
-        agree("load_state_dict()", self.layout.group, problem, same=tuple(without_state), explain=lambda: reports)
+            self._progress.load()  # the next step compares the loaded states of all ranks
 
     def note_loaded(self, state: PyTree) -> None:
         """Share the new state of single ranks, and let the next step compare the steps of all ranks again."""

@@ -208,7 +208,16 @@ class TransformOptimizer(Optimizer):
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
         self._settings = (_layout_for(named, layout), settings)
-        self._track_parameters(tx, named, models_of(params), model)
+        frozen, unfrozen = divide_frozen(named)
+        self._stepping = self._stepping_for(tx, unfrozen, frozen)
+        trained, left_out = divide(unfrozen, self._stepping.rules)  # those left out have the label None
+        root = self._stepping.visits[0]  # the visit of the whole transform; the others are of transforms that it calls
+        warn_of_ascent(root, self._stepping.rules, trained)
+        self._parameters = TrackedParameters(models_of(params), model, trained, frozen, left_out)
+        self._tracked_groups = TrackedGroups(self._parameters)
+        self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
+        self._callers_tensors = CallersTensors()
+        self._callers_tensors.note(self._stepping.defaults)
         # torch's constructor calls `add_param_group` for each group. That looks up which transforms update its
         # parameters, so it needs the attributes above. The state is created afterwards, for the parameters in groups.
         super().__init__(groups, {})
@@ -217,24 +226,6 @@ class TransformOptimizer(Optimizer):
             warn_of_lost_decay(tx, self._stepping.visits, self._tracked_groups.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
-
-    def _track_parameters(
-        self, tx: Transform, named: NamedTensors, models: list[nn.Module], model_of_names: nn.Module | None
-    ) -> None:
-        """Set the attributes that follow from the transform and the parameters. Groups and state do not exist yet.
-
-        Frozen parameters and those with the label None will be in no group. The models are as in `TrackedParameters`.
-        """
-        frozen, unfrozen = divide_frozen(named)
-        self._stepping = self._stepping_for(tx, unfrozen, frozen)
-        trained, left_out = divide(unfrozen, self._stepping.rules)
-        root = self._stepping.visits[0]  # the visit of the whole transform; the others are of transforms that it calls
-        warn_of_ascent(root, self._stepping.rules, trained)
-        self._parameters = TrackedParameters(models, model_of_names, trained, frozen, left_out)
-        self._tracked_groups = TrackedGroups(self._parameters)
-        self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
-        self._callers_tensors = CallersTensors()
-        self._callers_tensors.note(self._stepping.defaults)
 
     def __repr__(self) -> str:
         """Return the entries of each group, as torch's optimizers do, with at most ten names of its parameters."""
@@ -332,7 +323,7 @@ class TransformOptimizer(Optimizer):
             trained, _ = divide(unfrozen, self._stepping.rules)
             if pairs and not trained:
                 raise errors.label_is_none(pairs[0][0])
-            # 2. Groups of the new parameters, then a state for all groups, with the former values of earlier parameters.
+            # 2. Groups of the new parameters, then a state of all groups. Earlier parameters keep their values.
             self._add_groups(param_group, list(trained.items()), as_one=True)
             self._create_state(former)
             # 3. Records of these tensors, in which later steps look for replaced parameters.
@@ -763,7 +754,9 @@ class TransformOptimizer(Optimizer):
         """
         is_traced = torch.compiler.is_compiling()
         if not is_traced:  # a traced graph is valid for the current parameters and groups only
-            self._adopt_changes()
+            self._use_replacements(at_step=True)
+            self._tracked_groups.read_new_keys(self._stepping.rules)
+            self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
         params = self._named_params()
         gradients = _gradients_of(params)
         require_dense_and_real(gradients)
@@ -773,12 +766,6 @@ class TransformOptimizer(Optimizer):
             self._callers_tensors.warn_of_written()
         self._stepping.refresh(params, self._tracked_groups.groups)
         return params, gradients
-
-    def _adopt_changes(self) -> None:
-        """Read the changes that the caller has made in ``optimizer.state``, the model and the keys of the groups."""
-        self._use_replacements(at_step=True)
-        self._tracked_groups.read_new_keys(self._stepping.rules)
-        self._tracked_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
 
     # -------------------------------------------------------------------------------------------------- persistence
 
@@ -928,17 +915,18 @@ class TransformOptimizer(Optimizer):
         """
         self._use_replacements()
         check_real(self._named_params())
-        matched: list[Group | None] = []
+        matched_groups: list[Group | None] | None = None
         if groups is not None:
             tracked_groups = self._tracked_groups.groups
-            matched = read_groups(groups, self.tx, tracked_groups, self._parameters.not_trained())
+            matched_groups = read_groups(groups, self.tx, tracked_groups, self._parameters.not_trained())
         current_state = self.transform_state
         _require_same_shapes(state, current_state)
+        # All checks have passed: overwrite the tensors of the state, then the entries of the groups.
         with torch.no_grad():
             tree.map(lambda leaf, value: leaf.copy_(value), current_state, state)
         self._stepping.note_loaded(self._current["state"])
-        if groups is not None:
-            self._load_groups(matched, "load_transform_state: the state")
+        if matched_groups is not None:
+            self._load_groups(matched_groups, "load_transform_state: the state")
 
     def _load_groups(self, saved_groups: Sequence[Group | None], source: str) -> None:
         """Copy the entries of each saved group, if there is one, and warn once of numbers that differ.

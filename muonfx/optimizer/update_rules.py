@@ -222,9 +222,10 @@ def holders_of(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
 
 
 def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Numbers) -> Group:
-    """Return a group with an entry for each key of several rules in whose numbers the rules agree."""
-    if len(rules) < 2:
-        return group
+    """Return the entries of a group, and an entry for each key that it lacks and several rules have with equal numbers.
+
+    For example, ``{"weight_decay": 0.1}`` is added if Muon's and AdamW's weight decay are 0.1 in ``defaults``.
+    """
     agreed: Group = {}
     for key, hyperparam_of_label in holders_of(rules).items():
         values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label.values()]
