@@ -38,8 +38,9 @@ class Hyperparam(NamedTuple):
 
     def numbers_in(self, value: Number | Sequence[Number]) -> Sequence[Number]:
         """Return one number for each of ``names``: ``(0.9,)`` for the value 0.9. Raise unless it has their count."""
-        values = value if isinstance(value, Sequence) else (value,)
-        if self.is_tuple != isinstance(value, Sequence) or len(values) != len(self.names):
+        is_sequence = isinstance(value, Sequence)
+        values = value if is_sequence else (value,)
+        if is_sequence != self.is_tuple or len(values) != len(self.names):
             expected = f"{len(self.names)} numbers" if self.is_tuple else "a number"
             raise ValueError(f"{self.key!r} in a group must be {expected}, found {value!r}")
         for number in values:

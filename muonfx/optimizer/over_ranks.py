@@ -116,7 +116,9 @@ class SteppingOverRanks(Stepping):
         self._progress = Progress()
         """The number of steps that this rank has completed, which the ranks compare at every step."""
         self._is_distributed = layout.group is not None and layout.size > 1
+        """True if there is another rank to communicate with."""
         self._is_replicated = layout.is_replicated and not layout.dtensors
+        """True if every rank has all parameters in full as plain tensors, as under DDP."""
         self._current = self._inner
         """The transform with the hyperparameters that `refresh` has read in the param groups."""
         # `init` sets the following attributes, because they need the parameters.
@@ -129,7 +131,7 @@ class SteppingOverRanks(Stepping):
         self._on_one_rank: dict[int, LeafPlacement] = {}
         """The leaves, by index, that `optimizer.state` shows on one rank only, so that `state_dict` gathers them."""
         self._gathering: Gathering | None = None
-        """The copy of these leaves to all ranks that `_share` has started; None before the first."""
+        """The copy of these leaves to all ranks that `_share` has started; None if none was necessary."""
 
     def transform_with(self, tx: Transform) -> Transform:
         """Return the sharded transform that updates the optimizer's parameters."""
@@ -339,7 +341,7 @@ class SteppingOverRanks(Stepping):
             state = self.binding.init(self._current, local_params)
         except Exception as error:  # perhaps on this rank only
             problem = error
-        self.is_on_any_rank(False, problem)  # raises the error on all ranks together
+        self.is_on_any_rank(False, problem)  # raises an error of one rank on all ranks
         return state
 
     def snapshot(

@@ -141,7 +141,8 @@ class TrackedParameters:
             params = {*trained.values(), *frozen.values(), *left_out.values()}
             self._models.append(KnownModel.of(model_of_names, params))
         self.add_models(models)
-        # Weak references into the models where possible: frozen weights may be large and must not be kept alive.
+        # By name, the position of each in a model, or the tensor itself if it is in none. A position is a weak
+        # reference: frozen weights may be large and must not be kept alive.
         self._frozen = self._slots_or_tensors(frozen)
         self._left_out = self._slots_or_tensors(left_out)
         self.tracked: dict[str, TrackedParameter] = {}

@@ -308,7 +308,7 @@ class TransformOptimizer(Optimizer):
     def _add_trained(self, param_group: Group) -> None:
         """Add parameters after construction, as `add_param_group` describes it.
 
-        Frozen parameters, and those with the label None, are recorded, but not put into a group.
+        Frozen parameters, and those with the label None, are put into no group.
         """
         self._use_replacements()
         named = self._named_params()
@@ -988,7 +988,7 @@ def _unshared(state: Mapping[int, Group]) -> dict[int, Group]:
     Formats such as safetensors store no tensor twice. A count that all parameters share is copied for each.
     """
     unshared: dict[int, Group] = {}
-    leaf_ids: set[int] = set()
+    leaf_ids: set[int] = set()  # of the tensors so far
     for index, entries in state.items():
         unshared[index] = dict(entries)
         for key, leaf in entries.items():

@@ -37,7 +37,8 @@ UpdateRules = Mapping[str, UpdateRule]
 
 def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
     """Return the update rule of each parameter by name. Parameters with the same transforms have the same rule."""
-    indices_of: dict[str, list[int]] = {}  # per parameter name, the indices of its visits
+    # Per parameter name, the indices of its visits: {"w": [0, 1, 3], "b": [0, 2]}.
+    indices_of: dict[str, list[int]] = {}
     for index, visited in enumerate(visits):
         for name in visited.names:
             indices_of.setdefault(name, []).append(index)
