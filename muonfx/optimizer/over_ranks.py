@@ -230,8 +230,8 @@ class SteppingOverRanks(Stepping):
     def exported(self, state: PyTree) -> Mapping[int, Any]:
         """Return the leaves of the state to save that `optimizer.state` shows on one rank only, by index.
 
-        For example, `normalize_neurons` keeps the norm of each row on the owner of a matrix. Under DDP, these leaves
-        are full tensors. For DTensors, all ranks call this together and get DTensors, so that torch can save them.
+        For example, the state of `normalize_neurons` is on the owner of each matrix. Under DDP, these leaves are full
+        tensors. For DTensors, all ranks call this together and get DTensors, so that torch can save them.
         """
         if self._gathering is not None:  # under DDP: `_share` has started to copy these leaves to all ranks
             return self._gathering.wait()

@@ -232,7 +232,7 @@ def _kind_text(tensor: Tensor) -> str:
 def _common_value(key: str, values: NamedTensors, number: int) -> Tensor:
     """Return the value that was assigned to a shared tensor for every parameter; raise if only some have it.
 
-    ``values`` has the assigned values by parameter name, and ``number`` is how many parameters have state.
+    ``values`` has the assigned values by parameter name, and ``number`` is how many parameters have entries.
     """
     first_name = next(iter(values))
     common_value = values[first_name]
