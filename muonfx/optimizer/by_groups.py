@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -142,13 +143,13 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
         return _versions(tx, visited, groups)
     # A transform that runs once for all parameters cannot have several numbers, only several tensors of one value.
     _require_tensors(visited, conflicts_of_tx, groups)
-    inner_transforms: list[Transform] = []
-    is_changed = False
-    for inner, inner_visit in zip(tx.children, visited.calls, strict=True):
-        new_inner = _split_by_groups(inner, inner_visit, groups, conflicts)
-        is_changed = is_changed or new_inner is not inner
-        inner_transforms.append(new_inner)
-    return _with_inner(tx, inner_transforms) if is_changed else tx
+    children = tx.children
+    new_children: list[Transform] = []
+    for child, child_visit in zip(children, visited.calls, strict=True):
+        new_children.append(_split_by_groups(child, child_visit, groups, conflicts))
+    if all(map(is_, new_children, children)):  # none was replaced
+        return tx
+    return _with_inner(tx, new_children)
 
 
 def _with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transform:

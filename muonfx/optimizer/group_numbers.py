@@ -142,11 +142,16 @@ class GroupNumbers:
 
         For example, if a scheduler has set "momentum" to 0.8, ``"betas": (0.9, 0.95)`` becomes ``(0.8, 0.95)``. If no
         number has changed, return the same dict object as in the last call, so that callers can compare identities.
+        Raise ValueError, before any change, if the group lacks a hyperparameter.
         """
         if self._is_unchanged(group):
             return self._last_numbers
         numbers = self.parse(group)
-        self._require_all(group, numbers)
+        for hyperparam in self.hyperparams:
+            # Not a comparison of sets, which torch.compile with dynamic=True cannot trace.
+            missing = [name for name in hyperparam.names if name not in numbers]
+            if missing:
+                raise _missing(hyperparam.key, group, self._last_entries.get(hyperparam.key))
         for hyperparam in self.hyperparams:
             key = hyperparam.key
             current = [numbers[name] for name in hyperparam.names]
@@ -158,14 +163,6 @@ class GroupNumbers:
         if changed:
             self._last_numbers = numbers
         return self._last_numbers
-
-    def _require_all(self, group: Group, numbers: Numbers) -> None:
-        """Raise ValueError if a group lacks a hyperparameter. ``numbers`` are those that it has, by dotted name."""
-        for hyperparam in self.hyperparams:
-            # Not a comparison of sets, which torch.compile with dynamic=True cannot trace.
-            missing = [name for name in hyperparam.names if name not in numbers]
-            if missing:
-                raise _missing(hyperparam.key, group, self._last_entries.get(hyperparam.key))
 
     def _is_unchanged(self, group: Group) -> bool:
         """Return True if each entry is the object that the last `read` has left in the group, as in most steps."""

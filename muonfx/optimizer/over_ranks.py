@@ -355,11 +355,11 @@ class SteppingOverRanks(Stepping):
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run a step together with all ranks. If one rank has a ``problem``, all ranks raise before any change."""
-        _, after = step_sharded(
+        _, new_state = step_sharded(
             self.binding, self._progress, self._current, call, problem=problem, apply_to_params=add_in_place
         )
-        self._share(after)
-        return after
+        self._share(new_state)
+        return new_state
 
 
 def _owned_interval(placement: LeafPlacement, full_value: Tensor) -> Tensor:

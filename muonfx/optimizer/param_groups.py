@@ -286,7 +286,9 @@ class TrackedGroups:
         return None
 
     def follow(self, groups: Sequence[Group], rules: UpdateRules, *, may_list_twice: bool = False) -> None:
-        """Record param groups that a user or engine has edited, and set "param_names". Raise if they do not fit.
+        """Check param groups that a user or engine has edited, set their "param_names", and `record` them.
+
+        Raise ValueError, before any change, if a tensor is of no parameter, or if a group lacks hyperparameters.
 
         ``may_list_twice``: True if one group may be in the list twice, as after ``param_groups.extend(param_groups)``.
         """

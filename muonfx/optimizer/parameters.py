@@ -347,7 +347,9 @@ class TrackedParameters:
 
         Raise ValueError if a tensor replaces no parameter, or if a parameter is in the groups twice or not at all.
         """
-        name_of = self._names_of_tensors()
+        # The tensors that the models have in the places of parameters, and the parameters with state.
+        name_of = {param: name for name, param in self._others_in_models().items()}
+        name_of |= {tracked.param: name for name, tracked in self.tracked.items()}
         names_per_group = [self._names_in(index, group, name_of) for index, group in enumerate(groups)]
         times = Counter(itertools.chain(*names_per_group))
         for name, count in times.items():
@@ -376,11 +378,6 @@ class TrackedParameters:
             else:
                 raise errors.unknown_tensor(index, param, len(params), len(former_names))
         return names
-
-    def _names_of_tensors(self) -> dict[Tensor, str]:
-        """Return the name of each parameter with state, and of the tensors that the models have in their places."""
-        name_of = {param: name for name, param in self._others_in_models().items()}
-        return name_of | {tracked.param: name for name, tracked in self.tracked.items()}
 
     # ---------------------------------------------------------------------------------- parameters that are in no group
 

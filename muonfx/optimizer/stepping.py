@@ -82,9 +82,9 @@ class Stepping:
 
         It changes when groups get different numbers for the first time, so that `by_groups` is needed.
         """
-        self._groups: Sequence[TrackedGroup] | None = None
-        """The param groups that `refresh` has read; None before the first time."""
-        self._numbers: list[dict[str, Number]] = []
+        self._last_groups: Sequence[TrackedGroup] | None = None
+        """The param groups that the last `refresh` has read; None before the first time."""
+        self._last_numbers: list[dict[str, Number]] = []
         """The numbers in these groups by dotted name: the dict objects that `read_numbers` has returned."""
         self._common = CommonTensors((), ())
         """The tensors in several groups that must have one value."""
@@ -186,7 +186,8 @@ class Stepping:
         Raise ValueError if two groups have different tensors for a number that one transform reads for all parameters.
         """
         numbers = read_numbers(groups)
-        if self._are_current(groups, numbers):
+        # Identities suffice: `read_numbers` returns the dict objects of its last call if no number has changed.
+        if self._last_groups is groups and all(map(is_, numbers, self._last_numbers)):
             self._common.check()  # a caller may have written into a tensor
             return
         if not torch.compiler.is_compiling():
@@ -200,13 +201,8 @@ class Stepping:
                 require_in_range(self.tx, tracked.numbers.hyperparams, group_numbers, self.defaults)
             raise
         # Set last: if a line above raises an error, the next step reads the groups again.
-        self._groups = groups
-        self._numbers = numbers
-
-    def _are_current(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> bool:
-        """Return True if the last `refresh` has read these groups and numbers."""
-        # Identities suffice: `read_numbers` returns the dict objects of its last call if no number has changed.
-        return self._groups is groups and all(map(is_, numbers, self._numbers))
+        self._last_groups = groups
+        self._last_numbers = numbers
 
     def _with_numbers(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> Transform:
         """Return the transform with the hyperparameters of the param groups, ``numbers``.

@@ -247,7 +247,7 @@ class TransformOptimizer(Optimizer):
         self._update_initial_state()
         self._tracked_groups.follow(self._groups, self._stepping.rules)  # sets "param_names", which a copy reads
         initial = self._current["initial"]
-        if initial is not None:  # no step was made
+        if initial is not None:  # some leaves have initial values
             initial.forget_written(self._current["state"])  # writes are detected by versions, which copies do not have
         attributes = {
             "donate_grads": self.donate_grads,
@@ -272,7 +272,7 @@ class TransformOptimizer(Optimizer):
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
         initial = self._current["initial"]
-        if initial is not None:  # no step was made
+        if initial is not None:  # some leaves have initial values
             initial.follow_copy(self._current["state"])
         # A step does this, too, but torch.compile may trace the first one.
         self._stepping.refresh(named, self._tracked_groups.groups)
