@@ -155,8 +155,8 @@ class GroupNumbers:
         for hyperparam in self.hyperparams:
             key = hyperparam.key
             current = [numbers[name] for name in hyperparam.names]
-            # Write a number that was changed under another key: into "betas" if "momentum" was changed.
-            if key not in group or not all(map(equal, hyperparam.numbers_in(group[key]), current)):
+            is_current = key in group and all(map(equal, hyperparam.numbers_in(group[key]), current))
+            if not is_current:  # a number was changed under another key: "betas" follows "momentum"
                 group[key] = hyperparam.value_of(numbers)
         self._last_entries = {key: group[key] for key in self.keys}  # for `_is_unchanged` in the next call
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]

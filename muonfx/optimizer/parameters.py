@@ -347,9 +347,11 @@ class TrackedParameters:
 
         Raise ValueError if a tensor replaces no parameter, or if a parameter is in the groups twice or not at all.
         """
-        # The tensors that the models have in the places of parameters, and the parameters with state.
-        name_of = {param: name for name, param in self._others_in_models().items()}
-        name_of |= {tracked.param: name for name, tracked in self.tracked.items()}
+        name_of: dict[Tensor, str] = {}
+        for name, param in self._others_in_models().items():  # the models have it in place of a parameter
+            name_of[param] = name
+        for name, tracked in self.tracked.items():
+            name_of[tracked.param] = name
         names_per_group = [self._names_in(index, group, name_of) for index, group in enumerate(groups)]
         times = Counter(itertools.chain(*names_per_group))
         for name, count in times.items():
