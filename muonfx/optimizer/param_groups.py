@@ -83,6 +83,9 @@ def intended_hyperparam(key: str, hyperparams: Iterable[str]) -> str | None:
 _KEYS_OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
 """Keys with which other optimizers change their updates. They have no effect here."""
 
+_ARGUMENTS_OF_MUON = {"adamw_lr": "lr", "adamw_weight_decay": "weight_decay"}
+"""Arguments of `Muon` for the parameters of AdamW, and their keys in the groups of these parameters."""
+
 
 def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], all_keys: Set[str]) -> str | None:
     """Return a warning if a key of a group looks like a hyperparameter and sets none, else None.
@@ -93,6 +96,11 @@ def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], al
     if key in group_keys or key in NOT_HYPERPARAMS:
         return None
     start = f"param_groups: {key!r} in the group of {name!r} is kept, but"
+    if key in _ARGUMENTS_OF_MUON:
+        return (
+            f"{start} has no effect, because it is an argument of Muon: make a group of the parameters of AdamW, and "
+            f"give it {_ARGUMENTS_OF_MUON[key]!r}"
+        )
     group_key = intended_hyperparam(key, group_keys)
     if group_key is not None:
         return f"{start} it is no hyperparameter of the group: did you mean {group_key!r}?"

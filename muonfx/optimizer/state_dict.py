@@ -109,7 +109,8 @@ def _named_by_order(saved_groups: list[Group], groups: Sequence[TrackedGroup], r
         problem = "its groups have other sizes than this optimizer's"
     if problem is not None:
         raise ValueError(
-            f"nothing was loaded: the state dict has no 'param_names' to find parameters by, and {problem}"
+            f"nothing was loaded: the state dict has no 'param_names' to find parameters by, and {problem}; if another "
+            "optimizer saved it, such as AdamW, load the weights only, and start with a new state"
         )
     return [{**saved, "param_names": list(tracked.names)} for tracked, saved in zip(groups, saved_groups, strict=True)]
 

@@ -941,7 +941,8 @@ class TransformOptimizer(Optimizer):
         self._tracked_groups.warn_once(
             f"{source} was saved with other numbers: ",
             lines,
-            ". To use the code's numbers, write them into param_groups after loading",
+            ". To use the code's numbers, write them into param_groups after loading, and rates also into base_lrs of "
+            "a scheduler, which sets the rates from there",
         )
 
 
