@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +51,10 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
 def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):
     """Run a transform with different numbers per param group: ``versions[i]`` updates the parameters ``members[i]``.
 
-    The versions are one transform with other numbers, and share one state.
+    The versions are one transform with other numbers, and share one state. For example, ``versions`` are
+    ``(momentum(0.9), momentum(0.5))``, and ``members`` are ``(("a", "b"), ("c",))``.
     """
-    members_of_version = [frozenset(names) for names in members]
+    members_of_version = [frozenset(names) for names in members]  # sets, to look up names fast
 
     def init(params: PyTree) -> PyTree:
         # Numbers have no effect on the initial state, so any version creates it.
@@ -66,20 +68,23 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         donate: Donation = NOTHING,
         **extras: Any,
     ):
-        """Run each version on the updates of its members, and merge the results and the states."""
+        """Run each version on the updates of its members, and merge the results and the states.
+
+        A version receives None as the update of each parameter that is no member of it. It then returns the state
+        tensors of this parameter unchanged, as the same objects.
+        """
         merged_updates: Gradients = dict.fromkeys(updates)
         old_leaves, treedef = tree.flatten(state)
         merged_leaves = list(old_leaves)
         for version, names in zip(versions, members_of_version, strict=True):
-            # An update of None leaves the state of its parameter unchanged.
             group_updates = {name: update if name in names else None for name, update in updates.items()}
             new_updates, new_state = version.run(group_updates, state, params, donate=donate, **extras)
             for name in names:
                 if name in updates:
                     merged_updates[name] = new_updates[name]
             for index, (new_leaf, old_leaf) in enumerate(zip(tree.leaves(new_state), old_leaves, strict=True)):
-                # A leaf that a version returns as it was belongs to parameters of other versions.
-                # A leaf of no parameter, such as a step count, is equal in all versions.
+                # The same object: a tensor of other parameters, which another version updates.
+                # Another object: a tensor of a member, or a leaf such as a step count, which all versions make equal.
                 if new_leaf is not old_leaf:
                     merged_leaves[index] = new_leaf
         return merged_updates, tree.unflatten(treedef, merged_leaves)
@@ -136,14 +141,15 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
     conflicts_of_tx = [name for name in visited.numbers.names if name in conflicts]
     if conflicts_of_tx and not _runs_once(visited):
         return _versions(tx, visited, groups)
+    # A transform that runs once for all parameters cannot have several numbers, only several tensors of one value.
     _require_tensors(visited, conflicts_of_tx, groups)
-    inner_transforms: list[Transform] = []
-    is_changed = False
-    for inner, inner_visit in zip(tx.children, visited.calls, strict=True):
-        new_inner = _split_by_groups(inner, inner_visit, groups, conflicts)
-        is_changed = is_changed or new_inner is not inner
-        inner_transforms.append(new_inner)
-    return _with_inner(tx, inner_transforms) if is_changed else tx
+    children = tx.children
+    new_children: list[Transform] = []
+    for child, child_visit in zip(children, visited.calls, strict=True):
+        new_children.append(_split_by_groups(child, child_visit, groups, conflicts))
+    if all(map(is_, new_children, children)):  # none was replaced
+        return tx
+    return _with_inner(tx, new_children)
 
 
 def _with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transform:
@@ -161,7 +167,7 @@ def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> 
     For example, ``by_groups((scale(-0.1), scale(-0.2)), (("a", "b"), ("c",)))``, if the groups of "a" and "b" have
     the same numbers.
     """
-    default_of = dict(zip(visited.numbers.names, numbers_of(tx), strict=True))
+    default_of = dict(zip(visited.numbers.names, numbers_of(tx), strict=True))  # by dotted name
     versions: dict[tuple[object, ...], Transform] = {}  # by their numbers
     members_of: dict[tuple[object, ...], tuple[str, ...]] = {}  # parameter names, by the numbers of their version
     for group in groups:
@@ -243,9 +249,10 @@ class CommonTensors:
 
     def __init__(self, visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> None:
         self.common: list[CommonTensor] = []
+        """The numbers for which several groups have tensors that must be equal."""
         self._write_counts: list[int] = []
-        """How often each tensor had been written to when the tensors were last compared."""
-        tensors_of: dict[str, list[Tensor]] = {}  # the tensor in each group, by dotted name
+        """How often each of these tensors had been written to when `check` last compared them."""
+        tensors_of: dict[str, list[Tensor]] = {}  # by dotted name: {"momentum.decay": [of group 0, of group 1]}
         for numbers in numbers_of_groups:
             for name, number in numbers.items():
                 if isinstance(number, Tensor):

@@ -23,7 +23,7 @@ def constructed_together(constructor: Constructor) -> Constructor:
 
     @functools.wraps(constructor)
     def construct(self: Any, *args: Any, **options: Any) -> None:
-        if args:
+        if args:  # the first is ``params``
             args = (_without_iterators(args[0]), *args[1:])
         elif "params" in options:
             options["params"] = _without_iterators(options["params"])
@@ -58,7 +58,7 @@ def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGr
     """
     if not dist.is_initialized():
         return None
-    layout = options.get("layout")
+    layout = options.get("layout")  # a layout, a function that creates one, or None
     for argument in (*args, *options.values()):
         if isinstance(argument, Sharded):  # a transform with a layout, as ``sharded(tx, layout)`` returns it
             layout = argument.layout

@@ -38,8 +38,9 @@ class Hyperparam(NamedTuple):
 
     def numbers_in(self, value: Number | Sequence[Number]) -> Sequence[Number]:
         """Return one number for each of ``names``: ``(0.9,)`` for the value 0.9. Raise unless it has their count."""
-        values = value if isinstance(value, Sequence) else (value,)
-        if self.is_tuple != isinstance(value, Sequence) or len(values) != len(self.names):
+        is_sequence = isinstance(value, Sequence)
+        values = value if is_sequence else (value,)
+        if is_sequence != self.is_tuple or len(values) != len(self.names):
             expected = f"{len(self.names)} numbers" if self.is_tuple else "a number"
             raise ValueError(f"{self.key!r} in a group must be {expected}, found {value!r}")
         for number in values:
@@ -107,7 +108,8 @@ class GroupNumbers:
     def _changed(self, name: str, first: Number, second: Number) -> Number:
         """Return which of two values of a hyperparameter has changed since the last `read`; raise if both have.
 
-        ``first`` and ``second`` are the values that two keys set. Return ``first`` if they are equal.
+        ``first`` and ``second`` are the values that two keys set. Return ``first`` if they are equal. For example, if
+        the last value was 0.9, return 0.8 for 0.9 and 0.8.
         """
         if equal(first, second) or self._was_read(name, second):
             return first
@@ -138,28 +140,29 @@ class GroupNumbers:
     def read(self, group: Group) -> dict[str, Number]:
         """Return a group's current hyperparameters by dotted name, and synchronize keys that hold the same number.
 
-        If no number has changed, return the same dict object as in the last call, so that callers can compare
-        identities.
+        For example, if a scheduler has set "momentum" to 0.8, ``"betas": (0.9, 0.95)`` becomes ``(0.8, 0.95)``. If no
+        number has changed, return the same dict object as in the last call, so that callers can compare identities.
+        Raise ValueError, before any change, if the group lacks a hyperparameter.
         """
         if self._is_unchanged(group):
             return self._last_numbers
         numbers = self.parse(group)
-        self._require_all(group, numbers)
-        for hyperparam in self.hyperparams:
-            self._synchronize(group, hyperparam, numbers)
-        self._last_entries = {key: group[key] for key in self.keys}
-        changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
-        if changed:
-            self._last_numbers = numbers
-        return self._last_numbers
-
-    def _require_all(self, group: Group, numbers: Numbers) -> None:
-        """Raise ValueError if a group lacks a hyperparameter. ``numbers`` are those that it has, by dotted name."""
         for hyperparam in self.hyperparams:
             # Not a comparison of sets, which torch.compile with dynamic=True cannot trace.
             missing = [name for name in hyperparam.names if name not in numbers]
             if missing:
                 raise _missing(hyperparam.key, group, self._last_entries.get(hyperparam.key))
+        for hyperparam in self.hyperparams:
+            key = hyperparam.key
+            current = [numbers[name] for name in hyperparam.names]
+            is_current = key in group and all(map(equal, hyperparam.numbers_in(group[key]), current))
+            if not is_current:  # a number was changed under another key: "betas" follows "momentum"
+                group[key] = hyperparam.value_of(numbers)
+        self._last_entries = {key: group[key] for key in self.keys}  # for `_is_unchanged` in the next call
+        changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
+        if changed:
+            self._last_numbers = numbers
+        return self._last_numbers
 
     def _is_unchanged(self, group: Group) -> bool:
         """Return True if each entry is the object that the last `read` has left in the group, as in most steps."""
@@ -170,13 +173,6 @@ class GroupNumbers:
             if group.get(key) is not value or isinstance(value, list):  # a list may be changed in place
                 return False
         return True
-
-    def _synchronize(self, group: Group, hyperparam: Hyperparam, numbers: Numbers) -> None:
-        """Write current numbers into a key of a group that has others: into "betas" if "momentum" was changed."""
-        key = hyperparam.key
-        current = [numbers[name] for name in hyperparam.names]
-        if key not in group or not all(map(equal, hyperparam.numbers_in(group[key]), current)):
-            group[key] = hyperparam.value_of(numbers)
 
 
 def _missing(key: str, group: Group, last: object) -> ValueError:
@@ -217,7 +213,7 @@ def separate_tensors(
 
     ``numbers_of_groups`` is the result of `read_numbers`. Return the numbers in the groups after the replacement.
     """
-    tensor_ids = set[int]()  # of hyperparameters of earlier groups, or of this one
+    tensor_ids = set[int]()  # of the tensors so far: a second hyperparameter with one of them gets a copy
     separate_numbers: list[dict[str, Number]] = []
     for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
         copies: dict[str, Number] = {}
@@ -226,10 +222,11 @@ def separate_tensors(
                 continue
             if id(number) in tensor_ids:
                 copies[name] = own_copy(number)
-            tensor_ids.add(id(copies.get(name, number)))
+            tensor_ids.add(id(number))
         if copies:
             tracked.group.update(tracked.numbers.entries({**numbers, **copies}))
-        separate_numbers.append(tracked.numbers.read(tracked.group) if copies else numbers)
+            numbers = tracked.numbers.read(tracked.group)
+        separate_numbers.append(numbers)
     return separate_numbers
 
 
@@ -274,14 +271,16 @@ def _fitted_tensor(name: str, tensor: Tensor, default: Number) -> Tensor:
 def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:
     """Raise ValueError, with the key in the group, if a number of a group is out of range for its transform.
 
-    ``numbers`` and ``defaults`` are the numbers of the group and of the transform, by dotted name.
+    ``numbers`` and ``defaults`` are the numbers of the group and of the transform, by dotted name. The transform itself
+    checks its numbers, so each number is put into it alone: the error then belongs to the key of this number.
     """
     for hyperparam in hyperparams:
         for index, name in enumerate(hyperparam.names):
-            if numbers[name] is defaults[name]:
+            if numbers[name] is defaults[name]:  # the transform was constructed with it
                 continue
             try:
-                prepared(with_hyperparams(tx, fitted(defaults, {name: numbers[name]})))
+                number = fitted(defaults, {name: numbers[name]})
+                prepared(with_hyperparams(tx, number))  # raises ValueError if the number is out of range
             except ValueError as error:
                 key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key
                 raise ValueError(_refusal(key, name, str(error))) from None

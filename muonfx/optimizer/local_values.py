@@ -100,6 +100,7 @@ def _shard_of(leaf: DTensor, value: Any) -> Tensor:
     if isinstance(value, FlatShardTensor):
         raise _other_placement(leaf, value)
     if not is_dtensor(value):
+        # src_data_rank=None: each rank cuts its shard out of its own copy, without communication.
         value = distribute_tensor(value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None)
     if value.device_mesh != leaf.device_mesh or value.placements != leaf.placements:
         raise _other_placement(leaf, value)
@@ -127,13 +128,14 @@ def _placement_text(value: Any) -> str:
 def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
     """Raise `Misfit` if a loaded DTensor is the shard of a rank at another position in the mesh."""
     # A mesh is saved with the coordinates of the rank that saves it, and keeps them when it is loaded.
-    saved_position = value.device_mesh.get_coordinate()
+    saved_position = value.device_mesh.get_coordinate()  # such as [0, 1]; None for a rank that is not in the mesh
     position = mesh.get_coordinate()
-    is_same = saved_position == position
     if saved_position and position:  # ranks along a replicated dim have the same shard
         sharded_dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
-        is_same = all(saved_position[dim] == position[dim] for dim in sharded_dims)
-    if is_same:
+        has_same_shard = all(saved_position[dim] == position[dim] for dim in sharded_dims)
+    else:
+        has_same_shard = saved_position == position
+    if has_same_shard:
         return
     raise Misfit(
         f"is the shard of the rank at {_position_text(saved_position)} of the mesh, expected "

@@ -26,8 +26,14 @@ def warn_of_lost_decay(
 
     A step multiplies a parameter by ``1 - lr * weight_decay``. In bfloat16, the result is rounded to the same number if
     ``lr * weight_decay`` is small.
+
+    Args:
+        tx: the transform of the optimizer.
+        visits: the visits of ``tx`` and of the transforms that it calls.
+        groups: the param groups, which have the rates and decays.
+        params: all parameters of these groups by name, and perhaps others.
     """
-    with_float32_copy: set[str] = set()
+    with_float32_copy: set[str] = set()  # these parameters lose nothing: their copy is decayed
     for visited in visits:
         if visited.tx.factory is master_params:
             with_float32_copy.update(visited.names)
@@ -39,7 +45,7 @@ def warn_of_lost_decay(
             continue
         change = decay * _largest_rate(tx, tracked)
         for name in narrow_names:
-            # A unit in the last place of x is between eps / 2 and eps times x, and half a unit is rounded away.
+            # A unit in the last place of x is between eps / 2 and eps times x. Less than half a unit is rounded away.
             if 0.0 < change < torch.finfo(params[name].dtype).eps / 4:
                 lost_changes[name] = change
     if lost_changes:

@@ -97,7 +97,7 @@ class Muon(TransformOptimizer):
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
     ) -> None:
-        self._labels = labels  # for parameters that are added later
+        self._labels = labels  # `_labels_of_new` labels parameters that are added later
         params_or_model = _named_unless_model(params, model)
         tx = _transform(
             params_or_model,
@@ -191,9 +191,11 @@ def _transform(
     labels: LabelsLike,
     model: nn.Module | None,
 ) -> Transform:
-    """Check the arguments of `Muon`, and return its transform. ``params`` are a model, or parameters by name."""
-    # AdamW may have a dict with a number for each role, such as {"embedding": 1e-3, "head": 3e-4}: then labels are
-    # roles.
+    """Check the arguments of `Muon`, and return its transform. ``params`` are a model, or parameters by name.
+
+    Labels are "muon" and "adamw", or roles if AdamW has a dict with a number for each role, such as
+    ``adamw_lr={"embedding": 1e-3, "head": 3e-4}``. Muon's parameters then have the role "hidden".
+    """
     has_roles = isinstance(adamw_lr, Mapping) or isinstance(adamw_weight_decay, Mapping)
     adamw_numbers = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
     for name, number in {"lr": lr, "weight_decay": weight_decay, **adamw_numbers}.items():
@@ -202,6 +204,8 @@ def _transform(
     adam = _adam(betas)
     label_of = _labels_for(labels, params, model, roles=has_roles)
     check_roles("Muon", adamw_numbers, label_of, float)
+    if adamw_weight_decay is None:
+        adamw_weight_decay = weight_decay
     return muon_with_adamw(
         lr,
         adamw_lr,
@@ -210,7 +214,7 @@ def _transform(
         lr_scaling=lr_scaling,
         weight_decay=weight_decay,
         adam=adam,
-        adamw_weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+        adamw_weight_decay=adamw_weight_decay,
         labels=label_of,
     )
 

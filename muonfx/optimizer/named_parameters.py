@@ -39,7 +39,7 @@ def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
     known = {} if model is None else names_in([model])
-    groups: list[Group] = [{"params": params}]
+    groups: list[Group] = [{"params": params}]  # one group, unless `params` is a list of groups
     if not isinstance(params, nn.Module | Mapping):
         items: list[Any] = list(params)
         if items and all(isinstance(item, dict) for item in items):

@@ -63,9 +63,10 @@ def stepping_for(
             settings = settings._replace(bucket_bytes=bucket_bytes)
         return SteppingOverRanks(tx, layout.meta(list(params)), layout, settings)
     if bucket_bytes is None:
-        sizes = [param.nbytes for param in params.values()]
         is_on_cuda = any(param.is_cuda for param in params.values())
-        bucket_bytes = max([SMALL_BUCKET_ON_CUDA if is_on_cuda else SMALL_BUCKET, *sizes])
+        bucket_bytes = SMALL_BUCKET_ON_CUDA if is_on_cuda else SMALL_BUCKET
+        for param in params.values():
+            bucket_bytes = max(bucket_bytes, param.nbytes)
     return Stepping(tx, meta_like(dict(params)), bucket_bytes)
 
 
@@ -84,7 +85,8 @@ def _complete_layout(layout: Layout | None, params: NamedTensors, others: NamedT
             f"layout: found {layout!r}, expected none, because {dtensor_names[0]!r} is a DTensor: leave layout out"
         )
     has_all = params.keys() <= layout.specs.keys()
-    if layout.dtensors or layout.is_flat or has_all:
+    # Which ranks have an added parameter follows only from a layout in which every rank has all.
+    if has_all or layout.dtensors or layout.is_flat:
         return layout
     return replicated(all_params, layout.group or layout.size)
 
@@ -114,10 +116,12 @@ class SteppingOverRanks(Stepping):
         self._progress = Progress()
         """The number of steps that this rank has completed, which the ranks compare at every step."""
         self._is_distributed = layout.group is not None and layout.size > 1
+        """True if there is another rank to communicate with."""
         self._is_replicated = layout.is_replicated and not layout.dtensors
+        """True if every rank has all parameters in full as plain tensors, as under DDP."""
         self._current = self._inner
-        """The transform with the current hyperparameters."""
-        # `init` sets the following attributes.
+        """The transform with the hyperparameters that `refresh` has read in the param groups."""
+        # `init` sets the following attributes, because they need the parameters.
         self._meta_params: dict[str, Tensor | None] = {}
         """All parameters in full, as meta tensors."""
         self._device = torch.device("cpu")
@@ -127,7 +131,7 @@ class SteppingOverRanks(Stepping):
         self._on_one_rank: dict[int, LeafPlacement] = {}
         """The leaves, by index, that `optimizer.state` shows on one rank only, so that `state_dict` gathers them."""
         self._gathering: Gathering | None = None
-        """The copy of these leaves to all ranks that `_share` has started; None before the first."""
+        """The copy of these leaves to all ranks that `_share` has started; None if none was necessary."""
 
     def transform_with(self, tx: Transform) -> Transform:
         """Return the sharded transform that updates the optimizer's parameters."""
@@ -167,7 +171,10 @@ class SteppingOverRanks(Stepping):
         return not own_what_they_hold(self.layout, placement.name, placement.shards, placement.shape)
 
     def _local_part(self, index: int, leaf: Any, full_value: Tensor) -> Any:
-        """Return this rank's part of a full state tensor to replace ``leaf``; None if the rank has no part of it."""
+        """Return this rank's part of a full state tensor to replace ``leaf``; None if the rank has no part of it.
+
+        If the leaf has another shape, return ``leaf`` itself.
+        """
         placement = self._placements[index]
         if placement is None or tuple(full_value.shape) != placement.shape:
             return leaf
@@ -176,9 +183,9 @@ class SteppingOverRanks(Stepping):
             return full_value
         if not placement.owned:  # sharded like its parameter
             return self.layout.position(placement.name).cut(full_value)
-        if placement.local is None or placement.shard is None:  # other ranks compute the matrices of this parameter
+        if placement.local is None or placement.shard is None:  # other ranks own the matrices of this parameter
             return None
-        return _owned_interval(placement, full_value).view(placement.local)
+        return _owned_interval(placement, full_value).view(placement.local)  # `local` is the shape of this rank's part
 
     def full_leaf(self, index: int, leaf: Any) -> Any:
         """Gather a leaf of the state and return it in full. All ranks must call this together."""
@@ -223,10 +230,10 @@ class SteppingOverRanks(Stepping):
     def exported(self, state: PyTree) -> Mapping[int, Any]:
         """Return the leaves of the state to save that `optimizer.state` shows on one rank only, by index.
 
-        Under DDP they are full tensors, which `_share` has copied to all ranks. For DTensors, all ranks call this
-        together and get DTensors.
+        For example, the state of `normalize_neurons` is on the owner of each matrix. Under DDP, these leaves are full
+        tensors. For DTensors, all ranks call this together and get DTensors, so that torch can save them.
         """
-        if self._gathering is not None:
+        if self._gathering is not None:  # under DDP: `_share` has started to copy these leaves to all ranks
             return self._gathering.wait()
         if not self._on_one_rank or not self.layout.dtensors:
             return {}
@@ -238,7 +245,7 @@ class SteppingOverRanks(Stepping):
             exported[index] = self.full_leaf(index, leaves[index])
             mesh = self._mesh_of(placement)
             if mesh is not None:
-                exported[index] = _evenly_sharded(exported[index], mesh)
+                exported[index] = _evenly_sharded(exported[index], mesh)  # frees the full leaf before the next gather
         return exported
 
     def _mesh_of(self, placement: LeafPlacement) -> DeviceMesh | None:
@@ -250,40 +257,42 @@ class SteppingOverRanks(Stepping):
     def local_value(self, index: int, leaf: Any, value: Any) -> Tensor:
         """Return the part of a saved tensor to load on this rank. `assign` copies it into the state.
 
-        State of no owner, and shards of a flat layout, are saved as `optimizer.state` shows them. Other state is saved
-        as `exported` returns it: as a full tensor, or as a DTensor that is sharded evenly over the parameter's mesh.
+        ``leaf`` is what `optimizer.state` has. Most leaves were saved in this form. Leaves that only their owner has
+        were saved as `exported` returns them: as full tensors, or as DTensors sharded evenly over the parameter's mesh.
         """
         placement = self._placements[index]
         if placement is None or not placement.owned or isinstance(value, FlatShardTensor):
             return on_this_rank(leaf, value)
-        if not is_dtensor(value):  # `assign` cuts this rank's part out of it
+        if not is_dtensor(value):  # a full tensor: `assign` cuts this rank's part out of it
             return value
         mesh = self._mesh_of(placement)
-        is_like_leaf = is_dtensor(leaf) and value.device_mesh == leaf.device_mesh
-        if mesh is None or value.device_mesh != mesh or is_like_leaf:
+        if mesh is None or value.device_mesh != mesh:
             return on_this_rank(leaf, value)
+        if is_dtensor(leaf) and leaf.device_mesh == mesh:  # not exported: `optimizer.state` has a DTensor on this mesh
+            return on_this_rank(leaf, value)
+        # An exported DTensor. Put its shard on the mesh of this process, because the mesh that was loaded with it may
+        # have the coordinates of the rank that saved it.
         require_same_position(value, mesh)
-        # On our own mesh, because a loaded mesh may have the coordinates of the rank that saved it.
         return dtensor_of(local_of(value), mesh, value.placements, value.shape, value.stride())
 
     def load(
         self, loads: Sequence[Load], state: PyTree, problem: Exception | None, without_state: Sequence[str]
     ) -> None:
-        """Copy saved values into the state. If parameters are sharded, an error on one rank is raised on all ranks."""
+        """Copy saved values into the state.
+
+        If parameters are sharded, all ranks load together. All raise if one has a ``problem``, or if they found saved
+        state for different parameters: ``without_state`` are the names of those without. Replicas load alone.
+        """
         if self._is_distributed and not self._is_replicated:
-            self._agree_to_load(problem, without_state)
+            assert self.layout.group is not None
+            wait_for_all(self.layout.group, "load_state_dict()")
+            reports = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
+            agree("load_state_dict()", self.layout.group, problem, same=tuple(without_state), explain=lambda: reports)
         elif problem is not None:
             raise problem
         self.assign(loads, state)
         if self._is_distributed:
-            self._progress.load()
-
-    def _agree_to_load(self, problem: Exception | None, without_state: Sequence[str]) -> None:
-        """Wait for all ranks to load. Raise on all if one has a ``problem``, or lacks state of other parameters."""
-        assert self.layout.group is not None
-        wait_for_all(self.layout.group, "load_state_dict()")
-        reports = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
-        agree("load_state_dict()", self.layout.group, problem, same=tuple(without_state), explain=lambda: reports)
+            self._progress.load()  # the next step compares the loaded states of all ranks
 
     def note_loaded(self, state: PyTree) -> None:
         """Share the new state of single ranks, and let the next step compare the steps of all ranks again."""
@@ -292,10 +301,14 @@ class SteppingOverRanks(Stepping):
             self._progress.load()
 
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
-        """Copy values into this rank's part of the state."""
+        """Copy values into this rank's part of the state.
+
+        Under DDP, also copy them into the full tensors that `exported` returns. They are not gathered again, because
+        this rank may load alone.
+        """
         leaves = tree.leaves(state)
-        # The copies on all ranks are loaded too, not gathered again, because this rank may load alone.
-        gathered = {} if self._gathering is None else self._gathering.wait()
+        gathered = {} if self._gathering is None else self._gathering.wait()  # full tensors by index
+        # A value may share memory with a tensor that an earlier load overwrites: clone it first.
         for load in apart_from([*leaves, *gathered.values()], loads):
             index = load.leaf_index
             value = load.value.full_tensor() if is_dtensor(load.value) else load.value
@@ -328,7 +341,7 @@ class SteppingOverRanks(Stepping):
             state = self.binding.init(self._current, local_params)
         except Exception as error:  # perhaps on this rank only
             problem = error
-        self.is_on_any_rank(False, problem)  # raises the error on all ranks together
+        self.is_on_any_rank(False, problem)  # raises an error of one rank on all ranks
         return state
 
     def snapshot(
@@ -342,11 +355,11 @@ class SteppingOverRanks(Stepping):
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run a step together with all ranks. If one rank has a ``problem``, all ranks raise before any change."""
-        _, after = step_sharded(
+        _, new_state = step_sharded(
             self.binding, self._progress, self._current, call, problem=problem, apply_to_params=add_in_place
         )
-        self._share(after)
-        return after
+        self._share(new_state)
+        return new_state
 
 
 def _owned_interval(placement: LeafPlacement, full_value: Tensor) -> Tensor:

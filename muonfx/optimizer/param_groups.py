@@ -83,6 +83,9 @@ def intended_hyperparam(key: str, hyperparams: Iterable[str]) -> str | None:
 _KEYS_OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
 """Keys with which other optimizers change their updates. They have no effect here."""
 
+_ARGUMENTS_OF_MUON = {"adamw_lr": "lr", "adamw_weight_decay": "weight_decay"}
+"""Arguments of `Muon` for the parameters of AdamW, and their keys in the groups of these parameters."""
+
 
 def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], all_keys: Set[str]) -> str | None:
     """Return a warning if a key of a group looks like a hyperparameter and sets none, else None.
@@ -93,6 +96,11 @@ def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], al
     if key in group_keys or key in NOT_HYPERPARAMS:
         return None
     start = f"param_groups: {key!r} in the group of {name!r} is kept, but"
+    if key in _ARGUMENTS_OF_MUON:
+        return (
+            f"{start} has no effect, because it is an argument of Muon: make a group of the parameters of AdamW, and "
+            f"give it {_ARGUMENTS_OF_MUON[key]!r}"
+        )
     group_key = intended_hyperparam(key, group_keys)
     if group_key is not None:
         return f"{start} it is no hyperparameter of the group: did you mean {group_key!r}?"
@@ -110,10 +118,15 @@ def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], al
 def warn_of_unread_keys(entries: Group, name: str, distinct: Sequence[UpdateRule], rules: UpdateRules) -> None:
     """Warn of keys of a new group that look like hyperparameters and set none.
 
-    ``name`` is a parameter of the group, and ``distinct`` are the rules of all of its parameters.
+    Args:
+        entries: the keys of the group and their values.
+        name: a parameter of the group, for the message.
+        distinct: the different update rules of the parameters of the group.
+        rules: the update rules of all parameters of the optimizer.
     """
     if not entries:
         return
+    # A group of several labels may have the common key "weight_decay", and "adamw.weight_decay" for one label.
     group_keys = {hyperparam.key for hyperparam in group_hyperparams(distinct, entries)}
     group_keys |= holders_of(distinct).keys()
     all_keys = holders_of(set(rules.values())).keys()
@@ -143,10 +156,11 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
     rules = list(pairs_of)
     warn_of_unread_keys(entries, pairs[0][0], rules, stepping.rules)
     if as_one:
-        with_common_numbers = with_agreed(rules, entries, stepping.defaults)
-        has_one_rate = "lr" in with_common_numbers or len(holders_of(rules).get("lr", ())) < 2
-        if has_one_rate:
-            return [_complete_group(stepping, rules, with_common_numbers, pairs)]
+        common_entries = with_agreed(rules, entries, stepping.defaults)
+        labels_with_rate = holders_of(rules).get("lr", {})
+        # A group needs one "lr": given, equal for all labels, or of a single label.
+        if "lr" in common_entries or len(labels_with_rate) < 2:
+            return [_complete_group(stepping, rules, common_entries, pairs)]
     groups: list[Group] = []
     for rule, rule_pairs in pairs_of.items():
         rule_entries = _entries_for(rule, rules, entries)
@@ -180,11 +194,12 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     The numbers come from the transform. ``rules`` are the different rules of the group's parameters. Raise if a
     number in the group is out of range.
     """
-    defaults = stepping.defaults
-    entries = with_agreed(rules, group, defaults)
-    group_numbers = GroupNumbers(group_hyperparams(rules, entries))
-    numbers: dict[str, Number] = {}  # by dotted name, such as "muon.momentum.decay"
-    for name, number in group_numbers.complete(entries, defaults).items():
+    defaults = stepping.defaults  # the transform's numbers by dotted name: {"muon.momentum.decay": 0.95}
+    with_common_values = with_agreed(rules, group, defaults)
+    # Converts between keys of the group and dotted names.
+    group_numbers = GroupNumbers(group_hyperparams(rules, with_common_values))
+    numbers: dict[str, Number] = {}  # those of the group, by dotted name
+    for name, number in group_numbers.complete(with_common_values, defaults).items():
         numbers[name] = own_copy(number)
     require_in_range(stepping.tx, group_numbers.hyperparams, numbers, defaults)
     group.update(group_numbers.entries(numbers))
@@ -241,18 +256,21 @@ class TrackedGroups:
         return all(map(is_, params, self.named.values()))  # each parameter is the same tensor object
 
     def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
-        """Record the param groups from which later steps read the hyperparameters."""
+        """Record the param groups from which later steps read the hyperparameters.
+
+        Keys of one label that have no effect are removed: if a group has "weight_decay" for all labels, then
+        "adamw.weight_decay".
+        """
         tracked_groups: list[TrackedGroup] = []
         for group in groups:
             names: list[str] = list(group["param_names"])
             distinct = distinct_rules(names, rules)
             numbers = self._numbers_of(group, names, group_hyperparams(distinct, group))
-            # Where one key such as "weight_decay" sets a number of all labels, "adamw.weight_decay" has no effect.
             for key in keys_by_label(distinct).difference(numbers.keys):
                 group.pop(key, None)
             tracked_groups.append(TrackedGroup(group, names, numbers))
         self.groups = tracked_groups
-        self._key_counts = []
+        self._key_counts = []  # the next step reads the keys of all groups
 
     def _numbers_of(self, group: Group, names: Sequence[str], hyperparams: tuple[Hyperparam, ...]) -> GroupNumbers:
         """Return the object that reads the hyperparameters of a group.
@@ -276,13 +294,15 @@ class TrackedGroups:
         return None
 
     def follow(self, groups: Sequence[Group], rules: UpdateRules, *, may_list_twice: bool = False) -> None:
-        """Record param groups that a user or engine has edited, and set "param_names". Raise if they do not fit.
+        """Check param groups that a user or engine has edited, set their "param_names", and `record` them.
+
+        Raise ValueError, before any change, if a tensor is of no parameter, or if a group lacks hyperparameters.
 
         ``may_list_twice``: True if one group may be in the list twice, as after ``param_groups.extend(param_groups)``.
         """
         if self._are_recorded(groups):
             return
-        if may_list_twice:
+        if may_list_twice:  # each dict once, in the same order
             group_of_id = {id(group): group for group in groups}
             groups = list(group_of_id.values())
         names_per_group = self._parameters.names_of(groups)
@@ -304,7 +324,7 @@ class TrackedGroups:
             return
         # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
         self.record([tracked.group for tracked in self.groups], rules)
-        self._key_counts = self._count_keys()
+        self._key_counts = self._count_keys()  # again, because `record` may have removed keys
         all_keys = set[str]().union(*[tracked.numbers.keys for tracked in self.groups])
         for tracked in self.groups:
             group_keys = set(tracked.numbers.keys)
@@ -322,7 +342,8 @@ class TrackedGroups:
         for index, tracked in enumerate(self.groups):
             rate = tracked.group["lr"]
             is_set = not isinstance(rate, Tensor) and rate != 0.0
-            if is_set or "initial_lr" in tracked.group:  # a scheduler adds the latter
+            has_scheduler = "initial_lr" in tracked.group  # which a scheduler adds
+            if is_set or has_scheduler:
                 self._has_warned_of_rate = True
                 warn_caller(
                     f"param_groups[{index}]: 'lr' is {rate!r}, expected no value: the chain has a schedule or no "
@@ -383,13 +404,16 @@ def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling() or optimizer in _owners:
         return
     group_ids = {id(group) for owner in _owners for group in owner.param_groups}
-    labels: list[str] = []
+    labels: list[str] = []  # of its groups that a muonfx optimizer has, too
     for group in optimizer.param_groups:
         if id(group) in group_ids or isinstance(group, OwnedGroup):
             labels.append(repr(group.get("label")))
-    is_wrapper = any(isinstance(value, Optimizer) and value in _owners for value in vars(optimizer).values())
-    if labels and not is_wrapper:
-        raise _exchanged(type(optimizer).__name__, labels)
+    if not labels:
+        return
+    for attribute in vars(optimizer).values():
+        if isinstance(attribute, Optimizer) and attribute in _owners:  # it is a wrapper
+            return
+    raise _exchanged(type(optimizer).__name__, labels)
 
 
 def _exchanged(name: str, labels: Iterable[str]) -> RuntimeError:

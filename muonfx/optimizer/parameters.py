@@ -54,15 +54,16 @@ def _require_not_flattened(named: NamedTensors) -> None:
     FSDP1 copies all parameters into one flat tensor with the attribute ``_is_flat_param``. With ``use_orig_params``,
     the parameters become views of it, with the attribute ``_fsdp_flattened``.
     """
-    views: dict[str, Tensor] = {}
+    views: list[tuple[str, Tensor]] = []
     for name, param in named.items():
         if getattr(param, "_fsdp_flattened", False):
-            views[name] = param
+            views.append((name, param))
         elif getattr(param, "_is_flat_param", False):
             raise errors.flattened(name, param)
     # A sharded view has one dim. On one rank, and with NO_SHARD, views keep their shapes and can be used.
-    if views and all(view.ndim < 2 for view in views.values()):
-        raise errors.flattened(*next(iter(views.items())))
+    if views and all(view.ndim < 2 for _, view in views):
+        first_name, first_view = views[0]
+        raise errors.flattened(first_name, first_view)
 
 
 def check_real(named: NamedTensors) -> None:
@@ -140,13 +141,14 @@ class TrackedParameters:
             params = {*trained.values(), *frozen.values(), *left_out.values()}
             self._models.append(KnownModel.of(model_of_names, params))
         self.add_models(models)
-        # Weak references into the models where possible: frozen weights may be large and must not be kept alive.
+        # By name, the position of each in a model, or the tensor itself if it is in none. A position is a weak
+        # reference: frozen weights may be large and must not be kept alive.
         self._frozen = self._slots_or_tensors(frozen)
         self._left_out = self._slots_or_tensors(left_out)
         self.tracked: dict[str, TrackedParameter] = {}
         """The parameters that have state, by name."""
         self.version = 0
-        """How often `tracked` was changed."""
+        """How often `tracked` was changed, so that `GradientCheck` searches the models again after a change."""
         self.track(trained)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,12 +181,13 @@ class TrackedParameters:
     def track(self, named: NamedTensors) -> None:
         """Record the named tensors for which the optimizer now has state, and their positions in the models."""
         slot_of = self._slots()
-        for tracked in self.tracked.values():  # a module may be used after the model that contained it was deleted
+        # A module may be used after the model that contained it was deleted, so positions recorded earlier count, too.
+        for tracked in self.tracked.values():
             if tracked.slot is None:
                 continue
-            current = tracked.slot.current()
-            if current is not None:
-                slot_of.setdefault(current, tracked.slot)
+            param_of_module = tracked.slot.current()
+            if param_of_module is not None:
+                slot_of.setdefault(param_of_module, tracked.slot)
         for name, param in named.items():
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
             self.tracked[name] = TrackedParameter(
@@ -250,7 +253,8 @@ class TrackedParameters:
     def replaced(self, named: NamedTensors, *, at_step: bool) -> NamedTensors:
         """Return, by name, the parameters that were replaced by other tensors or moved since the last `track`.
 
-        ``named`` are the parameters in the groups. ``at_step``: raise if gradients belong to the replaced tensors.
+        ``named`` are the parameters in the groups. ``at_step``: raise if gradients belong to the replaced tensors. A
+        moved parameter is one tensor object on another device, such as after ``param.data = param.data.cuda()``.
         """
         current = {**named, **self._replaced_in_models(named)}
         if at_step:
@@ -283,7 +287,7 @@ class TrackedParameters:
             "replace parameters before backward(), not between it and step()"
         )
 
-    def is_swap(self, replaced: NamedTensors) -> bool:
+    def have_same_placement(self, replaced: NamedTensors) -> bool:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
         return all(self.tracked[name].placement == _placement(param) for name, param in replaced.items())
 
@@ -296,16 +300,18 @@ class TrackedParameters:
         """Return, by name, the tensors that have replaced parameters in the models since the last `track`.
 
         ``named`` are the tensors in the param groups. If an engine has put another tensor there, it takes precedence
-        over the tensor in the model, which is left out here.
+        over the tensor in the model, which is left out here. Tensors that FSDP2 has gathered, and tensors that would
+        be in two positions, are left out, too.
         """
-        replaced: dict[str, Tensor] = {}
-        for name, new_param in self._others_in_models().items():
-            if named.get(name) is self.tracked[name].param:
-                replaced[name] = new_param
-        if not replaced:
-            return replaced
+        others = self._others_in_models()
+        if not others:  # usually; the search for gathered tensors walks through the models
+            return {}
         gathered_ids = self._gathered_by_fsdp2()
-        replaced = {name: new_param for name, new_param in replaced.items() if id(new_param) not in gathered_ids}
+        replaced: dict[str, Tensor] = {}
+        for name, new_param in others.items():
+            is_in_groups = named.get(name) is self.tracked[name].param  # else an engine has put another tensor there
+            if is_in_groups and id(new_param) not in gathered_ids:
+                replaced[name] = new_param
         _remove_tied(replaced, named)
         return replaced
 
@@ -314,11 +320,8 @@ class TrackedParameters:
         gathered_ids: set[int] = set()
         for module in self._modules():
             class_names = [base.__name__ for base in type(module).__mro__]
-            if "FSDPModule" not in class_names:
-                continue
-            for param in module.parameters():
-                if not is_dtensor(param):
-                    gathered_ids.add(id(param))
+            if "FSDPModule" in class_names:
+                gathered_ids.update([id(param) for param in module.parameters() if not is_dtensor(param)])
         return gathered_ids
 
     def added_in(self, groups: Iterable[Group]) -> NamedTensors:
@@ -344,7 +347,11 @@ class TrackedParameters:
 
         Raise ValueError if a tensor replaces no parameter, or if a parameter is in the groups twice or not at all.
         """
-        name_of = self._names_of_tensors()
+        name_of: dict[Tensor, str] = {}
+        for name, param in self._others_in_models().items():  # the models have it in place of a parameter
+            name_of[param] = name
+        for name, tracked in self.tracked.items():
+            name_of[tracked.param] = name
         names_per_group = [self._names_in(index, group, name_of) for index, group in enumerate(groups)]
         times = Counter(itertools.chain(*names_per_group))
         for name, count in times.items():
@@ -362,21 +369,17 @@ class TrackedParameters:
         """
         params: list[Tensor] = list(group["params"])
         former_names: list[str] = list(group.get("param_names", ()))
-        is_complete = len(former_names) == len(params) and self.tracked.keys() >= set(former_names)
+        # The names belong to the tensors only if there is one for each, and each is of a parameter of the optimizer.
+        has_name_for_each = len(former_names) == len(params) and self.tracked.keys() >= set(former_names)
         names: list[str] = []
         for position, param in enumerate(params):
             if param in name_of:
                 names.append(name_of[param])
-            elif is_complete:
+            elif has_name_for_each:
                 names.append(former_names[position])
             else:
                 raise errors.unknown_tensor(index, param, len(params), len(former_names))
         return names
-
-    def _names_of_tensors(self) -> dict[Tensor, str]:
-        """Return the name of each parameter with state, and of the tensors that the models have in their places."""
-        name_of = {param: name for name, param in self._others_in_models().items()}
-        return name_of | {tracked.param: name for name, tracked in self.tracked.items()}
 
     # ---------------------------------------------------------------------------------- parameters that are in no group
 
@@ -408,8 +411,8 @@ class TrackedParameters:
             for name, param in model.named_parameters():
                 if id(param) in known_ids or name in self._left_out:
                     continue
-                is_of_optimizer = names_of_model is None or name in names_of_model or name in named
-                if is_of_optimizer:
+                has_all = names_of_model is None  # the optimizer was given all parameters of this model
+                if has_all or name in names_of_model or name in named:
                     outside[name] = param
         return outside
 
@@ -420,6 +423,7 @@ def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
     A removal may put another tensor into two positions, so this repeats until none is.
     """
     while True:
+        # How often each tensor would be in the groups.
         times = Counter(id(replaced.get(name, param)) for name, param in named.items())
         tied = [name for name, param in replaced.items() if times[id(param)] > 1]
         if not tied:
@@ -454,12 +458,12 @@ class GradientCheck:
     """
 
     def __init__(self, parameters: TrackedParameters, *, is_alone: bool) -> None:
-        _count_registrations()  # to search again when a model gets a new parameter
+        _count_registrations()  # `_search_outside` repeats its search after a module got a new parameter
         self._parameters = parameters
         self._is_alone = is_alone
         self._outside: NamedTensors = {}
-        """The models' parameters that are not in the optimizer, by name, as the last search has found them."""
-        self._searched: object = None
+        """The models' parameters that are not in the optimizer, by name, from the last search of the models."""
+        self._last_changes: object = None
         """The values of `_changes` at the last search; if a step has the same, `_outside` is still right."""
         self._module_lists: list[weakref.ref[nn.Module]] = []
         """The lists of modules in the models: `ModuleList.insert` does not register the module that it inserts."""
@@ -469,31 +473,36 @@ class GradientCheck:
         """True after the warning that no parameter has a gradient."""
 
     def check(self, named: NamedTensors, gradients: Gradients) -> None:
-        """Raise or warn if gradients are missing. ``named`` are the parameters, and ``gradients`` theirs."""
+        """Raise or warn if gradients are missing. ``named`` are the parameters, and ``gradients`` theirs.
+
+        Raise if no parameter has a gradient, but parameters of the models that are outside of the optimizer have some.
+        """
         check_real(named)
         self._parameters.check_frozen()
         without_gradient = tuple([name for name, gradient in gradients.items() if gradient is None])
-        self._search_outside(named, without_gradient)
+        if self._changes(without_gradient) != self._last_changes:  # a search takes time
+            self._search_outside(named, without_gradient)
         outside_with_gradient = {name: param for name, param in self._outside.items() if param.grad is not None}
-        has_none = len(without_gradient) == len(gradients)
-        if has_none and outside_with_gradient:
+        has_no_gradient = len(without_gradient) == len(gradients)
+        if has_no_gradient and outside_with_gradient:
             name, param = next(iter(outside_with_gradient.items()))
             raise errors.gradients_elsewhere(name, param, len(named))
         self._warn_of_outside(outside_with_gradient)
-        if has_none:
+        if has_no_gradient:
             self._warn_of_none(named)
 
     def _search_outside(self, named: NamedTensors, without_gradient: tuple[str, ...]) -> None:
-        """Set `_outside` to the models' parameters that are not in the optimizer, if these may have changed."""
-        if self._changes(without_gradient) == self._searched:  # a search walks through the models, which takes time
-            return
+        """Search the models for parameters that are not in the optimizer, and set `_outside` to them.
+
+        Also record what `_changes` compares, so that the search is repeated only after a change of the models.
+        """
         self._outside = self._parameters.outside(named)
         self._module_lists = []
         for model in self._parameters.models:
             for module in model.modules():
                 if isinstance(module, nn.ModuleList | nn.Sequential):
                     self._module_lists.append(weakref.ref(module))
-        self._searched = self._changes(without_gradient)
+        self._last_changes = self._changes(without_gradient)  # with the lengths of these lists
 
     def _changes(self, without_gradient: tuple[str, ...]) -> tuple[object, ...]:
         """Return values of which at least one changes if a model gets a parameter, or another tensor for one.

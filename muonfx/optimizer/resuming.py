@@ -89,16 +89,18 @@ def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]
     label = tracked.group.get("label")
     saved_schedules: Mapping[str, str] = saved.get(SCHEDULES, {})
     lines: list[str] = []
+    # Schedules as a whole, such as "cosine(peak=0.1, steps=100)".
     for name, code in schedule_texts(tx, tracked).items():
         saved_code = saved_schedules.get(name, code)
         if saved_code != code:
             lines.append(_difference(f"group {label!r}, {name}", saved_code, code, "code"))
-    from_code = keys_of_schedules(tx, tracked)
+    # Numbers of the groups, such as "lr".
+    schedule_keys = keys_of_schedules(tx, tracked)  # the beginnings of the keys of their numbers
     for key in _comparable_keys(tracked, saved):
-        is_of_schedule = key.startswith(from_code)
+        is_of_schedule = key.startswith(schedule_keys)
         if is_of_schedule and saved_schedules:  # compared by its code
             continue
-        file_value = _before_schedulers(key, saved)
+        file_value = _before_schedulers(key, saved)  # such as "initial_lr" for "lr"
         code_value = _before_schedulers(key, tracked.group)
         if not _are_close(file_value, code_value):
             source = "code" if is_of_schedule else "file"
@@ -138,7 +140,10 @@ def _before_schedulers(key: str, group: Group) -> object:
 
 
 def _are_close(first: object, second: object) -> bool:
-    """Return True if two values of a group are equal, or are numbers that differ by rounding only."""
+    """Return True if two values of a group are equal, or are numbers that differ by rounding only.
+
+    Tuples such as ``(0.9, 0.95)`` are compared number by number. A list may stand for a tuple, as in files of JSON.
+    """
     if isinstance(first, _SEQUENCES) and isinstance(second, _SEQUENCES):
         return len(first) == len(second) and all(map(_are_close, first, second))
     if isinstance(first, _NUMBERS) and isinstance(second, _NUMBERS):

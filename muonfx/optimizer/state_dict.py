@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -64,18 +65,20 @@ def _named_by_path(saved_groups: list[Group], groups: Sequence[TrackedGroup]) ->
 
     torch.distributed.checkpoint loads ``{"params": ["0.bias", "0.weight"], "param_names": ["0.weight", "0.bias"]}``:
     the paths in "params" have the order of the optimizer that loads, and "param_names" of the optimizer that saved.
-    Other saved groups are returned unchanged.
+    Other saved groups are returned unchanged. In those of torch, "params" are numbers.
     """
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
     if not paths or not all(isinstance(path, str) for path in paths):
         return saved_groups
+    # Compare without the prefixes of wrappers, such as "module." of DistributedDataParallel.
     plain_names = set(unwrapped(_names_in(groups)).values())
     plain_paths = set(unwrapped(paths).values())
-    if not plain_names <= plain_paths:
-        # The optimizer and the model name the parameters differently, so they are found by the order of the groups.
-        _require_same_order(paths[0], saved_groups, groups)
-        return saved_groups
-    return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
+    if plain_names.issubset(plain_paths):
+        return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
+    # The paths are names of the model, and this optimizer has other names for the parameters. The saved state then has
+    # the order of this optimizer, so "param_names" are right only if they have that order, too.
+    _require_same_order(paths[0], saved_groups, groups)
+    return saved_groups
 
 
 def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[TrackedGroup]) -> None:
@@ -84,6 +87,7 @@ def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[T
     saved_names_per_group = [saved.get("param_names", []) for saved in saved_groups]
     if saved_names_per_group == names_per_group:
         return
+    # The same groups, except for the order of the names in a group and the order of groups.
     sorted_names = list(map(sorted, names_per_group))
     sorted_saved_names = list(map(sorted, saved_names_per_group))
     if sorted(sorted_saved_names) == sorted(sorted_names):
@@ -105,7 +109,8 @@ def _named_by_order(saved_groups: list[Group], groups: Sequence[TrackedGroup], r
         problem = "its groups have other sizes than this optimizer's"
     if problem is not None:
         raise ValueError(
-            f"nothing was loaded: the state dict has no 'param_names' to find parameters by, and {problem}"
+            f"nothing was loaded: the state dict has no 'param_names' to find parameters by, and {problem}; if another "
+            "optimizer saved it, such as AdamW, load the weights only, and start with a new state"
         )
     return [{**saved, "param_names": list(tracked.names)} for tracked, saved in zip(groups, saved_groups, strict=True)]
 
@@ -116,12 +121,15 @@ def _new_name_of(saved_groups: list[Group], groups: Sequence[TrackedGroup], rena
     Names are compared without the prefixes of wrappers: "module.0.weight", saved under DistributedDataParallel, and
     "_orig_mod.0.weight", of a compiled model, have the plain name "0.weight".
     """
-    plain_saved_names = unwrapped(_saved_names_in(saved_groups))
-    new_plain_names, problems = new_names(plain_saved_names, rename, level=".", what="parameter")
-    plain_names = unwrapped(_names_in(groups))
-    name_of_plain = {plain_name: name for name, plain_name in plain_names.items()}
-    new_name_of: dict[str, str] = {}
-    for saved_name, plain_name in new_plain_names.items():
+    # In the comments, rename is {"0": "layers.0"}.
+    plain_saved_names = unwrapped(_saved_names_in(saved_groups))  # {"module.0.weight": "0.weight"}
+    # {"module.0.weight": "layers.0.weight"}
+    renamed, problems = new_names(plain_saved_names, rename, level=".", what="parameter")
+    name_of_plain: dict[str, str] = {}  # {"layers.0.weight": "_orig_mod.layers.0.weight"}
+    for name, plain_name in unwrapped(_names_in(groups)).items():
+        name_of_plain[plain_name] = name
+    new_name_of: dict[str, str] = {}  # {"module.0.weight": "_orig_mod.layers.0.weight"}
+    for saved_name, plain_name in renamed.items():
         new_name_of[saved_name] = name_of_plain.get(plain_name, plain_name)
     problems += _collisions(new_name_of)
     if problems:
@@ -147,7 +155,7 @@ def match_groups(
     """Return the saved group of each group of this optimizer, or None if no parameter of the group was saved.
 
     Groups are matched by the names of their parameters. A parameter that is in the optimizer and was not saved, or that
-    was saved and is not trained now, is ignored.
+    was saved and is not trained now, is ignored. Groups without parameters are matched by order.
     """
     names = set(_names_in(groups))
     saved_names = set(_saved_names_in(saved_groups))
@@ -156,23 +164,23 @@ def match_groups(
         raise _other_count(len(saved_groups), len(groups))
     common_names = names & saved_names
     saved_group_of: dict[frozenset[str], Group] = {}  # by the common names of its parameters
-    without_common_names: list[Group] = []
+    saved_empty_groups: deque[Group] = deque()  # those without common names
     for saved in saved_groups:
         members = common_names.intersection(saved["param_names"])
         if members:
             saved_group_of[frozenset(members)] = saved
         else:
-            without_common_names.append(saved)
+            saved_empty_groups.append(saved)
     matched: list[Group | None] = []
     for tracked in groups:
         members = frozenset(common_names.intersection(tracked.names))
         if members:
             _require_same_group(members, saved_group_of)
             matched.append(saved_group_of[members])
-        elif tracked.names:  # all of its parameters were frozen when the state was saved
+        elif not tracked.names and saved_empty_groups:
+            matched.append(saved_empty_groups.popleft())
+        else:  # for example, all of its parameters were frozen when the state was saved
             matched.append(None)
-        else:  # an empty group, which has no names: match it by order
-            matched.append(without_common_names.pop(0) if without_common_names else None)
     return matched
 
 
@@ -266,21 +274,22 @@ def read_state_dict(
     """
     saved_groups = groups_with_names(state_dict, groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
-    problems: list[str] = []
+    problems: list[str] = []  # a line for each difference
     saved_state_of: dict[str, Group] = {}  # per parameter name, such as {"bias": {"momentum.trace": tensor}}
     for tracked, saved in zip(groups, matched_groups, strict=True):
         if saved is not None:
             problems += _missing_hyperparams(stepping.tx, tracked, saved)
             saved_state_of |= _saved_state(saved, state_dict["state"])
-    loads: list[Load] = []
+    loads: list[Load] = []  # the values to copy into the state
     without_state: list[str] = []
     for tracked in groups:
         for name, param in zip(tracked.names, tracked.group["params"], strict=True):
+            has_state = bool(entries.indices[name])  # some transforms have none
             if name in saved_state_of:
                 loads_of_param, problems_of_param = _read_entries(name, saved_state_of[name], entries, stepping)
                 loads += loads_of_param
                 problems += problems_of_param
-            elif entries.indices[name] and param.requires_grad:
+            elif has_state and param.requires_grad:
                 # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
                 without_state.append(name)
     if problems:
@@ -297,7 +306,9 @@ def read_groups(
     Raise ValueError with all differences unless the saved groups have the same members and hyperparameters.
     """
     state_dict = {"state": {}, "param_groups": [dict(saved) for saved in saved_groups]}
-    matched = match_groups(groups_with_names(state_dict, groups, {}), groups, not_trained)
+    no_rename: Rename = {}
+    named_groups = groups_with_names(state_dict, groups, no_rename)
+    matched = match_groups(named_groups, groups, not_trained)
     problems: list[str] = []
     for tracked, saved in zip(groups, matched, strict=True):
         if saved is not None:

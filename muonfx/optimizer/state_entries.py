@@ -55,18 +55,20 @@ class StateEntries:
         """The position of each leaf of the state."""
         self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
         """For each parameter, the index of the leaf under each key: ``{"bias": {"momentum.trace": 0, "count": 1}}``."""
+        # `owner` is the name of the parameter to which a leaf belongs; None for a leaf such as a step count.
         for index, (owner, path) in enumerate(ownership_of(state, named)):
             key = path_of(path)
-            is_shared = owner is None  # such as a step count
+            is_shared = owner is None
             names = tuple(named) if owner is None else (owner,)
             params = tuple([named[name] for name in names])
             self.slots.append(StateSlot(names, params, key, is_shared))
             for name in names:
                 self.indices[name][key] = index
+        # `update` sets the following lists. In one process they are equal.
         self._leaves: list[Any] = [_NO_ENTRY] * len(self.slots)
-        """The leaves as last shown."""
+        """The leaves of the state at the last `update`, such as this rank's part of a tensor."""
         self.shown: list[Any] = [_NO_ENTRY] * len(self.slots)
-        """For each leaf, its form in ``optimizer.state``."""
+        """For each leaf, the object that ``optimizer.state`` has for it, such as a DTensor."""
 
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
         """Put the changed tensors, converted by ``show(index, tensor)``, into ``entries`` (``optimizer.state``)."""
@@ -102,6 +104,7 @@ def entries_by_name(state: Mapping[Tensor, Group], named: NamedTensors, groups: 
     """
     name_of = {param: name for name, param in named.items()}
     for group in groups:
+        # Not strict: a group that the caller has edited may have more tensors than names, and is checked later.
         name_of.update(zip(group["params"], group.get("param_names", ()), strict=False))
     entries_of: dict[str, Group] = {name: {} for name in named}
     for tensor, entries in state.items():
@@ -123,36 +126,51 @@ def _unknown_tensor(tensor: object) -> ValueError:
     )
 
 
-def read_edits(entries: StateEntries, edited: Mapping[str, Group], stepping: Stepping) -> tuple[list[Load], list[str]]:
-    """Return the tensors that a caller has assigned in ``optimizer.state``, and the names of emptied parameters.
+def emptied_parameters(entries: StateEntries, entries_of: Mapping[str, Group]) -> list[str]:
+    """Return the names of the parameters whose entries a caller has removed from ``optimizer.state``.
 
-    Args:
-        entries: the tensors that were last shown in ``optimizer.state``.
-        edited: what it has now for each parameter, by name, such as ``{"bias": {"momentum.trace": tensor}}``.
-        stepping: converts an assigned tensor to the values of this rank.
+    ``entries_of`` is what it has now for each parameter, such as ``{"weight": {"momentum.trace": tensor}, "bias": {}}``
+    after the entries of "bias" were removed. Raise ValueError if only some entries of a parameter were removed, or
+    others were added.
     """
     emptied: list[str] = []
-    for name, entries_of_param in edited.items():
+    for name, entries_of_param in entries_of.items():
         indices = entries.indices[name]
         if entries_of_param:
             _require_keys(name, entries_of_param, indices)
-        elif indices:
+        elif indices:  # else it never had entries
             emptied.append(name)
-    number_with_entries = len(edited) - len(emptied)
+    return emptied
+
+
+def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], stepping: Stepping) -> list[Load]:
+    """Return the values to copy into the state from tensors that a caller has assigned in ``optimizer.state``.
+
+    Raise if an assigned value does not fit, or if a leaf that all parameters share has several values.
+
+    Args:
+        entries: the tensors that were last shown in ``optimizer.state``.
+        entries_of: what it has now for each parameter, by name, such as ``{"bias": {"momentum.trace": tensor}}``.
+        stepping: converts an assigned tensor to the values of this rank.
+    """
+    names_with_entries = [name for name, entries_of_param in entries_of.items() if entries_of_param]
     loads: list[Load] = []
     for index, slot in enumerate(entries.slots):
         shown = entries.shown[index]
         assigned: dict[str, Tensor] = {}  # by the name of the parameter: several for a leaf that all share
         for name in slot.names:
-            value = edited[name].get(slot.key, shown)
-            if value is not shown:
+            value = entries_of[name].get(slot.key, shown)
+            if value is not shown:  # the entry is another tensor object than the one that was shown
                 _require_like(name, slot.key, value, shown)
                 assigned[name] = value
-        if slot.is_shared and assigned:
-            loads.append(Load(slot.key, index, _common_value(slot.key, assigned, number_with_entries)))
-        elif assigned:
+        if not assigned:
+            continue
+        if slot.is_shared:
+            common_value = _common_value(slot.key, assigned, len(names_with_entries))
+            loads.append(Load(slot.key, index, common_value))
+        else:
             loads.append(_load_of(index, slot, assigned[slot.names[0]], shown, stepping))
-    return loads, emptied
+    return loads
 
 
 def _load_of(index: int, slot: StateSlot, value: Tensor, shown: Any, stepping: Stepping) -> Load:
@@ -212,8 +230,11 @@ def _kind_text(tensor: Tensor) -> str:
 
 
 def _common_value(key: str, values: NamedTensors, number: int) -> Tensor:
-    """Return the value that was assigned to a shared tensor for every parameter; raise if only some have it."""
-    first_name, *_ = values
+    """Return the value that was assigned to a shared tensor for every parameter; raise if only some have it.
+
+    ``values`` has the assigned values by parameter name, and ``number`` is how many parameters have entries.
+    """
+    first_name = next(iter(values))
     common_value = values[first_name]
     has_other = not all(torch.equal(common_value, value) for value in values.values())
     if len(values) < number or has_other:

@@ -78,10 +78,13 @@ class Stepping:
         self._placed = self._inner
         """The transform that `step` runs: ``tx`` with the current numbers, in buckets and in the store."""
         self._placed_structure: object = None
-        """The structure of the transform from which `_placed` was made; it changes when groups begin to disagree."""
-        self._groups: Sequence[TrackedGroup] | None = None
-        """The param groups that `refresh` has read; None before the first time."""
-        self._numbers: list[dict[str, Number]] = []
+        """The structure of the transform from which `_placed` was made: the transform without its numbers.
+
+        It changes when groups get different numbers for the first time, so that `by_groups` is needed.
+        """
+        self._last_groups: Sequence[TrackedGroup] | None = None
+        """The param groups that the last `refresh` has read; None before the first time."""
+        self._last_numbers: list[dict[str, Number]] = []
         """The numbers in these groups by dotted name: the dict objects that `read_numbers` has returned."""
         self._common = CommonTensors((), ())
         """The tensors in several groups that must have one value."""
@@ -102,7 +105,10 @@ class Stepping:
         return self._with_former_values(state, former)
 
     def _with_former_values(self, state: PyTree, former: FormerState | None) -> PyTree:
-        """Return a new state with the values of a former state, if any, at all paths that both have."""
+        """Return a new state with the values of a former state, if any, at all paths that both have.
+
+        The former state may be sharded in another way: its leaves are gathered and cut again.
+        """
         if former is None:
             return state
         former_leaves = tree.leaves(former.state)
@@ -180,7 +186,8 @@ class Stepping:
         Raise ValueError if two groups have different tensors for a number that one transform reads for all parameters.
         """
         numbers = read_numbers(groups)
-        if self._are_current(groups, numbers):
+        # Identities suffice: `read_numbers` returns the dict objects of its last call if no number has changed.
+        if self._last_groups is groups and all(map(is_, numbers, self._last_numbers)):
             self._common.check()  # a caller may have written into a tensor
             return
         if not torch.compiler.is_compiling():
@@ -193,14 +200,9 @@ class Stepping:
             for tracked, group_numbers in zip(groups, numbers, strict=True):
                 require_in_range(self.tx, tracked.numbers.hyperparams, group_numbers, self.defaults)
             raise
-        # Only now: if a line above raises an error, the next step reads the groups again.
-        self._groups = groups
-        self._numbers = numbers
-
-    def _are_current(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> bool:
-        """Return True if the last `refresh` has read these groups and numbers."""
-        # Identities suffice: `read_numbers` returns the dict objects of its last call if no number has changed.
-        return self._groups is groups and all(map(is_, numbers, self._numbers))
+        # Set last: if a line above raises an error, the next step reads the groups again.
+        self._last_groups = groups
+        self._last_numbers = numbers
 
     def _with_numbers(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> Transform:
         """Return the transform with the hyperparameters of the param groups, ``numbers``.
@@ -243,9 +245,9 @@ class Stepping:
         self._placed = prepared(placed)
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
-        """Run one step and return the next state. A ``problem``, an error of this rank, is raised before any change.
+        """Run one step and return the next state. The parameters in ``call`` are updated in place.
 
-        The parameters in ``call`` are updated in place.
+        ``problem`` is an error of this rank, or None. It is raised before any change; over ranks, on all of them.
         """
         if problem is not None:
             raise problem
@@ -254,7 +256,7 @@ class Stepping:
         updates, state = call.updates, call.state
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             donate = Donation(updates=False, state=True)
-        else:  # a donated tensor that shares memory with another one is copied
+        else:  # copy each donated tensor that shares memory with another one
             donate, updates, state = unshared(call.donate, updates, state, call.params)
         if self._store != IN_MEMORY:
             require_room(self._store, state, call.params, donate)

@@ -63,7 +63,13 @@ from muonfx.optimizer.parameters import (
 )
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
-from muonfx.optimizer.state_entries import StateEntries, entries_by_name, read_edits, warn_of_shared
+from muonfx.optimizer.state_entries import (
+    StateEntries,
+    emptied_parameters,
+    entries_by_name,
+    read_assigned,
+    warn_of_shared,
+)
 from muonfx.optimizer.stepping import FormerState, Stepping
 from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
 from muonfx.placement.arguments import Arguments
@@ -194,7 +200,7 @@ class TransformOptimizer(Optimizer):
             raise ValueError(f"bucket_bytes must be at least 1, found {bucket_bytes}")
         self.donate_grads = donate_grads
         self.bucket_bytes = bucket_bytes
-        self._current = cast("_Current", {})
+        self._current = cast("_Current", {})  # `_create_state` sets its values
         groups = resolve_groups(params, model)
         named: dict[str, Tensor] = {}
         for group in groups:
@@ -202,30 +208,24 @@ class TransformOptimizer(Optimizer):
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
         self._settings = (_layout_for(named, layout), settings)
-        self._track_parameters(tx, named, models_of(params), model)
-        super().__init__(groups, {})  # calls `add_param_group` for each group, which uses the attributes set so far
-        self._create_state()  # for the parameters in these groups
-        if not self._parameters.on_meta:
-            warn_of_lost_decay(tx, self._stepping.visits, self._tracked_groups.groups, named)
-        self.defaults.update(defaults_for_schedulers(self.param_groups))
-        own_groups(self)
-
-    def _track_parameters(
-        self, tx: Transform, named: NamedTensors, models: list[nn.Module], model_of_names: nn.Module | None
-    ) -> None:
-        """Set the attributes that follow from the transform and the parameters. Groups and state do not exist yet.
-
-        Frozen parameters and those with the label None will be in no group. The models are as in `TrackedParameters`.
-        """
         frozen, unfrozen = divide_frozen(named)
         self._stepping = self._stepping_for(tx, unfrozen, frozen)
-        trained, left_out = divide(unfrozen, self._stepping.rules)
-        warn_of_ascent(self._stepping.visits[0], self._stepping.rules, trained)
-        self._parameters = TrackedParameters(models, model_of_names, trained, frozen, left_out)
+        trained, left_out = divide(unfrozen, self._stepping.rules)  # those left out have the label None
+        root = self._stepping.visits[0]  # the visit of the whole transform; the others are of transforms that it calls
+        warn_of_ascent(root, self._stepping.rules, trained)
+        self._parameters = TrackedParameters(models_of(params), model, trained, frozen, left_out)
         self._tracked_groups = TrackedGroups(self._parameters)
         self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
         self._callers_tensors = CallersTensors()
         self._callers_tensors.note(self._stepping.defaults)
+        # torch's constructor calls `add_param_group` for each group. That looks up which transforms update its
+        # parameters, so it needs the attributes above. The state is created afterwards, for the parameters in groups.
+        super().__init__(groups, {})
+        self._create_state()
+        if not self._parameters.on_meta:
+            warn_of_lost_decay(tx, self._stepping.visits, self._tracked_groups.groups, named)
+        self.defaults.update(defaults_for_schedulers(self.param_groups))
+        own_groups(self)
 
     def __repr__(self) -> str:
         """Return the entries of each group, as torch's optimizers do, with at most ten names of its parameters."""
@@ -242,13 +242,13 @@ class TransformOptimizer(Optimizer):
         """Return the attributes to copy or pickle. Raise TypeError if the optimizer runs over several ranks."""
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
-        # Changes that the caller has made in `state`, the weights and the groups, as a step would read them.
+        # First read what the caller has changed in `optimizer.state`, the weights and the groups, as a step does.
         self._adopt_state()
         self._update_initial_state()
         self._tracked_groups.follow(self._groups, self._stepping.rules)  # sets "param_names", which a copy reads
         initial = self._current["initial"]
-        if initial is not None:
-            initial.forget_written(self._current["state"])
+        if initial is not None:  # some leaves have initial values
+            initial.forget_written(self._current["state"])  # writes are detected by versions, which copies do not have
         attributes = {
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
@@ -264,19 +264,18 @@ class TransformOptimizer(Optimizer):
         attributes = dict(state)
         tx: Transform = attributes.pop("tx")
         self._groups = attributes.pop("param_groups")
-        super().__setstate__(attributes)
-        # Recreate what was not copied, for the copied parameters.
+        super().__setstate__(attributes)  # sets the other attributes of `__getstate__`
+        # Create the attributes that are not copied, for the copied parameters.
         named = self._named_params()
         self._stepping = self._stepping_for(tx, named)
         self._parameters.track(named)
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
         self._callers_tensors = CallersTensors()
-        # Let the records refer to the copied groups and state.
-        self._tracked_groups.follow(self._groups, self._stepping.rules)
         initial = self._current["initial"]
-        if initial is not None:
+        if initial is not None:  # some leaves have initial values
             initial.follow_copy(self._current["state"])
-        self._stepping.refresh(named, self._tracked_groups.groups)  # now, because the first step may be traced
+        # A step does this, too, but torch.compile may trace the first one.
+        self._stepping.refresh(named, self._tracked_groups.groups)
         own_groups(self)
 
     # ------------------------------------------------------------------------------------------------------- groups
@@ -307,7 +306,10 @@ class TransformOptimizer(Optimizer):
         self._add_groups(param_group, trained_pairs, as_one=False)
 
     def _add_trained(self, param_group: Group) -> None:
-        """Add parameters after construction, as `add_param_group` describes it."""
+        """Add parameters after construction, as `add_param_group` describes it.
+
+        Frozen parameters, and those with the label None, are put into no group.
+        """
         self._use_replacements()
         named = self._named_params()
         pairs = named_pairs(param_group["params"], self._parameters.names)
@@ -315,13 +317,16 @@ class TransformOptimizer(Optimizer):
         frozen, unfrozen = divide_frozen(dict(pairs))
         if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
-        with self._undone_on_error() as former:  # the attributes from before, to which the state is added
+        with self._undone_on_error() as former:
+            # 1. A transform with labels for the new parameters, which shows those that have the label None.
             self._stepping = self._stepping_for(self._transform_for(unfrozen), {**named, **unfrozen})
-            trained, _ = divide(unfrozen, self._stepping.rules)  # without parameters whose label is None
+            trained, _ = divide(unfrozen, self._stepping.rules)
             if pairs and not trained:
                 raise errors.label_is_none(pairs[0][0])
+            # 2. Groups of the new parameters, then a state of all groups. Earlier parameters keep their values.
             self._add_groups(param_group, list(trained.items()), as_one=True)
             self._create_state(former)
+            # 3. Records of these tensors, in which later steps look for replaced parameters.
             self._parameters.add_models(models_of([param_group]))
             self._parameters.track(trained)
             self._parameters.leave_out(frozen)
@@ -331,16 +336,20 @@ class TransformOptimizer(Optimizer):
             warn_of_lost_decay(self.tx, self._stepping.visits, added_groups, trained)
 
     def _add_groups(self, group: Group, pairs: NamedPairs, *, as_one: bool) -> None:
-        """Add a group with all hyperparameters of its transforms. If not ``as_one``, split it by its transforms."""
+        """Add a group of named parameters, ``pairs``, with all hyperparameters of its transforms.
+
+        If not ``as_one``, split it by its transforms. ``group`` has values for some hyperparameters.
+        """
         entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if not pairs:
             super().add_param_group({"label": None, "lr": 0.0, **entries, "params": [], "param_names": []})
             return
         self._callers_tensors.note(entries)
         for new_group in new_groups(self._stepping, entries, pairs, as_one=as_one):
-            unread_keys = self.defaults.keys() - new_group.keys()
+            absent_keys = self.defaults.keys() - new_group.keys()
             super().add_param_group(new_group)
-            for key in unread_keys:  # torch's method has added all of `defaults`
+            # torch's method adds all of `defaults`, such as "momentum", which the transforms of this group do not read.
+            for key in absent_keys:
                 del self._groups[-1][key]
 
     @property
@@ -404,10 +413,12 @@ class TransformOptimizer(Optimizer):
         check_usable(named, layout)
         _, others = divide(not_trained, named)
         stepping = stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
+        # The transform has the labels, such as ``partition(transforms, {"w": "muon", "b": None})``. They are read from
+        # the object that was created for all named parameters. If some have the label None, another one is created
+        # for the others.
         names_left_out = {name for name, rule in stepping.rules.items() if rule.is_left_out}
         if not names_left_out:
             return stepping
-        # Its rules show which parameters have the label None: create it again without these.
         left_out, trained = divide(named, names_left_out)
         return stepping_for(tx, trained, {**others, **left_out}, layout, settings, self.bucket_bytes)
 
@@ -465,7 +476,8 @@ class TransformOptimizer(Optimizer):
     def _create_state(self, former: FormerState | None = None) -> None:
         """Create the optimizer state for the parameters in the groups, and show it in ``optimizer.state``.
 
-        ``former`` is the state whose values are copied to the new state; None for the initial values.
+        If ``former`` is given, the leaves that it has keep its values, and leaves of added parameters have their
+        initial values. If it is None, all leaves have their initial values.
         """
         self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named_params()
@@ -473,24 +485,30 @@ class TransformOptimizer(Optimizer):
         if former is None:
             self._current["initial"] = InitialState(named, state)
         else:
-            paths_of_added = set(tree.paths(state)).difference(tree.paths(former.state))  # leaves of added parameters
-            self._current["initial"] = self._record_of(paths_of_added, named, state, former.state)
+            added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
+            self._current["initial"] = self._initial_leaves(added_paths, named, state, former.state)
         self._current["state"] = state
         self._show_all(named)
 
-    def _record_of(
-        self, paths: set[Path], named: NamedTensors, state: PyTree, former_state: PyTree
+    def _initial_leaves(
+        self, new_paths: set[Path], named: NamedTensors, state: PyTree, former_state: PyTree
     ) -> InitialState | None:
-        """Return the record of all leaves that have initial values, after those at ``paths`` have got theirs.
+        """Return the record of all leaves of ``state`` that have initial values; None if no leaf has.
 
-        Other leaves of ``state`` have the values of ``former_state``. Return None if no leaf has its initial value.
+        Args:
+            new_paths: the paths of leaves that have just been initialized from the parameters ``named``.
+            named: the parameters by name.
+            state: the state now.
+            former_state: the state before that. Leaves at other paths have its values.
         """
-        initial = self._current["initial"]
-        if initial is None:  # a step was made
-            return InitialState(named, state, paths) if paths else None
-        # The initial values of other leaves may belong to weights that were replaced since. Without parameters in the
-        # record, the next step initializes all of these leaves again.
-        return InitialState({}, state, paths | initial.unwritten(former_state))
+        former_initial = self._current["initial"]
+        if former_initial is None:  # a step was made, so leaves at other paths do not have their initial values
+            return InitialState(named, state, new_paths) if new_paths else None
+        earlier_paths = former_initial.unwritten(former_state)
+        # Leaves at `earlier_paths` may have been initialized from weights that were replaced since. A record without
+        # parameters fits no weights, so that the next step initializes the leaves at all of these paths again.
+        no_params: NamedTensors = {}
+        return InitialState(no_params, state, new_paths | earlier_paths)
 
     def _update_initial_state(self, *, may_communicate: bool = False, problem: Exception | None = None) -> None:
         """Before the first step, initialize the state again if parameters were changed after it was made.
@@ -510,8 +528,10 @@ class TransformOptimizer(Optimizer):
         params = {name: param.detach() for name, param in self._named_params().items()}
         if self._is_over_ranks(params) and not may_communicate:
             return
-        can_compare = problem is None and not self._parameters.on_meta
-        has_changed = can_compare and not initial.is_of(params)
+        has_changed = False
+        if problem is None and not self._parameters.on_meta:  # parameters on the meta device have no values
+            has_changed = not initial.is_of(params)
+        # All ranks initialize the state again if one of them has changed parameters. A problem is raised here.
         if self._stepping.is_on_any_rank(has_changed, problem):
             with torch.no_grad():
                 initial.replace(params, self._current["state"], self._stepping.initial_state(params))
@@ -533,21 +553,22 @@ class TransformOptimizer(Optimizer):
         entries = self._current["entries"]
         if not entries.is_edited(self.state):
             return
+        state = self._current["state"]
         named = self._tracked_groups.named
-        edited = entries_by_name(self.state, named, self._groups)
-        loads, emptied = read_edits(entries, edited, self._stepping)
-        restarts = self._loads_of_emptied(emptied, named)
+        entries_of = entries_by_name(self.state, named, self._groups)
+        emptied = emptied_parameters(entries, entries_of)
+        assigned_values = read_assigned(entries, entries_of, self._stepping)
+        initial_values = self._initial_values_of(emptied, named)
         with torch.no_grad():
-            self._stepping.assign(loads + restarts, self._current["state"])
-        if restarts:  # the next step initializes these leaves again if weights are loaded before it
-            state = self._current["state"]
+            self._stepping.assign(assigned_values + initial_values, state)
+        if initial_values:  # the next step initializes these leaves again if weights are loaded before it
             paths = tree.paths(state)
-            restarted_paths = {paths[load.leaf_index] for load in restarts}
-            self._current["initial"] = self._record_of(restarted_paths, named, state, state)
+            restarted_paths = {paths[load.leaf_index] for load in initial_values}
+            self._current["initial"] = self._initial_leaves(restarted_paths, named, state, state)
         self._show_all(named)
         warn_of_shared(entries, emptied)
 
-    def _loads_of_emptied(self, emptied: list[str], named: NamedTensors) -> list[Load]:
+    def _initial_values_of(self, emptied: list[str], named: NamedTensors) -> list[Load]:
         """Return the initial values of the state of parameters whose entries were removed from ``optimizer.state``.
 
         ``emptied`` are their names, and ``named`` all parameters. A leaf that all parameters share, such as a step
@@ -561,7 +582,7 @@ class TransformOptimizer(Optimizer):
         emptied_names = set(emptied)
         loads: list[Load] = []
         for index, slot in enumerate(self._current["entries"].slots):
-            if emptied_names.issuperset(slot.names):
+            if emptied_names.issuperset(slot.names):  # its only parameter, or all parameters if they share the leaf
                 loads.append(Load(slot.key, index, initial_leaves[index]))
         return loads
 
@@ -590,38 +611,41 @@ class TransformOptimizer(Optimizer):
     def _follow_replacements(self, at_step: bool, may_list_twice: bool, may_communicate: bool) -> None:
         """Read edited groups, and use the tensors that have replaced parameters.
 
-        The arguments are described in `_use_replacements`.
+        The arguments are described in `_use_replacements`. If the new tensors have the device, dtype and sharding of
+        the replaced ones, the tensors of the state are kept; else new ones are created, and the values are copied.
         """
+        # 1. Parameters of the model that somebody has put into the groups, and that have no state.
         added = self._parameters.added_in(self._groups)
-        if added and self._stepping.is_over_ranks and not may_communicate:
-            return  # the next step creates their state, together with the other ranks
         if added:
+            if self._stepping.is_over_ranks and not may_communicate:
+                return  # the next step creates their state, together with the other ranks
             self._add_listed(added)
+        # 2. Other changes of the groups, such as parameters that were moved to another group.
         self._tracked_groups.follow(self._groups, self._stepping.rules, may_list_twice=may_list_twice)
+        # 3. Tensors that have replaced parameters.
         replaced = self._parameters.replaced(self._named_params(), at_step=at_step)
         if not replaced:
             return
         named = {**self._named_params(), **replaced}
-        if self._parameters.is_swap(replaced):  # same device, dtype and sharding: the state stays where it is
+        if self._parameters.have_same_placement(replaced):
             self._put_in_groups(named)
             self._show_all(named)
             self._parameters.track(named)
-        elif self._is_over_ranks(named) and not may_communicate:
-            self._put_in_groups(named)  # the next step moves the state, together with the other ranks
-        else:
+        elif may_communicate or not self._is_over_ranks(named):
             self._move_state(named)
+        else:
+            self._put_in_groups(named)  # the next step moves the state, together with the other ranks
 
     def _is_over_ranks(self, named: NamedTensors) -> bool:
         """Return True if state over ranks is used, or will be, because parameters have become DTensors."""
         return self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
 
     def _move_state(self, named: NamedTensors) -> None:
-        """Create a state for other tensors of the same parameters, and copy the values of the former state into it.
+        """Create a state for tensors that have replaced parameters, and copy the values of the former state into it.
 
-        The new tensors may be on another device, or sharded in another way.
+        ``named`` are all parameters. The new tensors may be on another device, or sharded in another way.
         """
-        # State of parameters on the meta device has no values that could be copied.
-        has_values = not self._parameters.on_meta
+        was_on_meta = self._parameters.on_meta  # then the former state has no values
         with self._undone_on_error() as former, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # construction has given the warnings
             self._stepping = self._stepping_for(self.tx, named)
@@ -629,7 +653,7 @@ class TransformOptimizer(Optimizer):
                 if rule != former.stepping.rules[name]:
                     raise errors.other_labels(name)
             self._put_in_groups(named)
-            self._create_state(former if has_values else None)
+            self._create_state(None if was_on_meta else former)
         self._parameters.track(named)
 
     def _add_listed(self, added: NamedTensors) -> None:
@@ -638,10 +662,10 @@ class TransformOptimizer(Optimizer):
             all_params = {**self._tracked_groups.named, **added}
             self._stepping = self._stepping_for(self._transform_for(added), all_params)
             rules = self._stepping.rules
-            left_out = added.keys() - rules.keys()
+            left_out = added.keys() - rules.keys()  # those with the label None
             if left_out:
                 raise errors.listed_without_label(min(left_out))
-            self._parameters.track(added)
+            self._parameters.track(added)  # first, because `names_of` raises for tensors that are not tracked
             # The groups have other members now: add the hyperparameters of their transforms.
             names_per_group = self._parameters.names_of(self._groups)
             for group, names in zip(self._groups, names_per_group, strict=True):
@@ -654,8 +678,9 @@ class TransformOptimizer(Optimizer):
     def _undone_on_error(self) -> Generator[FormerState]:
         """Return a context manager that undoes changes of the optimizer if an error is raised in its block.
 
-        It restores the stepping, the records of parameters and groups, and the param groups, and removes groups that
-        were added. Its value is the state before the block.
+        It restores the attributes that adding or replacing parameters changes, and the entries of the param groups, and
+        removes groups that were added. The state is not restored: a block sets it after all checks. The value of the
+        context manager is the state before the block, with the object that created it.
         """
         former = FormerState(self._stepping, self._current["state"])
         initial = self._current["initial"]
@@ -703,32 +728,35 @@ class TransformOptimizer(Optimizer):
                 has been changed when an error is raised.
         """
         loss: Any = None
-        problem: Exception | None = None
+        problem: Exception | None = None  # an error of this rank; the calls after the block raise it, on all ranks
         try:
             if closure is not None:
                 loss = _evaluate(closure)
-            params, gradients = self._read_step()
-        except Exception as error:  # the calls below raise it, on all ranks together
+            params, gradients = self._check_step()
+        except Exception as error:
             problem = error
-            params = self._tracked_groups.named
+            params = self._tracked_groups.named  # only to call what the other ranks call
             gradients = _gradients_of(params)
         self._update_initial_state(may_communicate=True, problem=problem)
-        call = Arguments(gradients, self._current["state"], params, Donation(self.donate_grads, True), extras)
+        donate = Donation(updates=self.donate_grads, state=True)  # the step may overwrite these tensors
+        call = Arguments(gradients, self._current["state"], params, donate, extras)
         state = self._stepping.step(call, problem)
         self._current["state"] = state
         self._current["initial"] = None  # weights that are loaded from now on do not change the state
         self._current["entries"].update(self.state, state, self._stepping.show)
         return loss
 
-    def _read_step(self) -> tuple[NamedTensors, Gradients]:
-        """Return ``(parameters, gradients)``, two dicts by name, after all checks of a step.
+    def _check_step(self) -> tuple[NamedTensors, Gradients]:
+        """Prepare a step: check everything, and return ``(parameters, gradients)``, two dicts by name.
 
         This also adopts changes that the caller has made in ``optimizer.state``, the groups and the model, and rebuilds
         the transform if hyperparameters have changed.
         """
         is_traced = torch.compiler.is_compiling()
         if not is_traced:  # a traced graph is valid for the current parameters and groups only
-            self._adopt_changes()
+            self._use_replacements(at_step=True)
+            self._tracked_groups.read_new_keys(self._stepping.rules)
+            self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
         params = self._named_params()
         gradients = _gradients_of(params)
         require_dense_and_real(gradients)
@@ -738,12 +766,6 @@ class TransformOptimizer(Optimizer):
             self._callers_tensors.warn_of_written()
         self._stepping.refresh(params, self._tracked_groups.groups)
         return params, gradients
-
-    def _adopt_changes(self) -> None:
-        """Read the changes that the caller has made in ``optimizer.state``, the model and the keys of the groups."""
-        self._use_replacements(at_step=True)
-        self._tracked_groups.read_new_keys(self._stepping.rules)
-        self._tracked_groups.warn_of_unread_rate()  # not earlier: schedulers exist by now
 
     # -------------------------------------------------------------------------------------------------- persistence
 
@@ -758,10 +780,12 @@ class TransformOptimizer(Optimizer):
         Raises:
             ShardingError: all ranks must call this together, and a rank did not.
         """
-        self._use_replacements(may_list_twice=True)  # the state may have to move to new tensors first
+        # First read what has changed since the last step: the state may have to move to new tensors, and "betas" may
+        # lack a number that was written to "momentum".
+        self._use_replacements(may_list_twice=True)
         self._tracked_groups.synchronize_keys()
         saved = super().state_dict()
-        # By identity: torch's own tests list the groups twice.
+        # By identity, because torch's own tests list each group twice, and `_tracked_groups` has it once.
         tracked_of = {id(tracked.group): tracked for tracked in self._tracked_groups.groups}
         for group, saved_group in zip(self._groups, saved["param_groups"], strict=True):
             self._add_schedules(saved_group, tracked_of[id(group)])
@@ -819,18 +843,14 @@ class TransformOptimizer(Optimizer):
         self._use_replacements()
         check_real(self._named_params())
         state_dict = self._after_hooks(state_dict)
-        to_load = StateToLoad()
-        problem: Exception | None = None
+        groups = self._tracked_groups.groups
+        entries = self._current["entries"]  # what `optimizer.state` shows
+        not_trained = self._parameters.not_trained()
+        to_load = StateToLoad()  # nothing
+        problem: Exception | None = None  # an error of this rank; `load` raises it, on all ranks together
         try:
-            to_load = read_state_dict(
-                state_dict,
-                self._stepping,
-                self._tracked_groups.groups,
-                self._current["entries"],
-                rename,
-                self._parameters.not_trained(),
-            )
-        except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
+            to_load = read_state_dict(state_dict, self._stepping, groups, entries, rename, not_trained)
+        except Exception as error:
             problem = error
         with torch.no_grad():
             self._stepping.load(to_load.loads, self._current["state"], problem, to_load.without_state)
@@ -895,17 +915,18 @@ class TransformOptimizer(Optimizer):
         """
         self._use_replacements()
         check_real(self._named_params())
-        matched: list[Group | None] = []
+        matched_groups: list[Group | None] | None = None
         if groups is not None:
             tracked_groups = self._tracked_groups.groups
-            matched = read_groups(groups, self.tx, tracked_groups, self._parameters.not_trained())
+            matched_groups = read_groups(groups, self.tx, tracked_groups, self._parameters.not_trained())
         current_state = self.transform_state
         _require_same_shapes(state, current_state)
+        # All checks have passed: overwrite the tensors of the state, then the entries of the groups.
         with torch.no_grad():
             tree.map(lambda leaf, value: leaf.copy_(value), current_state, state)
         self._stepping.note_loaded(self._current["state"])
-        if groups is not None:
-            self._load_groups(matched, "load_transform_state: the state")
+        if matched_groups is not None:
+            self._load_groups(matched_groups, "load_transform_state: the state")
 
     def _load_groups(self, saved_groups: Sequence[Group | None], source: str) -> None:
         """Copy the entries of each saved group, if there is one, and warn once of numbers that differ.
@@ -920,7 +941,8 @@ class TransformOptimizer(Optimizer):
         self._tracked_groups.warn_once(
             f"{source} was saved with other numbers: ",
             lines,
-            ". To use the code's numbers, write them into param_groups after loading",
+            ". To use the code's numbers, write them into param_groups after loading, and rates also into base_lrs of "
+            "a scheduler, which sets the rates from there",
         )
 
 
@@ -967,7 +989,7 @@ def _unshared(state: Mapping[int, Group]) -> dict[int, Group]:
     Formats such as safetensors store no tensor twice. A count that all parameters share is copied for each.
     """
     unshared: dict[int, Group] = {}
-    leaf_ids: set[int] = set()
+    leaf_ids: set[int] = set()  # of the tensors so far
     for index, entries in state.items():
         unshared[index] = dict(entries)
         for key, leaf in entries.items():

@@ -28,7 +28,7 @@ class UpdateRule(NamedTuple):
     hyperparams: tuple[Hyperparam, ...]
     """The hyperparameters of these transforms."""
     order: tuple[int, bool, tuple[int, ...]]
-    """The sort key of its group: `_rank_of_keys`, False if a transform needs whole matrices, and ``indices``."""
+    """The sort key of its group: `_kind_of_group`, False if a transform needs whole matrices, and ``indices``."""
 
 
 UpdateRules = Mapping[str, UpdateRule]
@@ -37,7 +37,8 @@ UpdateRules = Mapping[str, UpdateRule]
 
 def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
     """Return the update rule of each parameter by name. Parameters with the same transforms have the same rule."""
-    indices_of: dict[str, list[int]] = {}  # per parameter name, the indices of its visits
+    # Per parameter name, the indices of its visits: {"w": [0, 1, 3], "b": [0, 2]}.
+    indices_of: dict[str, list[int]] = {}
     for index, visited in enumerate(visits):
         for name in visited.names:
             indices_of.setdefault(name, []).append(index)
@@ -54,6 +55,8 @@ def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
 def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -> UpdateRule:
     """Return the update rule of a parameter.
 
+    Its ``order`` sorts the param groups: Muon's, Adam's, then others; of two such groups, those with matrices first.
+
     Args:
         name: the name of the parameter.
         indices: the indices, among all visits, of the transforms that update it.
@@ -68,9 +71,8 @@ def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -
         is_left_out = is_left_out or _leaves_out(visited, name)
         has_matrices = has_matrices or needs_matrices(visited.tx)
     hyperparams = hyperparams_of(visits)
-    rank = _rank_of_keys({hyperparam.key for hyperparam in hyperparams})
-    # Among groups of one rank, those with matrices come first, then those whose transforms come first.
-    order = (rank, not has_matrices, indices)
+    kind = _kind_of_group({hyperparam.key for hyperparam in hyperparams})
+    order = (kind, not has_matrices, indices)
     return UpdateRule(indices, "/".join(labels) or None, is_left_out, tuple(hyperparams), order)
 
 
@@ -84,8 +86,8 @@ def _leaves_out(visited: Visit, name: str) -> bool:
     return is_partition
 
 
-def _rank_of_keys(keys: Set[str]) -> int:
-    """Return the rank of a group with these hyperparameters: 0 for Muon's, 1 Adam's, 2 others, 3 without any."""
+def _kind_of_group(keys: Set[str]) -> int:
+    """Return the kind of a group with these hyperparameters: 0 for Muon's, 1 Adam's, 2 others, 3 without any."""
     if not keys:
         return 3
     if "betas" in keys:
@@ -102,7 +104,7 @@ def warn_of_ascent(root: Visit, rules: UpdateRules, params: NamedTensors) -> Non
             continue
         rule = rules[name]
         if rule not in may_keep_sign:  # one parameter of a rule suffices: the same transforms update the others
-            may_keep_sign[rule] = 1 in _signs(root, name)
+            may_keep_sign[rule] = 1 in _signs(root, name)  # 1: the sign of the gradient
         if may_keep_sign[rule]:
             ascending.append(name)
     if ascending:
@@ -123,9 +125,10 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     """Return the hyperparameters of several transforms, each with its own key for a param group.
 
     The key is the short name, such as "lr", if only one of the transforms declares it; else the name without labels,
-    such as "momentum.decay", or the full name if two transforms have the same name without labels. ``visits`` have
-    these names for each transform.
+    such as "momentum.decay", or the full name, such as "muon.momentum.decay", if two transforms have the same name
+    without labels. ``visits`` have these names for each transform.
     """
+    # In how many of the transforms each short name and each name without labels is.
     short_name_counts: Counter[str] = Counter()
     key_counts: Counter[str] = Counter()
     for visited in visits:
@@ -135,13 +138,16 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     for visited in visits:
         names_with_short_key: set[str] = set()
         for short_name, target in visited.numbers.short_names.items():
-            if short_name_counts[short_name] == 1:
-                hyperparam = _with_short_key(short_name, target, names_with_short_key)
-                hyperparams.append(hyperparam)
-                names_with_short_key.update(hyperparam.names)
+            if short_name_counts[short_name] > 1:
+                continue
+            hyperparam = _with_short_key(short_name, target, names_with_short_key)
+            hyperparams.append(hyperparam)
+            names_with_short_key.update(hyperparam.names)
         for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
-            if name not in names_with_short_key:
-                hyperparams.append(Hyperparam(key if key_counts[key] == 1 else name, (name,)))
+            if name in names_with_short_key:
+                continue
+            unique_key = name if key_counts[key] > 1 else key
+            hyperparams.append(Hyperparam(unique_key, (name,)))
     return hyperparams
 
 
@@ -179,13 +185,15 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
         return rules[0].hyperparams
     hyperparams: list[Hyperparam] = []
     for key, hyperparam_of_label in holders_of(rules).items():
-        distinct = dict.fromkeys(hyperparam_of_label.values())
-        forms = {(hyperparam.is_tuple, len(hyperparam.names)) for hyperparam in distinct}  # a number, or a tuple of n
-        if len(distinct) == 1 or (key in group and len(forms) == 1):
+        distinct = list(dict.fromkeys(hyperparam_of_label.values()))  # once each, if rules have a transform in common
+        # A value in the group is a number, or a tuple of some length. One value can only set numbers of one such form.
+        forms = {(hyperparam.is_tuple, len(hyperparam.names)) for hyperparam in distinct}
+        has_common_value = key in group and len(forms) == 1
+        if len(distinct) == 1 or has_common_value:
             hyperparams += distinct
-            continue
-        for label, hyperparam in hyperparam_of_label.items():
-            hyperparams.append(hyperparam._replace(key=f"{label}.{key}"))
+        else:
+            for label, hyperparam in hyperparam_of_label.items():
+                hyperparams.append(hyperparam._replace(key=f"{label}.{key}"))
     return tuple(hyperparams)
 
 
@@ -215,9 +223,10 @@ def holders_of(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
 
 
 def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Numbers) -> Group:
-    """Return a group with an entry for each key of several rules in whose numbers the rules agree."""
-    if len(rules) < 2:
-        return group
+    """Return the entries of a group, and an entry for each key that it lacks and several rules have with equal numbers.
+
+    For example, ``{"weight_decay": 0.1}`` is added if Muon's and AdamW's weight decay are 0.1 in ``defaults``.
+    """
     agreed: Group = {}
     for key, hyperparam_of_label in holders_of(rules).items():
         values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label.values()]

@@ -597,3 +597,20 @@ def test_an_optimizer_prints_its_numbers_and_at_most_ten_names_of_each_group():
     assert text.startswith("Muon (\nParameter Group 0\n    label: muon\n    lr: 0.5\n")
     assert "20 parameters: 0.weight, 1.weight, " in text
     assert "9.weight and 10 more" in text
+
+
+@pytest.mark.parametrize(("key", "advice"), [("adamw_lr", "'lr'"), ("adamw_weight_decay", "'weight_decay'")])
+def test_an_argument_of_muon_in_a_group_is_warned_of(key: str, advice: str):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    labels = {name: "muon" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()}
+    groups = [{"params": list(model.named_parameters()), "lr": 1e-4, key: 4e-4}]
+    with pytest.warns(UserWarning, match=f"'{key}' .* make a group of the parameters of AdamW, and give it {advice}"):
+        mfx.Muon(groups, lr=1e-3, labels=labels)
+
+
+def test_the_state_dict_of_adamw_is_refused_with_advice():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    labels = {name: "muon" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()}
+    optimizer = mfx.Muon(model, labels=labels)
+    with pytest.raises(ValueError, match="such as AdamW, load the weights only, and start with a new state"):
+        optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
