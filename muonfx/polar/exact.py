@@ -138,7 +138,7 @@ class _Sylvester(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         h, k = ctx.saved_tensors
         # H K' + K' H = C' - H' K - K H'
-        h_tangent, c_tangent, _ = tangents
+        h_tangent, c_tangent, _ = tangents  # the third is of rtol, which is a constant
         right_side = torch.zeros_like(k)
         if c_tangent is not None:
             right_side = c_tangent

@@ -438,7 +438,7 @@ def _run_stack(xs: list[Tensor], wide: list[Tensor], overwrite: list[bool], job:
     for x, wide_x, y, is_overwritten in zip(xs, wide, ys, overwrite, strict=True):
         if is_overwritten:
             results.append(x)
-            destinations.append(wide_x)
+            destinations.append(wide_x)  # x itself, or its transpose in the same memory
             values.append(y)
         else:
             results.append(_result_like(x, y, must_copy))

@@ -243,8 +243,8 @@ class Pattern:
         Raises:
             ValueError: the shape does not fit the pattern.
         """
-        # The dims for which ``...`` stands get the names "dim_0", "dim_1" and so on. With too few dims, which raise an
-        # error below, the number is negative, and there are no names.
+        # The dims that ``...`` includes get the names "dim_0", "dim_1" and so on. With too few dims, the number is
+        # negative, there are no names, and the check below raises an error.
         number_of_dot_dims = len(shape) - (len(self.dims) - 1)
         dot_names = [f"dim_{index}" for index in range(number_of_dot_dims)]
         dims: list[Dim] = []

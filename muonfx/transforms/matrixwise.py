@@ -345,7 +345,11 @@ class MatrixStates:
         self.rounded = slot.rounded
 
     def init(self, matrices: Matrices) -> PyTree:
-        """Return the initial state tree for the matrices of the parameters."""
+        """Return the initial state tree for the matrices of the parameters.
+
+        A parameter is divided into one stack of matrices or several, such as query and key. Each stack has a state, and
+        the states of a parameter are joined into one tensor.
+        """
         slot = self._slot
         leaves = list(map(as_start, matrices.leaves))
         stacks = matrices.split(leaves)
