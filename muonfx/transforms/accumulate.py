@@ -111,7 +111,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         is_last = boundary
         if is_last is None:
             is_last = accumulated.count >= every
-        outcomes = _Outcomes(inner, updates, updates, mean, params, extras)
+        outcomes = _Outcomes(inner, updates, updated_leaves=updates, mean=mean, params=params, extras=extras)
         if isinstance(is_last, Tensor) and (is_traced() or is_wrapped(is_last)):
             return outcomes.select(is_last, accumulated)  # Python cannot read the tensor in a graph or in torch.func
         if not torch.compiler.is_compiling():  # a compiled graph cannot read the counts of gradients
@@ -203,7 +203,7 @@ class _Outcomes(NamedTuple):
             wide_gradients = ew.clone(sums)
         gradients = present.fill(ew.cast(wide_gradients, self._gradient_dtypes(present, sums)))
 
-        donation = Donation(donate.state, donate.state)  # the gradients are new tensors
+        donation = Donation(updates=donate.state, state=donate.state)  # the gradients are new tensors
         out, inner_state = self.inner.run(gradients, accumulated.inner, self.params, donate=donation, **self.extras)
         zeros = [torch.zeros_like(total) for total in sums]
         return out, AccumulateState(

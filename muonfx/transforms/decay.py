@@ -193,7 +193,8 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         """Run the inner transform, and drop the elements of its updates whose sign differs from the gradient's."""
         # The gradient is needed after the inner transform, so it is not donated.
-        out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
+        donation = Donation(updates=False, state=donate.state)
+        out, state = inner.run(updates, state, params, donate=donation, **extras)
 
         def keep(update: Tensor, gradient: Tensor | None) -> Tensor:
             """Set elements whose sign differs from the gradient's to zero; divide the others by their share."""

@@ -461,7 +461,7 @@ def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
             f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
         )
     all_logits = dict(tree.named_leaves(max_logits))
-    logits_of_module: dict[str, Tensor] = {}
+    logits_of_module: dict[str, Tensor] = {}  # a module has several members, such as its query and its key
     for member in members:
         size = member.heads.heads
         logits = all_logits.get(member.module)
