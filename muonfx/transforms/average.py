@@ -138,7 +138,7 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
 
         gradients = present.pick(updates)
         wide_gradients = ew.cast_like(gradients, corrected_copies)
-        # A cast returns a tensor of the dtype itself. If there is none, all wide gradients may be overwritten.
+        # A gradient that has the dtype of its copy is not cast. If all are cast, the new tensors may be overwritten.
         are_new = all(map(is_not, wide_gradients, gradients))
         inner_updates, inner_state = inner.run(
             present.fill(wide_gradients),

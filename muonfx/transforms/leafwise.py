@@ -610,8 +610,8 @@ class Values:
             for index, operation in plan.operations:
                 if index not in self._computed:  # else a sum over leaves has needed it already
                     self._computed[index] = self._compute(operation, overwrite=overwrite)
-                    # Only a torch function called for each leaf may return a view of an operand, whose storage others
-                    # may need. All other results are new tensors.
+                    # The result may be overwritten. Only that of a torch function called for each leaf may be a view of
+                    # an operand, whose storage others may need.
                     self._may_write[index] = not operation.is_for_each
                 if overwrite:
                     self._count_uses(operation.operands)
