@@ -445,21 +445,27 @@ class _MatrixFormula:
         wide_update, *wide_fields_and_params = inputs
         state = tree.unflatten(containers, wide_fields_and_params[:number])
         params = wide_fields_and_params[number:]  # empty, or one stack
-        new_update, new_state = self._step(wide_update, state, *params)
+        returned = self._step(wide_update, state, *params)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(f"{self._name}: the step must return (update, state), found a {type(returned).__name__}")
+        new_update, new_state = returned
 
+        # The transforms after this one may overwrite its updates, so a state that is the same tensor is copied.
+        others = [*inputs, new_update]
         results = [self._checked(new_update, update, inputs).to(update.dtype)]
         new_fields = tree.subtrees(containers, new_state)
         for field, new_field, old_field in zip(self._fields, new_fields, old_fields, strict=True):
-            checked_field = self._checked(new_field, old_field, inputs)
+            checked_field = self._checked(new_field, old_field, others)
             results.append(field.rounded(checked_field, old_field.dtype))
+            others.append(new_field)
         return results
 
-    def _checked(self, result: Tensor, old_value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """Return a result of the step after a check of its shape; a copy if it is one of the inputs of the step."""
+    def _checked(self, result: Tensor, old_value: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """Return a result of the step after a check of its shape; a copy if it is one of the tensors ``others``."""
         if result.shape != old_value.shape:
             raise ValueError(
                 f"{self._name}: the step returns shape {tuple(result.shape)}, expected {tuple(old_value.shape)}"
             )
-        if any(result is operand for operand in inputs):
+        if any(result is other for other in others):
             return result.clone()
         return result
