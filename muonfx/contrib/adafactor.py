@@ -87,12 +87,11 @@ def scale_by_factored_rms(
         """Return mean squares of zero: of rows and columns for a factored parameter, else of all elements."""
         present = Present(params)
         states = [_zeros(param, min_dim_size_to_factor, dtype) for param in present.pick(params)]
-        v_rows, v_cols, vs = _by_field(states)
         return FactoredRmsState(
             count=ew.new_count(device_of(params)),
-            v_row=present.fill(v_rows),
-            v_col=present.fill(v_cols),
-            v=present.fill(vs),
+            v_row=present.fill([s.v_row for s in states]),
+            v_col=present.fill([s.v_col for s in states]),
+            v=present.fill([s.v for s in states]),
         )
 
     def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -102,34 +101,23 @@ def scale_by_factored_rms(
         beta = 1.0 - torch.pow(t, -decay_rate)
         present = Present(updates)  # the leaves that have a gradient; the others keep their state
         leaves = present.pick(updates)
-        old_states = map(_MeanSquares, present.pick(state.v_row), present.pick(state.v_col), present.pick(state.v))
+        old_rows = present.pick(state.v_row)
+        old_columns = present.pick(state.v_col)
+        old_states = map(_MeanSquares, old_rows, old_columns, present.pick(state.v))
         new_leaves: list[Tensor] = []
         new_states: list[_MeanSquares] = []
         for leaf, old_state in zip(leaves, old_states, strict=True):
             new_leaf, new_state = _step(leaf, old_state, beta, eps, min_dim_size_to_factor)
             new_leaves.append(new_leaf)
             new_states.append(new_state)
-        v_rows, v_cols, vs = _by_field(new_states)
         return present.fill(new_leaves), FactoredRmsState(
             count=count,
-            v_row=present.fill(v_rows, state.v_row),
-            v_col=present.fill(v_cols, state.v_col),
-            v=present.fill(vs, state.v),
+            v_row=present.fill([s.v_row for s in new_states], state.v_row),
+            v_col=present.fill([s.v_col for s in new_states], state.v_col),
+            v=present.fill([s.v for s in new_states], state.v),
         )
 
     return init, update
-
-
-def _by_field(states: list[_MeanSquares]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return a list with the tensors of all parameters for each field: ``v_row``, ``v_col`` and ``v``."""
-    v_rows: list[Tensor] = []
-    v_cols: list[Tensor] = []
-    vs: list[Tensor] = []
-    for state in states:
-        v_rows.append(state.v_row)
-        v_cols.append(state.v_col)
-        vs.append(state.v)
-    return v_rows, v_cols, vs
 
 
 def _factored_dims(shape: Sequence[int], min_size: int) -> tuple[int, int] | None:
@@ -150,13 +138,17 @@ def _factored_dims(shape: Sequence[int], min_size: int) -> tuple[int, int] | Non
 
 
 def _zeros(param: Tensor, min_size: int, dtype_option: WideStateDtype) -> _MeanSquares:
-    """Return the first state: rows of shape (4,) and columns of shape (8,) for a factored parameter of (4, 8)."""
+    """Return mean squares of zero for a parameter. Those that it does not need are empty, of shape (0,).
+
+    A factored parameter of shape (4, 8) has ``v_row`` of shape (4,) and ``v_col`` of shape (8,); any other has ``v`` of
+    its own shape.
+    """
     dtype = state_dtype(dtype_option, param.dtype)
     dims = _factored_dims(param.shape, min_size)
     empty = param.new_zeros((0,), dtype=dtype)
     if dims is None:
         v = param.new_zeros(param.shape, dtype=dtype)
-        return _MeanSquares(v_row=empty, v_col=empty.clone(), v=v)
+        return _MeanSquares(v_row=empty, v_col=empty.clone(), v=v)  # two states never share storage
     second, largest = dims
     row_shape = _without(param.shape, largest)
     column_shape = _without(param.shape, second)
@@ -191,11 +183,14 @@ def _step(leaf: Tensor, s: _MeanSquares, beta: Tensor, eps: Scalar, min_size: in
             v=v.to(s.v.dtype),
         )
 
+    # r has all dims of the leaf except the largest, and c all except the second largest. The mean square of element
+    # (i, j) is about r_i c_j / mean(r).
     second, largest = dims
     r = _average(s.v_row, square.mean(largest), beta)
     c = _average(s.v_col, square.mean(second), beta)
-    # The mean square of element (i, j) is r_i c_j / mean(r).
-    second_in_r = second - int(second > largest)  # r does not have the largest dim
+    second_in_r = second
+    if second > largest:  # r has one dim less in front of it
+        second_in_r = second - 1
     relative_r = r / r.mean(second_in_r, keepdim=True)
     row_factor = relative_r.rsqrt().unsqueeze(largest)
     column_factor = c.rsqrt().unsqueeze(second)

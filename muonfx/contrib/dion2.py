@@ -35,7 +35,7 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
 
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
         short, long = sorted((rows, columns))
-        selected_shape = (_number(short, shrink), long)
+        selected_shape = (_number_of_selected(short, shrink), long)
         compute_dtype = torch.float64 if dtype == torch.float64 else compute
         work = newton_schulz_cost(selected_shape, device, dtype=compute_dtype, coefficients=coefficients)
         return work.load
@@ -108,7 +108,7 @@ def scale_by_dion2(
         side = -2
         if rows > columns:
             side = -1
-        number = _number(m.shape[side], shrink)
+        number = _number_of_selected(m.shape[side], shrink)
         indices = _largest(m, side, number)
         selected = m.take_along_dim(indices, side)
         direction = polar.orthogonalize(selected, coefficients=coefficients)
@@ -122,7 +122,7 @@ def scale_by_dion2(
     return Dion2State(trace=Slot(dtype)), step
 
 
-def _number(side: int, shrink: int) -> int:
+def _number_of_selected(side: int, shrink: int) -> int:
     """Return the number of selected rows: ``side / shrink``, rounded up."""
     return (side + shrink - 1) // shrink
 

@@ -122,31 +122,34 @@ def scale_by_namo(
         present = matrices.present
         count = state.count + 1
 
-        # m = b1 m + (1 - b1) g
+        # m = b1 m + (1 - b1) g, for whole leaves, in the wider dtype of both
         old_m = present.pick(state.mu)
         wide_g, wide_m = ew.widest(matrices.leaves, old_m)
         m = ew.lerp(wide_m, wide_g, 1.0 - b1)
 
-        # v = b2 v + (1 - b2) |g|^2,  alpha = sqrt(1 - b2^t) / (1 - b1^t) * |m| / (sqrt(v) + eps)
+        # For each matrix: v = b2 v + (1 - b2) |g|^2,  alpha = sqrt(1 - b2^t) / (1 - b1^t) * |m| / (sqrt(v) + eps)
         correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
         v_and_alpha = functools.partial(_v_and_alpha, b2=b2, eps=eps, correction=correction)
-        v_and_alpha_of_stacks = ew.by_stacks(v_and_alpha, results=2)
+        v_and_alpha_of_stacks = ew.by_stacks(v_and_alpha, results=2)  # on lists: one call for matrices of one shape
         old_v = moments.read(state.nu, matrices)
         v, alphas = v_and_alpha_of_stacks(matrices.stacks, matrices.split(m), old_v)
 
         # update = alpha D(m)
         averages = present.fill(ew.cast_like(m, matrices.leaves))
-        donation = Donation(False, donate.state)  # the averages may share storage with the new state
+        donation = Donation(updates=False, state=donate.state)  # the averages may share storage with the new state
         directions, inner_state = inner.run(averages, state.inner, params, donate=donation, **extras)
         _require_no_further_updates(directions, updates)
         direction_stacks = matrices.split(present.pick(directions))
-        scaled = ew.by_stacks(_scale)(direction_stacks, alphas)[0]
-        return matrices.fill(scaled), NamoState(
+        scale_stacks = ew.by_stacks(_scale)
+        (scaled,) = scale_stacks(direction_stacks, alphas)
+
+        new_state = NamoState(
             count=count,
             mu=present.fill(ew.cast_like(m, old_m), state.mu),
             nu=moments.write(v, state.nu, matrices),
             inner=inner_state,
         )
+        return matrices.fill(scaled), new_state
 
     return init, update
 
@@ -164,12 +167,15 @@ def _require_no_further_updates(directions: PyTree, updates: PyTree) -> None:
 def _v_and_alpha(
     g: Tensor, m: Tensor, old_v: Tensor, *, b2: Scalar, eps: Scalar, correction: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the new average ``v`` of each matrix's squared gradient norm, and the factor ``alpha`` of its update."""
+    """Return for each matrix the new average v of its squared gradient norm, and the factor alpha of its update.
+
+    They are ``v = b2 v + (1 - b2) |g|^2`` and ``alpha = correction * |m| / (sqrt(v) + eps)``, where ``correction`` is
+    that of Adam for the bias of both averages.
+    """
     wide = ew.wide_dtype(g.dtype, old_v.dtype)
-    largest = torch.finfo(old_v.dtype).max
     g_norm = norm(g).to(wide)
     m_norm = norm(m).to(wide)
-    square = g_norm.square().clamp(max=largest)
+    square = g_norm.square().clamp(max=torch.finfo(old_v.dtype).max)  # so that a finite norm keeps v finite
     v = running_average(old_v.to(wide), square, b2)
     divisor = ew.safe_sqrt(v) + eps
     # If all gradients have been zero, 0 / (0 + eps) is 0 for any eps.
@@ -217,13 +223,15 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         """Run the inner transform, and multiply its update of each matrix by the inner product with the gradient."""
         # The gradient is needed after the inner transform, so it is not donated.
-        directions, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
+        donation = Donation(updates=False, state=donate.state)
+        directions, state = inner.run(updates, state, params, donate=donation, **extras)
         matrices = Matrices(view, directions)
         gradients = matrices.present.pick(updates)
         for index, gradient in enumerate(gradients):
             if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
                 gradients[index] = torch.zeros_like(matrices.leaves[index])
-        scaled = ew.by_stacks(_scale_by_inner_product)(matrices.stacks, matrices.split(gradients))[0]
+        scale_stacks = ew.by_stacks(_scale_by_inner_product)  # on lists: one call for small matrices of one shape
+        (scaled,) = scale_stacks(matrices.stacks, matrices.split(gradients))
         return matrices.fill(scaled), state
 
     return inner.functions.init, update

@@ -57,12 +57,15 @@ def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0
     checks.state_dtype("dtype", dtype)
 
     def step(u: Leaf, s: EmaNesterovState):
-        """Return the step of the parameters, u + beta m, with the new average motion m."""
-        motion = u.add(s.average, alpha=s.lookahead)  # theta_t+1 - theta_t, since y_t = theta_t + beta_t m_t
+        """Return the step of the parameters. The names are as in the docstring of `ema_nesterov`."""
+        # theta_t+1 - theta_t = y_t + u - theta_t = u + beta_t m_t
+        motion = u.add(s.average, alpha=s.lookahead)
+        # m_t+1 = gamma m_t + (1 - gamma) (theta_t+1 - theta_t)
         average = s.average.lerp(motion, 1.0 - decay)
+        # y_t+1 - y_t = theta_t+1 + beta_t+1 m_t+1 - y_t = u + beta_t+1 m_t+1
         new_lookahead = ew.new_number(lookahead, s.lookahead.device)
-        ahead = u.add(average, alpha=new_lookahead)
-        return ahead, EmaNesterovState(lookahead=new_lookahead, average=average)
+        step_of_y = u.add(average, alpha=new_lookahead)
+        return step_of_y, EmaNesterovState(lookahead=new_lookahead, average=average)
 
-    declared: Any = EmaNesterovState  # with a number and a slot in the places of tensors
+    declared: Any = EmaNesterovState  # its fields are declared by a number and a slot, and are not tensors yet
     return declared(lookahead=Number(), average=Slot(dtype)), step

@@ -160,6 +160,7 @@ def match_weight_norms(*, view: MatrixView = MatrixView()):
     """
 
     def step(u: Tensor, s: EmptyState, p: Tensor):
+        # u * |p| / |u|: matrices of one shape have equal norms if their root mean squares are equal
         rows, columns = p.shape[-2:]
         size = rows * columns
         rms = norm(p) * size**-0.5

@@ -104,8 +104,10 @@ def reduce_on_plateau(
 
         improves = loss < (1.0 - rtol) * s.best_value - atol
         best_value = torch.where(improves, loss, s.best_value)
-        count = torch.where(improves, 0, s.plateau_count + 1)
+        count = torch.where(improves, 0, s.plateau_count + 1)  # losses since the last improvement
 
+        # In a cooldown, the scale stays and no loss is counted. Otherwise, ``patience`` losses reduce the scale, start
+        # the count again and begin a cooldown.
         in_cooldown = s.cooldown_count > 0
         reduces = (count == patience) & ~in_cooldown
         reduced_scale = torch.where(reduces, s.scale * factor, s.scale).clamp(min=min_scale)

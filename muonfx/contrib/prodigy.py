@@ -124,10 +124,11 @@ def scale_by_prodigy(
         """Update the estimate d of the learning rate and Adam's moments. Comments show the formulas of the paper.
 
         x0 are the initial parameters, x the current ones, g the gradients, m and v the moments, s the weighted sum of
-        gradients, and r the numerator of the estimate.
+        gradients, and r the numerator of the estimate. Except for r, they are lists with a tensor for each leaf that
+        has a gradient. Each stored tensor is read as `old_...`, computed in the widest dtype, and stored again.
         """
         params = params_for("scale_by_prodigy", params)
-        present = Present(updates)
+        present = Present(updates)  # the leaves that have a gradient; the state of the others does not change
         gradients = present.pick(updates)
         old_m = present.pick(state.mu)
         old_v = present.pick(state.nu)
@@ -170,11 +171,14 @@ def scale_by_prodigy(
         new_d = torch.maximum(d, estimate)
 
         # u = step_size * (m / (sqrt(v) + new_d eps) + weight_decay x)
-        u = _adam_direction(m, v, new_d * eps)
+        divisor = ew.apply("sqrt", v)
+        divisor = ew.shift(divisor, new_d * eps, reuse=True)
+        u = ew.div(m, divisor, reuse=True)
         if isinstance(weight_decay, Tensor) or weight_decay != 0.0:
             u = ew.add(u, x, weight_decay, reuse=True)
         u = ew.mul(u, step_size, reuse=True)
-        return present.fill(ew.cast_like(u, gradients)), ProdigyState(
+
+        new_state = ProdigyState(
             count=count,
             estim_lr=new_d,
             numerator=r,
@@ -183,6 +187,7 @@ def scale_by_prodigy(
             grad_sum=grad_sum,
             start=state.start,
         )
+        return present.fill(ew.cast_like(u, gradients)), new_state
 
     return init, update
 
@@ -191,13 +196,6 @@ def _decayed_sum(sums: list[Tensor], decay: Scalar, terms: list[Tensor], weight:
     """Return ``decay * sum + weight * term`` for each tensor; ``reuse`` overwrites the sums."""
     decayed = ew.mul(sums, decay, reuse=reuse)
     return ew.add(decayed, terms, weight, reuse=True)
-
-
-def _adam_direction(m: list[Tensor], v: list[Tensor], eps: Tensor) -> list[Tensor]:
-    """Return ``m / (sqrt(v) + eps)`` for each pair of moments, as new tensors."""
-    roots = ew.apply("sqrt", v)
-    divisors = ew.shift(roots, eps, reuse=True)
-    return ew.div(m, divisors, reuse=True)
 
 
 def _inner_product(g: Tensor, x0: Tensor, x: Tensor) -> Tensor:

@@ -135,9 +135,12 @@ def schedule_free(
     ):
         """Move the iterate z by the inner update, average it into x, and return the step of the parameters y.
 
-        y is between both, y = (1 - b1) z + b1 x, so that x is computed from y and z and is not stored.
+        y is between both, y = (1 - b1) z + b1 x, so that x is computed from y and z and is not stored. z, x, y and the
+        inner update u are lists with a tensor for each leaf that the inner transform updates.
         """
         params = params_for("schedule_free", params)
+
+        # c = weight / sum of all weights so far, for the weight r^p of the next iterate
         device = state.max_lr.device
         count = state.count + 1
         rate = learning_rate
@@ -147,28 +150,31 @@ def schedule_free(
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
         is_undefined = ~(weight_sum > 0)
-        c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)  # the weight of the next z in x
+        c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)
         new_b1 = ew.new_number(b1, device)
 
         inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
         present = Present(inner_updates)
         inner_leaves = present.pick(inner_updates)
-        stored_z = present.pick(state.z)
-        u, z, y = ew.widest(inner_leaves, stored_z, present.pick(params))
-
+        old_z = present.pick(state.z)
+        u, z, y = ew.widest(inner_leaves, old_z, present.pick(params))
         x = _average_of(y, z, state.b1)
+
+        # z = z + u,  x = (1 - c) x + c z,  y = (1 - b1) z + b1 x. With `reuse`, a result overwrites the first list.
         new_z = ew.add(z, u)
-        new_x = ew.lerp(x, new_z, c, reuse=True)  # x + c (z - x); `reuse` writes into the tensors of x
+        new_x = ew.lerp(x, new_z, c, reuse=True)
         new_y = ew.lerp(new_z, new_x, new_b1)
         step_of_y = ew.add(new_y, y, -1.0, reuse=True)
-        return present.fill(ew.cast_like(step_of_y, inner_leaves)), ScheduleFreeState(
+
+        new_state = ScheduleFreeState(
             count=count,
             b1=new_b1,
             max_lr=max_lr,
             weight_sum=weight_sum,
-            z=present.fill(ew.store(new_z, stored_z, reuse=donate.state), state.z),
+            z=present.fill(ew.store(new_z, old_z, reuse=donate.state), state.z),
             inner=inner_state,
         )
+        return present.fill(ew.cast_like(step_of_y, inner_leaves)), new_state
 
     return init, update
 
@@ -258,14 +264,15 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             f"schedule_free_eval_params: found no ScheduleFreeState in a {type(state).__name__}; give the state that "
             "the update of schedule_free, or of a transform around it, returned"
         )
-    ys = dict(tree.named_leaves(params))
-    averages = ys.copy()
+    # x from y and z, by name of the parameter. Parameters without z are not averaged.
+    y_of = dict(tree.named_leaves(params))
+    x_of = y_of.copy()
     for averaging in states:
         for name, z in tree.named_leaves(averaging.z):
-            y = ys.get(name)
+            y = y_of.get(name)
             if z is not None and y is not None:
                 wide_z, wide_y = ew.widest([z], [y])
-                x = _average_of(wide_y, wide_z, averaging.b1)[0]
-                averages[name] = x.to(y.dtype)
+                (x,) = _average_of(wide_y, wide_z, averaging.b1)
+                x_of[name] = x.to(y.dtype)
     treedef = tree.flatten(params)[1]
-    return tree.unflatten(treedef, averages.values())
+    return tree.unflatten(treedef, x_of.values())  # in the order of the leaves, as `named_leaves` returns them

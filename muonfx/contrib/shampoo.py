@@ -137,18 +137,20 @@ def scale_by_shampoo(
 
 def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:
     """Return the inverse fourth root of ``factor / correction`` with damped eigenvalues; the identity for zero."""
+    # The root of the factor with norm 1. The identity takes the place of a factor of zero, and of one with NaN or
+    # infinity, for which `eigh` would raise an error.
     size = norm(factor)
-    # `eigh` raises an error for NaN. A matrix with NaN or infinity gets a root of NaN, and others are not affected.
     is_usual = size.isfinite() & (size > 0)
     identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     unit_factor = divide_unless(~is_usual, factor, size, otherwise=0.0)
     damped_factor = unit_factor + damping * identity
-    root = _InverseRoot.apply(torch.where(is_usual, damped_factor, identity))
-    # The factor is size * unit_factor, so its root is multiplied by (correction / size)^(1/4), which is 1 for a factor
-    # of zero. The roots precede the division: the quotient overflows for a tiny factor.
+    unit_root = _InverseRoot.apply(torch.where(is_usual, damped_factor, identity))
+
+    # (size / correction * unit_factor)^(-1/4) = (correction / size)^(1/4) * unit_root. The fourth roots precede the
+    # division, because the quotient overflows for a tiny factor. For a factor of zero, the quotient is 1.
     usual_size = torch.where(is_usual, size, correction)
     scale = correction.sqrt().sqrt() / usual_size.sqrt().sqrt()
-    return torch.where(size.isfinite(), root * scale, torch.nan)
+    return torch.where(size.isfinite(), unit_root * scale, torch.nan)
 
 
 class _InverseRoot(torch.autograd.Function):

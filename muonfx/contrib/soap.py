@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -86,12 +87,17 @@ def scale_by_soap(
 ):
     r"""Apply Adam in the eigenbases of running averages of $G G^T$ and $G^T G$, for gradients $G$.
 
-    With bases $P$ and $Q$, the update is $P \frac{P^T \hat m_t Q}{\sqrt{\hat v_t} + \epsilon} Q^T$, where
-    $m_t = \beta_1 m_{t-1} + (1 - \beta_1) G_t$, $v_t = \beta_2 v_{t-1} + (1 - \beta_2) (P^T G_t Q)^2$, and hats mark
-    the bias correction of Adam. Then $L_t = \beta_2 L_{t-1} + (1 - \beta_2) G_t G_t^T$, $P$ becomes the orthogonal
-    factor of the QR decomposition of $(L_t + \delta I) P$, with columns and $v_t$ sorted by falling $P^T L_t P$, and
-    $R_t$ and $Q$ follow in the same way from $G_t^T G_t$. The first gradient of a matrix only initializes $L$, $R$ and
-    the bases, without sorting; its update is zero.
+    Each step computes, with the bases $P$ and $Q$:
+
+    - the moments $m_t = \beta_1 m_{t-1} + (1 - \beta_1) G_t$ and
+      $v_t = \beta_2 v_{t-1} + (1 - \beta_2) (P^T G_t Q)^2$;
+    - the update $P \frac{P^T \hat m_t Q}{\sqrt{\hat v_t} + \epsilon} Q^T$, where hats mark the bias correction of
+      Adam;
+    - the factor $L_t = \beta_2 L_{t-1} + (1 - \beta_2) G_t G_t^T$, and $R_t$ likewise from $G_t^T G_t$;
+    - the next $P$: the orthogonal factor of the QR decomposition of $(L_t + \delta I) P$, with columns and $v_t$ sorted
+      by falling $P^T L_t P$. The next $Q$ follows likewise from $R_t$.
+
+    The first gradient of a matrix only initializes $L$, $R$ and the bases, without sorting; its update is zero.
 
     Args:
         b1: $\beta_1$, in [0, 1).
@@ -101,9 +107,9 @@ def scale_by_soap(
             between two Gaussians, with the covariance of the gradients and with $L \otimes R$. Each gradient is then
             whitened by the other factor: $G_t R_{t-1}^{-1} G_t^T / n$ takes the place of $G_t G_t^T$, and
             $G_t^T L_{t-1}^{-1} G_t / m$ of $G_t^T G_t$, for m by n matrices.
-        refresh: the number of steps from one new basis to the next. The QR decompositions run at every step for any
-            value, because no branch may depend on a count, so larger values save no time. They reproduce runs of
-            optimizers whose default is 10.
+        refresh: the number of steps from one new basis to the next. Larger values reproduce runs of optimizers whose
+            default is 10. They save no time: no branch may depend on a count, so the QR decompositions run at every
+            step.
         max_precondition_size: sides longer than this keep the identity as their basis. The QR decomposition of a side
             of length n takes about $8 n^3 / 3$ operations.
         view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
@@ -155,17 +161,20 @@ def scale_by_soap(
     checks.positive_int("refresh", refresh)
     checks.positive_int("max_precondition_size", max_precondition_size)
 
+    def slot(start: Callable[..., Tensor], side: int) -> MatrixSlot:
+        """Declare a factor or a basis of one side: -2 for the rows, or -1 for the columns."""
+        return MatrixSlot(functools.partial(start, side=side, longest=max_precondition_size))
+
     step = functools.partial(_step, b1=b1, b2=b2, eps=eps, is_kl=factors == "kl", refresh=refresh)
-    longest = max_precondition_size
     declared: Any = SoapState  # with slots in the places of tensors
     return declared(
         count=MatrixSlot(),
         mu=Slot(),
         nu=Slot(),
-        left=MatrixSlot(functools.partial(_zeros, side=-2, longest=longest)),
-        right=MatrixSlot(functools.partial(_zeros, side=-1, longest=longest)),
-        left_basis=MatrixSlot(functools.partial(_identity, side=-2, longest=longest)),
-        right_basis=MatrixSlot(functools.partial(_identity, side=-1, longest=longest)),
+        left=slot(_zeros, -2),
+        right=slot(_zeros, -1),
+        left_basis=slot(_identity, -2),
+        right_basis=slot(_identity, -1),
     ), step
 
 
@@ -230,6 +239,7 @@ def _averaged_factors(
     g_for_left = g
     g_for_right = g.mT
     if is_kl:
+        # The weights of all gradients in an average add up to c2, so 1 - c2 is missing. Relative to c2, this is:
         missing = 1.0 / c2 - 1.0
         g_for_left = _whitened(g, s.right, q, missing)
         g_for_right = _whitened(g.mT, s.left, p, missing)
@@ -268,15 +278,21 @@ def _averaged(factor: Tensor, g: Tensor, b2: Scalar) -> Tensor:
 
 
 def _whitened(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
-    """Return a matrix whose product with its transpose is ``g R^-1 g^T / n``, for gradients g of m by n and a factor R.
+    """Return w = ``g R^-1/2 / sqrt(n)``, so that ``w w^T`` is ``g R^-1 g^T / n``, for gradients g (m by n).
 
-    It is ``g Q / sqrt(n Lambda)``, with the basis Q of R and the diagonal Lambda of ``Q^T R Q``. ``missing`` is the
-    weight of the identity in R, relative to the weight of the gradients so far.
+    Args:
+        g: the gradients.
+        factor: R, the average of n by n matrices.
+        basis: Q, whose columns are near the eigenvectors of R. With the diagonal Lambda of ``Q^T R Q``, R is about
+            ``Q Lambda Q^T``, and w is ``g Q / sqrt(n Lambda)``, up to a rotation that ``w w^T`` does not contain.
+        missing: the weight that the average R does not have yet, relative to the weight of the gradients so far.
     """
     rows, columns = g.shape[-2:]
     root_n = columns**0.5
     if not factor.shape[-1]:  # a side without a factor counts as the identity
         return g / root_n
+    # Lambda. A zero in it would make its column dominate, so the identity is added: with the missing weight, and always
+    # with a small one.
     eigenvalues = (basis * (factor @ basis)).sum(-2, keepdim=True)
     mean = eigenvalues.mean(-1, keepdim=True)
     largest = eigenvalues.amax(-1, keepdim=True)
@@ -284,7 +300,8 @@ def _whitened(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tens
     # Before the first gradient, R is zero and counts as the identity times the root mean square of this gradient.
     rms = norm(g) / (rows**0.5 * root_n)
     damped = torch.where(largest == 0, rms, damped)
-    positive = torch.where(damped <= 0, 1.0, damped)  # all gradients have been zero, and g is zero too
+    # If all gradients have been zero, g is zero too, and any divisor gives zero.
+    positive = torch.where(damped <= 0, 1.0, damped)
     return g @ basis / (positive.sqrt() * root_n)
 
 

@@ -47,7 +47,7 @@ def newton_schulz_cost(
     `may_take_fp16`, products in bf16 may be in fp16 instead, as with the dtype "auto" on CUDA.
     """
     resolved = polynomials(coefficients, steps)
-    if resolved.table is not None:
+    if resolved.table is not None:  # coefficients in a tensor always take the standard form and full products
         policy.check_method(method, resolved)
         resolved = _with_numbers(resolved.table, resolved.indices)
         method = "standard"
@@ -98,15 +98,23 @@ def _flops(plan: policy.Plan) -> float:
     small_share = _computed_share(plan.small_products, n)
     # Products with the long side: each stage computes the symmetric R = X X^T, and Q X.
     long_products = len(plan.stages) * (1 + gram_share) * n * n * m
-    # Products of Gram matrices; only of squares, one half is mirrored. Each step takes R^2 for its polynomial G, unless
-    # its c is 0. Each but the last of a stage takes G R, which is a square if c is 0, and G (G R). Each but the first
-    # takes G Q.
+    # Products of n by n matrices, in the order of `muonfx.polar.iteration.composed`. Each step has the polynomial
+    # G = a I + b R + c R^2. Only of squares, one half is mirrored.
     squares = 0
     full_products = 0
     for stage in plan.stages:
-        *earlier_steps, (_, _, last_c) = stage.steps
-        squares += len(earlier_steps) + (last_c != 0)
-        full_products += 2 * len(earlier_steps) + sum(1 for _, _, c in earlier_steps if c != 0)
+        last = len(stage.steps) - 1
+        for index, (_, _, c) in enumerate(stage.steps):
+            if c != 0:
+                squares += 1  # R^2
+            if index > 0:
+                full_products += 1  # G Q
+            if index < last:  # the next R is G (G R)
+                full_products += 1
+                if c == 0:
+                    squares += 1  # G R is a R + b R^2
+                else:
+                    full_products += 1  # G R
     small_products = (small_share * squares + full_products) * n**3
     return 2 * (long_products + small_products)
 

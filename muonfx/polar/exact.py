@@ -79,21 +79,27 @@ class _Factor(torch.autograd.Function):
 
 
 def _derivative(x: Tensor, p: Tensor, t: Tensor, rtol: float) -> Tensor:
-    """Return the derivative of the polar factor `p` of the matrix `x` (`x = p H`) in the direction `t`."""
-    # With x = U S V^T (nonzero singular values only): p = U V^T, H = V S V^T, and the derivative is the sum of
-    #   p K                   where K is antisymmetric and H K + K H = A - A^T for A = p^T t V V^T,
-    #   (I - p p^T) t H^+     for the part of t whose columns are outside the space of U,
-    #   p H^+ p^T t (I - V V^T)     for the part of t whose rows are outside the space of V.
+    """Return the derivative of the polar factor `p` of the matrix `x` in the direction `t`.
+
+    With `x = U S V^T` (nonzero singular values only), `p` is `U V^T`, and `x = p H` with the symmetric `H = V S V^T`.
+    The derivative is the sum of three terms:
+
+    1. `p K` for the part of `t` within the spaces of U and V. `K` is antisymmetric, with `H K + K H = A - A^T` for
+       `A = p^T t V V^T`.
+    2. `(I - p p^T) t H^+` for the part of `t` whose columns are outside the space of U.
+    3. `p H^+ p^T t (I - V V^T)` for the part of `t` whose rows are outside the space of V.
+    """
     h = p.mT @ x
-    h = (h + h.mT) / 2
+    h = (h + h.mT) / 2  # symmetric but for rounding
     v_vt = p.mT @ p
-    h_plus = _Sylvester.apply(h, 2 * v_vt, rtol)  # the pseudoinverse: H H^+ + H^+ H = 2 V V^T
+    # The pseudoinverse H^+ has the same eigenvectors V, so H H^+ + H^+ H = V V^T + V V^T.
+    h_plus = _Sylvester.apply(h, 2 * v_vt, rtol)
     pt_t = p.mT @ t
     a = pt_t @ v_vt
     k = _Sylvester.apply(h, a - a.mT, rtol)
     within = p @ k
     outside_columns = t @ h_plus - p @ (pt_t @ h_plus)
-    outside_rows = p @ (h_plus @ (pt_t - a))
+    outside_rows = p @ (h_plus @ (pt_t - a))  # p^T t - A is p^T t (I - V V^T)
     return within + outside_columns + outside_rows
 
 
@@ -132,7 +138,7 @@ class _Sylvester(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         h, k = ctx.saved_tensors
         # H K' + K' H = C' - H' K - K H'
-        h_tangent, c_tangent, _ = tangents
+        h_tangent, c_tangent, _ = tangents  # the third is of rtol, which is a constant
         right_side = torch.zeros_like(k)
         if c_tangent is not None:
             right_side = c_tangent

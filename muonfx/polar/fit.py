@@ -46,10 +46,12 @@ def fit_coefficients(
     high = 1.0
     fitted: list[Step] = []
     for i in range(steps):
-        polynomial = _TAYLOR
+        polynomial = _TAYLOR  # if both ends are 1, in double precision
         if low < high:
             polynomial = best_quintic(max(low, cushion * high), high)
-        if low < cushion * high:  # fitted on a part only: make the results at both ends equally far from 1
+        # If it was fitted on a part of the interval only, multiply it so that the results at both ends of the whole
+        # interval are equally far from 1: (p(low) + p(high)) / 2 = 1.
+        if low < cushion * high:
             factor = 2.0 / (_value(polynomial, low) + _value(polynomial, high))
             a, b, c = polynomial
             polynomial = (a * factor, b * factor, c * factor)

@@ -47,8 +47,8 @@ def power_of_two(largest: Tensor) -> Tensor:
     >>> power_of_two(torch.tensor([5.0, 0.3, 0.0]))
     tensor([0.2500, 4.0000, 1.0000])
     """
-    # `frexp` writes x as m 2^e with m in [1/2, 1), so 2 m / x is the power 2^(1 - e), and the division is exact.
-    # `ldexp` and `pow` round, and on torch 2.11 `vmap` cannot read the exponent from the bits.
+    # `frexp` writes x as m 2^e with m in [1/2, 1), so 2 m / x is the power 2^(1 - e), by which x becomes 2 m. The
+    # division is exact. `ldexp` and `pow` round, and on torch 2.11 `vmap` cannot read the exponent from the bits.
     mantissa, _ = torch.frexp(largest)
     power = 2 * mantissa / largest
     power = torch.where(largest == 0, torch.ones_like(largest), power)
@@ -148,14 +148,14 @@ def normalize_in_fp64_(batch: Tensor, safety: float, compute: torch.dtype) -> Te
 def normalize_by_powers_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     """Normalize a batch as `normalize_` does, matrix by matrix, without wide temporary tensors."""
     wide = wide_dtype(compute)
-    # First by a power of two, to magnitudes below 2, so that no square overflows or is lost.
+    # First multiply each matrix by a power of two, to magnitudes below 2, so that no square overflows or is lost.
     extremes = [torch.aminmax(matrix) for matrix in batch.unbind()]  # in 1/30 of the time of infinity norms
     minima = torch.stack([extreme.min for extreme in extremes])
     maxima = torch.stack([extreme.max for extreme in extremes])
     largest_magnitudes = torch.maximum(maxima, -minima).to(wide)
     _multiply_(batch, power_of_two_by_bits(largest_magnitudes))
     result = rounded_in_place(batch, compute)
-    # Then by 1 / (safety * norm). The norms are taken by rows: for a whole bf16 matrix, CPUs make a wide copy.
+    # Then multiply it by 1 / (safety * norm). Norms are taken by rows: for a whole bf16 matrix, CPUs make a wide copy.
     row_norms = torch.linalg.vector_norm(result, dim=-1, dtype=wide)
     squared_norms = row_norms.square().sum(-1)  # sums are pairwise, norms are not
     _multiply_(result, inverse_root(squared_norms, safety))
@@ -215,9 +215,9 @@ def as_function(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
 
 def _orthogonalized(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
     """Orthogonalize a batch as `as_function` does, and return it in `plan.dtype`."""
-    # Before row scaling too, which undoes it: the row sums must be in the range of fp16.
+    # Before `row_normalized` too, whose result it does not change: so that row sums are in the range of fp16.
     x = frobenius_normalized(x, plan.dtype, resolved.safety)
-    if resolved.table is not None:
+    if resolved.table is not None:  # coefficients in a tensor
         return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
     if plan.method == "standard" and not resolved.row_scaling:
         return standard_iteration(x, resolved.steps)
@@ -272,13 +272,15 @@ def newton_schulz(x: Tensor, stages: Sequence[GramStage], on: Functional, gram: 
 def composed(on: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted:
     """Combine the steps of a stage: return the matrix `Q` such that `Q X` is `X` after them, given `r = X X^T`.
 
-    Each step is `X <- G X` with a polynomial `G` of the current `R = X X^T`. So `Q <- G Q` and `R <- G R G`.
+    Each step is `X <- G X` with a polynomial `G` of the current `R = X X^T`. So `Q <- G Q` and `R <- G R G`. All are
+    small matrices, stored as `Shifted`: a multiple of the identity plus a multiple of the matrix `rest`. `on` computes
+    their products, in buffers if it is `Buffered`.
     """
     g = _polynomial(on, r, steps[0])
-    q = g
+    q = g  # the first Q is the identity
     for step in steps[1:]:
-        r = _times(on, g, _times(on, g, r))  # G (G R), which is G R G, since they commute
-        on.keep(q.rest, r.rest)
+        r = _times(on, g, _times(on, g, r))  # G (G R), which is G R G: polynomials of R commute
+        on.keep(q.rest, r.rest)  # the old R, G and G R are not used again: release their buffers
         g = _polynomial(on, r, step)
         q = _times(on, g, q)
     return q
@@ -303,11 +305,18 @@ def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
     s, t, e = p
     u, v, f = q
     # The sum in brackets is divided by the larger of its two weights, so the other matrix has a weight of at most 1.
-    larger, smaller = (s * v, f), (t * u, e)
-    if abs(smaller[0]) > abs(larger[0]):
-        larger, smaller = smaller, larger
-    larger_weight, bracket = larger
-    smaller_weight, other = smaller
+    weight_of_f = s * v
+    weight_of_e = t * u
+    if abs(weight_of_e) > abs(weight_of_f):
+        larger_weight = weight_of_e
+        smaller_weight = weight_of_f
+        bracket = e
+        other = f
+    else:
+        larger_weight = weight_of_f
+        smaller_weight = weight_of_e
+        bracket = f
+        other = e
     if smaller_weight != 0:
         bracket = on.sum(bracket, other, smaller_weight / larger_weight)
     product = on.symmetric(bracket, e, f, beta=larger_weight, alpha=t * v)

@@ -160,17 +160,18 @@ class Orthogonalizer:
     ) -> None:
         """Resolve the coefficients; the other arguments are checked when the first plan is made."""
         resolved = polynomials(coefficients, steps)
-
-        @called_once
-        def constant_fields() -> tuple[Any, ...]:
-            """Return the fields of the polynomials. A compiler calls this once, so their numbers are constants."""
-            return tuple(resolved)
-
         self._polynomials = resolved
-        self._constant_fields = constant_fields
         self._plan = functools.partial(plan, method=method, dtype=dtype, products=products)
         # From (kind, whether derivatives are taken) to the plan.
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
+
+        # With dynamic=True, torch.compile makes symbols of the numbers in `_polynomials`, but not of those that this
+        # function returns: the compiler calls it once and takes the result as a constant.
+        @called_once
+        def constant_fields() -> tuple[Any, ...]:
+            return tuple(resolved)
+
+        self._constant_fields = constant_fields
 
     def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
         """Return the `Plan` (dtype, method, products) for matrices of one shape, dtype and device; it is cached."""
@@ -185,7 +186,6 @@ class Orthogonalizer:
 
     def _resolved(self) -> Polynomials:
         """Return the polynomials, with constant numbers also in a trace."""
-        # With dynamic=True, torch.compile makes symbols of numbers in attributes, but not of a function's result.
         if self._polynomials.table is None and torch.compiler.is_compiling():
             return Polynomials(*self._constant_fields())
         return self._polynomials
@@ -201,23 +201,24 @@ class Orthogonalizer:
         """Orthogonalize a list of matrices, without checking them; arguments are as in `orthogonalize_many`."""
         if max_scratch_bytes is not None and max_scratch_bytes < 1:
             raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
-        table = self._polynomials.table
-        inputs = xs if table is None else [*xs, table]
-        # True if autograd, torch.func or a compiler records the matrices; none may be overwritten then.
-        watched = is_watched(*inputs)
+        inputs = list(xs)
+        if self._polynomials.table is not None:  # coefficients in a tensor, which may be differentiated too
+            inputs.append(self._polynomials.table)
+        watched = is_watched(*inputs)  # autograd, torch.func or a compiler records them, so none may be overwritten
         differentiated = watched and is_differentiated(*inputs)
         # All plans are made before any result, so invalid settings raise before anything is written.
         jobs = self._jobs(xs, watched, differentiated, max_scratch_bytes, workspace)
-        may_be_overwritten = [False] * len(xs)
+
+        overwrite = [False] * len(xs)
         if donate and not watched:
-            may_be_overwritten = _may_be_overwritten(xs)
+            overwrite = _may_be_overwritten(xs)
         results = list(xs)
         for i, x in enumerate(xs):
-            if x.numel() == 0 and not may_be_overwritten[i]:
+            if x.numel() == 0 and not overwrite[i]:  # an empty input has no job to run, and is not returned itself
                 results[i] = torch.empty_like(x)
         for job in jobs:
             nonempty = [i for i in job.indices if xs[i].numel() > 0]
-            ys = _run([xs[i] for i in nonempty], [may_be_overwritten[i] for i in nonempty], job)
+            ys = _run([xs[i] for i in nonempty], [overwrite[i] for i in nonempty], job)
             for i, y in zip(nonempty, ys, strict=True):
                 results[i] = y
         return results
@@ -322,8 +323,9 @@ def _run(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
         pieces = _pieces(xs, overwrite, results, job.kind, limit=None)
         _run_batch(pieces, results, job)
         return results
-    if job.kind.tall is None and {x.ndim for x in xs} == {2}:
-        return _run_single_matrices(xs, overwrite, job)
+    is_small = job.kind.tall is None  # large matrices keep their memory order: they are wide or tall
+    if is_small and {x.ndim for x in xs} == {2}:
+        return _run_single_matrices(xs, overwrite, job)  # many small tensors: the general way takes too many calls
     limit = _most_in_a_batch(job)
     pieces = _pieces(xs, overwrite, results, job.kind, limit)
     for batch in _packed(pieces, limit):
@@ -336,7 +338,8 @@ def _pieces(
 ) -> list[_Piece]:
     """Return pieces of at most `limit` matrices for all tensors. None: no limit, so one piece for each tensor.
 
-    The result of a tensor that must be split is allocated here, and written to `results`.
+    A tensor with more matrices than `limit` is split. If its result does not overwrite it, new memory is allocated for
+    the result and stored in `results`, because several batches write into it.
     """
     pieces: list[_Piece] = []
     for i, x in enumerate(xs):
@@ -345,7 +348,7 @@ def _pieces(
         if limit is None or matrices.shape[0] <= limit:
             pieces.append(_Piece(i, matrices, destination))
             continue
-        if destination is None:  # its parts are in several batches, so the memory of the result is needed before them
+        if destination is None:
             results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
             destination = _as_batch(results[i], kind)
         for part, part_of_destination in zip(matrices.split(limit), destination.split(limit), strict=True):
@@ -354,19 +357,20 @@ def _pieces(
 
 
 def _run_batch(batch: list[_Piece], results: list[Tensor], job: _Job) -> None:
-    """Orthogonalize pieces in one batch, and write their results.
+    """Orthogonalize pieces in one batch. Write their results to their destinations, or into the list ``results``.
 
-    The result of a piece with a destination is written there. Else ``results[piece.input_index]``, which is the input,
-    is replaced by its result.
+    A piece without a destination is a whole input ``x = results[piece.input_index]``, which is replaced by its result.
     """
     tall = job.kind.tall
-    y = _new_batch(batch, job) if tall is None else _batch_in_buffers(batch, job, tall)
-    # A view keeps the whole batch in memory. That is wasted next to results that are copied out of the batch.
-    must_copy = not job.in_one_batch and not _consists_of_results(batch, results, job.kind)
+    orthogonal = _new_batch(batch, job) if tall is None else _batch_in_buffers(batch, job, tall)
     counts = [piece.matrices.shape[0] for piece in batch]  # not len, which fixes a symbolic size
+    orthogonal_pieces = orthogonal.split(counts)  # views of the batch
+
+    # A view keeps the whole batch in memory. If some results are copied out of the batch, all are.
+    must_copy = not job.in_one_batch and not _consists_of_results(batch, results, job.kind)
     destinations: list[Tensor] = []
     values: list[Tensor] = []
-    for piece, value in zip(batch, y.split(counts), strict=True):
+    for piece, value in zip(batch, orthogonal_pieces, strict=True):
         if piece.destination is None:
             x = results[piece.input_index]
             results[piece.input_index] = _result_like(x, value, must_copy)
@@ -404,8 +408,10 @@ def _run_single_matrices(xs: list[Tensor], overwrite: list[bool], job: _Job) -> 
     """
     limit = _most_in_a_batch(job)
     wide = [x if x.shape[0] == job.kind.short else x.mT for x in xs]
-    # A view keeps the whole batch in memory. That is wasted next to results that are copied out of the batch.
-    must_copy = any(overwrite) or not all(map(is_, wide, xs))
+    any_is_tall = not all(map(is_, wide, xs))
+    # A view keeps the whole batch in memory. If some results are copied out of the batch, all are: those that overwrite
+    # their input, and those of tall matrices, which are transposed.
+    must_copy = any(overwrite) or any_is_tall
     results: list[Tensor] = []
     for start in range(0, len(xs), limit):
         batch = slice(start, start + limit)
@@ -432,7 +438,7 @@ def _run_stack(xs: list[Tensor], wide: list[Tensor], overwrite: list[bool], job:
     for x, wide_x, y, is_overwritten in zip(xs, wide, ys, overwrite, strict=True):
         if is_overwritten:
             results.append(x)
-            destinations.append(wide_x)
+            destinations.append(wide_x)  # x itself, or its transpose in the same memory
             values.append(y)
         else:
             results.append(_result_like(x, y, must_copy))
@@ -446,9 +452,9 @@ def _most_in_a_batch(job: _Job) -> int:
     kind = job.kind
     if not can_be_stacked(kind.short, kind.long, kind.device):  # in a batch it would get other bits than alone
         return 1
-    if kind.tall is None:
+    if kind.tall is None:  # small matrices, computed by `as_function` in new memory
         return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
-    limit = max(1, job.scratch // job.plan.scratch_bytes)
+    limit = max(1, job.scratch // job.plan.scratch_bytes)  # large matrices, computed in reused buffers
     limit_of_cache = job.plan.at_once
     if limit_of_cache is None:
         return limit
@@ -470,10 +476,11 @@ def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
 def _new_batch(batch: list[_Piece], job: _Job) -> Tensor:
     """Orthogonalize pieces `(b, short, long)` as one batch in new memory. Return the batch in their dtype."""
     matrices = [piece.matrices for piece in batch]
-    # Contiguous also if there is one tall stack: sums of transposed memory round in another order.
+    # The batch is contiguous and begins at a multiple of 64 bytes also if it is a single piece, because sums round in
+    # another order for other strides and addresses.
     if len(matrices) > 1:
         joined = torch.cat(matrices)
-    elif job.in_one_batch:  # a tracer has no addresses to align
+    elif job.in_one_batch:  # it may be traced, and has no address then
         joined = matrices[0].contiguous()
     else:
         joined = aligned(matrices[0])
@@ -489,10 +496,11 @@ def _batch_in_buffers(batch: list[_Piece], job: _Job, tall: bool) -> Tensor:
     workspace = job.workspace or Workspace()
     workspace.clear()
     batch_dtype = plan.rounded_to or plan.dtype
-    # A result that is not copied, to a destination or another dtype, stays in its buffer. That memory must be new.
-    are_copied = all(piece.destination is not None for piece in batch)
+    # A result without a destination is a view of its buffer, unless a cast copies it. Such a buffer must be new memory,
+    # because the next batch overwrites the workspace.
+    have_destinations = all(piece.destination is not None for piece in batch)
     results = workspace
-    if not are_copied and batch_dtype == job.kind.dtype:
+    if not have_destinations and batch_dtype == job.kind.dtype:
         results = Workspace()
     joined = _joined(batch, batch_dtype, results)
     return outside_autocast(in_place, joined, plan, job.resolved, tall=tall, workspace=workspace, results=results)
@@ -501,15 +509,15 @@ def _batch_in_buffers(batch: list[_Piece], job: _Job, tall: bool) -> Tensor:
 def _joined(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> Tensor:
     """Return the matrices of pieces as one batch `(b, rows, columns)` that the iteration may overwrite.
 
-    It is a view of the matrices if they have the given dtype and `_are_one_buffer`. Else it is a copy in memory of the
-    workspace.
+    It is a view if they have the given dtype, follow each other in memory, and are overwritten by their results. Else
+    it is a copy in memory of the workspace.
     """
     matrices = [piece.matrices for piece in pieces]
     counts = list(map(len, matrices))
     first = matrices[0]
     shape = (sum(counts), *first.shape[1:])
     if first.dtype == dtype and _are_one_buffer(pieces):
-        return first.as_strided(shape, first.stride())  # a view of all pieces
+        return first.as_strided(shape, first.stride())  # the memory of the first piece and of all that follow it
     if not same_range(first.dtype, dtype):  # rounding fp32 to fp16, for example, could give zeros or infinities
         round_and_scale = functools.partial(rounded_and_scaled, compute=dtype)
         matrices = list(map(round_and_scale, matrices))

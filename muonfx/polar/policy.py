@@ -209,6 +209,8 @@ def plan(
     where "auto" may take it on this device.
     """
     request = _Request(short, long, device, resolved, method, products, portable)
+    # The dtype of the products: the fastest one on the device, or a wider one for derivatives or for polynomials that
+    # would diverge in it. A dtype given by the caller is taken as it is.
     fastest_dtype = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
         fastest_dtype = wide_dtype(fastest_dtype)
@@ -216,6 +218,8 @@ def plan(
     check_method(method, resolved)
     why_dtype = _why_dtype(held, device, dtype, compute != fastest_dtype, differentiated)
     chosen = _plan_in(compute, request, why_dtype)
+
+    # Instead of bf16, fp16 is taken where it allows fewer stages.
     if may_take_fp16 is None:
         may_take_fp16 = dtype == "auto" and _has_fast_fp16(device)
     if may_take_fp16 and compute == torch.bfloat16:
@@ -284,17 +288,15 @@ def _has_fast_fp16(device: torch.device) -> bool:
 def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, request: _Request) -> bool:
     """Return True if a plan in fp16 has fewer stages than one in bf16, and takes less time.
 
-    Where both have the same stages, because they were given, it returns True if only the rounding of bf16 is too much.
+    With equally many stages, it takes the same time, and is better only if bf16 rounds too much and fp16 rounds less.
     """
     if in_fp16.bound is None or in_bf16.bound is None:  # a tensor of coefficients: its rounding is not bounded
         return False
     fp16_stages = len(in_fp16.stages)
     bf16_stages = len(in_bf16.stages)
     if fp16_stages == bf16_stages:
-        bf16_is_too_inaccurate = in_bf16.bound > TOLERANCE
-        return bf16_is_too_inaccurate and in_fp16.bound < in_bf16.bound
-    fp16_is_accurate = in_fp16.bound <= TOLERANCE
-    if fp16_stages > bf16_stages or not fp16_is_accurate:
+        return in_bf16.bound > TOLERANCE and in_fp16.bound < in_bf16.bound
+    if fp16_stages > bf16_stages or in_fp16.bound > TOLERANCE:
         return False
     device = request.device
     return work(in_fp16, device, portable=request.portable) < work(in_bf16, device, portable=request.portable)
@@ -445,7 +447,8 @@ def _choose_products(compute: torch.dtype, rates: Rates, request: _Request) -> t
         if refusal is None:
             return "quack", "quack", f"quack-kernels passed its self-test on {request.device}"
         return "batched", "batched", refusal
-    threshold = rates.halving_threshold  # in multiply-adds
+    # Half of a product is skipped if the whole product, X X^T or one of Gram matrices, has enough multiply-adds.
+    threshold = rates.halving_threshold
     gram: Products = "blocks" if short * short * long >= threshold else "batched"
     small: Products = "blocks" if short**3 >= threshold else "batched"
     why = f"skipping half of a symmetric product pays from {threshold:.1e} multiply-adds on ({rates.source})"
@@ -488,8 +491,8 @@ def _cheaper_method(compute: torch.dtype, rates: Rates, request: _Request, produ
         why = "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
         return "standard", plain, why
     restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
-    restarts_after_each_step = len(restarts) == len(plain) - 1  # but the last
-    if restarts_after_each_step:  # which is the standard form
+    number_of_stages = len(restarts) + 1
+    if number_of_stages == len(plain):  # one step in each stage, which is the standard form
         return "standard", plain, f"{compute} rounds too much for two steps on one Gram matrix"
     stages = _gram_stages(restarts, request)
     short, long = fixed(request.short), fixed(request.long)
@@ -532,7 +535,8 @@ def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: t
     for stage in stages:
         # The Gram matrix R = X X^T, which is symmetric, and Q X, where Q is the product of the polynomials of R.
         long_products = (1 + gram_share) * n * n * m
-        # Each step takes R^2, unless its c is 0. Each step but the first also takes G R, G (G R) and G Q.
+        # As in `muonfx.polar.iteration.composed`: each step takes R^2 for its polynomial G, unless its c is 0. Each but
+        # the first also takes G R and G (G R), for the new R, and G Q.
         squares = sum(1 for _, _, c in stage.steps if c != 0)
         further_products = 3 * (len(stage.steps) - 1)
         small_products = n**3 * (small_share * squares + further_products)

@@ -30,7 +30,11 @@ class Polynomials(NamedTuple):
 
 
 def polynomials(value: CoefficientsLike | Tensor, steps: int | None = None) -> Polynomials:
-    """Check the arguments `coefficients` and `steps` of `orthogonalize`, and return them as `Polynomials`."""
+    """Check the arguments `coefficients` and `steps` of `orthogonalize`, and return them as `Polynomials`.
+
+    The numbers of coefficients in a tensor are not read: the result has the tensor and a row of it for each step. Other
+    coefficients are a name or numbers, and the result has a polynomial `(a, b, c)` for each step.
+    """
     if isinstance(value, Tensor):
         _check_table(value)
         rows = step_indices(value.shape[0], steps)
@@ -56,7 +60,8 @@ def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
     if len(restarts) == 0:
         return ()
     previous, last = (0, *restarts)[-2:]
-    further = range(last, steps, last - previous)[1:]
+    distance = last - previous
+    further = range(last + distance, steps, distance)
     return tuple(k for k in (*restarts, *further) if k < steps)
 
 

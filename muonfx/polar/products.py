@@ -88,12 +88,14 @@ class Buffered(Functional):
         self._tall = tall
         self._how = how
         self._small = small
-        self._workspace = workspace or Workspace()
+        # Two batches take turns: `weighted` writes into the spare one, and its argument becomes the spare.
         self._spare = (results or Workspace()).empty(x.shape, x.dtype, x.device)
+        # Small matrices, (b, n, n).
+        self._workspace = workspace or Workspace()
         self._n = min(x.shape[-2:])
-        self._free: list[Tensor] = []  # buffers of small matrices that `keep` has released
-        self._lent: list[Tensor] = []  # buffers of small matrices that are in use
-        self._sum: Tensor | None = None
+        self._free: list[Tensor] = []  # buffers that `keep` has released
+        self._lent: list[Tensor] = []  # buffers that are in use
+        self._sum: Tensor | None = None  # the result of `sum`, and the same in fp32
         self._wide_sum: Tensor | None = None
         self._identities: Tensor | None = None
 

@@ -120,21 +120,22 @@ def symmetric_matmul(
 
 
 def _first_error(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return a description of the first wrong product of `symmetric_matmul`, or None if all products are right."""
+    """Multiply random matrices by `symmetric_matmul`. Describe the first wrong product; None if all are right."""
     generator = torch.Generator().manual_seed(0)
     for batch, n, k in _SHAPES:
         wide = torch.randn(batch, n, k, generator=generator, device="cpu").to(device, dtype)
         tall = wide.mT.contiguous()
         noise = torch.randn(batch, n, n, generator=generator, device="cpu").to(device, dtype)
-        square = noise.triu() + noise.triu(1).mT
+        symmetric = noise.triu() + noise.triu(1).mT
         identity = torch.eye(n, dtype=dtype, device=device).expand(batch, n, n).contiguous()
-        # The five products of the iteration: Gram matrices, the same minus a multiple of I, and a polynomial.
+        # The five products of the iteration, each alpha p p^T + beta addend: the Gram matrix of a wide matrix X (p = X)
+        # and of a tall one (p = X^T, a view), both also less a multiple of I, and a polynomial of a symmetric A.
         errors = {
             "X X^T": relative_error(wide),
             "X^T X": relative_error(tall.mT),
             "X X^T - I / 2": relative_error(wide, identity, beta=-0.5),
             "X^T X - I / 2": relative_error(tall.mT, identity, beta=-0.5),
-            "b A + c A^2": relative_error(square, square, alpha=_ALPHA, beta=_BETA),
+            "b A + c A^2": relative_error(symmetric, symmetric, alpha=_ALPHA, beta=_BETA),
         }
         for product, error in errors.items():
             if not error <= 1:  # NaN is an error too

@@ -100,7 +100,8 @@ def _after_stage(steps: Sequence[Step], top: float, error: float) -> float:
 
     The error of each rounded product is assumed to be `error` times its largest eigenvalue. The function follows
     `muonfx.polar.iteration.composed` to first order, on a grid of singular values `s`: `r`, `g` and `q` are the
-    eigenvalues of the matrices `R`, `G` and `Q`, and `r_error`, `g_error` and `q_error` bound their errors.
+    eigenvalues of the matrices `R`, `G` and `Q`, and `r_error`, `g_error` and `q_error` bound their errors. An error in
+    R or G changes a function of it by the error times the derivative. Multiples of I are exact.
     """
     s = _grid(top)
     r = s * s
@@ -108,22 +109,25 @@ def _after_stage(steps: Sequence[Step], top: float, error: float) -> float:
     q = torch.ones_like(s)
     q_error = torch.zeros_like(s)
     for index, (a, b, c) in enumerate(steps):
-        # G = a I + b R + c R^2: the error of R times dG/dR, and the rounding of the product. Multiples of I are exact.
+        # G = a I + b R + c R^2: dG = (b + 2 c R) dR, and the rounding of the product
         g = a + r * (b + c * r)
         g_rounding = error * (g - a).abs().max()
         g_error = (b + 2 * c * r).abs() * r_error + g_rounding
-        if index + 1 < len(steps):
-            # R <- G (G R), in two rounded products. The error of G counts once, in Q: R is updated with the same G.
+
+        # Q <- G Q: |d(G Q)| <= |G| |dQ| + |Q| |dG|, and the rounding of the product
+        q_error = g.abs() * q_error + q.abs() * g_error
+        q = g * q
+        if index > 0:  # the first Q is G itself, not a product that rounds
+            multiple_of_identity = q[0]  # the value at s = 0
+            q_error = q_error + error * (q - multiple_of_identity).abs().max()
+
+        # R <- G (G R): two rounded products. The error of G counts once, in Q: R is updated with the same G.
+        is_last = index == len(steps) - 1
+        if not is_last:
             inner_rounding = error * (g * r).abs().max()
             new_r = g * g * r
             r_error = g * g * r_error + g.abs() * inner_rounding + error * new_r.max()
             r = new_r
-        # Q <- G Q: |d(G Q)| <= |G| |dQ| + |Q| |dG|
-        q_error = g.abs() * q_error + q.abs() * g_error
-        q = g * q
-        if index > 0:  # the first Q is G itself, without a product that rounds
-            q_at_zero = q[0]  # the multiple of I in Q, which is exact: s[0] is 0
-            q_error = q_error + error * (q - q_at_zero).abs().max()
     bounds = (q.abs() + q_error) * s
     return (1 + error) * float(bounds.max())
 

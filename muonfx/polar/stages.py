@@ -27,6 +27,9 @@ from typing import NamedTuple
 from muonfx.internal.tracing import called_once
 from muonfx.polar.coefficients import Step
 
+_LARGEST_MEAN = 4
+"""A bound of the mean eigenvalue between steps of an iteration that converges to 1."""
+
 
 class GramStage(NamedTuple):
     """Consecutive steps that share one Gram matrix `X X^T`. It is stored as `center * I + E` to round less."""
@@ -100,8 +103,9 @@ def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> f
         sum_of_weights += weight
         weighted_sum += weight * _eigenvalue_after(steps, first_eigenvalue)
     mean_after = weighted_sum / sum_of_weights
-    is_useful = 0 <= mean_after <= 4  # larger than any that polynomials leave which converge to 1
-    return mean_after if is_useful else 0.0
+    if not 0 <= mean_after <= _LARGEST_MEAN:  # they diverge
+        return 0.0
+    return mean_after
 
 
 def _eigenvalue_after(steps: Sequence[Step], r: float) -> float:

@@ -242,8 +242,9 @@ def _listed(
 ) -> Leaf:
     """Record one call of ``function`` on the lists of all leaves' tensors.
 
-    If an operand may have another shape or dtype than its leaf, or if a scalar is not a real number, a call of
-    ``for_one_leaf`` for every leaf is recorded instead.
+    Append an `Operation` to the record of the operands, and return the placeholder of its result. If an operand may
+    have another shape or dtype than its leaf, or if a scalar is not a real number, a call of ``for_one_leaf`` for every
+    leaf is recorded instead.
 
     Args:
         function: a function of lists of tensors, such as ``ew.add``.
@@ -282,17 +283,21 @@ def record_on_list(function: Callable[[list[Tensor]], list[Tensor]], operand: Le
 def record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
     """Record a torch function that is called once for each leaf, and return a placeholder for the results.
 
-    For ``torch.where(mask, 0.0, u)`` with the placeholders ``mask`` and ``u``, the flat arguments are
-    ``[None, 0.0, None]``. The tensors of a leaf replace None at the positions 0 and 2.
+    For ``torch.where(mask, 0.0, u)`` with the placeholders ``mask`` and ``u``, the positions of the placeholders are
+    ``[0, 2]``, and ``flat_args`` becomes ``[None, 0.0, None]``. Later, the tensors of each leaf replace None.
     """
     flat_args, treedef = tree.flatten((args, kwargs))
     positions = [position for position, argument in enumerate(flat_args) if isinstance(argument, Leaf)]
     operands = [flat_args[position] for position in positions]
     for position in positions:
-        flat_args[position] = None  # the operation must not refer to a placeholder: its record would be a cycle
+        flat_args[position] = None  # a placeholder refers to its record, so the record would refer to itself
 
     def call_for_each(*lists: list[Tensor]) -> list[Tensor]:
-        """Call the torch function for each leaf. ``lists`` has a list of tensors for each placeholder."""
+        """Call the torch function for each leaf.
+
+        ``lists`` has a list for each placeholder among the arguments, with its tensor of every leaf: ``[mask_1,
+        mask_2], [u_1, u_2]`` for two leaves.
+        """
         results: list[Tensor] = []
         for tensors in zip(*lists, strict=True):
             leaf_args = [*flat_args]
@@ -406,26 +411,32 @@ def record_step(
     """
     record: list[Operation | None] = []
     update = Leaf(record)
-    fields: list[Any] = list(numbers)
-    for index, number in enumerate(numbers):
+    fields: list[Any] = []  # of the state that the step receives: a placeholder, or the tensor of a shared number
+    for number in numbers:
         if number is None:
-            fields[index] = Leaf(record)
+            fields.append(Leaf(record))
+        else:
+            fields.append(number)
     containers = tree.flatten(declared)[1]
-    operands = [update, tree.unflatten(containers, fields)]
+    step_args = [update, tree.unflatten(containers, fields)]
     if reads_params:
-        operands.append(Leaf(record))
-    new_update, new_state = _update_and_state(name, step(*operands, **extras))
+        step_args.append(Leaf(record))
+    new_update, new_state = _update_and_state(name, step(*step_args, **extras))
 
-    outputs = [new_update]
+    outputs = [new_update]  # the placeholders that the step returns, for which the plan selects the operations
     state: list[Replacement | Tensor] = []
     for field, new_field in zip(fields, _new_fields(name, declared, numbers, new_state), strict=True):
         if isinstance(field, Leaf):
             outputs.append(new_field)
-            state.append(Replacement(field.index, new_field.index, has_shape_of_leaf(new_field)))
+            state.append(_replacement(field, new_field))
         else:
-            state.append(new_field)
-    replacement = Replacement(update.index, new_update.index, has_shape_of_leaf(new_update))
-    return StepPlan(Plan.of(record, outputs), replacement, state)
+            state.append(new_field)  # the new tensor of a shared number
+    return StepPlan(Plan.of(record, outputs), _replacement(update, new_update), state)
+
+
+def _replacement(operand: Leaf, value: Leaf) -> Replacement:
+    """Return the `Replacement` of an operand of the step by a value that the step returns for it."""
+    return Replacement(operand.index, value.index, has_shape_of_leaf(value))
 
 
 def _update_and_state(name: str, returned: object) -> tuple[Leaf, object]:

@@ -111,15 +111,11 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         is_last = boundary
         if is_last is None:
             is_last = accumulated.count >= every
-        # Python cannot read the value of a tensor in a recorded graph, and under ``torch.func``.
-        is_hidden = isinstance(is_last, Tensor) and (is_traced() or is_wrapped(is_last))
-        # Leaves whose gradient is None in this call are updated too if they had one earlier, if counts can be read.
-        updated_leaves = updates
-        if not is_hidden and not torch.compiler.is_compiling():
-            updated_leaves = _ever_seen(updates, accumulated)
-        outcomes = _Outcomes(inner, updates, updated_leaves, mean, params, extras)
-        if isinstance(is_last, Tensor) and is_hidden:
-            return outcomes.select(is_last, accumulated)
+        outcomes = _Outcomes(inner, updates, updated_leaves=updates, mean=mean, params=params, extras=extras)
+        if isinstance(is_last, Tensor) and (is_traced() or is_wrapped(is_last)):
+            return outcomes.select(is_last, accumulated)  # Python cannot read the tensor in a graph or in torch.func
+        if not torch.compiler.is_compiling():  # a compiled graph cannot read the counts of gradients
+            outcomes = outcomes._replace(updated_leaves=_ever_seen(updates, accumulated))
         if is_last:
             return outcomes.step(accumulated, donate)
         return outcomes.wait(accumulated)
@@ -128,8 +124,12 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
 
 
 def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) -> AccumulateState:
-    """Return the state with the gradients of one micro-batch added to the sums, and the counts increased."""
-    present = Present(updates)
+    """Return the state with the gradients of one micro-batch added to the sums, and the counts increased.
+
+    A sum is computed in the wider dtype of both operands, and rounded to its storage dtype. With ``donate.state`` it
+    overwrites the old sum.
+    """
+    present = Present(updates)  # the leaves that have a gradient; the sums of the others do not change
     old_sums = present.pick(state.sums)
     wide_gradients, wide_sums = ew.widest(present.pick(updates), old_sums)
     wide_sums = ew.add(wide_sums, wide_gradients, reuse=donate.state)
@@ -203,7 +203,7 @@ class _Outcomes(NamedTuple):
             wide_gradients = ew.clone(sums)
         gradients = present.fill(ew.cast(wide_gradients, self._gradient_dtypes(present, sums)))
 
-        donation = Donation(donate.state, donate.state)  # the gradients are new tensors
+        donation = Donation(updates=donate.state, state=donate.state)  # the gradients are new tensors
         out, inner_state = self.inner.run(gradients, accumulated.inner, self.params, donate=donation, **self.extras)
         zeros = [torch.zeros_like(total) for total in sums]
         return out, AccumulateState(
@@ -252,6 +252,7 @@ class _Outcomes(NamedTuple):
             return _copies(self.wait(tree.unflatten(treedef, leaves)))
 
         results = torch.cond(is_last, step, wait, tuple(leaves))
+        # Both branches return the tensors of a pair like this one: updates and a state, without leaves of None.
         return Present((self.updates, accumulated)).fill(results)
 
 

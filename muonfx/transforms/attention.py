@@ -257,11 +257,12 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
                 f"collect_max_logits: {name or 'the model'!r} is compiled, and the logits of a compiled forward "
                 "pass cannot be observed: collect before torch.compile, or return the largest logits from the model"
             )
-    # `unwrapped` removes wrappers in front of the name of a parameter, so it receives a parameter of each module.
+    # `unwrapped` removes the components from names of parameters, so it receives the name of one in each module. In a
+    # `DistributedDataParallel`, "module.attn.weight" becomes "attn.weight", and "module.weight" becomes "weight".
     module_of_parameter = {f"{name}.weight": module for name, module in modules.items() if name}
     plain_modules = {"": model}
     for parameter, plain_parameter in unwrapped(module_of_parameter).items():
-        plain_name = plain_parameter.removesuffix("weight").removesuffix(".")
+        plain_name, _, _ = plain_parameter.rpartition(".")
         plain_modules[plain_name] = module_of_parameter[parameter]
     if pattern is None:
         return plain_modules

@@ -131,13 +131,15 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         """Update the master copy by the inner transform; return the steps of the parameters to its rounded values."""
         params = params_for("master_params", params)
         present = Present(updates)
+        # Where a parameter was changed elsewhere, for example by loading weights, its copy starts again from it.
         correct = functools.partial(_corrected, reuse=donate.state)
         corrected_copies = list(map(correct, present.pick(state.master), present.pick(params)))
         master = present.fill(corrected_copies, state.master)
 
         gradients = present.pick(updates)
         wide_gradients = ew.cast_like(gradients, corrected_copies)
-        are_new = all(map(is_not, wide_gradients, gradients))  # all were cast, so they may be overwritten
+        # A gradient that has the dtype of its copy is not cast. If all are cast, the new tensors may be overwritten.
+        are_new = all(map(is_not, wide_gradients, gradients))
         inner_updates, inner_state = inner.run(
             present.fill(wide_gradients),
             state.inner,

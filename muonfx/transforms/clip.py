@@ -68,8 +68,9 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
         if leaf.numel() == 0:
             return leaf
         u = leaf.to(ew.wide_dtype(leaf.dtype))
-        # Scale by an exact power of two before squaring, so that nothing overflows or underflows. The divisor is scaled
-        # likewise: u / max(1, rms(u) / threshold) = power u / max(power, rms(power u) / threshold).
+        # Scale by an exact power of two before squaring, so that nothing overflows or underflows. Numerator and
+        # denominator are multiplied by it: u / max(1, rms(u) / threshold) = power u / max(power, rms(power u) /
+        # threshold). The mean is over the last dim, which holds the elements of a leaf also in a stack of leaves.
         power = unit_power(u, (-1,))
         scaled_u = u * power
         scaled_rms = ew.safe_sqrt(scaled_u.square().mean(-1, keepdim=True))
@@ -121,7 +122,8 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
 def norm_over_leaves(updates: PyTree | Leaf, sum_over_leaves: Sum) -> Tensor:
     """Return the 2-norm over all leaves on all ranks, without overflow, in fp64 if the device supports it.
 
-    In the step of a `leafwise` transform, ``updates`` is the placeholder of one leaf.
+    In the step of a `leafwise` transform, ``updates`` is the placeholder of one leaf, with which operations are
+    recorded.
     """
     if isinstance(updates, Leaf):
         total = sum_over_leaves(record_for_each(_squares, record_on_list(ew.norms, updates)))
@@ -129,7 +131,8 @@ def norm_over_leaves(updates: PyTree | Leaf, sum_over_leaves: Sum) -> Tensor:
         total = _total_squares(updates, sum_over_leaves)
     if total.ndim == 0:  # there are no leaves
         return total
-    # The root of the sum of squares, and the same for small multiples of the norms, in case the squares overflow.
+    # The two items are the sum of n^2 and the sum of (small n)^2 over the norms n of all leaves. The first root is the
+    # norm. If a square overflows, the second root divided by small is the norm.
     norm, small_norm = ew.safe_sqrt(total).unbind()
     return torch.where(norm.isfinite(), norm, small_norm / _small(total))
 

@@ -292,27 +292,28 @@ def leafwise(
         raise TypeError(f'leafwise: reads_params must be True, False or "updated", found {reads_params!r}')
 
     def decorate(constructor: Callable[..., StateAndStep]) -> Callable[..., Transform]:
-        """Return the factory of transforms, with the options of `leafwise`."""
-        # Both functions below receive the arguments of the constructor.
-        formula_for = functools.partial(_formula, constructor, reads_params)
+        """Return the factory of transforms: `muonfx.transform` with functions that call the constructor.
+
+        `muonfx.transform` calls both functions with the arguments of the new transform, which are the constructor's.
+        """
 
         @functools.wraps(constructor)
         def init_and_update(*args: object, **kwargs: object) -> InitAndUpdate:
-            return formula_for(*args, **kwargs).functions()
+            return _formula(constructor, reads_params, *args, **kwargs).functions()
 
         def locality_of_transform(*args: object, **kwargs: object) -> Locality:
-            return formula_for(*args, **kwargs).locality_of_transform(locality)
+            return _formula(constructor, reads_params, *args, **kwargs).locality_of_transform(locality)
 
-        decorator = transform(
+        as_transform = transform(
             locality=locality_of_transform,
             reads_params=reads_params if callable(reads_params) else bool(reads_params),
             position=position,
             short_names=short_names,
             check_extras=check_extras,
         )
-        return decorator(init_and_update)
+        return as_transform(init_and_update)
 
-    if constructor is None:
+    if constructor is None:  # written with options: @leafwise(position="last")
         return decorate
     return decorate(constructor)
 
@@ -403,7 +404,8 @@ class _Formula:
     def _update_with_extras(self) -> Callable[..., tuple[PyTree, PyTree]]:
         """Return an ``update`` that passes the extra arguments to the step, such as ``value``.
 
-        Its signature names them, because `Transform` reads there which arguments a transform accepts.
+        It receives them as ``**extras``. `Transform` reads from a signature which arguments a transform accepts, so the
+        signature is replaced: ``(updates, state, params=None, *, donate=NOTHING, value)``.
         """
 
         def update(
@@ -451,7 +453,11 @@ class _Formula:
     def _run(
         self, updates: PyTree, state: PyTree, params: PyTree, donate: Donation, extras: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
-        """Record the step, run the recorded operations on all leaves, and return the new updates and the new state."""
+        """Apply the step to all leaves; return the new updates and the new state.
+
+        The step itself is called with placeholders only, which record its operations: the plan. `Values` then runs each
+        operation of the plan on lists with the tensors of all leaves.
+        """
         containers = tree.flatten(self._declared)[1]  # it has another type under torch.compile, so it is not saved
         old_fields = tree.subtrees(containers, state)
         values = self._operands(updates, old_fields, params, donate)
@@ -459,10 +465,11 @@ class _Formula:
             extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
         step_plan = self._plan(old_fields, extras)
         values.run(step_plan.plan, overwrite=True)
+
+        # Before any output is taken: an operand that the step returns as it is may not give its storage to another.
         for output in (step_plan.update, *step_plan.state):
             if isinstance(output, Replacement) and output.is_unchanged:
                 values.keep(output.operand)
-
         new_fields = [
             self._new_field(field, output, old_field, values, donate)
             for field, output, old_field in zip(self._fields, step_plan.state, old_fields, strict=True)
@@ -491,23 +498,28 @@ class _Formula:
         # A compiled graph that reads the saved plan would be compiled again when it changes, so this comes first.
         if not torch.compiler.is_compiling() and self._saved_plan is not None:
             return self._saved_plan
-        numbers: list[Tensor | None] = []
+        numbers: list[Tensor | None] = []  # for each field, its 0-d tensor; None for a tree with a tensor for each leaf
         for field, old_field in zip(self._fields, old_fields, strict=True):
             numbers.append(old_field if isinstance(field, SharedNumber) else None)
         step_plan = record_step(self._name, self._declared, self._step, numbers, bool(self._reads_params), extras)
-        # A plan that depends on a step count, a loss or another tensor is for this call only.
+        # The scalars of a plan may depend on a step count, a loss or another tensor. Such a plan is for this call only.
         has_numbers = any(number is not None for number in numbers)
-        is_constant = not (has_numbers or extras or step_plan.may_vary)
-        if not torch.compiler.is_compiling() and is_constant:
+        may_vary = has_numbers or len(extras) > 0 or step_plan.may_vary
+        if not torch.compiler.is_compiling() and not may_vary:
             self._saved_plan = step_plan
         return step_plan
 
     def _new_field(
         self, field: SlotTrees | SharedNumber, output: Any, old_field: PyTree, values: Values, donate: Donation
     ) -> PyTree:
-        """Return the new value of a field of the state: a tree, or one number for all leaves.
+        """Return what the new state contains for a field: a tree of tensors, or one number for all leaves.
 
-        ``output`` is what the step returns for it: a `Replacement`, or the new number as a tensor.
+        Args:
+            field: reads and writes the field.
+            output: what the step returns for it: a `Replacement`, or for a number that all leaves share, a 0-d tensor.
+            old_field: the old tree or number.
+            values: the values that have been computed.
+            donate: whether the old state may be overwritten.
         """
         if isinstance(field, SharedNumber):
             return field.write(output, old_field)
@@ -516,7 +528,8 @@ class _Formula:
         values.check(output, f"{self._name}: the step returns a state")
         new_tensors = values.take(output.value)
         old_tensors = values.operands[output.operand]
-        # Else the operations have overwritten the old tensors already, where they could.
+        # Donated tensors of the compute dtype were overwritten by the operations, where possible. If they were cast,
+        # the operations worked on copies, and the results are written into the donated tensors here.
         reuse = donate.state and values.was_cast(output.operand)
         return field.write(values.present, new_tensors, old_tensors, old_field, reuse=reuse)
 
@@ -597,7 +610,8 @@ class Values:
             for index, operation in plan.operations:
                 if index not in self._computed:  # else a sum over leaves has needed it already
                     self._computed[index] = self._compute(operation, overwrite=overwrite)
-                    # The result of a torch function may be a view of an operand.
+                    # The result may be overwritten. Only that of a torch function called for each leaf may be a view of
+                    # an operand, whose storage others may need.
                     self._may_write[index] = not operation.is_for_each
                 if overwrite:
                     self._count_uses(operation.operands)
@@ -633,17 +647,15 @@ class Values:
         """Run one operation on the lists of all leaves; overwrite an operand if allowed and no longer needed."""
         lists = [self.read(index) for index in operation.operands]
         if operation.overwrites is None:  # a torch function that is called for each leaf
-            result = operation.function(*lists)
             for index in operation.operands:
                 self._may_write[index] = False  # the result may be a view of it
-        else:
-            target = operation.operands[operation.overwrites]
-            is_last_use = self._remaining_uses[target] == 1
-            reuse = overwrite and is_last_use and self._may_write[target]
-            result = operation.function(*lists, *operation.scalars, reuse=reuse)
-            if reuse:
-                self._may_write[target] = False  # its storage is the result's
-        return result
+            return operation.function(*lists)
+        target = operation.operands[operation.overwrites]  # the operand that the function may overwrite
+        is_last_use = self._remaining_uses[target] == 1
+        reuse = overwrite and is_last_use and self._may_write[target]
+        if reuse:
+            self._may_write[target] = False  # its storage becomes the result's
+        return operation.function(*lists, *operation.scalars, reuse=reuse)
 
     def _count_uses(self, operands: Sequence[int]) -> None:
         """Count one use of each of these values, and forget results that nothing reads any more."""

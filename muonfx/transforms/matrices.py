@@ -161,8 +161,9 @@ class Matrices:
         """Split the tensors of the tree ``values``; None stays None."""
         self.values = values
         self.present = Present(values)
-        """The positions of the tensors in the tree."""
+        """The positions of the tensors in the tree: ``present.pick`` returns the leaves of another tree there."""
         self.leaves: list[Tensor] = self.present.pick(values)
+        """The tensors, in the order of the tree."""
         self.names = [""] * len(self.leaves)
         if named or isinstance(view.pattern, Mapping):
             self.names = self.present.names()

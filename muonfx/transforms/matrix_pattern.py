@@ -127,13 +127,12 @@ class Pattern:
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape."""
         axes, results = self._sized(shape)
-        divided_axis = None
+        stacks = [_stack_of(axes, result) for result in results]
         part_at: dict[int, Tensor] = {}  # by the index on the divided axis at which the part begins
-        for result, stacked_matrices in zip(results, matrices, strict=True):
-            stack = _stack_of(axes, result)
-            divided_axis = stack.divided_axis  # the same for all results
+        for stack, stacked_matrices in zip(stacks, matrices, strict=True):
             part_at[stack.start] = stack.restore(stacked_matrices)
-        if divided_axis is None:
+        divided_axis = stacks[0].divided_axis  # the same for all stacks
+        if divided_axis is None:  # a single stack is the whole tensor
             return part_at[0].reshape(shape)
         parts = [part_at[start] for start in sorted(part_at)]
         return torch.cat(parts, dim=divided_axis).reshape(shape)
@@ -191,36 +190,47 @@ class Pattern:
         """Divide a tensor of this shape into units: equal, contiguous parts that contain whole matrices.
 
         A rank whose shard contains a unit can update it without other ranks. None if the tensor is empty or is one
-        unit, or if its shape does not fit the pattern.
+        unit, if a unit has no dim for its columns, if units are divided in different ways, or if the shape does not fit
+        the pattern.
 
-        In ``"(heads=8 (k=3 + v=5)) in -> heads k in, heads v in"``, ``heads`` is the only axis in front of the rows and
-        columns of the matrices. So there are 8 units, the heads. For the shape (64, 16), the result is
-        ``Units((8, 16), "units (k=3 + v=5) in=16 -> units k in, units v in", False)``.
+        In ``"(heads=8 (k=3 + v=5)) in -> heads k in, heads v in"``, the units are the 8 heads. For the shape (64, 16),
+        the result is ``Units((8, 16), "units (k=3 + v=5) in=16 -> units k in, units v in", False)``. The comments
+        continue this example.
         """
         if 0 in shape or not self.fits(shape):
             return None
         axes, results = self._sized(shape)
-        # The axes in front of the first one that belongs to the rows or columns of a matrix count the units.
+
+        # Find the first axis that belongs to rows or columns of a matrix, here (k + v). A unit begins with it, and the
+        # axes before it, here heads, count the units.
         names_in_matrices = _names_in_matrices(results)
-        number = 0
-        while names_in_matrices.isdisjoint(axes[number].part_sizes):
-            number += 1
-        counting_axes = axes[:number]
-        unit_axes = axes[number:]
-        # The rows of a unit are the rest of the dim of its first axis, and the columns are all further dims.
+        first = 0
+        while names_in_matrices.isdisjoint(axes[first].part_sizes):
+            first += 1
+        counting_axes = axes[:first]
+        unit_axes = axes[first:]
+        if not counting_axes:  # the tensor is one unit
+            return None
+
+        # The rows of a unit are what remains of the dim in which it begins, here (k + v). Its columns are all later
+        # dims, here in.
         row_dim = unit_axes[0].dim
-        if not counting_axes or row_dim == len(shape) - 1:
+        if row_dim == len(shape) - 1:
             return None
         row_axes = [axis for axis in unit_axes if axis.dim == row_dim]
         column_axes = [axis for axis in unit_axes if axis.dim > row_dim]
 
-        counting_names = set(chain.from_iterable(axis.part_sizes for axis in counting_axes))
+        # The matrices of a unit are the results without the names that count units, here k in and v in.
+        counting_names: set[str] = set()
+        for axis in counting_axes:
+            counting_names.update(axis.part_sizes)
         unit_results = _without_names(results, counting_names)
-        is_concatenated = any(len(axis.part_sizes) > 1 for axis in unit_axes)  # by `+`, as k and v
-        if len(unit_results) > 1 and not is_concatenated:  # some units are divided in another way than others
+        has_parts = any(len(axis.part_sizes) > 1 for axis in unit_axes)
+        if len(unit_results) > 1 and not has_parts:  # as in "(q=2 + k=2) a b -> q a b, k b a"
             return None
-        is_one_matrix = len(unit_results) == 1 and len(unit_results[0]) == 2
-        begins_a_dim = counting_axes[-1].dim < row_dim
+
+        is_one_matrix = len(unit_results) == 1 and len(unit_results[0]) == 2  # one result, without batch dims
+        begins_a_dim = counting_axes[-1].dim < row_dim  # not here: heads and (k + v) are in one dim
         return Units(
             shape=(_size(row_axes), _size(column_axes)),
             pattern=_pattern_of_units(row_axes, column_axes, unit_results),
@@ -233,8 +243,10 @@ class Pattern:
         Raises:
             ValueError: the shape does not fit the pattern.
         """
-        number_of_names = len(self.dims) - 1  # if one of them is ``...``
-        dot_names = [f"dim_{index}" for index in range(len(shape) - number_of_names)]  # for the dims of ``...``
+        # The dims that ``...`` includes get the names "dim_0", "dim_1" and so on. With too few dims, the number is
+        # negative, there are no names, and the check below raises an error.
+        number_of_dot_dims = len(shape) - (len(self.dims) - 1)
+        dot_names = [f"dim_{index}" for index in range(number_of_dot_dims)]
         dims: list[Dim] = []
         for dim in self.dims:
             if _names_of_dim(dim) == [_DOTS]:
@@ -254,9 +266,10 @@ class Pattern:
     def _sized_axes(self, dim: Dim, index: int, size: int) -> list[_SizedAxis]:
         """Return the axes of the dim with this index and size. At most one part has no size, as `parse` checks.
 
-        For the dim ``(heads (k=3 + v=5))`` of size 16, their part sizes are ``{"heads": 2}`` and ``{"k": 3, "v": 5}``.
+        For the dim ``(heads=2 (k + v=5))`` of size 16, their part sizes are ``{"heads": 2}`` and ``{"k": 3, "v": 5}``:
+        the axis ``(k + v=5)`` has the size 16 / 2 = 8, and k the size 8 - 5 = 3.
         """
-        size_left = size  # 16 / 8 in the example, for the axis that contains the part without a size
+        size_left = size  # for the axis with the part without a size: divided by the sizes of all other axes
         for axis in dim:
             if all(part.size is not None for part in axis):
                 size_left //= _known_size(axis)
@@ -299,13 +312,15 @@ def _size(axes: Sequence[_SizedAxis]) -> int:
 
 
 def _stack_of(axes: list[_SizedAxis], result: list[Group]) -> _Stack:
-    """Return how one result of a pattern is cut from a tensor with these axes, as in the example of `_Stack`.
+    """Return how one result of a pattern is cut from a tensor with these axes.
 
-    The axes of that example are ``{"q": 2, "k": 3}`` and ``{"in": 4}``, and the result is ``[("in",), ("k",)]``.
+    For ``"(q=2 + k=3) in -> q in, in k"``, the axes are ``{"q": 2, "k": 3}`` and ``{"in": 4}``. The second result,
+    ``[("in",), ("k",)]``, begins at index 2 of axis 0, because k follows q. It is
+    ``_Stack(divided_axis=0, start=2, sizes=[3, 4], order=[1, 0], shape=[4, 3])``.
     """
     names = _names(result)
-    axis_of_name: dict[str, int] = {}
-    sizes: list[int] = []
+    axis_of_name: dict[str, int] = {}  # {"k": 0, "in": 1} in the example
+    size_of_name: dict[str, int] = {}
     divided_axis = None
     start = 0
     for index, axis in enumerate(axes):
@@ -315,12 +330,17 @@ def _stack_of(axes: list[_SizedAxis], result: list[Group]) -> _Stack:
             name, start = _selected_part(axis, names)
             divided_axis = index
         axis_of_name[name] = index
-        sizes.append(axis.part_sizes[name])
-    order = [axis_of_name[name] for name in names]
+        size_of_name[name] = axis.part_sizes[name]
     shape: list[int] = []
     for group in result:
-        shape.append(prod([sizes[axis_of_name[name]] for name in group]))
-    return _Stack(divided_axis, start, sizes, order, shape)
+        shape.append(prod([size_of_name[name] for name in group]))
+    return _Stack(
+        divided_axis=divided_axis,
+        start=start,
+        sizes=list(size_of_name.values()),
+        order=[axis_of_name[name] for name in names],
+        shape=shape,
+    )
 
 
 def _selected_part(axis: _SizedAxis, names: list[str]) -> tuple[str, int]:
@@ -454,20 +474,25 @@ def _items(text: str) -> list[_Item]:
 
 
 def _dim(item: _Item) -> Dim:
-    """Return the axes in one dim of the tensor: two for ``(a b)``, and one axis with two parts for ``(a + b)``.
+    """Return the axes in one dim of the tensor, outermost first. An axis is a tuple of the parts that it contains.
 
-    They are ``((Part("a"),), (Part("b"),))`` and ``((Part("a"), Part("b")),)``.
+    With A for ``Part("a")`` and so on, the four possible forms are::
+
+        a               item "a"                        ((A,),)          one axis
+        (a b)           item ["a", "b"]                 ((A,), (B,))     two axes
+        (a + b)         item ["a", "+", "b"]            ((A, B),)        one axis with two parts
+        (a (b + c))     item ["a", ["b", "+", "c"]]     ((A,), (B, C))   two axes, the second with two parts
     """
     if isinstance(item, str):
         return ((_part(item),),)
     if "+" in item:
         return (_divided_axis(item),)
     axes: list[Axis] = []
-    for inner in item:
-        if isinstance(inner, list):
-            axes.append(_divided_axis(inner))
+    for axis_item in item:
+        if isinstance(axis_item, list):
+            axes.append(_divided_axis(axis_item))
         else:
-            axes.append((_part(inner),))
+            axes.append((_part(axis_item),))
     return tuple(axes)
 
 

@@ -45,7 +45,10 @@ def on_stacks(
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """Divide parameters into units: equal parts with whole matrices, such as the heads of a weight.
 
-    This is the option ``on_stacks`` of `MatrixWork`.
+    This is the option ``on_stacks`` of `MatrixWork`. It lets a rank that has a shard of a parameter update the units in
+    its shard without other ranks. For `orthogonalize` with the view ``"(heads=8 out) in -> heads out in"`` and the
+    shapes ``{"q": (64, 16)}``, a unit is a head: the result is `orthogonalize` with the view ``{"q": "units out=8 in=16
+    -> units out in"}``, and ``{"q": (8, 16)}``. It is then applied to ``q.reshape(8, 8, 16)``, or to some of its heads.
 
     Args:
         tx: a transform with an argument ``view``.
@@ -69,7 +72,7 @@ def on_stacks(
         shape_of_units[name] = units.shape
     if not shape_of_units:
         return tx, {}
-    new_view = MatrixView(pattern_of_units).extended(view.pattern)  # other parameters have the same pattern as before
+    new_view = MatrixView(pattern_of_units).extended(view.pattern)  # parameters without units keep their pattern
     return tx.replace(view=new_view), shape_of_units
 
 
@@ -248,18 +251,11 @@ def matrixwise(
     """
 
     def decorate(constructor: Callable[..., StateAndMatrixStep]) -> Callable[..., Transform]:
-        """Return the factory. Raise TypeError if the constructor has no argument ``view``."""
-        parameters = inspect.signature(constructor).parameters
-        if "view" not in parameters or not isinstance(parameters["view"].default, MatrixView):
-            raise TypeError(
-                f"matrixwise: {constructor.__name__} has no argument view; give it a keyword argument "
-                "view: MatrixView = MatrixView(), by which callers choose the matrices of a parameter"
-            )
+        """Return the factory of transforms: `muonfx.transform` with a function that calls the constructor."""
+        default_view = _default_view(constructor)
 
         @functools.wraps(constructor)
-        def init_and_update(
-            *args: object, view: MatrixView = parameters["view"].default, **kwargs: object
-        ) -> InitAndUpdate:
+        def init_and_update(*args: object, view: MatrixView = default_view, **kwargs: object) -> InitAndUpdate:
             returned = constructor(*args, view=view, **kwargs)
             name = constructor.__name__
             state, step = state_and_step(f"{name}: a matrixwise", returned, (Slot, MatrixSlot), reads_params)
@@ -269,7 +265,7 @@ def matrixwise(
         cost_of_leaf = None
         if cost is not None:
             cost_of_leaf = functools.partial(_cost_of_leaf, cost)
-        decorator = transform(
+        as_transform = transform(
             locality=matrix_locality,
             reads_params=reads_params,
             matrices=MatrixWork(on_stacks=functools.partial(_on_stacks, constructor), cost=cost_of_leaf),
@@ -277,11 +273,22 @@ def matrixwise(
             position=position,
             short_names=short_names,
         )
-        return decorator(init_and_update)
+        return as_transform(init_and_update)
 
-    if constructor is None:
+    if constructor is None:  # written with options: @matrixwise(position="last")
         return decorate
     return decorate(constructor)
+
+
+def _default_view(constructor: Callable[..., StateAndMatrixStep]) -> MatrixView:
+    """Return the default of a constructor's argument ``view``. Raise TypeError if it has no such argument."""
+    parameters = inspect.signature(constructor).parameters
+    if "view" not in parameters or not isinstance(parameters["view"].default, MatrixView):
+        raise TypeError(
+            f"matrixwise: {constructor.__name__} has no argument view; give it a keyword argument "
+            "view: MatrixView = MatrixView(), by which callers choose the matrices of a parameter"
+        )
+    return parameters["view"].default
 
 
 def _on_stacks(
@@ -338,7 +345,11 @@ class MatrixStates:
         self.rounded = slot.rounded
 
     def init(self, matrices: Matrices) -> PyTree:
-        """Return the initial state tree for the matrices of the parameters."""
+        """Return the initial state tree for the matrices of the parameters.
+
+        A parameter is divided into one stack of matrices or several, such as query and key. Each stack has a state, and
+        the states of a parameter are joined into one tensor.
+        """
         slot = self._slot
         leaves = list(map(as_start, matrices.leaves))
         stacks = matrices.split(leaves)
@@ -395,12 +406,18 @@ class _MatrixFormula:
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
-        """Split updates, states and parameters into matrices, run the step on stacks, and join the results."""
+        """Split updates, states and parameters into matrices, run the step on stacks, and join the results.
+
+        The operands of the step are lists of equal length: with the state ``{"norm": MatrixSlot()}`` and two parameters
+        of one matrix each, ``[[u1, u2], [norm1, norm2], [p1, p2]]``. The results are the lists of the new updates and
+        norms. Small matrices of one shape are stacked, so that the step runs once for all of them.
+        """
         matrices = Matrices(self._view, updates)
-        containers = tree.flatten(self._declared)[1]
+        containers = tree.flatten(self._declared)[1]  # the NamedTuple, dict or tuple of the state
         old_fields = tree.subtrees(containers, state)
         operands = [matrices.stacks]
-        operands += [field.read(old_field, matrices) for field, old_field in zip(self._fields, old_fields, strict=True)]
+        for field, old_field in zip(self._fields, old_fields, strict=True):
+            operands.append(field.read(old_field, matrices))
         if self._reads_params:
             leaves = matrices.present.pick(params_for(self._name, params))
             operands.append(matrices.split(leaves))
@@ -408,10 +425,9 @@ class _MatrixFormula:
         run_on_stack = functools.partial(self._run_on_stack, containers)
         run_on_all_stacks = ew.by_stacks(run_on_stack, results=1 + len(self._fields))
         new_updates, *new_states = run_on_all_stacks(*operands)
-        new_fields = [
-            field.write(new_state, old_field, matrices)
-            for field, new_state, old_field in zip(self._fields, new_states, old_fields, strict=True)
-        ]
+        new_fields: list[PyTree] = []
+        for field, new_state, old_field in zip(self._fields, new_states, old_fields, strict=True):
+            new_fields.append(field.write(new_state, old_field, matrices))
         return matrices.fill(new_updates), tree.unflatten(containers, new_fields)
 
     def _run_on_stack(self, containers: Structure, update: Tensor, *fields_and_params: Tensor) -> list[Tensor]:
@@ -426,23 +442,30 @@ class _MatrixFormula:
             return ew.clone([update, *old_fields])
         wide = ew.wide_dtype(update.dtype, *[operand.dtype for operand in fields_and_params])
         inputs = ew.cast([update, *fields_and_params], wide)
-        wide_update, *wide_operands = inputs
-        state = tree.unflatten(containers, wide_operands[:number])
-        new_update, new_state = self._step(wide_update, state, *wide_operands[number:])
+        wide_update, *wide_fields_and_params = inputs
+        state = tree.unflatten(containers, wide_fields_and_params[:number])
+        params = wide_fields_and_params[number:]  # empty, or one stack
+        returned = self._step(wide_update, state, *params)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(f"{self._name}: the step must return (update, state), found a {type(returned).__name__}")
+        new_update, new_state = returned
 
+        # The transforms after this one may overwrite its updates, so a state that is the same tensor is copied.
+        others = [*inputs, new_update]
         results = [self._checked(new_update, update, inputs).to(update.dtype)]
         new_fields = tree.subtrees(containers, new_state)
         for field, new_field, old_field in zip(self._fields, new_fields, old_fields, strict=True):
-            checked_field = self._checked(new_field, old_field, inputs)
+            checked_field = self._checked(new_field, old_field, others)
             results.append(field.rounded(checked_field, old_field.dtype))
+            others.append(new_field)
         return results
 
-    def _checked(self, result: Tensor, old_value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """Return a result of the step after a check of its shape; a copy if it is one of the inputs of the step."""
+    def _checked(self, result: Tensor, old_value: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """Return a result of the step after a check of its shape; a copy if it is one of the tensors ``others``."""
         if result.shape != old_value.shape:
             raise ValueError(
                 f"{self._name}: the step returns shape {tuple(result.shape)}, expected {tuple(old_value.shape)}"
             )
-        if any(result is operand for operand in inputs):
+        if any(result is other for other in others):
             return result.clone()
         return result

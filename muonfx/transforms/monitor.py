@@ -105,38 +105,39 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     if not metrics or not METRICS.keys() >= set(metrics):
         raise ValueError(f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, METRICS))}")
 
-    def measurements(values: PyTree) -> dict[str, tuple[Metric, PyTree]]:
-        """Return a dict from each key, such as "updates/rms", to the metric and the tree that it measures."""
-        trees = {name: values}
-        if by_leaf:
-            trees = {f"{name}/{leaf}": value for leaf, value in tree.named_leaves(values)}
-        metric_and_tree: dict[str, tuple[Metric, PyTree]] = {}
-        for prefix, measured_tree in trees.items():
-            for metric in metrics:
-                metric_and_tree[f"{prefix}/{metric}"] = (metric, measured_tree)
-        return metric_and_tree
+    unique_metrics = list(dict.fromkeys(metrics))  # a metric that is given twice is measured once
+
+    def trees(values: PyTree) -> dict[str, PyTree]:
+        """Return the trees to measure: the whole tree by ``name``, or each leaf by "name/leaf"."""
+        if not by_leaf:
+            return {name: values}
+        return {f"{name}/{leaf_name}": leaf for leaf_name, leaf in tree.named_leaves(values)}
 
     def init(params: PyTree) -> MonitorState:
         zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
-        return MonitorState({key: zero.clone() for key in measurements(params)})
-
-    def measured(updates: PyTree, state: MonitorState, sum_over_leaves: Sum) -> MonitorState:
-        """Return the values of all metrics of the updates."""
-        values = {
-            key: METRICS[metric](measured_tree, sum_over_leaves).to(state.values[key])  # on the device of the state
-            for key, (metric, measured_tree) in measurements(updates).items()
-        }
+        values: dict[str, Tensor] = {}
+        for prefix in trees(params):
+            for metric in unique_metrics:
+                values[f"{prefix}/{metric}"] = zero.clone()
         return MonitorState(values)
 
     def update_on_shards(
         updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
-        return updates, measured(updates, state, sum_over_leaves)
+        """Measure the updates, which are this rank's shards if ``sum_over_leaves`` adds up over ranks."""
+        values: dict[str, Tensor] = {}
+        for prefix, measured_tree in trees(updates).items():
+            for metric in unique_metrics:
+                key = f"{prefix}/{metric}"
+                value = METRICS[metric](measured_tree, sum_over_leaves)
+                values[key] = value.to(state.values[key])  # on the device of the state
+        return updates, MonitorState(values)
 
     def update(updates: PyTree, state: MonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return updates, measured(updates, state, extras.sum_over_leaves)
+        return update_on_shards(updates, state, sum_over_leaves=extras.sum_over_leaves)
 
-    # Sums over all leaves can be added up over ranks. All other values need whole leaves, which are gathered.
+    # The sharding layer passes shards to an ``update`` with the argument ``sum_over_leaves``, and whole leaves to any
+    # other. The metrics of the whole tree in `_SUMS` are sums, which can be added up over ranks.
     if not by_leaf and _SUMS.issuperset(metrics):
         return init, update_on_shards
     return init, update

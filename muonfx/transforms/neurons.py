@@ -93,17 +93,20 @@ def normalize_neurons(
 
 def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
     """Divide each row by the root of its average mean square ``v``, and keep the norm of the matrix; return both."""
-    # Squares of u times an exact power of two neither overflow nor underflow.
+    # The mean square of each row. Squares of u times an exact power of two neither overflow nor underflow. The division
+    # by its square is in two steps, because the square itself may overflow.
     power = unit_power(u)
     small_square = (u * power).square()
     mean_square = small_square.mean(dim=-1, keepdim=True) / power / power
     mean_square = mean_square.clamp(max=torch.finfo(u.dtype).max)
+
+    # v = decay v + (1 - decay) mean_square,  u / (sqrt(v) + eps). A row that has always been zero stays zero. A divisor
+    # of NaN is not equal to 0, so that it stays visible.
     v = running_average(old_v, mean_square, decay)
-    # The root of a row that has always been zero has no derivative, and 0 / (0 + eps) is 0 in any case.
     divisor = ew.safe_sqrt(v) + eps
-    # Compared with zero by `==`: a NaN then takes the usual way and stays visible.
     normalized = divide_unless(divisor == 0, u, divisor, otherwise=0.0)
-    squared_norm = small_square.sum(dim=(-2, -1), keepdim=True)
+
+    squared_norm = small_square.sum(dim=(-2, -1), keepdim=True)  # of u times the power
     return _with_norm(normalized, squared_norm, power), v
 
 

@@ -72,13 +72,15 @@ def skip_nonfinite(inner: Transform):
         finite_gradients = tree.map(zero_unless_finite, updates)
 
         extras["sum_over_leaves"] = sum_over_leaves
-        selects_itself = "only_if" in inner.extras.named  # it is offloaded, and loads no state for a skipped step
-        if selects_itself:
+        # An offloaded transform has the argument ``only_if``. For a skipped step it loads nothing from the CPU and
+        # returns the old state, so that no state is selected here.
+        is_offloaded = "only_if" in inner.extras.named
+        if is_offloaded:
             extras["only_if"] = is_finite
-        # The gradients above are new tensors. The old state is needed for a selection afterwards.
-        donation = Donation(updates=True, state=donate.state and selects_itself)
+        # The finite gradients are new tensors. The old state is kept for the selection, if there is one.
+        donation = Donation(updates=True, state=donate.state and is_offloaded)
         out, inner_state = inner.run(finite_gradients, state.inner, params, donate=donation, **extras)
-        if not selects_itself:
+        if not is_offloaded:
             inner_state = tree.map(functools.partial(_select, is_finite), inner_state, state.inner)
 
         is_skipped = (~is_finite).to(torch.int64)

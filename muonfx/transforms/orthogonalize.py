@@ -28,15 +28,24 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
     """Return a function from a leaf's name, shape and dtype to the estimated work of orthogonalizing its matrices."""
     arguments = tx.arguments
-    settings = {key: arguments[key] for key in ("coefficients", "steps", "method", "products")}
-    settings["may_take_fp16"] = arguments["dtype"] == "auto" and device == "cuda"
+    is_auto = arguments["dtype"] == "auto"
 
     def of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
         """Return the estimated time for one matrix, as the operations that full products do in this time."""
         product_dtype = arguments["dtype"]
-        if product_dtype == "auto":
+        if is_auto:
             product_dtype = torch.float64 if dtype == torch.float64 else compute
-        return newton_schulz_cost((rows, columns), device, dtype=product_dtype, **settings).load
+        cost = newton_schulz_cost(
+            (rows, columns),
+            device,
+            dtype=product_dtype,
+            coefficients=arguments["coefficients"],
+            steps=arguments["steps"],
+            method=arguments["method"],
+            products=arguments["products"],
+            may_take_fp16=is_auto and device == "cuda",
+        )
+        return cost.load
 
     return cost_of_matrices(arguments["view"], of_matrix)
 

@@ -109,15 +109,18 @@ class AttentionHeads:
 
     def patterns(self) -> tuple[tuple[str, ...], ...]:
         """Return globs over parameter names: a tuple for the queries and one for the keys, or a single one if fused."""
-        groups: dict[str, tuple[str, ...]] = {}
-        for projection in (self.query, self.key):  # one name if they are fused
+        prefixes: list[str] = []
+        if self.module:
+            prefixes.append(f"{self.module}.")
+        if matches("", self.module):  # the model itself, whose name is "", is an attention module
+            prefixes.append("")
+        groups: list[tuple[str, ...]] = []
+        for projection in dict.fromkeys((self.query, self.key)):  # one name if they are fused
             globs: list[str] = []
-            if self.module:
-                globs += [f"{self.module}.{projection}{ending}" for ending in _ENDINGS]
-            if matches("", self.module):  # the model itself is an attention module
-                globs += [f"{projection}{ending}" for ending in _ENDINGS]
-            groups[projection] = tuple(globs)
-        return tuple(groups.values())
+            for prefix in prefixes:
+                globs += [f"{prefix}{projection}{ending}" for ending in _ENDINGS]
+            groups.append(tuple(globs))
+        return tuple(groups)
 
     def module_of(self, name: str) -> tuple[str, tuple[str, ...]]:
         """Return the attention module of a parameter, and a tuple of its contents: "query", "key", both or none.
@@ -164,6 +167,9 @@ class AttentionHeads:
     def _blocks(self, name: str, rows: Tensor, first: int, heads: int, spans: list[Span | None]) -> Tensor:
         """Return a view of a vector with an item for each row of a weight, as (heads, rows of a head).
 
+        In a fused weight with 2 query heads and 1 key head, the rows are blocks for q0, q1, k0 and v0. The view of the
+        keys contains k0 only: ``first`` is 2, and ``heads`` is 1.
+
         Args:
             name: the name of the weight, for errors.
             rows: the vector, which a write into the view changes.
@@ -176,8 +182,8 @@ class AttentionHeads:
         """
         is_fused = self.query == self.key and spans[0] is None
         all_heads = heads
-        if is_fused:  # all queries, then all keys, then as many values as keys
-            all_heads = self.heads + self.keys + self.keys
+        if is_fused:
+            all_heads = self.heads + self.keys + self.keys  # of queries, of keys, and as many of values
         size = len(rows)
         block_size = size // all_heads  # not divmod, which a tracer cannot apply to a symbolic size
         ends = [span[1] for span in spans if span is not None]
@@ -187,7 +193,9 @@ class AttentionHeads:
                 "contain its dims: correct the heads or the dims"
             )
         blocks = rows.view(all_heads, block_size)
-        return blocks[first : first + heads] if is_fused else blocks
+        if is_fused:
+            blocks = blocks[first : first + heads]
+        return blocks
 
 
 def _module_before(name: str, ending: str) -> str | None:
@@ -265,23 +273,25 @@ def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
 
 
 def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
-    """Return the parameters that hold queries or keys: those that `_resolve` has found, or else those in ``params``."""
-    members = [item for item in heads if isinstance(item, _Member)]
-    if members:
-        return members
-    leaves = dict(tree.named_leaves(params))
+    """Return the parameters that hold queries or keys of these heads.
+
+    Before `_resolve`, ``heads`` are `AttentionHeads`, and their parameters are found in ``params`` by name. After it,
+    ``heads`` are these parameters already.
+    """
+    resolved_members = [item for item in heads if isinstance(item, _Member)]
+    if resolved_members:
+        return resolved_members
     attentions = [item for item in heads if isinstance(item, AttentionHeads)]
+    leaves = dict(tree.named_leaves(params))
+    members: list[_Member] = []
     for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
-        leaf = leaves[name]
-        is_present = leaf is not None
-        shape: tuple[int, ...] = ()
-        if is_present:
-            shape = tuple(leaf.shape)
         for attention in attentions:
             module, roles = attention.module_of(plain_name)
             if roles:
-                members.append(_Member(name, module, attention, roles, shape, is_present))
-                break
+                leaf = leaves[name]
+                shape = () if leaf is None else tuple(leaf.shape)
+                members.append(_Member(name, module, attention, roles, shape, is_present=leaf is not None))
+                break  # the first `AttentionHeads` that matches a parameter is used
     return members
 
 
@@ -387,8 +397,9 @@ def qk_clip(
     ):
         """Scale the query and key weights of each head whose largest logit exceeds tau.
 
-        On sharded parameters, ``max_over_ranks`` returns the maximum of a tensor over all ranks, and ``shard`` this
-        rank's shards of a dict of whole tensors by parameter name.
+        A head may lie on several ranks. So the factors are computed for whole weights and then sharded like the
+        weights: ``max_over_ranks`` returns the maximum of a tensor over all ranks, and ``shard`` this rank's shards of
+        a dict of whole tensors by parameter name. Without ranks, both return their argument.
         """
         if not all_heads:
             return updates, state
@@ -402,7 +413,8 @@ def qk_clip(
         gamma = _gamma(max_over_ranks(torch.cat(local_logits)), tau)
         factors = _factors_by_module(members, gamma, alpha)
 
-        # 1 minus the factor of each element of a weight, in its full shape, so that it is sharded like the weight.
+        # 1 minus the factor f of each element, in the full shape of its weight. `_scaled` works with 1 - f, in which no
+        # digits of a factor near 1 are lost.
         one_minus_factors: dict[str, Tensor] = {}
         for member in members:
             weight = weights[member.name]
@@ -449,7 +461,7 @@ def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
             f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
         )
     all_logits = dict(tree.named_leaves(max_logits))
-    logits_of_module: dict[str, Tensor] = {}
+    logits_of_module: dict[str, Tensor] = {}  # a module has several members, such as its query and its key
     for member in members:
         size = member.heads.heads
         logits = all_logits.get(member.module)

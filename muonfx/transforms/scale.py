@@ -56,26 +56,21 @@ def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
 
 
 def _position_of_factor(factor: object) -> Position | None:
-    """Return the position of `scale` in a chain: "turns" for a negative factor, which turns updates around, else None.
+    """Return the position of `scale` in a chain, from the sign of its factor.
 
-    A schedule has the signs of the numbers in it. It is "either_sign" if both signs are possible.
+    It is "turns" for -1.0, which turns updates around, None for 0.5, and "either_sign" for a tensor or a function. A
+    schedule has the signs of its numbers: ``linear_schedule(1.0, -1.0, 10)`` has either sign.
     """
     numbers: list[object] = [factor]
     if isinstance(factor, Schedule):
         numbers = [number for _, number in parts_of(factor)]
-    has_negative = False
-    has_positive = False
-    has_unknown_sign = not numbers
-    for number in numbers:
-        if not isinstance(number, float):  # a tensor or a function
-            has_unknown_sign = True
-        elif number < 0:
-            has_negative = True
-        elif number > 0:
-            has_positive = True
+    floats = [number for number in numbers if isinstance(number, float)]
+    has_negative = any(number < 0 for number in floats)
+    has_positive = any(number > 0 for number in floats)
+    all_are_floats = len(floats) == len(numbers)
     if has_negative and not has_positive:
         return "turns"
-    if has_negative or has_unknown_sign:
+    if has_negative or not floats or not all_are_floats:
         return "either_sign"
     return None
 

@@ -149,7 +149,39 @@ def returns_its_inputs(*, view: mfx.MatrixView = VIEW):
     return {"first": mfx.Slot(start="params"), "norm": mfx.MatrixSlot(lambda m: m.square().sum((-2, -1), True))}, step
 
 
-@pytest.mark.parametrize("tx", [with_both_slots(), returns_its_inputs(view=mfx.MatrixView(STACK))])
+@mfx.matrixwise
+def returns_its_state_as_update(*, view: mfx.MatrixView = VIEW):
+    def step(u: Tensor, s: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        average = 0.9 * s["average"] + 0.1 * u
+        return average, {"average": average, "again": average}
+
+    return {"average": mfx.Slot("auto"), "again": mfx.Slot("auto")}, step
+
+
+def test_a_state_that_is_the_update_is_not_overwritten_by_the_next_transform():
+    tx = mfx.chain(returns_its_state_as_update(), mfx.scale(-0.1))
+    params = {"w": torch.zeros(2, 2)}
+    _, state = tx.update({"w": torch.ones(2, 2)}, tx.init(params), params, donate=True)
+    for leaf in mfx.tree.leaves(state["returns_its_state_as_update"]):
+        assert torch.equal(leaf, torch.full((2, 2), 0.1))
+
+
+def test_a_step_that_returns_no_state_is_an_error_that_says_so():
+    @mfx.matrixwise
+    def without_state(*, view: mfx.MatrixView = VIEW):
+        return {"average": mfx.Slot("auto")}, lambda u, s: u
+
+    params = {"w": torch.zeros(2, 2)}
+    tx = without_state()
+    with pytest.raises(TypeError, match=r"without_state: the step must return \(update, state\), found a Tensor"):
+        tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [with_both_slots(), returns_its_inputs(view=mfx.MatrixView(STACK)), returns_its_state_as_update()],
+    ids=str,
+)
 def test_a_transform_of_ones_own_obeys_the_laws(tx: mfx.Transform):
     # `with_both_slots` squares gradients in fp32, where 1e-18 is lost.
     kit.check_transform(tx, max_examples=5, skip=["large_and_small_gradients_give_finite_updates"])
