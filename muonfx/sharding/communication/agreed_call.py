@@ -21,7 +21,14 @@ from muonfx.sharding.digests import digest
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.facts import facts_of_binding, facts_of_dtypes, facts_of_step, facts_of_transforms
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import PLAIN, LocalLeaves, local_leaves, local_of, local_tree
+from muonfx.sharding.shards.dtensors import (
+    PLAIN,
+    LocalGradients,
+    local_gradients,
+    local_of,
+    local_tree,
+    require_shards,
+)
 from muonfx.tree import PyTree
 
 
@@ -102,25 +109,27 @@ class _LocalCall(NamedTuple):
     arguments: Arguments
     names: list[str]
     """The name of each gradient, in the order of the leaves of the updates."""
-    gradients: LocalLeaves
+    gradients: LocalGradients
     """The gradients in the same order, and the names of the partial sums among them."""
 
 
 def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _LocalCall:
-    """Check a call's arguments on this rank. `check` also compares the trees of updates, params and state."""
-    layout = binding.layout
+    """Raise if this rank's arguments of `update` are wrong. Return them with local tensors in place of DTensors.
+
+    With `check`, the trees of updates, params and state are also compared with each other.
+    """
     check_extras(tx, call.extras)
-    local_call = _local_call(layout, call)
+    local_call = _local_call(binding.layout, call)
     local = local_call.arguments
     if check:
         if call.params is not None:
-            local_leaves(layout, tree.names(call.params), tree.leaves(call.params))
+            require_shards(binding.layout, tree.names(call.params), tree.leaves(call.params))
         _check_trees(binding, tx, local)
     if local.extras:
         check_resolved_extras(binding.visits(tx, local.like), local.extras)
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
-    if tx.treedef not in binding.likes:
+    if tx.treedef not in binding.likes:  # for `to_global` and `from_global`, which may be called without parameters
         binding.likes[tx.treedef] = meta_like(local.like)
     return local_call
 
@@ -131,7 +140,7 @@ def _local_call(layout: Layout, call: Arguments) -> _LocalCall:
     names = tree.names(call.updates)
     if not checks.all_usable(list(map(local_of, leaves))):
         checks.check_floating("updates", local_tree(call.updates))
-    gradients = local_leaves(layout, names, leaves, as_placed=False)
+    gradients = local_gradients(layout, names, leaves)
     updates = call.updates
     has_dtensors = not PLAIN.issuperset(map(type, leaves))
     if has_dtensors:
@@ -206,7 +215,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
 def _checked_parameters(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
     """Raise unless the parameters are this rank's shards. Return them as local tensors."""
     checks.check_params(params)
-    local_leaves(binding.layout, tree.names(params), tree.leaves(params))
+    require_shards(binding.layout, tree.names(params), tree.leaves(params))
     local = local_tree(params)
     binding.likes[tx.treedef] = meta_like(local)
     return local

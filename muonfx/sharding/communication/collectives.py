@@ -17,7 +17,7 @@ from muonfx.sharding.communication.agree import DTYPES, agree_on_leaves
 from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
-from muonfx.sharding.shards.dtensors import is_dtensor, local_leaves, local_of, transform_problem
+from muonfx.sharding.shards.dtensors import is_dtensor, local_of, require_shards, transform_problem
 from muonfx.sharding.shards.position import boxes_in
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
@@ -33,7 +33,7 @@ def gathered(layout: ShardTable, local: PyTree) -> PyTree:
     names = tree.names(local)
     problem = transform_problem("layout.gather", local)
     with without_transforms():
-        _agree_to_gather(layout, names, leaves, [], problem)
+        _agree_to_gather(layout, names, leaves, problem, chosen=[])
         shards = {name: local_of(leaf) for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
         wholes = _gather(layout, [*shards], [*shards.values()])
     whole_of = dict(zip(shards, wholes, strict=True))
@@ -48,7 +48,7 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
     leaves, treedef = tree.flatten(local)
     names = tree.names(local)
     with without_transforms():
-        _agree_to_gather(layout, names, leaves, sorted(chosen or []), problem=None)
+        _agree_to_gather(layout, names, leaves, chosen=sorted(chosen or []))
     shards: dict[str, Tensor] = {}
     for name, leaf in zip(names, leaves, strict=True):
         if leaf is None or (chosen is not None and name not in chosen):
@@ -61,24 +61,39 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
 
 
 def _agree_to_gather(
-    layout: ShardTable, names: Sequence[str], leaves: Sequence[Any], chosen: Sequence[str], problem: Exception | None
+    layout: ShardTable,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    problem: Exception | None = None,
+    *,
+    chosen: list[str],
 ) -> None:
     """Raise on all ranks unless all of them gather the same leaves, and have the shard of each.
 
-    `names` has the names of all leaves, and `chosen` the names that the caller passed. `problem` is an error that this
-    rank already has.
+    Args:
+        layout: the layout of the parameters.
+        names: the names of all leaves.
+        leaves: the leaves in the same order.
+        problem: an error that this rank already has. It is raised on all ranks together, because the others would wait
+            for a rank that raises alone.
+        chosen: the names that the caller passed, which must be equal on all ranks.
     """
     if problem is None:
         try:
-            local_leaves(layout, names, leaves)
+            require_shards(layout, names, leaves)
             unknown = sorted(set(chosen) - set(names))
             if unknown:
                 raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = error
-    arguments = {"arguments": str(chosen)}
     agreement = agree_on_leaves(
-        "gathering leaves", names, leaves, layout, problem, same=chosen, explain=lambda: arguments
+        "gathering leaves",
+        names,
+        leaves,
+        layout,
+        problem,
+        same=chosen,
+        explain=lambda: {"arguments": str(chosen)},  # for the error if `chosen` differs between ranks
     )
     if agreement.missing:  # equal on all ranks, so all of them raise
         raise ShardingError(
@@ -126,21 +141,21 @@ def _list_messages(
 ) -> None:
     """Add the boxes of a parameter that this rank sends to `outgoing`, and those that it receives to `incoming`.
 
-    Boxes of this rank's `shard` are sent to ranks that do not hold it. Boxes of `whole` are received.
+    Boxes of this rank's `shard` are sent to the ranks that do not hold it, and received as boxes of `whole`. The
+    holders of a shard take turns: if ranks 1 and 3 of six hold it, rank 1 sends it to ranks 0, 2 and 4, and rank 3 to
+    rank 5.
     """
     for position, holders in layout.holders(name).items():
         boxes = [box.of(whole) for box in position.boxes]
-        # With three holders, the first sends to ranks 0, 3, 6, ..., the second to ranks 1, 4, 7, ..., and so on.
-        num_holders = len(holders)
         if layout.rank not in holders:
-            sender = holders[layout.rank % num_holders]
+            sender = holders[layout.rank % len(holders)]
             incoming[sender] += boxes
             continue
         shard_boxes = boxes_in(shard, layout.views(name))
-        outgoing[layout.rank] += shard_boxes
+        outgoing[layout.rank] += shard_boxes  # a rank copies its own shard, without a message
         incoming[layout.rank] += boxes
         first_receiver = holders.index(layout.rank)
-        for receiver in range(first_receiver, layout.size, num_holders):
+        for receiver in range(first_receiver, layout.size, len(holders)):
             if receiver not in holders:
                 outgoing[receiver] += shard_boxes
 
@@ -237,14 +252,14 @@ def _problem_of_gradient(layout: ShardTable, name: str, gradient: Any) -> Except
 def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Average whole tensors over all ranks. Return a list with this rank's shards of the means."""
     has_elements = any(whole.numel() for whole in wholes)
-    needs_wholes = layout.size > 1 and has_elements and _are_on_all_ranks(layout, names)
-    if not needs_wholes:
-        return _reduce_to_shards(layout, names, wholes)
-    # Each rank averages an equal part, and the parts are gathered. This sends less than every rank sending its whole
-    # tensors to every other.
-    equal_parts = _in_equal_parts(layout, tuple(names))
-    means = _reduce_to_shards(equal_parts, names, wholes)
-    return _gather(equal_parts, names, means)
+    is_replicated = layout.size > 1 and has_elements and _are_on_all_ranks(layout, names)
+    if is_replicated:
+        # Every rank sending its whole tensors to every other would send more than this: each rank averages an equal
+        # part, and the parts are gathered.
+        equal_parts = _in_equal_parts(layout, tuple(names))
+        means = _reduce_to_shards(equal_parts, names, wholes)
+        return _gather(equal_parts, names, means)
+    return _reduce_to_shards(layout, names, wholes)
 
 
 def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:

@@ -33,7 +33,7 @@ from muonfx.sharding.communication.messages import (
 from muonfx.sharding.digests import checksums
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import local_leaves, local_of, transform_problem
+from muonfx.sharding.shards.dtensors import local_of, require_shards, transform_problem
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
@@ -255,7 +255,7 @@ def _agree_to_broadcast(layout: Layout, names: Sequence[str], leaves: Sequence[A
     """Raise on all ranks if one of them has an error (`problem`), a wrong leaf, or None where others have a replica."""
     if problem is None:
         try:
-            local_leaves(layout, names, leaves)
+            require_shards(layout, names, leaves)
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = error
     agreement = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
