@@ -32,6 +32,7 @@ _VALUE_WORDS = 2
 """The number of words in the digest of a value that may differ, such as the dtypes of gradients."""
 
 _LARGEST_WORD = 0x3FFFFFFF
+"""The largest number of 30 bits."""
 
 NO_VALUE = object()
 """In the place of a value that a rank does not have, so that only the values of the other ranks are compared."""
@@ -67,37 +68,36 @@ def agree(
         explain: returns texts for the error to compare, if the calls are not the same.
         request: True to request something of all ranks, such as a comparison of replicas.
     """
+    # The message of a rank, and the maximum over ranks of each of its numbers, have these fields:
+    #   1. the urgency: 0, 1 for a request, 2 for an error
+    #   2. three words of a hash of the call, and the complements of these words
+    #   3. for each value in `compared`, two words of its hash, and the complements
+    # With one value, the message has 44 bytes in every call, so ranks that make different calls find that out.
     urgency = int(request)
     if problem is not None:
         urgency = _ERROR
-    fields = [[urgency], _extremes((what, same), _CALL_WORDS)]
+    fields = [[urgency], _words_and_complements((what, same), _CALL_WORDS)]
     for value in compared:
-        fields.append(_extremes(value, _VALUE_WORDS))
-    urgency_maxima, call_maxima, *value_maxima = _maxima_over_ranks(fields, what, group)
-    (most_urgent,) = urgency_maxima
-    if most_urgent == _ERROR:
-        _raise_errors(what, problem, group)
-    if not _are_equal(call_maxima):
-        _raise_difference({"calls": what, **explain()}, group)
-    return Agreement(list(map(_are_equal, value_maxima)), bool(most_urgent))
-
-
-def _maxima_over_ranks(fields: Sequence[list[int]], what: str, group: dist.ProcessGroup) -> list[list[int]]:
-    """Return the fields of a message, lists of numbers, with the maximum of each number over all ranks."""
-    # With one compared value a message has 44 bytes in every call, so ranks that make different calls find that out.
+        fields.append(_words_and_complements(value, _VALUE_WORDS))
     numbers = list(chain.from_iterable(fields))
     message = torch.tensor(numbers, dtype=torch.int32, device=host_device(group))
     with collective(what):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    lengths = list(map(len, fields))
-    return list(map(Tensor.tolist, message.cpu().split(lengths)))
+    maxima = message.cpu().split(list(map(len, fields)))
+    most_urgent, call_maxima, *value_maxima = list(map(Tensor.tolist, maxima))
+    if most_urgent == [_ERROR]:
+        _raise_errors(what, problem, group)
+    if not _are_equal(call_maxima):
+        _raise_difference({"calls": what, **explain()}, group)
+    return Agreement(list(map(_are_equal, value_maxima)), is_requested=most_urgent != [0])
 
 
-def _extremes(value: object, count: int) -> list[int]:
-    """Return `count` words of 30 bits that identify a value, and then `_LARGEST_WORD` minus each of the words.
+def _words_and_complements(value: object, count: int) -> list[int]:
+    """Hash a value to `count` words of 30 bits. Return the words, and then `_LARGEST_WORD` minus each of them.
 
-    One maximum over ranks finds both extremes: of the first half the largest words, and of the second half the least.
-    They are the same if all ranks have the same value. `NO_VALUE` becomes zeros, which do not change a maximum.
+    The maximum over ranks of a word is the largest word. The maximum of its complement belongs to the least word. If
+    rank 0 has the word 5 and rank 1 the word 7, the maxima are 7 and `_LARGEST_WORD` - 5, so the words differ. The
+    zeros of `NO_VALUE` change no maximum.
     """
     if value is NO_VALUE:
         return [0] * (2 * count)
@@ -110,11 +110,11 @@ def _extremes(value: object, count: int) -> list[int]:
 
 
 def _are_equal(maxima: Sequence[int]) -> bool:
-    """Return True if all ranks passed the same value to `_extremes`, given the maximum of each number over ranks."""
+    """Return True if all ranks have the same words, from the maxima over ranks of `_words_and_complements`."""
     count = len(maxima) // 2
-    largest = maxima[:count]
-    least = [_LARGEST_WORD - maximum for maximum in maxima[count:]]
-    return largest == least
+    largest_words = maxima[:count]
+    least_words = [_LARGEST_WORD - maximum for maximum in maxima[count:]]
+    return largest_words == least_words
 
 
 def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
@@ -278,7 +278,10 @@ def _codes_of_all_ranks(codes: bytearray, size: int, rank: int, group: dist.Proc
 
 
 def _merge_codes(names: Sequence[str], codes_of_rank: list[list[int]], is_requested: bool) -> LeafAgreement:
-    """Compare the codes of the leaves of all ranks. Raise if a leaf has different dtypes or placements."""
+    """Compare the codes of the leaves of all ranks. Raise if a leaf has different dtypes or placements.
+
+    ``codes_of_rank[r][i]`` is the code of leaf i on rank r: 0 (`_NONE`) if it is None, else the code of its dtype.
+    """
     merged: list[int] = []
     missing: list[int] = []
     for index, name in enumerate(names):
@@ -289,7 +292,7 @@ def _merge_codes(names: Sequence[str], codes_of_rank: list[list[int]], is_reques
                 f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks, "
                 "expected equal ones: load and shard the model in the same way on all ranks"
             )
-        merged.append(max(codes_of_leaf))
+        merged.append(max(codes_of_leaf))  # the code of the tensor if any rank has one, because it is larger than 0
         if len(codes_of_leaf) > 1:  # None on some ranks, a tensor on the others
             missing.append(index)
     return LeafAgreement(merged, missing, codes_of_rank, is_requested)
