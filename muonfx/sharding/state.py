@@ -143,13 +143,11 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
 
 
 def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Compute the placements on meta tensors, with the shape of each leaf on this rank."""
-    local_params = binding.local_like(params)
-    local_state = binding.init(tx, local_params)
+    """Compute the placements from two states on meta tensors: of one process, and of this rank for the local shapes."""
+    local_state = binding.init(tx, binding.local_like(params))
     with warnings.catch_warnings():  # the first `init` has already warned
         warnings.simplefilter("ignore")
-        root = root_visit(tx, binding.global_like(local_params))
-        placements = _placements(binding, root)
+        placements = _placements(binding, root_visit(tx, binding.global_like(params)))
     described: list[LeafPlacement | None] = []
     for placement, local_leaf in zip(tree.leaves(placements), tree.leaves(local_state), strict=True):
         if not isinstance(placement, LeafPlacement):
@@ -171,10 +169,12 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
         old_leaves = tree.leaves(old)
     placements = describe_state(binding, tx, params)
     for index, (placement, leaf, old_leaf) in enumerate(zip(placements, leaves, old_leaves, strict=True)):
-        if leaf is None or getattr(old_leaf, "_local_tensor", None) is not leaf:
-            leaves[index] = leaf_to_dtensor(binding, placement, leaf)
-        else:  # the old leaf is a DTensor whose local tensor was updated in place
+        old_local = getattr(old_leaf, "_local_tensor", None)  # None if the old leaf is not a DTensor
+        was_updated_in_place = leaf is not None and leaf is old_local
+        if was_updated_in_place:
             leaves[index] = old_leaf
+        else:
+            leaves[index] = leaf_to_dtensor(binding, placement, leaf)
     return tree.unflatten(treedef, leaves)
 
 
@@ -193,7 +193,10 @@ def leaf_to_dtensor(binding: Binding, placement: LeafPlacement | None, leaf: Ten
 
 
 def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """Replace each DTensor in an optimizer state by the local tensor that `update` uses on this rank."""
+    """Replace each DTensor in an optimizer state by the local tensor that `update` uses on this rank.
+
+    The leaf of a matrix that another rank computes becomes None: its DTensor has no elements on this rank.
+    """
     if not binding.layout.dtensors:
         return state
     leaves, treedef = tree.flatten(state)
@@ -206,11 +209,11 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
         if not is_dtensor(leaf):
             continue
         local = local_of(leaf)
-        if placement is None or not placement.owned:
+        if placement is None or not placement.owned:  # as on all ranks, or sharded like its parameter
             leaves[index] = local
-        elif placement.local is None:  # this rank computes none of the parameter's matrices
+        elif placement.local is None:  # other ranks compute the matrices of its parameter
             leaves[index] = None
-        else:
+        else:  # the matrices that this rank computes, in the shape in which it does
             leaves[index] = local.view(placement.local)
     return tree.unflatten(treedef, leaves)
 
@@ -230,13 +233,14 @@ def global_leaf(
     """Convert one leaf of a state for a checkpoint: return a DTensor, a `FlatShard` or a whole tensor."""
     if placement is None or placement.name is None:  # a leaf without a parameter is whole on all ranks
         return leaf
-    if not placement.owned:  # each rank holds its shard, as of the parameter
-        return None if leaf is None else global_shard(binding.layout, placement.name, leaf)
-    # Owners hold the leaf for the matrices that they compute.
-    shard = placement.shard
-    if shard is None:  # this rank computes none of them: an interval without elements
+    shard = placement.shard  # the matrices of the parameter that this rank computes
+    if placement.owned and shard is None:  # none: an interval without elements
         return FlatShard(placement.shape, 0, torch.empty(0, dtype=placement.dtype, device=device))
-    if shard.owner is None or leaf is None:  # every rank computes all of them, or the leaf is None on all ranks
+    if leaf is None:  # the transform has no state for this parameter
+        return None
+    if shard is None:  # the leaf is sharded like its parameter
+        return global_shard(binding.layout, placement.name, leaf)
+    if shard.owner is None:  # every rank computes all matrices, and has the whole leaf
         return leaf
     start, _ = interval_of(placement, shard)
     return FlatShard(placement.shape, start, leaf.reshape(-1))

@@ -168,7 +168,10 @@ class _ShardedFunctions:
         if are_meta and all(are_meta):  # only the structure of the state: no communication
             return binding.init(self.inner, local)
         progress = self.memory.setdefault(_PROGRESS, Progress())
+        # An equal transform that is built again for a later step, without `init`, continues with this progress.
         binding.progress_of[self.inner.treedef] = progress
+        # A call inside `torch.func.grad`, for example, is an error. The ranks raise it together, after the first
+        # collective, for which the transforms of torch.func are suspended.
         problem = transform_problem("init of a sharded transform", params)
         with without_transforms():
             state = init_sharded(binding, progress, self.inner, params, problem)
@@ -237,13 +240,15 @@ def init_sharded(
 ) -> PyTree:
     """Return this rank's initial state. Raise on all ranks if their transforms or parameters differ.
 
-    A rank with an error does not raise it at once, because the others would wait for it. It passes `problem`
-    to the next function that communicates, which raises on all ranks.
+    If one rank raised alone, the others would wait for it in the next collective. An error is therefore passed to the
+    next function that communicates, which raises on all ranks: to `verify_ranks` and, after that, to `verify_params`.
+    `problem` is such an error of the caller.
     """
     try:
-        warn_of_unmatched(patterns_in(tx), params)
+        warn_of_unmatched(patterns_in(tx), params)  # it raises if the user turns warnings into errors
     except Exception as error:
-        problem = problem or error
+        if problem is None:
+            problem = error
     verify_ranks(binding, tx, params, problem)
     local = local_tree(params)
     state: PyTree = None
@@ -253,6 +258,7 @@ def init_sharded(
     except Exception as error:
         init_problem = error
     verify_params(binding.layout, local, init_problem, may_fail=True)
+    # No rank has an error. All of them count this transform, and compare the number at every step.
     progress.begin(next_serial(binding.layout), state)
     return state
 
