@@ -44,6 +44,7 @@ from muonfx.tree.members import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 
 @dataclass(frozen=True)
@@ -179,17 +180,21 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
 
 
 def leaf_to_dtensor(binding: Binding, placement: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
-    """Turn one leaf of an optimizer state into a DTensor if its parameter is one. `placement` has its ranks."""
+    """Turn one leaf of an optimizer state into a DTensor if its parameter is one. `placement` has its ranks.
+
+    A leaf that is None on this rank becomes a DTensor without elements if other ranks have it.
+    """
     layout = binding.layout
-    if placement is None or placement.name is None:
+    if placement is None or placement.name is None:  # a leaf without a parameter, such as a counter
         return leaf
     if placement.name not in layout.dtensors or is_dtensor(leaf):
         return leaf
-    if not placement.owned:
-        return None if leaf is None else parameter_like(layout, placement.name, leaf)
-    if leaf is None and placement.local is not None:
-        return None  # the transform has no state for this parameter
-    return _owned_to_dtensor(layout, placement, placement.name, leaf)
+    is_on_other_ranks = placement.owned and placement.local is None
+    if leaf is None and not is_on_other_ranks:  # the transform has no state for this parameter
+        return None
+    if placement.owned:
+        return _owned_to_dtensor(layout, placement, placement.name, leaf)
+    return parameter_like(layout, placement.name, leaf)
 
 
 def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
@@ -282,29 +287,32 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree)
 def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local: Tensor | None) -> Tensor | None:
     """Turn the leaf of a state that owners hold for their matrices into a DTensor.
 
-    It has the mesh of the parameter called `name`, or the one rank that computes all matrices. Ranges of a stack that
-    no placements express stay local tensors on their owners and None elsewhere.
+    `local` has the matrices that this rank computes of the parameter called `name`; None if it computes none. Ranges of
+    a stack that no placements express stay local tensors on their owners and None elsewhere.
     """
     from torch.distributed.tensor import Replicate
 
-    spec = layout.dtensors[name]
+    mesh = layout.dtensors[name].mesh
+    placements: Sequence[Placement] = layout.dtensors[name].placements
     shape = placement.shape
-    stride = torch.empty(shape, device="meta").stride()
-    is_on_all_ranks = all(shard.owner is None for shard in placement.shards)
-    if is_on_all_ranks:
+    if all(shard.owner is None for shard in placement.shards):  # every rank computes all matrices
         assert local is not None
-        return dtensor_of(local, spec.mesh, [Replicate()] * spec.mesh.ndim, shape, stride)
-    if len(placement.shards) == 1:  # one rank computes all matrices
+        placements = [Replicate()] * mesh.ndim
+    elif len(placement.shards) == 1:  # one rank computes all matrices: a mesh of this rank
         mesh = _mesh_of_owner(layout, placement.shards[0].the_owner)
+        placements = [Replicate()]
+        if local is not None:
+            local = local.view(shape)
+    elif own_what_they_hold(layout, name, placement.shards, shape):  # the placements of the parameter
         if local is None:
-            return dtensor_of(_empty_on(mesh, placement.dtype), mesh, [Replicate()], shape, stride)
-        return dtensor_of(local.view(shape), mesh, [Replicate()], shape, stride)
-    # Several ranks compute ranges of a stack. A DTensor expresses them if they are the shards of the parameter.
-    if not own_what_they_hold(layout, name, placement.shards, shape):
+            local = _empty_on(mesh, placement.dtype)
+        local = local.reshape(-1, *shape[1:])
+    else:
         return local
-    if local is None:
-        local = _empty_on(spec.mesh, placement.dtype)
-    return dtensor_of(local.reshape(-1, *shape[1:]), spec.mesh, spec.placements, shape, stride)
+    if local is None:  # this rank is not on the mesh
+        local = _empty_on(mesh, placement.dtype)
+    stride = torch.empty(shape, device="meta").stride()
+    return dtensor_of(local, mesh, placements, shape, stride)
 
 
 def _mesh_of_owner(layout: Layout, owner: int) -> DeviceMesh:

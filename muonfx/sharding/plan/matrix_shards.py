@@ -286,13 +286,21 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
     if matrix is None:
         return [_whole_parameter(name, cut)]
     numel = prod(matrix)
-    if numel not in cut.ranges_of_stack:
+    if numel not in cut.ranges_of_stack:  # parameters with the same shape and partition share a cut
         cut.ranges_of_stack[numel] = _ranges(cut, numel)
     ranges: list[_Range] = cut.ranges_of_stack[numel]
     shards: list[UnassignedShard] = []
-    for first, stop, candidates, complete, one_each in ranges:
-        shape = (stop - first, *matrix)
-        shards.append(UnassignedShard(name, first * numel, stop * numel, shape, candidates, complete, one_each))
+    for matrices in ranges:
+        shard = UnassignedShard(
+            name=name,
+            start=matrices.first * numel,
+            stop=matrices.stop * numel,
+            shape=(matrices.stop - matrices.first, *matrix),
+            candidates=matrices.candidates,
+            complete=matrices.complete,
+            one_each=matrices.one_each,
+        )
+        shards.append(shard)
     return shards
 
 
