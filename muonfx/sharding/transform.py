@@ -201,16 +201,18 @@ class _ShardedFunctions:
         call = Arguments(updates, state, params, donate, extras)
         if self.layout.dtensors:
             call = call._replace(state=without_dtensors(binding, inner, call.like, state))
+        # A call inside `torch.func.grad`, for example, is an error, which `step_sharded` raises on all ranks.
         problem = transform_problem("update of a sharded transform", call)
         with without_transforms():
             progress = _progress_of(self.memory, binding, inner)
             out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
-        if not self.layout.dtensors:
-            return out, new_state
-        caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
-        if PLAIN.issuperset(map(type, caller_leaves)):  # the caller uses local tensors
-            return out, new_state
-        return to_dtensors(self.layout, out, updates), state_to_dtensors(binding, inner, updates, new_state, state)
+        if self.layout.dtensors:
+            caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
+            are_local_tensors = PLAIN.issuperset(map(type, caller_leaves))
+            if not are_local_tensors:
+                out = to_dtensors(self.layout, out, updates)
+                new_state = state_to_dtensors(binding, inner, updates, new_state, state)
+        return out, new_state
 
 
 _PROGRESS = "progress"
@@ -284,17 +286,21 @@ def step_sharded(
         problem: an error that this rank already has; it is raised on all ranks.
         apply_to_params: adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
+    # 1. All ranks make the same call. Its arguments are replaced by local tensors.
     local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
-    # A donated tensor that another argument also contains would be overwritten too early: it is copied first.
+    # 2. A donated tensor that another argument also contains would be overwritten too early: it is copied first.
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
     extras = dict(local.extras)
     if apply_to_params is not None:
         extras["apply_to_params"] = apply_to_params
+    # 3. The transform in the form that runs on shards. It is found by the names and shapes of `local.like`, which is
+    # the parameters or, without them, the updates.
     local_tx = binding.placed(tx, local.like)
     out, new_state = local_tx.run(updates, state, local.params, donate=donate, **extras)
     # After an error on this rank alone, the step is not counted: the next step then finds that the ranks differ.
     progress.completed += 1
-    if check and not local.donate.state:  # if the new state is donated later, the old one must not change
+    # A new state may contain tensors of the old one. If the caller donates it in the next step, these are overwritten.
+    if check and not local.donate.state:
         new_state = tree.copy_shared(new_state, local.state)
     return out, new_state
 

@@ -209,14 +209,27 @@ def agree_on_leaves(
 ) -> LeafAgreement:
     """Find out which leaves of a tree are None on some ranks. Raise on all ranks if a leaf has different dtypes.
 
-    `unplaced` are the names of gradients with other placements than their parameters. Other arguments are as in
-    `agree`.
+    The ranks first compare one digest of the dtypes of all leaves. Only if it differs do they send the dtypes.
+
+    Args:
+        what: the name of the call, which must be equal on all ranks.
+        names: the names of the leaves, which must be equal on all ranks.
+        leaves: the leaves on this rank.
+        layout: the layout of the parameters, which must be equal on all ranks.
+        problem: an error that this rank already has; it is raised on all ranks.
+        unplaced: the names of the gradients with other DTensor placements than their parameters, such as Partial.
+        same: as in `agree`, a further value that must be equal on all ranks.
+        explain: as in `agree`, returns texts for the error if `same` differs.
+        request: as in `agree`.
     """
-    codes = bytearray(map(_code_of, leaves))
+    codes = bytearray(map(_code_of, leaves))  # one number for each leaf: its dtype, and if it is `unplaced`
     for name in unplaced:
         codes[names.index(name)] += UNPLACED
     if layout.group is None or layout.size == 1:
-        _raise_alone(layout, problem)
+        if problem is not None:
+            raise problem
+        if layout.size > 1:
+            raise _without_group(layout)
         return LeafAgreement(codes, [], [], request)
     agreement = agree(
         what,
@@ -257,15 +270,11 @@ def _code_of(leaf: object) -> int:
     return _NONE
 
 
-def _raise_alone(layout: ShardTable, problem: Exception | None) -> None:
-    """Raise the error of a process without other ranks, or an error if its layout has several ranks."""
-    if problem is not None:
-        raise problem
-    if layout.size > 1:
-        raise ShardingError(
-            f"{layout!r} was created with a number of ranks and has no process group, expected a process group: create "
-            "it in the running job, or use assemble() in one process"
-        )
+def _without_group(layout: ShardTable) -> ShardingError:
+    return ShardingError(
+        f"{layout!r} was created with a number of ranks and has no process group, expected a process group: create it "
+        "in the running job, or use assemble() in one process"
+    )
 
 
 def _codes_of_all_ranks(codes: bytearray, size: int, rank: int, group: dist.ProcessGroup) -> list[list[int]]:

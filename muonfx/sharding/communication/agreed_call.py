@@ -43,27 +43,33 @@ def agreed_call(
 ) -> Arguments:
     """Check that all ranks make the same call of `update`. Return its arguments with local tensors for DTensors.
 
-    A gradient that is None here but not on other ranks is filled in. If a rank has an error, or passes a `problem`, all
-    ranks raise. `progress` belongs to the transform or optimizer that is stepped.
+    A gradient that is None on this rank but not on others is filled in. If a rank has an error, or passes a `problem`,
+    all ranks raise. `progress` counts the steps of this transform or optimizer alone. With `check`, the trees of the
+    arguments are compared with each other.
     """
     layout = binding.layout
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem
         return _checked_call(binding, tx, call, check=check).arguments
+    # 1. In the first step without `init`: the ranks have the same transform and parameters.
     if progress.serial is None:
         verify_ranks(binding, tx, call.like, problem)
         progress.serial = next_serial(layout)
+    # 2. In every step, with one all-reduce: the ranks make the same call.
     local_call, agreement = _agree_on_call(binding, progress, tx, call, problem, check=check)
     local = local_call.arguments
-    if agreement.is_requested:
+    # 3. In the first step after `init` or a load on any rank: the replicas have equal values.
+    compares_replicas = agreement.is_requested
+    if compares_replicas:
         if local.params is not None:
             verify_params(layout, local.params)
         verify_state(binding, tx, local.like, local.state)
+    # 4. Gradients that are None on some ranks, or partial sums.
     if agreement.missing or local_call.gradients.unplaced:
         completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
         local = local._replace(updates=completed)
-    if agreement.is_requested:
+    if compares_replicas:
         warn_of_gradients(layout, local.updates)
     progress.verified(local.state)
     return local
@@ -78,26 +84,34 @@ def _agree_on_call(
     *,
     check: bool,
 ) -> tuple[_LocalCall, LeafAgreement]:
-    """Check a call on this rank, and that all ranks make the same call. Return it with the gradients of all ranks."""
+    """Check a call on this rank, and that all ranks make the same call.
+
+    Return the call with local tensors, and which gradients other ranks have.
+    """
     layout = binding.layout
     assert layout.group is not None
     try:
         if problem is not None:
             raise problem
         local_call = _checked_call(binding, tx, call, check=check)
-        local, names, gradients = local_call
+        local = local_call.arguments
         facts = facts_of_step(binding, progress, tx, local)
-    except Exception as error:  # perhaps on this rank only: raised on all ranks together
+    except Exception as error:  # perhaps on this rank only: `agree` raises it on all ranks together
         agree("a step", layout.group, error)
         raise
+
+    def facts_as_texts() -> Facts:
+        """Return `facts` for an error, with the texts of which it has digests. Called only if the ranks differ."""
+        return {**facts_of_transforms(binding, tx, local.like), **facts, **facts_of_dtypes(local.params)}
+
     agreement = agree_on_leaves(
         "a step",
-        names,
-        gradients.tensors,
+        local_call.names,
+        local_call.gradients.tensors,
         layout,
-        unplaced=gradients.unplaced,
+        unplaced=local_call.gradients.unplaced,
         same=facts,
-        explain=lambda: {**facts_of_transforms(binding, tx, local.like), **facts, **facts_of_dtypes(local.params)},
+        explain=facts_as_texts,
         request=progress.needs_verification(local.state),
     )
     return local_call, agreement

@@ -146,11 +146,13 @@ class MatrixStage:
             find_parameters: returns, for each leaf of the state, the name of its parameter or None. It is called only
                 if the state is divided into buckets.
         """
+        # 1. This rank's shards by parameter name.
         leaves, treedef = tree.flatten(call.updates)
         local_updates = dict(zip(tree.names(call.updates), leaves, strict=True))
         local_params: dict[str, Any] | None = None
         if call.params is not None and self.reads_params:
             local_params = dict(tree.named_leaves(call.params))
+        # 2. The matrices that are sent together, and the state of each of these buckets.
         buckets = self.plan.local_buckets(local_updates)
         bucketed_state: BucketedState | None = None
         is_divided = len(buckets) > 1 or self.store != IN_MEMORY
@@ -158,6 +160,7 @@ class MatrixStage:
             device = device_of(call.updates, call.params)
             names = [bucket.computed_names for bucket in buckets]
             bucketed_state = BucketedState(self.store, device, call.state, find_parameters(), names, call.donate)
+        # 3. Gather, compute and scatter each bucket.
         step = _Step(
             stage=self,
             call=call,
@@ -337,7 +340,8 @@ class _Gather:
     def _allocate_stack(self, members: list[LocalTransfers], dtype: torch.dtype) -> dict[str, list[list[Tensor]]]:
         """Allocate one stack for matrix shards of one shape, whose boxes are at the same positions.
 
-        Return a dict from parameter name to the boxes of each transfer, as views of the stack.
+        Return the boxes of each transfer, as views of the stack: ``{"w": [[a, b], [c]], "v": [[d, e], [f]]}`` if the
+        first transfer of each matrix shard has two boxes, and the second has one.
         """
         # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
         if len(self._plan.run) == 1:
@@ -351,12 +355,10 @@ class _Gather:
             stack = stack.flatten(1)  # the boxes of a range of matrices are intervals
         boxes_of: dict[str, list[list[Tensor]]] = {name: [] for name in names}
         for _, views in first.transfers:
-            for boxes_of_transfers in boxes_of.values():
-                boxes_of_transfers.append([])
-            for view in views:
-                # One call for the same box of all matrices is faster than a view of each.
-                for boxes_of_transfers, box in zip(boxes_of.values(), view.of_each(stack), strict=True):
-                    boxes_of_transfers[-1].append(box)
+            # One call for the same box of all matrices is faster than a view of each.
+            boxes_of_views = [view.of_each(stack) for view in views]
+            for index, name in enumerate(names):
+                boxes_of[name].append([boxes[index] for boxes in boxes_of_views])
         return boxes_of
 
 
@@ -423,18 +425,18 @@ class _Scatter:
 
     def _store(self, local: LocalTransfers, result: Tensor) -> None:
         """Write a result that no other rank needs to the updated shards."""
-        name = local.shard.name
         if not local.is_same_shard:  # the shard has further elements, or others in another order: copy box by box
-            boxes = boxes_in(local.shard.as_shard(result), local.matrix_views)
-            copied(boxes, self._boxes(local))
+            sources = boxes_in(local.shard.as_shard(result), local.matrix_views)
+            copied(sources, self._boxes(local))
             return
-        local_update = self._local_updates[name]
+        local_update = self._local_updates[local.shard.name]
         updated = result.reshape(local_update.shape).to(local_update.dtype)
-        # A transform may return its input: then the caller's tensor is returned too, so that it does not seem new.
+        # If a transform returns its input, `updated` is a view of the caller's tensor. The tensor itself is returned
+        # then, because a caller that compares it with its input must not take it for a new one.
         has_same_memory = updated.data_ptr() == local_update.data_ptr() and updated.stride() == local_update.stride()
         if has_same_memory and local_update.numel():
             updated = local_update
-        self._updated_shards[name] = updated
+        self._updated_shards[local.shard.name] = updated
 
     def _start_exchange(self, results: Mapping[str, Tensor | None]) -> Exchange:
         """Send the boxes of the results of this rank that other ranks hold."""
