@@ -158,6 +158,7 @@ def flat(
     """
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
+    # 1. The order of the parameters in the buffer.
     if order is not None:
         order = list(order)
     elif starts is not None:
@@ -166,6 +167,7 @@ def flat(
         _require_sorted_dict(params, specs)
         order = list(specs)
     _require_each_once(order, specs)
+    # 2. Their positions, and the intervals of the ranks.
     if starts is None:
         starts = one_behind_another(specs, order)
     _require_parameters(starts, specs)

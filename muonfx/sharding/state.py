@@ -88,10 +88,11 @@ def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) 
         return dict(zip(entries, states, strict=True))
     if is_wrapper(visited.tx):
         return _of_wrapper(binding, visited, plans)
+    # A transform that calls no others.
     state = fixed(visited).functions.init(visited.params)
     if execution_of(visited) == "whole tree" and not binding.holds_all:
         # It runs on the gathered tree, so its whole state is equal on all ranks: no leaf belongs to a parameter.
-        return _of_leaves(state, {})
+        return _of_leaves(state, params={})
     return _of_leaves(state, visited.params, plans.get(visited))
 
 
@@ -118,10 +119,11 @@ def _of_leaves(state: PyTree, params: PyTree, plan: RunPlan | None = None) -> Py
             continue
         if name is not None and plan is not None:
             leaves[index] = _placement_on_owners(plan, name, leaf)
-            continue
-        # A leaf of another shape than its parameter's is equal on all ranks, like a leaf without a parameter.
-        is_sharded = name not in shape_of or leaf.shape == shape_of[name]
-        leaves[index] = LeafPlacement(name if is_sharded else None, tuple(leaf.shape), leaf.dtype)
+        elif name in shape_of and leaf.shape != shape_of[name]:
+            # A leaf of another shape than its parameter's is equal on all ranks, like a leaf without a parameter.
+            leaves[index] = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
+        else:
+            leaves[index] = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
     return tree.unflatten(treedef, leaves)
 
 

@@ -208,8 +208,7 @@ class _ShardedFunctions:
             out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
         if self.layout.dtensors:
             caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
-            are_local_tensors = PLAIN.issuperset(map(type, caller_leaves))
-            if not are_local_tensors:
+            if not PLAIN.issuperset(map(type, caller_leaves)):  # the caller uses DTensors
                 out = to_dtensors(self.layout, out, updates)
                 new_state = state_to_dtensors(binding, inner, updates, new_state, state)
         return out, new_state

@@ -257,18 +257,17 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
             on_all_ranks.append(index)
         else:
             on_some_ranks.append(index)
-    sets_to_split: list[list[int]] = []  # the sets of shards of which the best is split
     if settings.replicas == "everyone":
-        sets_to_split.append([])
+        sets_to_split: list[list[int]] = [[]]
     elif settings.replicas == "split":
-        sets_to_split.append(on_all_ranks)
+        sets_to_split = [on_all_ranks]
     else:
         slower_to_compute: list[int] = []  # than to send
         for index in on_all_ranks:
             seconds_to_send = shards[index].nbytes / machine.bandwidth
             if _seconds_to_compute(shards[index], machine) > seconds_to_send:
                 slower_to_compute.append(index)
-        sets_to_split += [[], slower_to_compute, on_all_ranks]
+        sets_to_split = [[], slower_to_compute, on_all_ranks]  # the fastest is split
     items = [Item(shard.cost, shard.numel, shard.candidates) for shard in shards]
     fewest_seconds = math.inf
     best: dict[int, int] = {}

@@ -291,16 +291,18 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
     ranges: list[_Range] = cut.ranges_of_stack[numel]
     shards: list[UnassignedShard] = []
     for matrices in ranges:
-        shard = UnassignedShard(
-            name=name,
-            start=matrices.first * numel,
-            stop=matrices.stop * numel,
-            shape=(matrices.stop - matrices.first, *matrix),
-            candidates=matrices.candidates,
-            complete=matrices.complete,
-            one_each=matrices.one_each,
+        count = matrices.stop - matrices.first
+        shards.append(
+            UnassignedShard(
+                name,
+                start=matrices.first * numel,
+                stop=matrices.stop * numel,
+                shape=(count, *matrix),
+                candidates=matrices.candidates,
+                complete=matrices.complete,
+                one_each=matrices.one_each,
+            )
         )
-        shards.append(shard)
     return shards
 
 
@@ -334,7 +336,7 @@ def with_ranks_of_their_own(shards: Sequence[UnassignedShard], size: int) -> lis
         by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
         owners = sorted(by_load[: len(indices)])
         for index, owner in zip(indices, owners, strict=True):
-            assigned[index] = shards[index]._replace(candidates=(owner,), one_each=False)
+            assigned[index] = shards[index]._replace(candidates=(owner,))
             loads[owner] += shards[index].cost
     return assigned
 
