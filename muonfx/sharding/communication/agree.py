@@ -7,6 +7,7 @@ and all ranks raise one error that names the first difference.
 from __future__ import annotations
 
 import hashlib
+import struct
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -102,10 +103,8 @@ def _words_and_complements(value: object, count: int) -> list[int]:
     if value is NO_VALUE:
         return [0] * (2 * count)
     hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
-    words: list[int] = []
-    for start in range(0, 4 * count, 4):
-        word = int.from_bytes(hashed[start : start + 4], "big")
-        words.append(word & _LARGEST_WORD)
+    numbers = struct.unpack(f">{count}I", hashed)  # big-endian numbers of 32 bits
+    words = [number & _LARGEST_WORD for number in numbers]
     return words + [_LARGEST_WORD - word for word in words]
 
 
@@ -127,7 +126,10 @@ def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessG
 
 
 def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
-    """Raise a ShardingError that names the first of the `facts` that differs between ranks, and these ranks."""
+    """Raise a ShardingError that names the first of the `facts` that differs between ranks, and these ranks.
+
+    All ranks first gather digests to find the subject, and then the fact itself. Facts may be long.
+    """
     operation = "finding out what differs"
     digests = {subject: digest(fact) for subject, fact in facts.items()}
     difference = first_difference(all_objects(digests, group, operation))
@@ -137,11 +139,12 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
             "expected the same: construct and step the optimizer in the same way on all ranks"
         )
     subject, ranks = difference
+    different_rank = ranks[0]  # all of these ranks have the same fact, which differs from that of rank 0
     fact: object = None
-    if dist.get_rank(group) in (0, ranks[0]):  # facts may be long: only the two ranks that the error shows send theirs
+    if dist.get_rank(group) in (0, different_rank):  # the other ranks send None
         fact = facts.get(subject)
     fact_of_rank = all_objects(fact, group, operation)
-    text = difference_text(fact_of_rank[0], fact_of_rank[ranks[0]], listed(ranks))
+    text = difference_text(fact_of_rank[0], fact_of_rank[different_rank], listed(ranks))
     raise ShardingError(
         f"nothing was changed on any rank: the ranks have different {subject}: {text}\nAll ranks must have the same."
     )

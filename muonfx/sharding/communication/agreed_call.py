@@ -156,11 +156,10 @@ def _local_call(layout: Layout, call: Arguments) -> _LocalCall:
         checks.check_floating("updates", local_tree(call.updates))
     gradients = local_gradients(layout, names, leaves)
     updates = call.updates
-    has_dtensors = not PLAIN.issuperset(map(type, leaves))
-    if has_dtensors:
+    if not PLAIN.issuperset(map(type, leaves)):  # some gradients are DTensors
         updates = tree.unflatten(treedef, gradients.tensors)
     params = call.params
-    if layout.dtensors:
+    if layout.dtensors:  # else no parameter is a DTensor, and the tree is not flattened
         params = local_tree(params)
     local = Arguments(updates, call.state, params, Donation.of(call.donate), call.extras)
     return _LocalCall(local, names, gradients)
@@ -173,13 +172,13 @@ def _check_trees(binding: Binding, tx: Transform, local: Arguments) -> None:
     """
     if local.params is not None:
         checks.check_updates_fit(local.params, local.updates)
-    leaves = tree.leaves(local.like)
+    leaves = tree.leaves(local.like)  # of the parameters or, without them, of the updates
     if any(leaf is None for leaf in leaves):
         return  # without its shape, the state that `init` returns cannot be computed
     names = tuple(tree.names(local.updates))
     dtypes = tuple([leaf.dtype for leaf in leaves])
     key = tx.treedef, names, dtypes
-    if key not in binding.expected_states:
+    if key not in binding.expected_states:  # most steps have the same: `init` is called once, on meta tensors
         meta_state = binding.init(tx, meta_like(local.like))
         binding.expected_states[key] = checks.ExpectedState.of(meta_state)
     expected = binding.expected_states[key]
@@ -201,8 +200,8 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     """Raise on all ranks unless all have the same transform, parameters, layout, settings and package versions.
 
     `init` calls this, and the first step of a transform without `init`. All ranks call it together. `problem` is an
-    error that this rank already has. Ranks with an error report it to the others instead of returning early, because
-    the others would wait for them.
+    error that this rank already has. An error of one rank is not raised there at once, because the others would wait
+    for this rank: `agree` sends it to them, and all ranks raise.
     """
     layout = binding.layout
     if layout.size == 1:

@@ -55,9 +55,11 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
             continue
         # `to_local` is differentiable, so a gradient reaches the DTensor.
         shards[name] = leaf.to_local() if is_dtensor(leaf) else leaf
+    # The derivative of `_gather` is `_reduce`, and the other way round.
     wholes = _Linear.apply(_gather, _reduce, layout, [*shards], *shards.values())
     whole_of = dict(zip(shards, wholes, strict=True))
-    return tree.unflatten(treedef, map(whole_of.get, names, leaves))  # a leaf that is not gathered is unchanged
+    # A leaf that is not gathered is returned unchanged.
+    return tree.unflatten(treedef, map(whole_of.get, names, leaves))
 
 
 def _agree_to_gather(
@@ -217,6 +219,7 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     device = tree.device_of(grads)
     problem: Exception | None = transform_problem("layout.reduce_scatter", grads)
     with without_transforms():
+        # An error is raised on all ranks together by `agree_on_leaves`, so that no rank waits for another.
         for name, leaf in zip(names, leaves, strict=True):
             problem = _problem_of_gradient(layout, name, leaf) or problem
         agreement = agree_on_leaves("reducing gradients", names, leaves, layout, problem)
@@ -266,14 +269,13 @@ def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence
     """Average whole tensors over all ranks: send each rank its shards, bucket by bucket. Return the shards of means."""
     means = [layout.position(name).blank(whole) for name, whole in zip(names, wholes, strict=True)]
     for indices in in_buckets(wholes, BUCKET):
-        outgoing = lists_by_rank(layout)
-        targets: list[Tensor] = []
+        outgoing = lists_by_rank(layout)  # the boxes of whole tensors that each rank holds
+        targets: list[Tensor] = []  # the same boxes of this rank, in its shards
         for index in indices:
             name = names[index]
             targets += boxes_in(means[index], layout.views(name))
             for rank in range(layout.size):
-                boxes = layout.position(name, rank).boxes
-                outgoing[rank] += [box.of(wholes[index]) for box in boxes]
+                outgoing[rank] += [box.of(wholes[index]) for box in layout.position(name, rank).boxes]
         _exchange_and_average(layout, outgoing, targets, wholes[indices[0]])
     return means
 
@@ -321,13 +323,15 @@ def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
     """Write the mean of some tensors to `target`. Add them in order in fp32 or higher, and round once."""
     first, *others = tensors
     total = first.to(ew.wide_dtype(target.dtype))
-    written = total
-    if total is first:  # in fp32 already: the sum is written to the target, because `first` may be the caller's tensor
-        written = target
+    # The sum is written to new memory: to the wide copy of `first`, or, without a copy, to the target. `first` itself
+    # may be the caller's tensor.
+    memory = total
+    if total is first:
+        memory = target
     for tensor in others:
-        total = torch.add(total, tensor, out=written)
-    torch.div(total, len(tensors), out=written)
-    target.copy_(written)  # rounds once, or does nothing if it is the same tensor
+        total = torch.add(total, tensor, out=memory)
+    torch.div(total, len(tensors), out=memory)
+    target.copy_(memory)  # rounds once, or does nothing if it is the same tensor
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:

@@ -122,13 +122,14 @@ def _digest_of_placements(
 ) -> str:
     """Return a hash of all parameters, of their placements, and of the shapes of the meshes.
 
-    A mesh is identified by its index among the meshes, because other ranks have other meshes.
+    A mesh is identified by its index among the meshes, because the ranks on it may differ from rank to rank: where one
+    rank has the mesh of ranks 0 and 2, another has the mesh of ranks 1 and 3.
     """
     meshes = list(coordinates_on)
     values: list[object] = [coordinates.shape for coordinates in coordinates_on.values()]
     for name, spec in specs.items():
         values.append((name, spec))
         if name in dtensors:
-            index = meshes.index(dtensors[name].mesh)
-            values.append((index, dtensors[name].placements))
+            index_of_mesh = meshes.index(dtensors[name].mesh)
+            values.append((index_of_mesh, dtensors[name].placements))
     return digest(values)
