@@ -194,7 +194,7 @@ def leaf_to_dtensor(binding: Binding, placement: LeafPlacement | None, leaf: Ten
     is_on_other_ranks = placement.owned and placement.local is None
     if leaf is None and not is_on_other_ranks:  # the transform has no state for this parameter
         return None
-    if placement.owned:
+    if leaf is None or placement.owned:
         return _owned_to_dtensor(layout, placement, placement.name, leaf)
     return parameter_like(layout, placement.name, leaf)
 
