@@ -135,7 +135,7 @@ class ShardPosition(NamedTuple):
         spans_by_dim: list[list[Span]] = []
         for dim, spans in enumerate(self.spans):
             spans_by_dim.append(_spans_within(spans, local_box.offsets[dim], local_box.sizes[dim]))
-        # A box of both rows and columns 0 and 1 would skip elements of the shard: its row 0 goes on with column 4.
+        # A box of both rows and columns 0 and 1 would skip elements of the shard: its row 0 continues with column 4.
         # Before a dim with several spans, each index (here each row) therefore has boxes of its own.
         dims_with_gaps = [dim for dim, spans in enumerate(spans_by_dim) if len(spans) > 1]
         for dim in range(max(dims_with_gaps, default=0)):
