@@ -357,10 +357,12 @@ class _Gather:
             stack = stack.flatten(1)  # the boxes of a range of matrices are intervals
         boxes_of: dict[str, list[list[Tensor]]] = {name: [] for name in names}
         for _, views in first.transfers:
-            # One call for the same box of all matrices is faster than a view of each.
-            boxes_of_views = [view.of_each(stack) for view in views]
-            for index, name in enumerate(names):
-                boxes_of[name].append([boxes[index] for boxes in boxes_of_views])
+            for name in names:
+                boxes_of[name].append([])
+            for view in views:
+                # One call for the same box of all matrices is faster than a view of each.
+                for name, box in zip(names, view.of_each(stack), strict=True):
+                    boxes_of[name][-1].append(box)
         return boxes_of
 
 
