@@ -285,6 +285,8 @@ def _on_all(tx: Transform, binding: Any):
 
     `stand_in` turns these two functions into a transform like `tx`. `binding` gathers and shards trees.
     """
+    # Every rank has all whole tensors: nothing is added over ranks, and nothing is sharded.
+    extras_of_process: dict[str, Any] = {"sum_over_leaves": sum_over_leaves, "shard": lambda values: values}
 
     def init(params: PyTree) -> PyTree:
         binding.warn_of_gathering(tx, params)
@@ -297,8 +299,7 @@ def _on_all(tx: Transform, binding: Any):
         gathered_params: PyTree = None
         if params is not None:
             gathered_params = binding.gather(params)
-        # Every rank has all whole tensors: nothing is added over ranks, and nothing is sharded.
-        extras.update(sum_over_leaves=sum_over_leaves, shard=lambda values: values)
+        extras.update(extras_of_process)
         out, state = tx.run(gathered_updates, state, gathered_params, **extras)
         return binding.layout.shard(out), state
 
