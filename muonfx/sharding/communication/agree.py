@@ -292,7 +292,8 @@ def _codes_of_all_ranks(codes: bytearray, size: int, rank: int, group: dist.Proc
 def _merge_codes(names: Sequence[str], codes_of_rank: list[list[int]], is_requested: bool) -> LeafAgreement:
     """Compare the codes of the leaves of all ranks. Raise if a leaf has different dtypes or placements.
 
-    ``codes_of_rank[r][i]`` is the code of leaf i on rank r: 0 (`_NONE`) if it is None, else the code of its dtype.
+    ``codes_of_rank[r][i]`` is the code of leaf i on rank r: 0 (`_NONE`) if it is None, else the code of its dtype, plus
+    `UNPLACED` for some gradients.
     """
     merged: list[int] = []
     missing: list[int] = []

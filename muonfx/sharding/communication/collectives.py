@@ -55,7 +55,7 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
             continue
         # `to_local` is differentiable, so a gradient reaches the DTensor.
         shards[name] = leaf.to_local() if is_dtensor(leaf) else leaf
-    # The derivative of `_gather` is `_reduce`, and the other way round.
+    # The backward pass of `_gather` is `_reduce`, and the other way round.
     wholes = _Linear.apply(_gather, _reduce, layout, [*shards], *shards.values())
     whole_of = dict(zip(shards, wholes, strict=True))
     # A leaf that is not gathered is returned unchanged.

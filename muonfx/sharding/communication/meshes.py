@@ -88,9 +88,10 @@ def _cuts_on_several_meshes(
 ) -> CutsOnMeshes | None:
     """Return each parameter's partition, when ranks may have different meshes for it.
 
-    For example, a parameter is on the mesh of ranks 0 and 2 there, and on the mesh of ranks 1 and 3 there. A rank has
-    coordinates on its own meshes only, so all ranks send theirs. The first mesh of a rank corresponds to the first
-    meshes of the other ranks, and so on. Return None if anything but the ranks on these meshes differs between ranks.
+    For example, a parameter has the mesh of ranks 0 and 2 on these two ranks, and the mesh of ranks 1 and 3 on the
+    other two. A rank has coordinates on its own meshes only, so all ranks send theirs. The first mesh of a rank
+    corresponds to the first meshes of the other ranks, and so on. Return None if anything but the ranks on these meshes
+    differs between ranks.
     """
     # 1. All ranks send their coordinates on their meshes.
     rank = dist.get_rank(group)
