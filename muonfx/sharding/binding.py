@@ -151,12 +151,12 @@ class Binding:
         """
         entries: list[tuple[str, Transform]] = []
         for name, tx in run:
-            if tx.declaration.combinator.varies_numbers:  # it only changes the hyperparameters of its inner transform
-                tx = tx.children[0]
+            if tx.declaration.combinator.varies_numbers:
+                tx = tx.children[0]  # one for each param group, with other numbers: the first has the plan of all
             entries.append((name, tx))
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
-        if device.type == "meta":
+        if device.type == "meta":  # the speed of a device is estimated, and meta has none
             device = torch.device("cpu")
         structures = tuple([(name, tx.treedef) for name, tx in entries])
         key = tuple(names), structures, str(device)
@@ -235,7 +235,8 @@ class Binding:
 def _on_owners(_memory: Memory, tx: Transform, binding: Any):
     """Run neighbouring transforms that need whole matrices (a matrix stage), bucket by bucket.
 
-    Each matrix is gathered on one rank, its owner, computed there, and scattered.
+    Each matrix is gathered on one rank, its owner, computed there, and scattered. `stand_in` turns the functions into a
+    transform like `tx`, and `with_memory` passes the dict `_memory`, which this transform has between its calls.
     """
     stages: dict[Hashable, MatrixStage] = {}  # by the device and the names of parameters
 
@@ -261,8 +262,8 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
 
 def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
     """Build the matrix stage of a transform or a chain, with the plan of its owners for some parameters."""
-    members = chain_entries(tx)
-    run: Run = ((tx.name, tx),)  # pairs (name, transform)
+    members = chain_entries(tx)  # None if it is not a chain
+    run: Run = ((tx.name, tx),)
     if members is not None:
         run = tuple(members.items())
     plan = binding.plan(run, params)
@@ -270,8 +271,9 @@ def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
         # An owner may compute some matrices of a stack, so the transforms must accept any number of them.
         shapes = {name: plan.specs[name].shape for name in plan.stacks}
         run = on_stacks(run, shapes)
-        tx = run[0][1]
-        if members is not None:
+        if members is None:
+            ((_, tx),) = run
+        else:
             tx = as_chain(dict(run))
     reads_params = any(member.reads_params for _, member in run)
     return MatrixStage(plan, tx, reads_params, binding.layout, binding.store)
@@ -279,8 +281,11 @@ def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
 
 @stand_in
 def _on_all(tx: Transform, binding: Any):
-    """Gather the whole tree on every rank, and run a transform on it there."""
-    # The transform has whole tensors, so it takes the extra arguments of a single process.
+    """Gather the whole tree on every rank, and run a transform on it there.
+
+    `stand_in` turns these two functions into a transform like `tx`. `binding` gathers and shards trees.
+    """
+    # Every rank has all whole tensors: nothing is added over ranks, and nothing is sharded.
     extras_of_process: dict[str, Any] = {"sum_over_leaves": sum_over_leaves, "shard": lambda values: values}
 
     def init(params: PyTree) -> PyTree:

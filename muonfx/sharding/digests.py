@@ -57,7 +57,7 @@ def checksum(tensor: Tensor) -> Tensor:
     block_size = _WORD_BYTES * WORDS // flat.element_size()
     for number, block in enumerate(flat.split(block_size)):
         data = octets(block)
-        padding = -data.numel() % _WORD_BYTES
+        padding = -data.numel() % _WORD_BYTES  # the bytes that are missing to a whole word
         if padding or data.storage_offset() % _WORD_BYTES:  # a view as int32 needs whole words, aligned in memory
             data = torch.cat([data, data.new_zeros(padding)])
         words = data.view(torch.int32).to(torch.int64)

@@ -89,7 +89,11 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
 
 
 def _constant_facts(binding: Binding, tx: Transform, call: Arguments) -> _ConstantFacts:
-    """Return the facts that are the same in each step, computed once for a transform and the names of the leaves."""
+    """Return the facts that are the same in each step, computed once for a transform and the names of the leaves.
+
+    The values of counters and of other leaves without a parameter are compared at each step, so their indices among the
+    leaves of the state are stored: ``{"2.scale_by_adam.count": 4}``.
+    """
     key = tx.treedef, tuple(tree.names(call.like))
     if key not in binding.facts:
         placements = describe_state(binding, tx, call.like)

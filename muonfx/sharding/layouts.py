@@ -158,13 +158,16 @@ def flat(
     """
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
+    # 1. The order of the parameters in the buffer.
     if order is not None:
         order = list(order)
     elif starts is not None:
         order = _order_by_starts(starts, specs)
     else:
-        order = _order_of_dict(params, specs)
+        _require_sorted_dict(params, specs)
+        order = list(specs)
     _require_each_once(order, specs)
+    # 2. Their positions, and the intervals of the ranks.
     if starts is None:
         starts = one_behind_another(specs, order)
     _require_parameters(starts, specs)
@@ -200,6 +203,7 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     <from_dtensors of 1 parameters over 1 rank>
     >>> dist.destroy_process_group()
     """
+    # 1. The mesh and placements of each DTensor, and the group of all ranks on the meshes.
     local_tensors: dict[str, Tensor] = {}
     dtensors: dict[str, DTensorSpec] = {}
     for name, leaf in tree.named_leaves(params):
@@ -216,6 +220,7 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     rank = dist.get_rank(group)
     if rank < 0:
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
+    # 2. The shards that all ranks hold. The shards of this rank must have the shapes of its local tensors.
     specs = specs_of(params)
     cuts, on_several_meshes = cuts_on_meshes(specs, dtensors, ranks_of, group)
     for name, local in local_tensors.items():
@@ -260,18 +265,20 @@ def _order_by_starts(starts: Mapping[str, int], specs: Mapping[str, Spec]) -> li
     return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
 
 
-def _order_of_dict(params: PyTree, specs: Mapping[str, Spec]) -> list[str]:
-    """Return the parameter names, which are in the order of the buffer if `params` is a dict sorted by name."""
-    names = list(specs)
-    order: list[str] = []
+def _require_sorted_dict(params: PyTree, specs: Mapping[str, Spec]) -> None:
+    """Raise ValueError unless `params` is a flat dict in the order of `specs`, which are sorted by name.
+
+    For any other tree it is not known whether the buffer has the order of the tree or the sorted order.
+    """
+    names_in_dict: list[str] = []
     if isinstance(params, Mapping):
-        order = [str(name) for name in params if name in specs]
-    if order != names:
+        names_in_dict = [str(name) for name in params if name in specs]
+    sorted_names = list(specs)
+    if names_in_dict != sorted_names:
         raise ValueError(
             "order: found None, expected the names in their order in the buffer, because params is not a dict with "
-            f"sorted names; they are {format_list(names)}: pass order=list(params) or order=sorted(params)"
+            f"sorted names; they are {format_list(sorted_names)}: pass order=list(params) or order=sorted(params)"
         )
-    return order
 
 
 def _require_each_once(order: Sequence[str], specs: Mapping[str, Spec]) -> None:
@@ -301,15 +308,15 @@ def _check_cuts(cuts: Sequence[int], size: int) -> None:
 def _check_buffer(specs: Mapping[str, Spec], order: Sequence[str], starts: Mapping[str, int], length: int) -> None:
     """Raise ValueError unless each parameter begins after the one before it, and the last ends within the buffer."""
     end = 0
-    what_ends = "the beginning"
+    previous = "the beginning"  # the parameter before, as errors name it
     for name in order:
         start = starts.get(name)
         if start is None or start < end:
-            raise ValueError(f"starts: {name!r} begins at {start}, expected {end} or more, where {what_ends} ends")
+            raise ValueError(f"starts: {name!r} begins at {start}, expected {end} or more, where {previous} ends")
         end = start + prod(specs[name].shape)
-        what_ends = repr(name)
+        previous = repr(name)
     if end > length:
         raise ValueError(
-            f"cuts: found {length} as the last, expected at least {end}, the end of {what_ends}: extend the interval "
+            f"cuts: found {length} as the last, expected at least {end}, the end of {previous}: extend the interval "
             "of the last rank"
         )

@@ -44,6 +44,7 @@ from muonfx.tree.members import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,11 @@ def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) 
         return dict(zip(entries, states, strict=True))
     if is_wrapper(visited.tx):
         return _of_wrapper(binding, visited, plans)
+    # A transform that calls no others.
     state = fixed(visited).functions.init(visited.params)
     if execution_of(visited) == "whole tree" and not binding.holds_all:
         # It runs on the gathered tree, so its whole state is equal on all ranks: no leaf belongs to a parameter.
-        return _of_leaves(state, {})
+        return _of_leaves(state, params={})
     return _of_leaves(state, visited.params, plans.get(visited))
 
 
@@ -117,10 +119,11 @@ def _of_leaves(state: PyTree, params: PyTree, plan: RunPlan | None = None) -> Py
             continue
         if name is not None and plan is not None:
             leaves[index] = _placement_on_owners(plan, name, leaf)
-            continue
-        # A leaf of another shape than its parameter's is equal on all ranks, like a leaf without a parameter.
-        is_sharded = name not in shape_of or leaf.shape == shape_of[name]
-        leaves[index] = LeafPlacement(name if is_sharded else None, tuple(leaf.shape), leaf.dtype)
+        elif name in shape_of and leaf.shape != shape_of[name]:
+            # A leaf of another shape than its parameter's is equal on all ranks, like a leaf without a parameter.
+            leaves[index] = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
+        else:
+            leaves[index] = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
     return tree.unflatten(treedef, leaves)
 
 
@@ -143,13 +146,11 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
 
 
 def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Compute the placements on meta tensors, with the shape of each leaf on this rank."""
-    local_params = binding.local_like(params)
-    local_state = binding.init(tx, local_params)
+    """Compute the placements from two states on meta tensors: of one process, and of this rank for the local shapes."""
+    local_state = binding.init(tx, binding.local_like(params))
     with warnings.catch_warnings():  # the first `init` has already warned
         warnings.simplefilter("ignore")
-        root = root_visit(tx, binding.global_like(local_params))
-        placements = _placements(binding, root)
+        placements = _placements(binding, root_visit(tx, binding.global_like(params)))
     described: list[LeafPlacement | None] = []
     for placement, local_leaf in zip(tree.leaves(placements), tree.leaves(local_state), strict=True):
         if not isinstance(placement, LeafPlacement):
@@ -171,29 +172,38 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
         old_leaves = tree.leaves(old)
     placements = describe_state(binding, tx, params)
     for index, (placement, leaf, old_leaf) in enumerate(zip(placements, leaves, old_leaves, strict=True)):
-        if leaf is None or getattr(old_leaf, "_local_tensor", None) is not leaf:
-            leaves[index] = leaf_to_dtensor(binding, placement, leaf)
-        else:  # the old leaf is a DTensor whose local tensor was updated in place
+        old_local = getattr(old_leaf, "_local_tensor", None)  # None if the old leaf is not a DTensor
+        was_updated_in_place = leaf is not None and leaf is old_local
+        if was_updated_in_place:
             leaves[index] = old_leaf
+        else:
+            leaves[index] = leaf_to_dtensor(binding, placement, leaf)
     return tree.unflatten(treedef, leaves)
 
 
 def leaf_to_dtensor(binding: Binding, placement: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
-    """Turn one leaf of an optimizer state into a DTensor if its parameter is one. `placement` has its ranks."""
+    """Turn one leaf of an optimizer state into a DTensor if its parameter is one. `placement` has its ranks.
+
+    A leaf that is None on this rank becomes a DTensor without elements if other ranks have it.
+    """
     layout = binding.layout
-    if placement is None or placement.name is None:
+    if placement is None or placement.name is None:  # a leaf without a parameter, such as a counter
         return leaf
     if placement.name not in layout.dtensors or is_dtensor(leaf):
         return leaf
-    if not placement.owned:
-        return None if leaf is None else parameter_like(layout, placement.name, leaf)
-    if leaf is None and placement.local is not None:
-        return None  # the transform has no state for this parameter
-    return _owned_to_dtensor(layout, placement, placement.name, leaf)
+    is_on_other_ranks = placement.owned and placement.local is None
+    if leaf is None and not is_on_other_ranks:  # the transform has no state for this parameter
+        return None
+    if leaf is None or placement.owned:
+        return _owned_to_dtensor(layout, placement, placement.name, leaf)
+    return parameter_like(layout, placement.name, leaf)
 
 
 def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """Replace each DTensor in an optimizer state by the local tensor that `update` uses on this rank."""
+    """Replace each DTensor in an optimizer state by the local tensor that `update` uses on this rank.
+
+    The leaf of a matrix that another rank computes becomes None: its DTensor has no elements on this rank.
+    """
     if not binding.layout.dtensors:
         return state
     leaves, treedef = tree.flatten(state)
@@ -206,11 +216,11 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
         if not is_dtensor(leaf):
             continue
         local = local_of(leaf)
-        if placement is None or not placement.owned:
+        if placement is None or not placement.owned:  # as on all ranks, or sharded like its parameter
             leaves[index] = local
-        elif placement.local is None:  # this rank computes none of the parameter's matrices
+        elif placement.local is None:  # other ranks compute the matrices of its parameter
             leaves[index] = None
-        else:
+        else:  # the matrices that this rank computes, in the shape in which it does
             leaves[index] = local.view(placement.local)
     return tree.unflatten(treedef, leaves)
 
@@ -230,13 +240,14 @@ def global_leaf(
     """Convert one leaf of a state for a checkpoint: return a DTensor, a `FlatShard` or a whole tensor."""
     if placement is None or placement.name is None:  # a leaf without a parameter is whole on all ranks
         return leaf
-    if not placement.owned:  # each rank holds its shard, as of the parameter
-        return None if leaf is None else global_shard(binding.layout, placement.name, leaf)
-    # Owners hold the leaf for the matrices that they compute.
-    shard = placement.shard
-    if shard is None:  # this rank computes none of them: an interval without elements
+    shard = placement.shard  # the matrices of the parameter that this rank computes
+    if placement.owned and shard is None:  # none: an interval without elements
         return FlatShard(placement.shape, 0, torch.empty(0, dtype=placement.dtype, device=device))
-    if shard.owner is None or leaf is None:  # every rank computes all of them, or the leaf is None on all ranks
+    if leaf is None:  # the transform has no state for this parameter
+        return None
+    if shard is None:  # the leaf is sharded like its parameter
+        return global_shard(binding.layout, placement.name, leaf)
+    if shard.owner is None:  # every rank computes all matrices, and has the whole leaf
         return leaf
     start, _ = interval_of(placement, shard)
     return FlatShard(placement.shape, start, leaf.reshape(-1))
@@ -278,29 +289,32 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree)
 def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local: Tensor | None) -> Tensor | None:
     """Turn the leaf of a state that owners hold for their matrices into a DTensor.
 
-    It has the mesh of the parameter called `name`, or the one rank that computes all matrices. Ranges of a stack that
-    no placements express stay local tensors on their owners and None elsewhere.
+    `local` has the matrices that this rank computes of the parameter called `name`; None if it computes none. Ranges of
+    a stack that no placements express stay local tensors on their owners and None elsewhere.
     """
     from torch.distributed.tensor import Replicate
 
-    spec = layout.dtensors[name]
+    mesh = layout.dtensors[name].mesh
+    placements: Sequence[Placement] = layout.dtensors[name].placements
     shape = placement.shape
-    stride = torch.empty(shape, device="meta").stride()
-    is_on_all_ranks = all(shard.owner is None for shard in placement.shards)
-    if is_on_all_ranks:
+    if all(shard.owner is None for shard in placement.shards):  # every rank computes all matrices
         assert local is not None
-        return dtensor_of(local, spec.mesh, [Replicate()] * spec.mesh.ndim, shape, stride)
-    if len(placement.shards) == 1:  # one rank computes all matrices
+        placements = [Replicate()] * mesh.ndim
+    elif len(placement.shards) == 1:  # one rank computes all matrices: a mesh of this rank
         mesh = _mesh_of_owner(layout, placement.shards[0].the_owner)
+        placements = [Replicate()]
+        if local is not None:
+            local = local.view(shape)
+    elif own_what_they_hold(layout, name, placement.shards, shape):  # the placements of the parameter
         if local is None:
-            return dtensor_of(_empty_on(mesh, placement.dtype), mesh, [Replicate()], shape, stride)
-        return dtensor_of(local.view(shape), mesh, [Replicate()], shape, stride)
-    # Several ranks compute ranges of a stack. A DTensor expresses them if they are the shards of the parameter.
-    if not own_what_they_hold(layout, name, placement.shards, shape):
+            local = _empty_on(mesh, placement.dtype)
+        local = local.reshape(-1, *shape[1:])
+    else:
         return local
-    if local is None:
-        local = _empty_on(spec.mesh, placement.dtype)
-    return dtensor_of(local.reshape(-1, *shape[1:]), spec.mesh, spec.placements, shape, stride)
+    if local is None:  # this rank is not on the mesh
+        local = _empty_on(mesh, placement.dtype)
+    stride = torch.empty(shape, device="meta").stride()
+    return dtensor_of(local, mesh, placements, shape, stride)
 
 
 def _mesh_of_owner(layout: Layout, owner: int) -> DeviceMesh:

@@ -168,7 +168,10 @@ class _ShardedFunctions:
         if are_meta and all(are_meta):  # only the structure of the state: no communication
             return binding.init(self.inner, local)
         progress = self.memory.setdefault(_PROGRESS, Progress())
+        # An equal transform that is built again for a later step, without `init`, continues with this progress.
         binding.progress_of[self.inner.treedef] = progress
+        # A call inside `torch.func.grad`, for example, is an error. The ranks raise it together, after the first
+        # collective, for which the transforms of torch.func are suspended.
         problem = transform_problem("init of a sharded transform", params)
         with without_transforms():
             state = init_sharded(binding, progress, self.inner, params, problem)
@@ -198,16 +201,17 @@ class _ShardedFunctions:
         call = Arguments(updates, state, params, donate, extras)
         if self.layout.dtensors:
             call = call._replace(state=without_dtensors(binding, inner, call.like, state))
+        # A call inside `torch.func.grad`, for example, is an error, which `step_sharded` raises on all ranks.
         problem = transform_problem("update of a sharded transform", call)
         with without_transforms():
             progress = _progress_of(self.memory, binding, inner)
             out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
-        if not self.layout.dtensors:
-            return out, new_state
-        caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
-        if PLAIN.issuperset(map(type, caller_leaves)):  # the caller uses local tensors
-            return out, new_state
-        return to_dtensors(self.layout, out, updates), state_to_dtensors(binding, inner, updates, new_state, state)
+        if self.layout.dtensors:
+            caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
+            if not PLAIN.issuperset(map(type, caller_leaves)):  # the caller uses DTensors
+                out = to_dtensors(self.layout, out, updates)
+                new_state = state_to_dtensors(binding, inner, updates, new_state, state)
+        return out, new_state
 
 
 _PROGRESS = "progress"
@@ -237,13 +241,15 @@ def init_sharded(
 ) -> PyTree:
     """Return this rank's initial state. Raise on all ranks if their transforms or parameters differ.
 
-    A rank with an error does not raise it at once, because the others would wait for it. It passes `problem`
-    to the next function that communicates, which raises on all ranks.
+    If one rank raised alone, the others would wait for it in the next collective. An error is therefore passed to the
+    next function that communicates, which raises on all ranks: to `verify_ranks` and, after that, to `verify_params`.
+    `problem` is such an error of the caller.
     """
     try:
-        warn_of_unmatched(patterns_in(tx), params)
+        warn_of_unmatched(patterns_in(tx), params)  # it raises if the user turns warnings into errors
     except Exception as error:
-        problem = problem or error
+        if problem is None:
+            problem = error
     verify_ranks(binding, tx, params, problem)
     local = local_tree(params)
     state: PyTree = None
@@ -253,6 +259,7 @@ def init_sharded(
     except Exception as error:
         init_problem = error
     verify_params(binding.layout, local, init_problem, may_fail=True)
+    # No rank has an error. All of them count this transform, and compare the number at every step.
     progress.begin(next_serial(binding.layout), state)
     return state
 
@@ -278,17 +285,21 @@ def step_sharded(
         problem: an error that this rank already has; it is raised on all ranks.
         apply_to_params: adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
+    # 1. All ranks make the same call. Its arguments are replaced by local tensors.
     local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
-    # A donated tensor that another argument also contains would be overwritten too early: it is copied first.
+    # 2. A donated tensor that another argument also contains would be overwritten too early: it is copied first.
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
     extras = dict(local.extras)
     if apply_to_params is not None:
         extras["apply_to_params"] = apply_to_params
+    # 3. The transform in the form that runs on shards. It is found by the names and shapes of `local.like`, which is
+    # the parameters or, without them, the updates.
     local_tx = binding.placed(tx, local.like)
     out, new_state = local_tx.run(updates, state, local.params, donate=donate, **extras)
     # After an error on this rank alone, the step is not counted: the next step then finds that the ranks differ.
     progress.completed += 1
-    if check and not local.donate.state:  # if the new state is donated later, the old one must not change
+    # A new state may contain tensors of the old one. If the caller donates it in the next step, these are overwritten.
+    if check and not local.donate.state:
         new_state = tree.copy_shared(new_state, local.state)
     return out, new_state
 

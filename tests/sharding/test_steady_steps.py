@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding import binding
+from muonfx.sharding.communication.matrix_stage import _Gather
 from muonfx.sharding.plan import matrix_shards
 from muonfx.sharding.shards import cut
 from muonfx.sharding.shards.position import ShardPosition
@@ -116,6 +117,29 @@ def test_a_rate_that_a_scheduler_changes_resolves_plans_and_builds_nothing_but_i
         group["lr"] *= 0.5
     step()
     assert done == {}
+
+
+def test_matrices_of_one_shape_are_received_with_as_many_calls_as_one(done: dict[str, int]):
+    def calls(count: int) -> int:
+        """The Python calls in which a rank allocates what it receives for its part of some equal matrices."""
+        mesh = init_device_mesh("cpu", (2,))
+        params = {f"w{index}": DTensor.from_local(torch.ones(6, 2), mesh, [Shard(1)]) for index in range(count)}
+        tx = sharding.sharded(mfx.orthogonalize(dtype=torch.float32), sharding.from_dtensors(params))
+        state = tx.init(params)
+        found = 0
+
+        def profile(frame: Any, event: str, arg: Any) -> None:
+            nonlocal found
+            found += event == "call" and frame.f_back.f_code is _Gather._allocate_stack.__code__
+
+        sys.setprofile(profile)
+        try:
+            tx.update(params, state, params)
+        finally:
+            sys.setprofile(None)
+        return found
+
+    assert calls(8) == calls(2) > 0  # two matrices: one for each rank
 
 
 # --------------------------------------------------------------------------------------------- what it takes to bind

@@ -7,6 +7,7 @@ and all ranks raise one error that names the first difference.
 from __future__ import annotations
 
 import hashlib
+import struct
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -32,6 +33,7 @@ _VALUE_WORDS = 2
 """The number of words in the digest of a value that may differ, such as the dtypes of gradients."""
 
 _LARGEST_WORD = 0x3FFFFFFF
+"""The largest number of 30 bits."""
 
 NO_VALUE = object()
 """In the place of a value that a rank does not have, so that only the values of the other ranks are compared."""
@@ -67,54 +69,51 @@ def agree(
         explain: returns texts for the error to compare, if the calls are not the same.
         request: True to request something of all ranks, such as a comparison of replicas.
     """
+    # The message of a rank, and the maximum over ranks of each of its numbers, have these fields:
+    #   1. the urgency: 0, 1 for a request, 2 for an error
+    #   2. three words of a hash of the call, and the complements of these words
+    #   3. for each value in `compared`, two words of its hash, and the complements
+    # With one value, the message has 44 bytes in every call, so ranks that make different calls find that out.
     urgency = int(request)
     if problem is not None:
         urgency = _ERROR
-    fields = [[urgency], _extremes((what, same), _CALL_WORDS)]
+    fields = [[urgency], _words_and_complements((what, same), _CALL_WORDS)]
     for value in compared:
-        fields.append(_extremes(value, _VALUE_WORDS))
-    urgency_maxima, call_maxima, *value_maxima = _maxima_over_ranks(fields, what, group)
-    (most_urgent,) = urgency_maxima
-    if most_urgent == _ERROR:
-        _raise_errors(what, problem, group)
-    if not _are_equal(call_maxima):
-        _raise_difference({"calls": what, **explain()}, group)
-    return Agreement(list(map(_are_equal, value_maxima)), bool(most_urgent))
-
-
-def _maxima_over_ranks(fields: Sequence[list[int]], what: str, group: dist.ProcessGroup) -> list[list[int]]:
-    """Return the fields of a message, lists of numbers, with the maximum of each number over all ranks."""
-    # With one compared value a message has 44 bytes in every call, so ranks that make different calls find that out.
+        fields.append(_words_and_complements(value, _VALUE_WORDS))
     numbers = list(chain.from_iterable(fields))
     message = torch.tensor(numbers, dtype=torch.int32, device=host_device(group))
     with collective(what):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    lengths = list(map(len, fields))
-    return list(map(Tensor.tolist, message.cpu().split(lengths)))
+    maxima = message.cpu().split(list(map(len, fields)))
+    most_urgent, call_maxima, *value_maxima = list(map(Tensor.tolist, maxima))
+    if most_urgent == [_ERROR]:
+        _raise_errors(what, problem, group)
+    if not _are_equal(call_maxima):
+        _raise_difference({"calls": what, **explain()}, group)
+    return Agreement(list(map(_are_equal, value_maxima)), is_requested=most_urgent != [0])
 
 
-def _extremes(value: object, count: int) -> list[int]:
-    """Return `count` words of 30 bits that identify a value, and then `_LARGEST_WORD` minus each of the words.
+def _words_and_complements(value: object, count: int) -> list[int]:
+    """Hash a value to `count` words of 30 bits. Return the words, and then `_LARGEST_WORD` minus each of them.
 
-    One maximum over ranks finds both extremes: of the first half the largest words, and of the second half the least.
-    They are the same if all ranks have the same value. `NO_VALUE` becomes zeros, which do not change a maximum.
+    The maximum over ranks of a word is the largest word. The maximum of its complement belongs to the least word. If
+    rank 0 has the word 5 and rank 1 the word 7, the maxima are 7 and `_LARGEST_WORD` - 5, so the words differ. The
+    zeros of `NO_VALUE` change no maximum.
     """
     if value is NO_VALUE:
         return [0] * (2 * count)
     hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
-    words: list[int] = []
-    for start in range(0, 4 * count, 4):
-        word = int.from_bytes(hashed[start : start + 4], "big")
-        words.append(word & _LARGEST_WORD)
+    numbers = struct.unpack(f">{count}I", hashed)  # big-endian numbers of 32 bits
+    words = [number & _LARGEST_WORD for number in numbers]
     return words + [_LARGEST_WORD - word for word in words]
 
 
 def _are_equal(maxima: Sequence[int]) -> bool:
-    """Return True if all ranks passed the same value to `_extremes`, given the maximum of each number over ranks."""
+    """Return True if all ranks have the same words, from the maxima over ranks of `_words_and_complements`."""
     count = len(maxima) // 2
-    largest = maxima[:count]
-    least = [_LARGEST_WORD - maximum for maximum in maxima[count:]]
-    return largest == least
+    largest_words = maxima[:count]
+    least_words = [_LARGEST_WORD - maximum for maximum in maxima[count:]]
+    return largest_words == least_words
 
 
 def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
@@ -127,7 +126,10 @@ def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessG
 
 
 def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
-    """Raise a ShardingError that names the first of the `facts` that differs between ranks, and these ranks."""
+    """Raise a ShardingError that names the first of the `facts` that differs between ranks, and these ranks.
+
+    All ranks first gather digests to find the subject, and then the fact itself. Facts may be long.
+    """
     operation = "finding out what differs"
     digests = {subject: digest(fact) for subject, fact in facts.items()}
     difference = first_difference(all_objects(digests, group, operation))
@@ -137,11 +139,12 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
             "expected the same: construct and step the optimizer in the same way on all ranks"
         )
     subject, ranks = difference
+    different_rank = ranks[0]  # all of these ranks have the same fact, which differs from that of rank 0
     fact: object = None
-    if dist.get_rank(group) in (0, ranks[0]):  # facts may be long: only the two ranks that the error shows send theirs
+    if dist.get_rank(group) in (0, different_rank):  # the other ranks send None
         fact = facts.get(subject)
     fact_of_rank = all_objects(fact, group, operation)
-    text = difference_text(fact_of_rank[0], fact_of_rank[ranks[0]], listed(ranks))
+    text = difference_text(fact_of_rank[0], fact_of_rank[different_rank], listed(ranks))
     raise ShardingError(
         f"nothing was changed on any rank: the ranks have different {subject}: {text}\nAll ranks must have the same."
     )
@@ -209,14 +212,27 @@ def agree_on_leaves(
 ) -> LeafAgreement:
     """Find out which leaves of a tree are None on some ranks. Raise on all ranks if a leaf has different dtypes.
 
-    `unplaced` are the names of gradients with other placements than their parameters. Other arguments are as in
-    `agree`.
+    The ranks first compare one digest of the dtypes of all leaves. Only if it differs do they send the dtypes.
+
+    Args:
+        what: the name of the call, which must be equal on all ranks.
+        names: the names of the leaves, which must be equal on all ranks.
+        leaves: the leaves on this rank.
+        layout: the layout of the parameters, which must be equal on all ranks.
+        problem: an error that this rank already has; it is raised on all ranks.
+        unplaced: the names of the gradients with other DTensor placements than their parameters, such as Partial.
+        same: as in `agree`, a further value that must be equal on all ranks.
+        explain: as in `agree`, returns texts for the error if `same` differs.
+        request: as in `agree`.
     """
-    codes = bytearray(map(_code_of, leaves))
+    codes = bytearray(map(_code_of, leaves))  # one number for each leaf: its dtype, and if it is `unplaced`
     for name in unplaced:
         codes[names.index(name)] += UNPLACED
     if layout.group is None or layout.size == 1:
-        _raise_alone(layout, problem)
+        if problem is not None:
+            raise problem
+        if layout.size > 1:
+            raise _without_group(layout)
         return LeafAgreement(codes, [], [], request)
     agreement = agree(
         what,
@@ -257,15 +273,11 @@ def _code_of(leaf: object) -> int:
     return _NONE
 
 
-def _raise_alone(layout: ShardTable, problem: Exception | None) -> None:
-    """Raise the error of a process without other ranks, or an error if its layout has several ranks."""
-    if problem is not None:
-        raise problem
-    if layout.size > 1:
-        raise ShardingError(
-            f"{layout!r} was created with a number of ranks and has no process group, expected a process group: create "
-            "it in the running job, or use assemble() in one process"
-        )
+def _without_group(layout: ShardTable) -> ShardingError:
+    return ShardingError(
+        f"{layout!r} was created with a number of ranks and has no process group, expected a process group: create it "
+        "in the running job, or use assemble() in one process"
+    )
 
 
 def _codes_of_all_ranks(codes: bytearray, size: int, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
@@ -278,7 +290,11 @@ def _codes_of_all_ranks(codes: bytearray, size: int, rank: int, group: dist.Proc
 
 
 def _merge_codes(names: Sequence[str], codes_of_rank: list[list[int]], is_requested: bool) -> LeafAgreement:
-    """Compare the codes of the leaves of all ranks. Raise if a leaf has different dtypes or placements."""
+    """Compare the codes of the leaves of all ranks. Raise if a leaf has different dtypes or placements.
+
+    ``codes_of_rank[r][i]`` is the code of leaf i on rank r: 0 (`_NONE`) if it is None, else the code of its dtype, plus
+    `UNPLACED` for some gradients.
+    """
     merged: list[int] = []
     missing: list[int] = []
     for index, name in enumerate(names):
@@ -289,7 +305,7 @@ def _merge_codes(names: Sequence[str], codes_of_rank: list[list[int]], is_reques
                 f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks, "
                 "expected equal ones: load and shard the model in the same way on all ranks"
             )
-        merged.append(max(codes_of_leaf))
+        merged.append(max(codes_of_leaf))  # the code of the tensor if any rank has one, because it is larger than 0
         if len(codes_of_leaf) > 1:  # None on some ranks, a tensor on the others
             missing.append(index)
     return LeafAgreement(merged, missing, codes_of_rank, is_requested)

@@ -21,7 +21,14 @@ from muonfx.sharding.digests import digest
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.facts import facts_of_binding, facts_of_dtypes, facts_of_step, facts_of_transforms
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import PLAIN, LocalLeaves, local_leaves, local_of, local_tree
+from muonfx.sharding.shards.dtensors import (
+    PLAIN,
+    LocalGradients,
+    local_gradients,
+    local_of,
+    local_tree,
+    require_shards,
+)
 from muonfx.tree import PyTree
 
 
@@ -36,27 +43,33 @@ def agreed_call(
 ) -> Arguments:
     """Check that all ranks make the same call of `update`. Return its arguments with local tensors for DTensors.
 
-    A gradient that is None here but not on other ranks is filled in. If a rank has an error, or passes a `problem`, all
-    ranks raise. `progress` belongs to the transform or optimizer that is stepped.
+    A gradient that is None on this rank but not on others is filled in. If a rank has an error, or passes a `problem`,
+    all ranks raise. `progress` counts the steps of this transform or optimizer alone. With `check`, the trees of the
+    arguments are compared with each other.
     """
     layout = binding.layout
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem
         return _checked_call(binding, tx, call, check=check).arguments
+    # 1. In the first step without `init`: the ranks have the same transform and parameters.
     if progress.serial is None:
         verify_ranks(binding, tx, call.like, problem)
         progress.serial = next_serial(layout)
+    # 2. In every step, with one all-reduce: the ranks make the same call.
     local_call, agreement = _agree_on_call(binding, progress, tx, call, problem, check=check)
     local = local_call.arguments
-    if agreement.is_requested:
+    # 3. In the first step after `init` or a load on any rank: the replicas have equal values.
+    compares_replicas = agreement.is_requested
+    if compares_replicas:
         if local.params is not None:
             verify_params(layout, local.params)
         verify_state(binding, tx, local.like, local.state)
+    # 4. Gradients that are None on some ranks, or partial sums.
     if agreement.missing or local_call.gradients.unplaced:
         completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
         local = local._replace(updates=completed)
-    if agreement.is_requested:
+    if compares_replicas:
         warn_of_gradients(layout, local.updates)
     progress.verified(local.state)
     return local
@@ -71,26 +84,34 @@ def _agree_on_call(
     *,
     check: bool,
 ) -> tuple[_LocalCall, LeafAgreement]:
-    """Check a call on this rank, and that all ranks make the same call. Return it with the gradients of all ranks."""
+    """Check a call on this rank, and that all ranks make the same call.
+
+    Return the call with local tensors, and which gradients other ranks have.
+    """
     layout = binding.layout
     assert layout.group is not None
     try:
         if problem is not None:
             raise problem
         local_call = _checked_call(binding, tx, call, check=check)
-        local, names, gradients = local_call
+        local = local_call.arguments
         facts = facts_of_step(binding, progress, tx, local)
-    except Exception as error:  # perhaps on this rank only: raised on all ranks together
+    except Exception as error:  # perhaps on this rank only: `agree` raises it on all ranks together
         agree("a step", layout.group, error)
         raise
+
+    def facts_as_texts() -> Facts:
+        """Return `facts` for an error, with the texts of which it has digests. Called only if the ranks differ."""
+        return {**facts_of_transforms(binding, tx, local.like), **facts, **facts_of_dtypes(local.params)}
+
     agreement = agree_on_leaves(
         "a step",
-        names,
-        gradients.tensors,
+        local_call.names,
+        local_call.gradients.tensors,
         layout,
-        unplaced=gradients.unplaced,
+        unplaced=local_call.gradients.unplaced,
         same=facts,
-        explain=lambda: {**facts_of_transforms(binding, tx, local.like), **facts, **facts_of_dtypes(local.params)},
+        explain=facts_as_texts,
         request=progress.needs_verification(local.state),
     )
     return local_call, agreement
@@ -102,25 +123,27 @@ class _LocalCall(NamedTuple):
     arguments: Arguments
     names: list[str]
     """The name of each gradient, in the order of the leaves of the updates."""
-    gradients: LocalLeaves
+    gradients: LocalGradients
     """The gradients in the same order, and the names of the partial sums among them."""
 
 
 def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _LocalCall:
-    """Check a call's arguments on this rank. `check` also compares the trees of updates, params and state."""
-    layout = binding.layout
+    """Raise if this rank's arguments of `update` are wrong. Return them with local tensors in place of DTensors.
+
+    With `check`, the trees of updates, params and state are also compared with each other.
+    """
     check_extras(tx, call.extras)
-    local_call = _local_call(layout, call)
+    local_call = _local_call(binding.layout, call)
     local = local_call.arguments
     if check:
         if call.params is not None:
-            local_leaves(layout, tree.names(call.params), tree.leaves(call.params))
+            require_shards(binding.layout, tree.names(call.params), tree.leaves(call.params))
         _check_trees(binding, tx, local)
     if local.extras:
         check_resolved_extras(binding.visits(tx, local.like), local.extras)
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
-    if tx.treedef not in binding.likes:
+    if tx.treedef not in binding.likes:  # for `to_global` and `from_global`, which may be called without parameters
         binding.likes[tx.treedef] = meta_like(local.like)
     return local_call
 
@@ -131,13 +154,12 @@ def _local_call(layout: Layout, call: Arguments) -> _LocalCall:
     names = tree.names(call.updates)
     if not checks.all_usable(list(map(local_of, leaves))):
         checks.check_floating("updates", local_tree(call.updates))
-    gradients = local_leaves(layout, names, leaves, as_placed=False)
+    gradients = local_gradients(layout, names, leaves)
     updates = call.updates
-    has_dtensors = not PLAIN.issuperset(map(type, leaves))
-    if has_dtensors:
+    if not PLAIN.issuperset(map(type, leaves)):  # some gradients are DTensors
         updates = tree.unflatten(treedef, gradients.tensors)
     params = call.params
-    if layout.dtensors:
+    if layout.dtensors:  # else no parameter is a DTensor, and the tree is not flattened
         params = local_tree(params)
     local = Arguments(updates, call.state, params, Donation.of(call.donate), call.extras)
     return _LocalCall(local, names, gradients)
@@ -150,13 +172,13 @@ def _check_trees(binding: Binding, tx: Transform, local: Arguments) -> None:
     """
     if local.params is not None:
         checks.check_updates_fit(local.params, local.updates)
-    leaves = tree.leaves(local.like)
+    leaves = tree.leaves(local.like)  # of the parameters or, without them, of the updates
     if any(leaf is None for leaf in leaves):
         return  # without its shape, the state that `init` returns cannot be computed
     names = tuple(tree.names(local.updates))
     dtypes = tuple([leaf.dtype for leaf in leaves])
     key = tx.treedef, names, dtypes
-    if key not in binding.expected_states:
+    if key not in binding.expected_states:  # most steps have the same: `init` is called once, on meta tensors
         meta_state = binding.init(tx, meta_like(local.like))
         binding.expected_states[key] = checks.ExpectedState.of(meta_state)
     expected = binding.expected_states[key]
@@ -178,8 +200,8 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     """Raise on all ranks unless all have the same transform, parameters, layout, settings and package versions.
 
     `init` calls this, and the first step of a transform without `init`. All ranks call it together. `problem` is an
-    error that this rank already has. Ranks with an error report it to the others instead of returning early, because
-    the others would wait for them.
+    error that this rank already has. An error of one rank is not raised there at once, because the others would wait
+    for this rank: `agree` sends it to them, and all ranks raise.
     """
     layout = binding.layout
     if layout.size == 1:
@@ -206,7 +228,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
 def _checked_parameters(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
     """Raise unless the parameters are this rank's shards. Return them as local tensors."""
     checks.check_params(params)
-    local_leaves(binding.layout, tree.names(params), tree.leaves(params))
+    require_shards(binding.layout, tree.names(params), tree.leaves(params))
     local = local_tree(params)
     binding.likes[tx.treedef] = meta_like(local)
     return local

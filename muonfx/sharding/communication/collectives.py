@@ -17,7 +17,7 @@ from muonfx.sharding.communication.agree import DTYPES, agree_on_leaves
 from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
-from muonfx.sharding.shards.dtensors import is_dtensor, local_leaves, local_of, transform_problem
+from muonfx.sharding.shards.dtensors import is_dtensor, local_of, require_shards, transform_problem
 from muonfx.sharding.shards.position import boxes_in
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
@@ -33,7 +33,7 @@ def gathered(layout: ShardTable, local: PyTree) -> PyTree:
     names = tree.names(local)
     problem = transform_problem("layout.gather", local)
     with without_transforms():
-        _agree_to_gather(layout, names, leaves, [], problem)
+        _agree_to_gather(layout, names, leaves, problem, chosen=[])
         shards = {name: local_of(leaf) for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
         wholes = _gather(layout, [*shards], [*shards.values()])
     whole_of = dict(zip(shards, wholes, strict=True))
@@ -48,37 +48,54 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
     leaves, treedef = tree.flatten(local)
     names = tree.names(local)
     with without_transforms():
-        _agree_to_gather(layout, names, leaves, sorted(chosen or []), problem=None)
+        _agree_to_gather(layout, names, leaves, chosen=sorted(chosen or []))
     shards: dict[str, Tensor] = {}
     for name, leaf in zip(names, leaves, strict=True):
         if leaf is None or (chosen is not None and name not in chosen):
             continue
         # `to_local` is differentiable, so a gradient reaches the DTensor.
         shards[name] = leaf.to_local() if is_dtensor(leaf) else leaf
+    # The backward pass of `_gather` is `_reduce`, and the other way round.
     wholes = _Linear.apply(_gather, _reduce, layout, [*shards], *shards.values())
     whole_of = dict(zip(shards, wholes, strict=True))
-    return tree.unflatten(treedef, map(whole_of.get, names, leaves))  # a leaf that is not gathered is unchanged
+    # A leaf that is not gathered is returned unchanged.
+    return tree.unflatten(treedef, map(whole_of.get, names, leaves))
 
 
 def _agree_to_gather(
-    layout: ShardTable, names: Sequence[str], leaves: Sequence[Any], chosen: Sequence[str], problem: Exception | None
+    layout: ShardTable,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    problem: Exception | None = None,
+    *,
+    chosen: list[str],
 ) -> None:
     """Raise on all ranks unless all of them gather the same leaves, and have the shard of each.
 
-    `names` has the names of all leaves, and `chosen` the names that the caller passed. `problem` is an error that this
-    rank already has.
+    Args:
+        layout: the layout of the parameters.
+        names: the names of all leaves.
+        leaves: the leaves in the same order.
+        problem: an error that this rank already has. It is raised on all ranks together, because the others would wait
+            for a rank that raises alone.
+        chosen: the names that the caller passed, which must be equal on all ranks.
     """
     if problem is None:
         try:
-            local_leaves(layout, names, leaves)
+            require_shards(layout, names, leaves)
             unknown = sorted(set(chosen) - set(names))
             if unknown:
                 raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = error
-    arguments = {"arguments": str(chosen)}
     agreement = agree_on_leaves(
-        "gathering leaves", names, leaves, layout, problem, same=chosen, explain=lambda: arguments
+        "gathering leaves",
+        names,
+        leaves,
+        layout,
+        problem,
+        same=chosen,
+        explain=lambda: {"arguments": str(chosen)},  # for the error if `chosen` differs between ranks
     )
     if agreement.missing:  # equal on all ranks, so all of them raise
         raise ShardingError(
@@ -126,21 +143,21 @@ def _list_messages(
 ) -> None:
     """Add the boxes of a parameter that this rank sends to `outgoing`, and those that it receives to `incoming`.
 
-    Boxes of this rank's `shard` are sent to ranks that do not hold it. Boxes of `whole` are received.
+    Boxes of this rank's `shard` are sent to the ranks that do not hold it, and received as boxes of `whole`. The
+    holders of a shard take turns: if ranks 1 and 3 of six hold it, rank 1 sends it to ranks 0, 2 and 4, and rank 3 to
+    rank 5.
     """
     for position, holders in layout.holders(name).items():
         boxes = [box.of(whole) for box in position.boxes]
-        # With three holders, the first sends to ranks 0, 3, 6, ..., the second to ranks 1, 4, 7, ..., and so on.
-        num_holders = len(holders)
         if layout.rank not in holders:
-            sender = holders[layout.rank % num_holders]
+            sender = holders[layout.rank % len(holders)]
             incoming[sender] += boxes
             continue
         shard_boxes = boxes_in(shard, layout.views(name))
-        outgoing[layout.rank] += shard_boxes
+        outgoing[layout.rank] += shard_boxes  # a rank copies its own shard, without a message
         incoming[layout.rank] += boxes
         first_receiver = holders.index(layout.rank)
-        for receiver in range(first_receiver, layout.size, num_holders):
+        for receiver in range(first_receiver, layout.size, len(holders)):
             if receiver not in holders:
                 outgoing[receiver] += shard_boxes
 
@@ -202,6 +219,7 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     device = tree.device_of(grads)
     problem: Exception | None = transform_problem("layout.reduce_scatter", grads)
     with without_transforms():
+        # An error is raised on all ranks together by `agree_on_leaves`, so that no rank waits for another.
         for name, leaf in zip(names, leaves, strict=True):
             problem = _problem_of_gradient(layout, name, leaf) or problem
         agreement = agree_on_leaves("reducing gradients", names, leaves, layout, problem)
@@ -237,28 +255,27 @@ def _problem_of_gradient(layout: ShardTable, name: str, gradient: Any) -> Except
 def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Average whole tensors over all ranks. Return a list with this rank's shards of the means."""
     has_elements = any(whole.numel() for whole in wholes)
-    needs_wholes = layout.size > 1 and has_elements and _are_on_all_ranks(layout, names)
-    if not needs_wholes:
-        return _reduce_to_shards(layout, names, wholes)
-    # Each rank averages an equal part, and the parts are gathered. This sends less than every rank sending its whole
-    # tensors to every other.
-    equal_parts = _in_equal_parts(layout, tuple(names))
-    means = _reduce_to_shards(equal_parts, names, wholes)
-    return _gather(equal_parts, names, means)
+    is_replicated = layout.size > 1 and has_elements and _are_on_all_ranks(layout, names)
+    if is_replicated:
+        # Every rank sending its whole tensors to every other would send more than this: each rank averages an equal
+        # part, and the parts are gathered.
+        equal_parts = _in_equal_parts(layout, tuple(names))
+        means = _reduce_to_shards(equal_parts, names, wholes)
+        return _gather(equal_parts, names, means)
+    return _reduce_to_shards(layout, names, wholes)
 
 
 def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Average whole tensors over all ranks: send each rank its shards, bucket by bucket. Return the shards of means."""
     means = [layout.position(name).blank(whole) for name, whole in zip(names, wholes, strict=True)]
     for indices in in_buckets(wholes, BUCKET):
-        outgoing = lists_by_rank(layout)
-        targets: list[Tensor] = []
+        outgoing = lists_by_rank(layout)  # the boxes of whole tensors that each rank holds
+        targets: list[Tensor] = []  # the same boxes of this rank, in its shards
         for index in indices:
             name = names[index]
             targets += boxes_in(means[index], layout.views(name))
             for rank in range(layout.size):
-                boxes = layout.position(name, rank).boxes
-                outgoing[rank] += [box.of(wholes[index]) for box in boxes]
+                outgoing[rank] += [box.of(wholes[index]) for box in layout.position(name, rank).boxes]
         _exchange_and_average(layout, outgoing, targets, wholes[indices[0]])
     return means
 
@@ -306,13 +323,15 @@ def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
     """Write the mean of some tensors to `target`. Add them in order in fp32 or higher, and round once."""
     first, *others = tensors
     total = first.to(ew.wide_dtype(target.dtype))
-    written = total
-    if total is first:  # in fp32 already: the sum is written to the target, because `first` may be the caller's tensor
-        written = target
+    # The sum is written to new memory: to the wide copy of `first`, or, without a copy, to the target. `first` itself
+    # may be the caller's tensor.
+    memory = total
+    if total is first:
+        memory = target
     for tensor in others:
-        total = torch.add(total, tensor, out=written)
-    torch.div(total, len(tensors), out=written)
-    target.copy_(written)  # rounds once, or does nothing if it is the same tensor
+        total = torch.add(total, tensor, out=memory)
+    torch.div(total, len(tensors), out=memory)
+    target.copy_(memory)  # rounds once, or does nothing if it is the same tensor
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:

@@ -83,12 +83,12 @@ class MatrixStage:
         if self.store == IN_MEMORY or tree.device_of(params).type == "meta":
             return self._init(params)
         # A parameter whose matrices are in several buckets has one state: it belongs to the first of these buckets.
-        seen: set[str] = set()
+        earlier_names: set[str] = set()
         names_of_bucket: list[list[str]] = []
         for indices in self.plan.buckets:
             names = {self.plan.shards[index].name for index in indices}
-            names_of_bucket.append(sorted(names - seen))
-            seen |= names
+            names_of_bucket.append(sorted(names - earlier_names))
+            earlier_names |= names
         if not names_of_bucket:  # the transforms are initialized once, also without a matrix
             names_of_bucket.append([])
         return init_in_buckets(self.store, names_of_bucket, params, self._init, outside=None)
@@ -96,11 +96,11 @@ class MatrixStage:
     def _init(self, params: PyTree) -> PyTree:
         """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
         local_params = dict(tree.named_leaves(params))
-        matrices: dict[str, Tensor] = {}
+        matrices: dict[str, Tensor] = {}  # by parameter name; a parameter without matrices on this rank is left out
         if self.reads_params and tree.device_of(params).type != "meta":
             for bucket in self.plan.local_buckets(local_params):
                 matrices |= _Gather(self, bucket, local_params, as_params=True).wait()
-        else:
+        else:  # only shapes are needed
             matrices = self._params_of_nan(local_params)
         gathered = tree.unflatten(tree.flatten(params)[1], map(matrices.get, local_params))
         state = self.tx.functions.init(gathered)
@@ -118,10 +118,11 @@ class MatrixStage:
         return matrices
 
     def _with_missing_leaves(self, state: PyTree, params: PyTree) -> PyTree:
-        """Add a leaf None to a state for each parameter whose matrices this rank does not hold.
+        """Add a leaf None to a state for each parameter whose matrices this rank does not compute.
 
-        All ranks must have the same structure, but `init` may leave out a parameter that is None. The full structure
-        is the one of `init` on meta tensors of all parameters.
+        All ranks must have the same structure, but `init` may leave out a parameter that is None: it may return
+        ``{"w": ...}`` where another rank has ``{"v": ...}``. Both then get ``{"v": ..., "w": ...}``, the structure that
+        `init` returns for meta tensors of all parameters.
         """
         shapes = {shard.name: shard.shape for shard in self.plan.shards}
 
@@ -146,11 +147,13 @@ class MatrixStage:
             find_parameters: returns, for each leaf of the state, the name of its parameter or None. It is called only
                 if the state is divided into buckets.
         """
+        # 1. This rank's shards by parameter name.
         leaves, treedef = tree.flatten(call.updates)
         local_updates = dict(zip(tree.names(call.updates), leaves, strict=True))
         local_params: dict[str, Any] | None = None
         if call.params is not None and self.reads_params:
             local_params = dict(tree.named_leaves(call.params))
+        # 2. The matrices that are sent together, and the state of each of these buckets.
         buckets = self.plan.local_buckets(local_updates)
         bucketed_state: BucketedState | None = None
         is_divided = len(buckets) > 1 or self.store != IN_MEMORY
@@ -158,6 +161,7 @@ class MatrixStage:
             device = device_of(call.updates, call.params)
             names = [bucket.computed_names for bucket in buckets]
             bucketed_state = BucketedState(self.store, device, call.state, find_parameters(), names, call.donate)
+        # 3. Gather, compute and scatter each bucket.
         step = _Step(
             stage=self,
             call=call,
@@ -279,10 +283,10 @@ class _Gather:
         self._as_params = as_params
         self._matrices: dict[str, Tensor] = {}
         """The matrices that this rank computes, by parameter name. `wait` adds those that are received."""
-        for local in bucket.already_local:
+        for local in bucket.already_local:  # perhaps as views of the local shards
             self._matrices[local.shard.name] = _local_matrices(local, local_shards[local.shard.name])
         self.is_in_new_memory = not self._matrices
-        """True if no gathered matrix is a view of a local shard, so that all of them may be overwritten."""
+        """True if all matrices are received in new memory, and may be overwritten."""
         self._exchange: Exchange | None = None
         if bucket.gathered:  # equal on all ranks, so all or none of them start the exchange
             self._exchange = self._start_exchange()
@@ -319,7 +323,8 @@ class _Gather:
 
     def _allocate_incoming(self) -> list[list[Tensor]]:
         """Allocate the gathered matrices. Return, for each rank, the boxes that it sends: rectangular views of them."""
-        boxes_of: dict[str, list[list[Tensor]]] = {}  # by parameter name: for each transfer, its boxes
+        # Matrices of one shape and dtype are entries of one stack. The boxes of each transfer, by parameter name:
+        boxes_of: dict[str, list[list[Tensor]]] = {}
         for group in self._bucket.received_groups:
             by_dtype: dict[torch.dtype, list[LocalTransfers]] = {}
             for local in group:
@@ -337,7 +342,8 @@ class _Gather:
     def _allocate_stack(self, members: list[LocalTransfers], dtype: torch.dtype) -> dict[str, list[list[Tensor]]]:
         """Allocate one stack for matrix shards of one shape, whose boxes are at the same positions.
 
-        Return a dict from parameter name to the boxes of each transfer, as views of the stack.
+        Return the boxes of each transfer, as views of the stack: ``{"w": [[a, b], [c]], "v": [[d, e], [f]]}`` if the
+        first transfer of each matrix shard has two boxes, and the second has one.
         """
         # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
         if len(self._plan.run) == 1:
@@ -351,12 +357,12 @@ class _Gather:
             stack = stack.flatten(1)  # the boxes of a range of matrices are intervals
         boxes_of: dict[str, list[list[Tensor]]] = {name: [] for name in names}
         for _, views in first.transfers:
-            for boxes_of_transfers in boxes_of.values():
-                boxes_of_transfers.append([])
+            for name in names:
+                boxes_of[name].append([])
             for view in views:
                 # One call for the same box of all matrices is faster than a view of each.
-                for boxes_of_transfers, box in zip(boxes_of.values(), view.of_each(stack), strict=True):
-                    boxes_of_transfers[-1].append(box)
+                for name, box in zip(names, view.of_each(stack), strict=True):
+                    boxes_of[name][-1].append(box)
         return boxes_of
 
 
@@ -423,24 +429,24 @@ class _Scatter:
 
     def _store(self, local: LocalTransfers, result: Tensor) -> None:
         """Write a result that no other rank needs to the updated shards."""
-        name = local.shard.name
         if not local.is_same_shard:  # the shard has further elements, or others in another order: copy box by box
-            boxes = boxes_in(local.shard.as_shard(result), local.matrix_views)
-            copied(boxes, self._boxes(local))
+            sources = boxes_in(local.shard.as_shard(result), local.matrix_views)
+            copied(sources, self._boxes(local))
             return
-        local_update = self._local_updates[name]
+        local_update = self._local_updates[local.shard.name]
         updated = result.reshape(local_update.shape).to(local_update.dtype)
-        # A transform may return its input: then the caller's tensor is returned too, so that it does not seem new.
+        # If a transform returns its input, `updated` is a view of the caller's tensor. The tensor itself is returned
+        # then, because a caller that compares it with its input must not take it for a new one.
         has_same_memory = updated.data_ptr() == local_update.data_ptr() and updated.stride() == local_update.stride()
         if has_same_memory and local_update.numel():
             updated = local_update
-        self._updated_shards[name] = updated
+        self._updated_shards[local.shard.name] = updated
 
     def _start_exchange(self, results: Mapping[str, Tensor | None]) -> Exchange:
-        """Send the boxes of the results of this rank that other ranks hold."""
-        stage = self._stage
+        """Send the boxes of the results of this rank to all ranks that hold them."""
+        layout = self._stage.layout
         returned = self._bucket.returned
-        outgoing = lists_by_rank(stage.layout)
+        outgoing = lists_by_rank(layout)
         for local in returned:
             result = results[local.shard.name]
             if not local.computes or result is None:
@@ -449,14 +455,19 @@ class _Scatter:
                 boxes = boxes_in(local.shard.as_shard(result), views)
                 for rank in transfer.ranks:
                     outgoing[rank] += boxes
+        any_update = self._local_updates[returned[0].shard.name]  # all are on one device
         return Exchange(
-            stage.layout,
+            layout,
             outgoing,
             self._bucket.expected_results,
-            dtype=_common_dtype(returned, self._local_updates, lambda dtype: stage.plan.wire_dtypes(dtype).results),
-            device=self._local_updates[returned[0].shard.name].device,
+            dtype=_common_dtype(returned, self._local_updates, self._wire_dtype),
+            device=any_update.device,
             what="returning matrices",
         )
+
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which results for updates of a dtype are sent: a narrower one if they are rounded."""
+        return self._stage.plan.wire_dtypes(dtype).results
 
     def wait(self) -> None:
         """Wait until this rank has its shards of all results of the bucket."""

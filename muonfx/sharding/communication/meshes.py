@@ -88,9 +88,12 @@ def _cuts_on_several_meshes(
 ) -> CutsOnMeshes | None:
     """Return each parameter's partition, when ranks may have different meshes for it.
 
-    The first mesh of a rank takes the place of the first meshes of the others, and so on. Return None if anything but
-    the ranks on these meshes differs between ranks.
+    For example, a parameter has the mesh of ranks 0 and 2 on these two ranks, and the mesh of ranks 1 and 3 on the
+    other two. A rank has coordinates on its own meshes only, so all ranks send theirs. The first mesh of a rank
+    corresponds to the first meshes of the other ranks, and so on. Return None if anything but the ranks on these meshes
+    differs between ranks.
     """
+    # 1. All ranks send their coordinates on their meshes.
     rank = dist.get_rank(group)
     message = _Message(_digest_of_placements(specs, dtensors, coordinates_on), meshes=[])
     for mesh, ranks in ranks_of.items():
@@ -99,17 +102,16 @@ def _cuts_on_several_meshes(
     messages: list[_Message] = all_objects(message, group, "finding out who holds what")
     if any(received.placements != message.placements for received in messages):
         return None
-    coordinates_of_all: dict[DeviceMesh, MeshCoordinates] = {}
+    # 2. Each rank has, on each mesh, the coordinates that it sent.
+    coordinates_of_all_ranks: dict[DeviceMesh, MeshCoordinates] = {}
     different_meshes: set[DeviceMesh] = set()
-    for number, mesh in enumerate(ranks_of):
-        on_ranks = [received.meshes[number] for received in messages]
-        coordinates: list[tuple[int, ...] | None] = []
-        for on_rank in on_ranks:
-            coordinates.append(on_rank.coordinates)
-            if on_rank.ranks != on_ranks[0].ranks:
-                different_meshes.add(mesh)
-        coordinates_of_all[mesh] = MeshCoordinates(coordinates_on[mesh].shape, coordinates)
-    cuts = cuts_of_dtensors(specs, dtensors, coordinates_of_all, len(messages))
+    for index, mesh in enumerate(ranks_of):
+        mesh_on_each_rank = [received.meshes[index] for received in messages]
+        coordinates = [mesh_on_rank.coordinates for mesh_on_rank in mesh_on_each_rank]
+        coordinates_of_all_ranks[mesh] = MeshCoordinates(coordinates_on[mesh].shape, coordinates)
+        if len({mesh_on_rank.ranks for mesh_on_rank in mesh_on_each_rank}) > 1:
+            different_meshes.add(mesh)
+    cuts = cuts_of_dtensors(specs, dtensors, coordinates_of_all_ranks, len(messages))
     on_several_meshes = [name for name, dtensor in dtensors.items() if dtensor.mesh in different_meshes]
     return CutsOnMeshes(cuts, tuple(on_several_meshes))
 
@@ -121,13 +123,14 @@ def _digest_of_placements(
 ) -> str:
     """Return a hash of all parameters, of their placements, and of the shapes of the meshes.
 
-    A mesh is identified by its index among the meshes, because other ranks have other meshes.
+    A mesh is identified by its index among the meshes, because the ranks on it may differ from rank to rank: where one
+    rank has the mesh of ranks 0 and 2, another has the mesh of ranks 1 and 3.
     """
     meshes = list(coordinates_on)
     values: list[object] = [coordinates.shape for coordinates in coordinates_on.values()]
     for name, spec in specs.items():
         values.append((name, spec))
         if name in dtensors:
-            index = meshes.index(dtensors[name].mesh)
-            values.append((index, dtensors[name].placements))
+            index_of_mesh = meshes.index(dtensors[name].mesh)
+            values.append((index_of_mesh, dtensors[name].placements))
     return digest(values)

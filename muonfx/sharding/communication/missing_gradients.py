@@ -17,10 +17,14 @@ from muonfx.tree import PyTree
 
 
 def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement, device: torch.device) -> PyTree:
-    """Return the local gradients. A gradient that only other ranks have is zero, or a copy of a replica's gradient."""
+    """Return the local gradients. A gradient that only other ranks have is zero, or a copy of a replica's gradient.
+
+    ``agreement.missing`` has the indices of the gradients that are None on some ranks only. It is equal on all ranks.
+    """
     leaves, treedef = tree.flatten(updates)
     names = tree.names(updates)
-    # A gradient may be partial under tensor parallelism, and None on some ranks if only the losses of others use it.
+    # Checked before anything is sent: under tensor parallelism a gradient may be a partial sum on some ranks, and None
+    # on others because their losses do not use the parameter.
     for index in agreement.missing:
         if agreement.is_unplaced(index):
             raise _partial_on_some_ranks(names[index])
@@ -28,7 +32,7 @@ def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement
     for index in agreement.missing:
         name = names[index]
         gradient = gradients[index]
-        if gradient is None:
+        if gradient is None:  # on this rank: zeros, overwritten if another rank holds the same shard and has a gradient
             gradient = torch.zeros(layout.position(name).shape, dtype=agreement.dtype_of(index), device=device)
             gradients[index] = gradient
         _copy_to_replicas(layout, name, gradient, agreement.ranks_with(index))

@@ -33,7 +33,7 @@ from muonfx.sharding.communication.messages import (
 from muonfx.sharding.digests import checksums
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import local_leaves, local_of, transform_problem
+from muonfx.sharding.shards.dtensors import local_of, require_shards, transform_problem
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
@@ -139,7 +139,8 @@ def _find_difference(
 ) -> _Difference | None:
     """Find the first leaf whose replicas differ. Return the same on each rank, or None.
 
-    If a rank passes an error (`problem`), all ranks raise. Set `may_fail` if any rank may pass one.
+    If a rank passes an error (`problem`), all ranks raise. Set `may_fail` if any rank may pass one: the ranks then
+    communicate even if no leaf has replicas.
     """
     group = layout.group
     if group is None or layout.size == 1:
@@ -149,12 +150,13 @@ def _find_difference(
     checksum_of: dict[str, int] = {}
     if problem is None:  # with an error, all ranks raise before values are compared
         checksum_of = checksums({leaf.name: leaf.value for leaf in leaves if leaf.has_replica_on(layout.rank)})
-    # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
     compared = _checksums_by_group(leaves, checksum_of, layout.rank)
-    if not compared and not may_fail:
-        return None  # no leaf has replicas
-    # Without replicas, all ranks compare a constant, because a message of `agree` has one value or more.
-    agreement = agree(what, group, problem, compared=compared or [""])
+    if not compared:  # no leaf has replicas, which is the same on all ranks
+        if not may_fail:
+            return None
+        compared = [""]  # a message of `agree` has one value or more: the same text on all ranks
+    # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
+    agreement = agree(what, group, problem, compared=compared)
     if all(agreement.are_equal):
         return None
     return _first_difference(leaves, all_objects(checksum_of, group, what))
@@ -255,7 +257,7 @@ def _agree_to_broadcast(layout: Layout, names: Sequence[str], leaves: Sequence[A
     """Raise on all ranks if one of them has an error (`problem`), a wrong leaf, or None where others have a replica."""
     if problem is None:
         try:
-            local_leaves(layout, names, leaves)
+            require_shards(layout, names, leaves)
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = error
     agreement = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
@@ -300,7 +302,11 @@ class Send(NamedTuple):
 
 
 def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> None:
-    """Overwrite shards that some ranks hold with the values of the lowest of these ranks, bucket by bucket."""
+    """Overwrite shards that some ranks hold with the values of the lowest of these ranks, bucket by bucket.
+
+    ``layout.cuts["w"].copies`` is ``((0, 2), (1, 3))`` if ranks 0 and 2 hold the same shard of "w", and so do ranks 1
+    and 3. Then rank 0 sends it to rank 2, and rank 1 sends the other shard to rank 3.
+    """
     names = list(local)
     # Buckets must be equal on all ranks, but shards may have different sizes: whole sizes are used.
     wholes: list[Tensor] = []
@@ -308,7 +314,7 @@ def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> Non
     for name, tensor in local.items():
         wholes.append(torch.empty(layout.specs[name].shape, dtype=tensor.dtype, device="meta"))
         largest_group = max(largest_group, *map(len, layout.cuts[name].copies))
-    # A rank may send a tensor to all other ranks of a group, so a bucket is smaller than one of a broadcast.
+    # A rank sends up to `largest_group` copies of a tensor, which together have the size of a bucket.
     limit = max(1, BUCKET // largest_group)
     for indices in in_buckets(wholes, limit):
         sends: list[Send] = []

@@ -71,22 +71,22 @@ class _Barrier:
 def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
     """Wait until every rank of a group has called this with the same `purpose`. After a timeout, name missing ranks.
 
-    Each rank sets a key of its own in the store of the group and waits for the keys of all ranks. If a rank called
-    `report_failure` instead, its error is raised on all ranks.
+    Each rank sets a key of its own in the store of the group, such as "muonfx/checkpoint.save/2/0" on rank 0, and waits
+    for the keys of all ranks. If a rank called `report_failure` instead, its error is raised on all ranks.
     """
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
     barrier = _Barrier(group, purpose)
     store = barrier.store
     key_of_rank = barrier.keys[dist.get_rank(group)]
+    failure_key = barrier.failure_key  # of this barrier; after `end`, the attribute is the key of the next one
     with collective(purpose):
         store.set(key_of_rank, "")
         try:
             _require_all(barrier, _timeout(group))
-        except BaseException:  # also an interrupt: this rank no longer waits, and all can meet later
+        except BaseException:  # also KeyboardInterrupt: this rank has not arrived, and may call this again
             store.delete_key(key_of_rank)
             raise
-        failure_key = barrier.failure_key
         barrier.end()  # on all ranks, also if one has failed: they pass the next barrier together
         if store.check([failure_key]):
             text = store.get(failure_key).decode()

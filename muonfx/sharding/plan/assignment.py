@@ -214,15 +214,20 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     shapes = {name: spec.shape for name, spec in specs.items()}
     matrices = matrices_of(run, shapes)
     run_on_stacks = on_stacks(run, {name: shapes[name] for name in matrices})
-    unassigned: list[UnassignedShard] = []
-    for name in names:
-        unassigned += unassigned_shards(matrices.get(name), name, layout)
-    unassigned = _with_costs(unassigned, specs, RunCost(run_on_stacks, device.type, compute))
-    unassigned = with_ranks_of_their_own(unassigned, layout.size)
+    cost_of = RunCost(run_on_stacks, device.type, compute)
+    # 1. The whole matrices of each parameter, with the ranks that may compute them.
+    divided: list[UnassignedShard] = []
+    for name, spec in specs.items():
+        for shard in unassigned_shards(matrices.get(name), name, layout):
+            cost = cost_of(name, shard.shape, spec.dtype)
+            divided.append(shard._replace(cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
+    # 2. One of these ranks, or every rank.
+    unassigned = with_ranks_of_their_own(divided, layout.size)
     owner_of = _owners(unassigned, layout.size, Machine.of(device.type, compute), settings)
     shards: list[MatrixShard] = []
     for index, shard in enumerate(unassigned):
         shards.append(shard.assigned_to(owner_of.get(index), layout.cuts[shard.name]))
+    # 3. The matrices that are sent together.
     limit = max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)
     return RunPlan(
         run=run_on_stacks,
@@ -236,46 +241,38 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     )
 
 
-def _with_costs(
-    shards: Sequence[UnassignedShard], specs: Mapping[str, Spec], cost_of: RunCost
-) -> list[UnassignedShard]:
-    """Return the same shards with their costs and bytes."""
-    with_costs: list[UnassignedShard] = []
-    for shard in shards:
-        dtype = specs[shard.name].dtype
-        cost = cost_of(shard.name, shard.shape, dtype)
-        with_costs.append(shard._replace(cost=cost, nbytes=shard.numel * dtype.itemsize))
-    return with_costs
-
-
 def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
-    """Choose the rank that computes each matrix shard, by the index of the shard. Every rank computes the others.
+    """Choose the rank that computes each matrix shard. Return it by the index of the shard.
 
-    A shard that all ranks hold whole may be computed by every rank, or by one rank that sends the result ("split").
-    Whole assignments are compared by the busiest rank, since splitting saves nothing if there are fewer matrices than
-    ranks, for example.
+    A shard that all ranks hold is split or not. If it is split, one rank computes it and sends the result to the
+    others. If not, every rank computes it, and it is not in the returned dict. Any other shard has one owner.
+
+    The setting "auto" compares whole assignments by their estimated seconds in a step, because splitting saves nothing
+    if, for example, there are fewer matrices than ranks.
     """
-    sharded: list[int] = []
+    on_some_ranks: list[int] = []
     on_all_ranks: list[int] = []
-    slower_than_sending: list[int] = []  # shards of `on_all_ranks` that take longer to compute than to send
     for index, shard in enumerate(shards):
-        if size == 1 or not shard.complete or len(shard.candidates) < size:
-            sharded.append(index)
-            continue
-        on_all_ranks.append(index)
-        seconds_to_send = shard.nbytes / machine.bandwidth
-        if _seconds_to_compute(shard, machine) > seconds_to_send:
-            slower_than_sending.append(index)
-    choices_of_setting = {
-        "everyone": [[]],
-        "split": [on_all_ranks],
-        "auto": [[], slower_than_sending, on_all_ranks],
-    }
+        if size > 1 and shard.complete and len(shard.candidates) == size:
+            on_all_ranks.append(index)
+        else:
+            on_some_ranks.append(index)
+    if settings.replicas == "everyone":
+        sets_to_split: list[list[int]] = [[]]
+    elif settings.replicas == "split":
+        sets_to_split = [on_all_ranks]
+    else:
+        slower_to_compute: list[int] = []  # than to send
+        for index in on_all_ranks:
+            seconds_to_send = shards[index].nbytes / machine.bandwidth
+            if _seconds_to_compute(shards[index], machine) > seconds_to_send:
+                slower_to_compute.append(index)
+        sets_to_split = [[], slower_to_compute, on_all_ranks]  # the fastest is split
     items = [Item(shard.cost, shard.numel, shard.candidates) for shard in shards]
     fewest_seconds = math.inf
     best: dict[int, int] = {}
-    for split in choices_of_setting[settings.replicas]:
-        indices = sorted(sharded + split)
+    for split in sets_to_split:
+        indices = sorted(on_some_ranks + split)
         owners = assign([items[index] for index in indices], size)
         owner_of = dict(zip(indices, owners, strict=True))
         results = [(owner_of[index], shards[index].nbytes) for index in split]
@@ -313,15 +310,13 @@ def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Mac
     """
     if not results:
         return 0.0
-    sent = [0] * size
+    sent_by_rank = [0] * size
     for owner, nbytes in results:
-        sent[owner] += nbytes * (size - 1)
-    received_by_each = sum(sent) / size  # about equal for all ranks
-    busiest = max(*sent, received_by_each)
-    # Each owner has its own part of a bucket, so an exchange carries `size` times the bytes of a bucket's matrices.
-    nbytes_of_results = sum(sent) // max(1, size - 1)
-    exchanges = 1 + nbytes_of_results * BUFFERS_PER_BUCKET // (size * max(1, settings.bucket_bytes))
-    return machine.sending(busiest, exchanges)
+        sent_by_rank[owner] += nbytes * (size - 1)
+    # Each owner has a bucket of its own in an exchange, so one exchange carries the results of `size` buckets.
+    nbytes_of_results = sum(nbytes for _, nbytes in results)
+    exchanges = 1 + nbytes_of_results * BUFFERS_PER_BUCKET // (size * settings.bucket_bytes)
+    return machine.sending(max(sent_by_rank), exchanges)
 
 
 def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: int) -> list[tuple[int, ...]]:
@@ -329,30 +324,34 @@ def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: in
 
     The shards of a group have one dtype. Within it, and from group to group, similar shapes follow one another.
     """
+    indices_of_dtype: dict[torch.dtype, list[int]] = {specs[shard.name].dtype: [] for shard in shards}
     by_shape = sorted(range(len(shards)), key=lambda index: (sorted(shards[index].shape[-2:]), index))
+    for index in by_shape:
+        dtype = specs[shards[index].name].dtype
+        indices_of_dtype[dtype].append(index)
     buckets: list[tuple[int, ...]] = []
-    for dtype in dict.fromkeys(specs[shard.name].dtype for shard in shards):
-        nbytes_on_every_rank: dict[int, int] = {}
-        nbytes_of_owner: dict[int, dict[int, int]] = {}
-        for index in by_shape:
-            shard = shards[index]
-            nbytes = shard.numel * dtype.itemsize
-            if specs[shard.name].dtype != dtype:
-                continue
-            if shard.owner is None:
-                nbytes_on_every_rank[index] = nbytes
+    for dtype, indices in indices_of_dtype.items():
+        on_every_rank: dict[int, int] = {}  # from the index of a shard that every rank computes to its bytes
+        on_owner: dict[int, dict[int, int]] = {}  # for each owner, from the index of a shard to its bytes
+        for index in indices:
+            owner = shards[index].owner
+            nbytes = shards[index].numel * dtype.itemsize
+            if owner is None:
+                on_every_rank[index] = nbytes
             else:
-                nbytes_of_owner.setdefault(shard.owner, {})[index] = nbytes
+                on_owner.setdefault(owner, {})[index] = nbytes
         # Shards that every rank computes have their own buckets: in a batch with others the last bit could differ.
-        buckets += map(tuple, cut_into_buckets(nbytes_on_every_rank, limit))
-        buckets += _joined([cut_into_buckets(nbytes, limit) for nbytes in nbytes_of_owner.values()])
+        buckets += map(tuple, cut_into_buckets(on_every_rank, limit))
+        buckets += _one_of_each_owner([cut_into_buckets(nbytes_of, limit) for nbytes_of in on_owner.values()])
     return buckets
 
 
-def _joined(buckets_of_owners: Sequence[list[list[int]]]) -> list[tuple[int, ...]]:
-    """Join the first buckets of all owners to one bucket, then the second ones, and so on, because ranks work together.
+def _one_of_each_owner(buckets_of_owners: Sequence[list[list[int]]]) -> list[tuple[int, ...]]:
+    """Join the first buckets of all owners to one bucket, then the second ones, and so on.
 
-    >>> _joined([[[0, 2], [4]], [[1, 3]]])
+    All owners then compute at the same time, each its part of the joined bucket. With two owners:
+
+    >>> _one_of_each_owner([[[0, 2], [4]], [[1, 3]]])
     [(0, 1, 2, 3), (4,)]
     """
     joined: list[tuple[int, ...]] = []

@@ -41,28 +41,31 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     >>> assign([Item(1.0, 0, (0, 1)), Item(1.0, 0, (0, 1)), Item(9.0, 0, (0,))], ranks=2)
     [1, 1, 0]
     """
+    # 1. Items with a single candidate.
     loads = _no_loads(ranks)
-    owners = [item.candidates[0] for item in items]
-    free: dict[int, Item] = {}  # by index: the items with more than one candidate
+    owner_of: dict[int, int] = {}  # by the index of the item
+    with_choice: dict[int, Item] = {}
     for index, item in enumerate(items):
-        if len(item.candidates) > 1:
-            free[index] = item
-        else:
-            loads[owners[index]] = loads[owners[index]].plus(item)
-    free = _descending(free)
+        rank, *other_candidates = item.candidates
+        if other_candidates:
+            with_choice[index] = item
+            continue
+        owner_of[index] = rank
+        loads[rank] = loads[rank].plus(item)
     costs_before = [load.cost for load in loads]
+    # 2. The other items by descending cost, each to the candidate with the lowest load.
+    by_cost = _descending(with_choice)
     queue_of: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
-    for index, item in free.items():
+    for index, item in by_cost.items():
         if item.candidates not in queue_of:
             queue_of[item.candidates] = _Queue(loads, item.candidates)
-        owners[index] = queue_of[item.candidates].assign(item)
-    if len(queue_of) == 1:  # packing is possible only if all free items have the same candidates
-        (group,) = queue_of
-        largest_cost = max(loads[rank].cost for rank in group)
-        packed = _packed(free, {rank: costs_before[rank] for rank in group}, largest_cost)
-        for index, owner in packed.items():
-            owners[index] = owner
-    return owners
+        owner_of[index] = queue_of[item.candidates].assign(item)
+    # 3. If all of these have the same candidates, a better assignment may exist; `_packed` returns {} if it finds none.
+    if len(queue_of) == 1:
+        (candidates,) = queue_of
+        largest_cost = max(loads[rank].cost for rank in candidates)
+        owner_of |= _packed(by_cost, {rank: costs_before[rank] for rank in candidates}, largest_cost)
+    return [owner_of[index] for index in range(len(items))]
 
 
 def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:

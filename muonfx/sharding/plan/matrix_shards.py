@@ -145,26 +145,29 @@ class MatrixShard:
         return boxes_of_interval(self.whole, self.start, self.stop)
 
     def local_transfers(self, rank: int) -> LocalTransfers:
-        """Return which elements of these matrices a rank sends and receives in a step."""
-        held_position = self.cut[rank]
-        transfer = self.transfer_of(rank)
+        """Return which elements of these matrices a rank sends and receives in a step.
+
+        If rank 1 holds rows 2 and 3 of a matrix of four rows, these rows are one box. It is the whole shard of the
+        rank (``local_views``), and rows 2 and 3 of the tensor in which the owner computes (``matrix_views``).
+        """
+        local_shard = self.cut[rank]  # the elements of the parameter that the rank holds
         boxes: tuple[Box, ...] = ()
         sends = False
-        if transfer is not None:
-            boxes = transfer.boxes
-            sends = transfer.sender == rank
+        overlap = self.transfer_of(rank)
+        if overlap is not None:
+            boxes = overlap.boxes
+            sends = overlap.sender == rank
         transfers: list[OwnerTransfer] = []
         if rank == self.owner:
-            for of_holder in self.transfers:
-                transfers.append(OwnerTransfer(of_holder, tuple(map(self.position.view, of_holder.boxes))))
+            for transfer in self.transfers:
+                views = tuple(map(self.position.view, transfer.boxes))
+                transfers.append(OwnerTransfer(transfer, views))
         numel = numel_of(boxes)
-        holds_all_matrices = numel == self.numel
-        holds_nothing_else = numel == held_position.numel
         return LocalTransfers(
             shard=self,
-            computes=self.owner is None or self.owner == rank,
-            is_same_shard=holds_all_matrices and holds_nothing_else,
-            local_views=tuple(map(held_position.view, boxes)),
+            computes=self.owner in (None, rank),
+            is_same_shard=self.numel == numel == local_shard.numel,
+            local_views=tuple(map(local_shard.view, boxes)),
             matrix_views=tuple(map(self.position.view, boxes)),
             numel=numel,
             sends=sends,
@@ -283,13 +286,23 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
     if matrix is None:
         return [_whole_parameter(name, cut)]
     numel = prod(matrix)
-    if numel not in cut.ranges_of_stack:
+    if numel not in cut.ranges_of_stack:  # parameters with the same shape and partition share a cut
         cut.ranges_of_stack[numel] = _ranges(cut, numel)
     ranges: list[_Range] = cut.ranges_of_stack[numel]
     shards: list[UnassignedShard] = []
-    for first, stop, candidates, complete, one_each in ranges:
-        shape = (stop - first, *matrix)
-        shards.append(UnassignedShard(name, first * numel, stop * numel, shape, candidates, complete, one_each))
+    for matrices in ranges:
+        count = matrices.stop - matrices.first
+        shards.append(
+            UnassignedShard(
+                name,
+                start=matrices.first * numel,
+                stop=matrices.stop * numel,
+                shape=(count, *matrix),
+                candidates=matrices.candidates,
+                complete=matrices.complete,
+                one_each=matrices.one_each,
+            )
+        )
     return shards
 
 
@@ -304,9 +317,10 @@ def _whole_parameter(name: str, cut: Cut) -> UnassignedShard:
 
 
 def with_ranks_of_their_own(shards: Sequence[UnassignedShard], size: int) -> list[UnassignedShard]:
-    """Choose one rank for each shard that needs a rank of its own (`one_each`). Return all shards.
+    """Choose one rank for each shard with the flag ``one_each``. Return all shards, the others unchanged.
 
-    Stacks are assigned by descending cost of their shards, each to the candidates with the lowest load so far.
+    The matrices of a stack have different ranks: if matrices 0 and 1 of "w" have the candidates 0 to 3, and rank 0 has
+    the highest load, they may be assigned to ranks 1 and 2. Stacks with the highest cost of a matrix come first.
     """
     loads = [0.0] * size
     indices_of_stack: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # by (name, candidates)
@@ -322,7 +336,7 @@ def with_ranks_of_their_own(shards: Sequence[UnassignedShard], size: int) -> lis
         by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
         owners = sorted(by_load[: len(indices)])
         for index, owner in zip(indices, owners, strict=True):
-            assigned[index] = shards[index]._replace(candidates=(owner,), one_each=False)
+            assigned[index] = shards[index]._replace(candidates=(owner,))
             loads[owner] += shards[index].cost
     return assigned
 
@@ -351,7 +365,16 @@ class _Holders(NamedTuple):
 
 
 def _ranges(cut: Cut, numel: int) -> list[_Range]:
-    """Divide a stack of matrices, with `numel` elements per matrix, among the ranks that hold elements of them."""
+    """Divide a stack of matrices, with `numel` elements per matrix, among the ranks that hold elements of them.
+
+    Six matrices of 16 elements, of which rank 0 holds the first 40 elements (two matrices and half of the third):
+
+    >>> from muonfx.sharding.shards.cut import Intervals
+    >>> ranges = _ranges(Intervals((6, 4, 4), start=0, cuts=(0, 40, 96)), numel=16)
+    >>> [(matrices.first, matrices.stop, matrices.candidates) for matrices in ranges]
+    [(0, 3, (0,)), (3, 6, (1,))]
+    """
+    # 1. The ranks that hold each matrix.
     holders_of_matrices: list[_Holders] = []
     num_matrices: Counter[int] = Counter()  # by rank: of how many matrices it holds elements
     for start in range(0, prod(cut.shape), numel):
@@ -359,6 +382,7 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
         holders = _holders_of_matrix(cut.holders, boxes, numel)
         holders_of_matrices.append(holders)
         num_matrices.update(holders.ranks)
+    # 2. Neighbouring matrices that the same ranks hold are divided among these ranks.
     ranges: list[_Range] = []
     first = 0
     for _, group in itertools.groupby(holders_of_matrices, lambda holders: (holders.ranks, holders.complete)):
@@ -366,19 +390,24 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
         for divided in _divide(neighbours, first, num_matrices):
             _append(ranges, divided)
         first += len(neighbours)
+    # 3. A rank has one tensor of state for the stack, so it must not compute two ranges with a gap between them.
     owners = [matrices.candidates[0] for matrices in ranges if not matrices.one_each]
     if len(set(owners)) == len(owners):
         return ranges
-    # A rank's state of a stack must be one range, but a rank has several: one rank computes the whole stack.
+    # If one would, a single rank computes the whole stack.
     candidates = set().union(*[matrices.candidates for matrices in ranges])
     return [_Range(0, len(holders_of_matrices), tuple(sorted(candidates)), complete=False)]
 
 
 def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[int, int]) -> list[_Range]:
-    """Divide neighbouring matrices that the same ranks hold evenly among these ranks.
+    """Divide neighbouring matrices of a stack, which the same ranks hold, among these ranks.
 
-    If there are more ranks than matrices, each matrix may have any of the ranks that hold most of it, if these hold
-    nothing else of the stack. A few matrices that cross a boundary are assigned to the rank that holds most of each.
+    1. With at least as many matrices as ranks, each rank computes an equal range of them.
+    2. With fewer matrices, `with_ranks_of_their_own` chooses a different rank for each matrix later, by load
+       (``one_each``). It chooses from the ranks that hold the largest part of every matrix. There must be enough of
+       them, and they must hold no other matrix of the stack.
+    3. Otherwise, each matrix is computed by the first of the ranks that hold the largest part of it.
+
     `first` is the index of the first matrix. `num_matrices` has, by rank, of how many matrices it holds elements.
     """
     count = len(neighbours)
@@ -386,16 +415,15 @@ def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[in
     complete = neighbours[0].complete
     if count >= len(ranks):
         return _equal_ranges(first, count, ranks, complete)
-    hold_most_of_each = set(ranks).intersection(*[holders.most for holders in neighbours])
-    hold_nothing_else = all(num_matrices[rank] == count for rank in hold_most_of_each)
-    are_enough = len(hold_most_of_each) >= max(count, 2)
-    one_each = are_enough and hold_nothing_else
     ranges: list[_Range] = []
-    for index, holders in enumerate(neighbours, first):
-        candidates = holders.most[:1]
-        if one_each:
-            candidates = tuple(sorted(hold_most_of_each))
-        ranges.append(_Range(index, index + 1, candidates, complete, one_each))
+    candidates = set(ranks).intersection(*[holders.most for holders in neighbours])
+    hold_no_other_matrix = all(num_matrices[rank] == count for rank in candidates)
+    if len(candidates) >= max(count, 2) and hold_no_other_matrix:
+        for index in range(first, first + count):
+            ranges.append(_Range(index, index + 1, tuple(sorted(candidates)), complete, one_each=True))
+    else:
+        for index, holders in enumerate(neighbours, first):
+            ranges.append(_Range(index, index + 1, holders.most[:1], complete))
     return ranges
 
 

@@ -110,7 +110,8 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     numel = numel_of(boxes)
     if numel < whole.numel:
         return f"hold {numel} elements of {whole.numel}"
-    if numel > whole.numel or _do_overlap([box for box in boxes if box.numel]):
+    nonempty = [box for box in boxes if box.numel]  # an empty box overlaps no other
+    if numel > whole.numel or _do_overlap(nonempty):
         return "overlap"
     return None
 

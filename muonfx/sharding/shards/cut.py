@@ -226,7 +226,7 @@ class OnMesh(Cut):
                 self._mesh_dims_of[placement.dim].append(mesh_dim)
         # A cache for each dim, because a 512 x 8 mesh that splits two dims has 512 + 8 entries, but 4096 shards.
         self._splits: dict[tuple[int, ...], list[tuple[Span, ...]]] = {}
-        """From a dim and the outer coordinates of a rank to the result of `_split_further`."""
+        """From a dim and all coordinates of a rank but the last to the index ranges of each part; see `_spans_of`."""
         self._position_at: dict[tuple[int, ...], ShardPosition] = {}
         """From the coordinates along the mesh dims that split the tensor to the shard: equal for all replicas."""
 
@@ -254,30 +254,24 @@ class OnMesh(Cut):
     def _spans_of(self, dim: int, coordinates: Sequence[int]) -> tuple[Span, ...]:
         """Return the index ranges (start, end) along one tensor dim that a rank holds.
 
-        `coordinates` are its coordinates along the mesh dims that split this tensor dim, one after another: the last
-        coordinate is the number of its part among the parts into which the last mesh dim splits.
+        `coordinates` are its coordinates along the mesh dims that split this tensor dim. Each of these mesh dims splits
+        what the one before has left to the rank. For example, two mesh dims of size 2 with the placement ``Shard``
+        split 8 indices into halves, and these into quarters: the coordinates ``(1, 0)`` have the range ``(4, 6)``.
         """
         if not coordinates:
             return ((0, self.shape[dim]),)
         *outer, part = coordinates
         key = (dim, *outer)
         if key not in self._splits:
-            self._splits[key] = self._split_further(dim, outer)
+            spans = self._spans_of(dim, outer) or [(0, 0)]
+            indices = torch.cat([torch.arange(start, stop) for start, stop in spans])
+            mesh_dim = self._mesh_dims_of[dim][len(outer)]
+            parts_of_indices = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
+            self._splits[key] = list(map(_spans, parts_of_indices))
         parts = self._splits[key]
         if part < len(parts):
             return parts[part]
         return ()  # there are fewer parts than ranks
-
-    def _split_further(self, dim: int, outer: Sequence[int]) -> list[tuple[Span, ...]]:
-        """Split the indices along one tensor dim that the outer mesh dims have left to a rank.
-
-        Return the index ranges of each part. `outer` are the coordinates of the rank along the outer mesh dims.
-        """
-        mesh_dim = self._mesh_dims_of[dim][len(outer)]
-        spans = self._spans_of(dim, outer) or [(0, 0)]
-        indices = torch.cat([torch.arange(start, stop) for start, stop in spans])
-        parts = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
-        return list(map(_spans, parts))
 
     @cached_property
     def key(self) -> tuple[object, ...]:

@@ -62,35 +62,46 @@ def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-class LocalLeaves(NamedTuple):
-    """The leaves of a tree on this rank, in order."""
+def require_shards(layout: ShardTable, names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise unless each leaf is None or this rank's shard, and each DTensor has the placements of its parameter."""
+    for name, leaf in zip(names, leaves, strict=True):
+        if leaf is None or _fitting_tensor(layout, name, leaf) is not None:
+            continue
+        position = layout.position(name)
+        local = _require_tensor(name, leaf)
+        if is_dtensor(leaf):
+            _require_placements(layout, name, leaf)
+        if not position.fits(local):
+            raise _wrong_shape(name, local.shape, position.shape)
+
+
+class LocalGradients(NamedTuple):
+    """The gradients of a tree on this rank, in order."""
 
     tensors: list[Tensor | None]
-    """The local tensor of each leaf."""
+    """The local tensor of each gradient."""
     unplaced: list[str]
     """The names of the gradients whose DTensor placements differ from their parameter's, such as Partial."""
 
 
-def local_leaves(
-    layout: ShardTable, names: Sequence[str], leaves: Sequence[Any], *, as_placed: bool = True
-) -> LocalLeaves:
-    """Raise unless each leaf is None or has the shape of this rank's shard. Return the local tensors.
+def local_gradients(layout: ShardTable, names: Sequence[str], gradients: Sequence[Any]) -> LocalGradients:
+    """Return the local tensors of gradients. Raise unless each is None or has the shape of this rank's shard.
 
-    With `as_placed`, a DTensor must also have the placements of its parameter.
+    A gradient may also be a DTensor with other placements than its parameter. Its name is then listed as `unplaced`.
     """
     tensors: list[Tensor | None] = []
     unplaced: list[str] = []
-    for name, leaf in zip(names, leaves, strict=True):
-        if leaf is None:
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is None:
             tensors.append(None)
             continue
-        local = _fitting_tensor(layout, name, leaf)  # a fast test, which nearly all leaves pass
+        local = _fitting_tensor(layout, name, gradient)  # a fast test; a gradient that passes it is placed as expected
         if local is None:
-            local = _checked_leaf(layout, name, leaf, as_placed=as_placed)
-            if not is_placed_like(leaf, layout.dtensors.get(name)):
+            local = _checked_gradient(layout, name, gradient)
+            if not is_placed_like(gradient, layout.dtensors.get(name)):
                 unplaced.append(name)
         tensors.append(local)
-    return LocalLeaves(tensors, unplaced)
+    return LocalGradients(tensors, unplaced)
 
 
 def _fitting_tensor(layout: ShardTable, name: str, leaf: Any) -> Tensor | None:
@@ -114,22 +125,24 @@ def _are_equal(spec: DTensorSpec, expected: DTensorSpec | None) -> bool:
     return spec.placements == expected.placements and spec.mesh == expected.mesh and spec.shape == expected.shape
 
 
-def _checked_leaf(layout: ShardTable, name: str, leaf: object, *, as_placed: bool) -> Tensor:
-    """Return the local tensor of a leaf. Raise if it is no tensor, or has another placement or shape than expected."""
-    local = local_of(leaf)
+def _checked_gradient(layout: ShardTable, name: str, gradient: object) -> Tensor:
+    """Return the local tensor of a gradient. Raise if it is no tensor, or has another shape than expected."""
     position = layout.position(name)
+    local = _require_tensor(name, gradient)
+    if is_dtensor(gradient):
+        # Its local shape depends on its placements. Under Partial, for example, it is the shape of the parameter.
+        whole_shape = layout.specs[name].shape
+        if tuple(gradient.shape) != whole_shape:
+            raise _wrong_shape(name, gradient.shape, whole_shape)
+    elif not position.fits(local):
+        raise _wrong_shape(name, local.shape, position.shape)
+    return local
+
+
+def _require_tensor(name: str, leaf: object) -> Tensor:
+    local = local_of(leaf)
     if not isinstance(local, Tensor):
         raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
-    if is_dtensor(leaf):
-        if not as_placed:
-            # A gradient may be a partial DTensor, which has the parameter's whole shape.
-            whole_shape = layout.specs[name].shape
-            if tuple(leaf.shape) != whole_shape:
-                raise _wrong_shape(name, leaf.shape, whole_shape)
-            return local
-        _require_placements(layout, name, leaf)
-    if not position.fits(local):
-        raise _wrong_shape(name, local.shape, position.shape)
     return local
 
 

@@ -188,13 +188,14 @@ class FlatShardTensor(Tensor):
     ) -> Any:
         """Apply a copy, a conversion or a fill to the values of the shard. Raise for every other operation."""
         first = args[0]
+        if func not in _ON_VALUES:
+            raise _not_possible(func, first)
+        # Replace each tensor by the values of its shard. All must have the same elements of the whole tensor.
         local_arguments: list[Any] = []
         for argument in args:
             if isinstance(argument, Tensor) and not _are_same_elements(first, argument):
                 raise _not_possible(func, first)
             local_arguments.append(argument.shard.data if isinstance(argument, cls) else argument)
-        if func not in _ON_VALUES:
-            raise _not_possible(func, first)
         values = func(*local_arguments, **kwargs or {})
         if values is first.shard.data:  # the operation was in place
             return first

@@ -126,17 +126,19 @@ class ShardPosition(NamedTuple):
     def _boxes_of_whole(self, local_box: Box) -> list[Box]:
         """Return the boxes of the whole tensor with the elements of a box of the shard, in the order of the shard.
 
-        If the shard has columns 0, 1, 4 and 5, two of its rows are four boxes: each row has two spans of columns.
+        A shard of columns 0, 1, 4 and 5 has two spans of columns, so two of its rows are four boxes:
+
+        >>> columns = ShardPosition.grid([[(0, 2)], [(0, 2), (4, 6)]])
+        >>> [box.offsets for box in columns._boxes_of_whole(Box((0, 0), (2, 4)))]
+        [(0, 0), (0, 4), (1, 0), (1, 4)]
         """
         spans_by_dim: list[list[Span]] = []
-        last_dim_with_gaps = 0
         for dim, spans in enumerate(self.spans):
-            spans_of_dim = _spans_within(spans, local_box.offsets[dim], local_box.sizes[dim])
-            spans_by_dim.append(spans_of_dim)
-            if len(spans_of_dim) > 1:
-                last_dim_with_gaps = dim
-        # The elements of a box must follow one another in the shard: before a dim with gaps, each index has its boxes.
-        for dim in range(last_dim_with_gaps):
+            spans_by_dim.append(_spans_within(spans, local_box.offsets[dim], local_box.sizes[dim]))
+        # A box of both rows and columns 0 and 1 would skip elements of the shard: its row 0 continues with column 4.
+        # Before a dim with several spans, each index (here each row) therefore has boxes of its own.
+        dims_with_gaps = [dim for dim, spans in enumerate(spans_by_dim) if len(spans) > 1]
+        for dim in range(max(dims_with_gaps, default=0)):
             spans_by_dim[dim] = _one_by_one(spans_by_dim[dim])
         return list(map(Box.of_spans, product(*spans_by_dim)))
 
@@ -190,18 +192,15 @@ class ShardPosition(NamedTuple):
         for shard_box in self.boxes:
             if not shard_box.contains(box):
                 start += shard_box.numel
-            elif self.spans:  # the shard was built by `grid` and has as many dims as the whole
-                return self._view_of_grid(box)
-            else:
-                offsets = tuple(map(int.__sub__, box.offsets, shard_box.offsets))
-                narrowed = _narrowed(Box(offsets, box.sizes), shard_box.sizes)
-                return ShardView((start, shard_box.numel), shard_box.sizes, narrowed)
+                continue
+            if self.spans:  # an n-d shard: the box begins behind the indices of the shard that are lower, in each dim
+                local_offsets = tuple(map(_count_before, self.spans, box.offsets))
+                return ShardView(None, self.shape, _narrowed(Box(local_offsets, box.sizes), self.shape))
+            # A 1-d shard: the elements of `shard_box` are viewed in its shape, and narrowed to the box.
+            offsets = [offset - first for offset, first in zip(box.offsets, shard_box.offsets, strict=True)]
+            narrowed = _narrowed(Box(tuple(offsets), box.sizes), shard_box.sizes)
+            return ShardView((start, shard_box.numel), shard_box.sizes, narrowed)
         raise ValueError(f"found {box}, expected a box that is within one box of {self}")
-
-    def _view_of_grid(self, box: Box) -> ShardView:
-        """Find a box of the whole tensor in a shard that was built by `grid`."""
-        local_offsets = tuple(map(_count_before, self.spans, box.offsets))
-        return ShardView(None, self.shape, _narrowed(Box(local_offsets, box.sizes), self.shape))
 
 
 def _nonempty(spans: Sequence[Span]) -> tuple[Span, ...]:
