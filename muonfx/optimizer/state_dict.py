@@ -164,21 +164,21 @@ def match_groups(
         raise _other_count(len(saved_groups), len(groups))
     common_names = names & saved_names
     saved_group_of: dict[frozenset[str], Group] = {}  # by the common names of its parameters
-    saved_empty_groups: deque[Group] = deque()  # those without common names
+    without_common_names: deque[Group] = deque()
     for saved in saved_groups:
         members = common_names.intersection(saved["param_names"])
         if members:
             saved_group_of[frozenset(members)] = saved
         else:
-            saved_empty_groups.append(saved)
+            without_common_names.append(saved)
     matched: list[Group | None] = []
     for tracked in groups:
         members = frozenset(common_names.intersection(tracked.names))
         if members:
             _require_same_group(members, saved_group_of)
             matched.append(saved_group_of[members])
-        elif not tracked.names and saved_empty_groups:
-            matched.append(saved_empty_groups.popleft())
+        elif not tracked.names and without_common_names:
+            matched.append(without_common_names.popleft())
         else:  # for example, all of its parameters were frozen when the state was saved
             matched.append(None)
     return matched

@@ -845,10 +845,10 @@ class TransformOptimizer(Optimizer):
         state_dict = self._after_hooks(state_dict)
         groups = self._tracked_groups.groups
         entries = self._current["entries"]  # what `optimizer.state` shows
-        not_trained = self._parameters.not_trained()
         to_load = StateToLoad()  # nothing
         problem: Exception | None = None  # an error of this rank; `load` raises it, on all ranks together
         try:
+            not_trained = self._parameters.not_trained()  # walks through the models, which may raise
             to_load = read_state_dict(state_dict, self._stepping, groups, entries, rename, not_trained)
         except Exception as error:
             problem = error

@@ -471,6 +471,22 @@ def test_a_state_dict_that_does_not_fit_on_one_rank_is_loaded_on_none(here: Here
 
 
 @on_ranks(2)
+@quiet()
+def test_a_state_is_loaded_on_no_rank_if_one_cannot_read_its_model(here: Here):
+    net, options = sharded("fsdp", here)
+    optimizer = mfx.TransformOptimizer(net, mfx.scale_by_adam(), **options)
+    saved = optimizer.state_dict()
+
+    def unreadable(*_: object, **__: object) -> Iterator[Any]:
+        raise RuntimeError("unreadable on rank 1")
+
+    if here.rank == 1:
+        net.named_parameters = unreadable
+    with pytest.raises(RuntimeError, match="unreadable on rank 1"):
+        optimizer.load_state_dict(saved)
+
+
+@on_ranks(2)
 def test_a_layout_for_dtensors_is_refused(here: Here):
     net, _ = sharded("fsdp", here)
     layout = sharding.replicated(dict(net.named_parameters()), here.group)
