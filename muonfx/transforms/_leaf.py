@@ -428,15 +428,11 @@ def record_step(
     for field, new_field in zip(fields, _new_fields(name, declared, numbers, new_state), strict=True):
         if isinstance(field, Leaf):
             outputs.append(new_field)
-            state.append(_replacement(field, new_field))
+            state.append(Replacement(field.index, new_field.index, has_shape_of_leaf(new_field)))
         else:
             state.append(new_field)  # the new tensor of a shared number
-    return StepPlan(Plan.of(record, outputs), _replacement(update, new_update), state)
-
-
-def _replacement(operand: Leaf, value: Leaf) -> Replacement:
-    """Return the `Replacement` of an operand of the step by a value that the step returns for it."""
-    return Replacement(operand.index, value.index, has_shape_of_leaf(value))
+    replacement = Replacement(update.index, new_update.index, has_shape_of_leaf(new_update))
+    return StepPlan(Plan.of(record, outputs), replacement, state)
 
 
 def _update_and_state(name: str, returned: object) -> tuple[Leaf, object]:

@@ -16,7 +16,7 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform
 from muonfx.core.value import Memory, with_memory
 from muonfx.transforms.leafwise import params_for
-from muonfx.tree import Present, PyTree
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
 
@@ -53,17 +53,19 @@ def _functions(
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
         leaves, treedef = tree.flatten(updates)
-        for index, does_decay in enumerate(decays(params)):
-            if not does_decay:
-                leaves[index] = None
-        decaying = Present(tree.unflatten(treedef, leaves))  # the leaves that decay and have a gradient
-        u = decaying.pick(updates)
-        w = ew.cast_like(decaying.pick(params), u)
+        weights = tree.leaves(params)
+        does_decay = decays(params)  # a bool for each leaf
+        # The leaves that decay and have a gradient.
+        indices = [index for index, leaf in enumerate(leaves) if does_decay[index] and leaf is not None]
+        u = [leaves[index] for index in indices]
+        w = ew.cast_like([weights[index] for index in indices], u)
         if caution:
             w = [_where_decay_agrees(u_i, w_i, sign) for u_i, w_i in zip(u, w, strict=True)]
         decayed = ew.add(u, w, sign * weight_decay, reuse=donate.updates)
         decayed = ew.cast_like(decayed, u)  # a factor that is a tensor may widen the dtype
-        return decaying.fill(decayed, old=updates), state
+        for index, decayed_leaf in zip(indices, decayed, strict=True):
+            leaves[index] = decayed_leaf
+        return tree.unflatten(treedef, leaves), state
 
     return init, update
 
