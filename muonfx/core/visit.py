@@ -7,7 +7,6 @@ transform, and what its numbers are called. Nothing depends on values, so meta t
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -310,17 +309,26 @@ def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> Rec
 
     A transform that computes with the states of inner transforms requires ``replaced=False``. They are then real states
     instead of placeholders.
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.partition({"a": mfx.momentum(0.9), "b": mfx.scale(2.0)}, {"w": "a", "v": "b"})
+    >>> recorded = record_calls(tx, {"w": torch.zeros(1), "v": torch.zeros(2)})
+    >>> recorded.state
+    {'a': Placeholder(index=0), 'b': Placeholder(index=1)}
+    >>> recorded.params_of
+    {0: {'w': tensor([0.])}, 1: {'v': tensor([0., 0.])}}
     """
-    received: dict[int, PyTree] = {}
-    indices = itertools.count()  # `with_children` calls its function once for each child, in order
+    params_of: dict[int, PyTree] = {}
 
-    def recorder(inner: Transform) -> Transform:
-        return _recorder(inner, next(indices), received.__setitem__, replaced)
+    def record(index: int, inner_params: PyTree) -> None:
+        params_of[index] = inner_params
 
-    recording = tx.with_children(recorder)
+    recorders = [_recorder(inner, index, record, replaced) for index, inner in enumerate(tx.children)]
+    tx_with_recorders = tx._with_children(recorders)
     with warnings.catch_warnings():  # init on the real parameters gives the warnings
         warnings.simplefilter("ignore")
-        return RecordedInit(recording.functions.init(params), received)
+        state = tx_with_recorders.functions.init(params)
+    return RecordedInit(state, params_of)
 
 
 # ----------------------------------------------------------------------------------------------- resolved transforms
@@ -335,16 +343,18 @@ def resolve_within(tx: Transform, params: PyTree) -> Transform:
 
 
 def fixed(visited: Visit) -> Transform:
-    """Return the transform of a visit, in which each inner transform is replaced by its resolved form."""
+    """Return the transform of a visit, in which each inner transform is replaced by its resolved form.
+
+    For example, an inner transform that selects parameters by shape is replaced by one with a mask.
+    """
     tx = visited.tx
-    children = [fixed(call) for call in visited.calls]
-    if all(map(operator.is_, children, tx.children)):  # none of them had a choice to make
+    children = [fixed(inner_visit) for inner_visit in visited.calls]
+    if all(map(operator.is_, children, tx.children)):  # nothing was replaced
         return tx
-    entries = chain_entries(tx)
-    if entries is not None:
-        return as_chain(dict(zip(entries, children, strict=True)))
-    next_child = iter(children).__next__  # `with_children` calls its function once for each child, in order
-    return tx.with_children(lambda _: next_child())
+    member_names = chain_entries(tx)
+    if member_names is None:
+        return tx._with_children(children)
+    return as_chain(dict(zip(member_names, children, strict=True)))  # with the same names
 
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:
