@@ -83,9 +83,10 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
         ['momentum', 'rate']
     """
     entries = entries_of(transforms)
+    # Chains that differ only in numbers share `_memory`, a dict, so the order is checked for the first of them only.
     if not _memory and not torch.compiler.is_compiling():
         check_order("chain", entries)
-        _memory[ORDER_IS_CHECKED] = True  # the memory is shared with chains that differ only in numbers
+        _memory[ORDER_IS_CHECKED] = True
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}
@@ -95,14 +96,14 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     ):
         """Pass the updates through the transforms in order. Return the last updates, and the states by name."""
         new_state: dict[str, PyTree] = {}
-        may_overwrite = donate.updates  # True if nothing else holds the tensors of the current updates
+        may_overwrite = donate.updates  # True if nobody else holds the tensors of the current updates
         for name, tx in entries.items():
             donation = Donation(may_overwrite, donate.state)
             out, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
-            if not (donate.state and tx._keeps_donation_promise):
-                may_overwrite = False  # the state of the transform may hold the tensors that it returned
-            elif not may_overwrite:
-                may_overwrite = is_new(out, updates)
+            if donate.state and tx._keeps_donation_promise:  # then no state holds the tensors in `out`
+                may_overwrite = may_overwrite or is_new(out, updates)  # and no caller, unless they were its updates
+            else:
+                may_overwrite = False
             updates = out
         return updates, new_state
 
