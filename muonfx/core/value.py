@@ -176,14 +176,15 @@ class _OfStructure(Lazy[V]):
     """A `Lazy` property whose result is also cached in the structure, which values with other numbers share."""
 
     def __get__(self, instance: Any, owner: type | None = None) -> V:
-        if instance is None:
+        """Return the property of an object from the cache of its structure, and store it in ``instance.__dict__``."""
+        if instance is None:  # read from the class, as in `Lazy`
             return cast("V", self)
-        results: dict[str, Any] = instance.structure.attributes
-        if self._name not in results:
-            results[self._name] = self._compute(instance)
-        if not torch.compiler.is_compiling():
-            instance.__dict__[self._name] = results[self._name]
-        return results[self._name]
+        cache: dict[str, Any] = instance.structure.attributes
+        if self._name not in cache:
+            cache[self._name] = self._compute(instance)
+        if not torch.compiler.is_compiling():  # as in `Lazy`
+            instance.__dict__[self._name] = cache[self._name]
+        return cache[self._name]
 
 
 def of_structure(compute: Callable[[Any], V]) -> V:
@@ -331,7 +332,7 @@ class Structure:
             return False
         if self.skeleton != other.skeleton:
             return False
-        # Equal dicts may have their keys in another order, in which the parts of the value are stored, too.
+        # Python compares {"a": *, "b": *} and {"b": *, "a": *} as equal, but the order of their parts differs.
         return _names_of_leaves(self.skeleton) == _names_of_leaves(other.skeleton)
 
     def __hash__(self) -> int:
@@ -379,7 +380,7 @@ class Recorded:
     def _record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
         """Check the arguments of a factory call against its annotations, and return a value that stores them."""
         definition = factory.definition
-        signature = inspect.Signature(list(definition.parameters.values()))  # the factory's
+        signature = inspect.Signature(list(definition.parameters.values()))  # without `Memory`
         bound = bind(factory.__name__, signature, args, kwargs)
         bound.apply_defaults()
         skeleton: dict[str, object] = {}  # the arguments by name, with a placeholder for each part
@@ -591,7 +592,10 @@ _OWN_FILES = frozenset([__file__, str(Path(__file__).with_name("transform.py"))]
 
 
 def _prepared(recorded: R) -> R:
-    """Do the work of `prepared`, with all frames in the traceback of an error."""
+    """Do the work of `prepared`, with all frames in the traceback of an error.
+
+    The mark ``_is_prepared`` is written to ``__dict__``, because an immutable value rejects assignments.
+    """
     if "_is_prepared" in recorded.__dict__:
         return recorded
     for value in recorded.parts:
@@ -599,7 +603,7 @@ def _prepared(recorded: R) -> R:
             _prepared(value)
     recorded._prepare()
     if not torch.compiler.is_compiling():  # a trace may not change an object that outlives it
-        recorded.__dict__["_is_prepared"] = True  # attributes cannot be set on an immutable value
+        recorded.__dict__["_is_prepared"] = True
     return recorded
 
 

@@ -51,11 +51,14 @@ class OwnNumbers:
             keys.append(start_of_key + argument)
         short_names: dict[str, str | tuple[str, ...]] = {}
         for short_name, declared in tx.declaration.short_names.items():
-            arguments = [declared] if isinstance(declared, str) else declared
-            if [argument for argument in arguments if argument not in full_name_of]:  # such as None or a schedule
+            arguments = (declared,) if isinstance(declared, str) else declared
+            full_names = [full_name_of[argument] for argument in arguments if argument in full_name_of]
+            if len(full_names) < len(arguments):  # one of the arguments is no number, but None or a schedule
                 continue
-            full_names = [full_name_of[argument] for argument in arguments]
-            short_names[short_name] = full_names[0] if isinstance(declared, str) else tuple(full_names)
+            if isinstance(declared, str):
+                short_names[short_name] = full_names[0]
+            else:
+                short_names[short_name] = tuple(full_names)
         return cls(tuple(full_name_of.values()), tuple(keys), short_names)
 
 
@@ -263,7 +266,7 @@ def _labels(tx: Transform, received: Sequence[PyTree]) -> set[str]:
     names: list[str] = []
     for params in received:
         names += tree.names(params)
-    if len(set(names)) < len(names):  # a leaf is passed to two
+    if len(set(names)) < len(names):  # a leaf is passed to two, so the keys are no labels
         return set()
     labels: set[str] = set()
     for argument in tx.arguments.values():
