@@ -245,7 +245,7 @@ def _split(value: Any, *, in_container: bool = False) -> tuple[object, list[Any]
         items = list(enumerate(value))
     else:
         return value, []
-    skeletons: dict[Any, object] = {}  # of the items, by key or index
+    skeletons: dict[Any, Any] = {}  # of the items, by key or index
     parts: list[Any] = []
     for key, item in items:
         skeletons[key], parts_of_item = _split(item, in_container=True)
