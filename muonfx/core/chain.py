@@ -83,9 +83,10 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
         ['momentum', 'rate']
     """
     entries = entries_of(transforms)
+    # Chains that differ only in numbers share `_memory`, a dict, so the order is checked for the first of them only.
     if not _memory and not torch.compiler.is_compiling():
         check_order("chain", entries)
-        _memory[ORDER_IS_CHECKED] = True  # the memory is shared with chains that differ only in numbers
+        _memory[ORDER_IS_CHECKED] = True
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}
@@ -99,10 +100,10 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
         for name, tx in entries.items():
             donation = Donation(may_overwrite, donate.state)
             out, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
-            if not (donate.state and tx._keeps_donation_promise):
-                may_overwrite = False  # the state of the transform may hold the tensors that it returned
-            elif not may_overwrite:
-                may_overwrite = is_new(out, updates)
+            if donate.state and tx._keeps_donation_promise:  # then no state holds the tensors in `out`
+                may_overwrite = may_overwrite or is_new(out, updates)  # nor the caller, if they are new or donated
+            else:
+                may_overwrite = False
             updates = out
         return updates, new_state
 

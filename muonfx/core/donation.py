@@ -105,15 +105,15 @@ def _repeated(leaves: Sequence[Any]) -> set[int]:
 
 def _sharing(leaves: Sequence[Any]) -> set[int]:
     """Return the indices of tensors that share memory with another tensor, or whose own elements overlap."""
-    dense: dict[int, Tensor] = {}  # by index among the leaves
+    tensors: list[Tensor] = []
+    leaf_indices: list[int] = []  # of each of the tensors
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            dense[index] = leaf
-    tensors = list(dense.values())
-    if not PLAIN.issuperset(map(type, tensors)):
+            tensors.append(leaf)
+            leaf_indices.append(index)
+    if not PLAIN.issuperset(map(type, tensors)):  # a DTensor, for example, has its memory in its local tensor
         tensors = list(map(_plain_tensor, tensors))
-    indices = list(dense)
-    return {indices[position] for position in sharing(tensors)}
+    return {leaf_indices[position] for position in sharing(tensors)}
 
 
 def _plain_tensor(leaf: Tensor) -> Tensor:

@@ -49,6 +49,9 @@ class Extras(NamedTuple):
 ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
 """Extra arguments that compute over ranks. A TREE transform that names one of them runs on shards, without a gather."""
 
+_ALWAYS_SUPPLIED = frozenset({"sum_over_leaves"})
+"""Extra arguments that `Transform.run` supplies if the caller does not, so that they are never required."""
+
 _OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace"}
 """Extra arguments that muonfx supplies to an update, so that a training loop need not."""
 
@@ -85,11 +88,17 @@ def _check_signature(beginning: str, function: Callable[..., object], form: str,
 def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_none: bool) -> Extras:
     """Return the extra arguments, such as ``value=loss``, that an update function accepts.
 
-    They follow from its signature and, if it has ``**extras``, from the extra arguments of the transforms that it calls
-    (``inner``). If it calls none (``calls_none``), ``**extras`` accepts any name.
+    A function with ``**extras`` forwards them to the transforms that it calls, whose extra arguments are ``inner``, so
+    it accepts these too. If it calls none (``calls_none``), it reads ``**extras`` itself, and accepts any name.
+
+    >>> def update(updates, state, params=None, *, value, **extras): ...
+    >>> inner = Extras(frozenset({"max_logits"}), False, frozenset(), frozenset({"max_logits"}))
+    >>> extras = extras_of(update, [inner], calls_none=False)
+    >>> sorted(extras.named), sorted(extras.required), sorted(extras.understood)
+    (['value'], ['value'], ['max_logits', 'value'])
     """
     names: set[str] = set()
-    required: set[str] = set()
+    required: set[str] = set()  # those without a default
     takes_all = False
     for parameter in inspect.signature(update).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -100,13 +109,13 @@ def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_n
                 required.add(parameter.name)
     named = frozenset(names)
     understood: frozenset[str] | None = named - _OUR_EXTRAS
-    if takes_all:
+    if takes_all and calls_none:
+        understood = None  # any name
+    elif takes_all:
         for extras in inner:
             required |= extras.required - named  # an argument that this signature names with a default is optional
             understood = _union(understood, extras.understood)
-        if calls_none:
-            understood = None  # any name
-    return Extras(named, takes_all, frozenset(required - {"sum_over_leaves"}), understood)
+    return Extras(named, takes_all, frozenset(required - _ALWAYS_SUPPLIED), understood)
 
 
 def _union(names: frozenset[str] | None, further_names: frozenset[str] | None) -> frozenset[str] | None:

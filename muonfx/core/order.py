@@ -54,30 +54,32 @@ def _ordered_pairs(members: Mapping[str, Transform]) -> list[tuple[_Placed, _Pla
 
 
 def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
-    """Warn of transforms that act at every micro-batch, because they are outside an `accumulate`."""
-    wrapper_of: dict[str, Transform] = {}  # by member of the chain, an `accumulate` in it
-    for name, tx in members.items():
-        wrapper = _skipping_in(tx)
-        if wrapper is not None:
-            wrapper_of[name] = wrapper
-    if not wrapper_of:
-        return
-    first_name, *_ = wrapper_of
-    wrapper = wrapper_of[first_name]
-    receives_zeros = False  # members before the first `accumulate` receive gradients
-    for name, tx in members.items():
-        if name in wrapper_of:
-            receives_zeros = True
+    """Warn of a transform in a chain that acts at every micro-batch, because it is outside of an `accumulate`.
+
+    In ``chain(momentum(), accumulate(adam(), 4))``, for example, the momentum changes its state four times a step. A
+    member after the `accumulate` receives zeros at three of four calls. Only the first such transform is reported.
+    """
+    accumulates: list[tuple[str, Transform]] = []  # each `accumulate`, with the name of the member that contains it
+    outside: list[tuple[str, Transform, bool]] = []  # each other transform, its member, and whether it receives zeros
+    for name, member in members.items():
+        accumulate = _skipping_in(member)
+        if accumulate is not None:
+            accumulates.append((name, accumulate))
             continue
-        for inner in within(tx):
-            effect = _effect_of_every_call(inner, after_zeros=receives_zeros)
-            if effect:
-                example = f"{wrapper.name}(chain(..., {inner.name}(...)), ...)"
-                warn_caller(
-                    f"{chain}: {inner.name} in {name!r} {effect} at every micro-batch, because it is outside of "
-                    f"{wrapper.name} in {first_name!r}: move it inside, as in {example}"
-                )
-                return
+        receives_zeros = len(accumulates) > 0  # from an `accumulate` before it
+        outside += [(name, tx, receives_zeros) for tx in within(member)]
+    if not accumulates:
+        return
+    accumulate_name, accumulate = accumulates[0]
+    for name, tx, receives_zeros in outside:
+        effect = _effect_of_every_call(tx, after_zeros=receives_zeros)
+        if effect:
+            warn_caller(
+                f"{chain}: {tx.name} in {name!r} {effect} at every micro-batch, because it is outside of "
+                f"{accumulate.name} in {accumulate_name!r}: move it inside, as in "
+                f"{accumulate.name}(chain(..., {tx.name}(...)), ...)"
+            )
+            return
 
 
 def _skipping_in(tx: Transform) -> Transform | None:
@@ -183,21 +185,25 @@ def signs(tx: Transform) -> frozenset[int]:
 def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
     """Return the possible `signs` of a transform's updates, given the signs of each transform that it calls.
 
-    A chain of transforms with the signs {1} and {-1} has the sign {-1}: signs in sequence multiply. A `partition` of
-    them has {1, -1}, since the updates of a wrapper may come from any transform that it calls.
+    Signs in sequence multiply: a chain of transforms with the signs {1} and {-1} has the sign {-1}. A `partition` of
+    them has the signs {1, -1}, since the updates of a wrapper may come from any transform that it calls.
     """
-    possible_signs = frozenset({_sign_without_inner(tx)})
+    own_signs = frozenset({_sign_without_inner(tx)})
     if tx.declaration.combinator.in_sequence:
+        signs_of_chain = own_signs
         for member_signs in inner:
-            possible_signs = _products(possible_signs, member_signs)
-        return possible_signs
-    inner_signs: frozenset[int] = frozenset().union(*inner)  # dynamo cannot call `frozenset[int]`
-    if not inner_signs:  # it calls no transform
-        return possible_signs
-    return _products(possible_signs, inner_signs)
+            signs_of_chain = _products(signs_of_chain, member_signs)
+        return signs_of_chain
+    signs_of_any: set[int] = set()
+    for inner_signs in inner:
+        signs_of_any.update(inner_signs)
+    if not signs_of_any:  # it calls no transform
+        return own_signs
+    return _products(own_signs, frozenset(signs_of_any))
 
 
 def _products(signs: frozenset[int], factors: frozenset[int]) -> frozenset[int]:
+    """Return the products of each sign with each factor: {-1} and {1, -1} give {-1, 1}."""
     products: set[int] = set()
     for sign in signs:
         for factor in factors:

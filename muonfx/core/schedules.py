@@ -322,9 +322,9 @@ def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]
         updates, inner_state = inner_update(updates, state.inner, params, **extras)
         return updates, ScheduledState(state.count + 1, inner_state)
 
-    if torch.compiler.is_compiling():  # the signature is read before tracing
+    # The names of the extra arguments are read from the signature of `update`: it must be that of the inner `update`.
+    if torch.compiler.is_compiling():  # they were read before tracing
         return init, update
-    # The names of the extra arguments are read from the signature, so it must be the signature of the inner `update`.
     _, update_at_start = build_at(_step_zero("cpu"))
     return init, functools.wraps(update_at_start)(update)
 

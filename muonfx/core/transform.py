@@ -17,7 +17,7 @@ import inspect
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import NoneType
@@ -275,8 +275,15 @@ class Transform(Recorded):
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
         """Return a copy in which each transform ``t`` among the arguments is replaced by ``function(t)``."""
-        values = [function(value) if isinstance(value, Transform) else value for value in self.parts]
-        return self._from(self._new_structure(), values)
+        return self._with_children([function(child) for child in self.children])
+
+    def _with_children(self, children: Sequence[Transform]) -> Transform:
+        """Return a copy with other transforms among the arguments, given in the order of `children`."""
+        parts = list(self.parts)
+        child_indices = [index for index, part in enumerate(parts) if isinstance(part, Transform)]
+        for index, child in zip(child_indices, children, strict=True):
+            parts[index] = child
+        return self._from(self._new_structure(), parts)
 
     @Lazy
     def _schedules(self) -> dict[str, Schedule]:
@@ -465,24 +472,27 @@ class Transform(Recorded):
     ) -> checks.ExpectedState | None:
         """Return the structure, shapes and dtypes of a valid state; None if one of the parameters' specs is None.
 
-        The arguments describe the parameters, as `muonfx.core.checks.check_update` returns them.
+        The arguments describe the parameters, as `muonfx.core.checks.check_update` returns them. ``init`` runs on meta
+        tensors like the parameters, once for each set of shapes and dtypes; later steps read the result from a cache.
         """
-        # A state may contain copies of numeric arguments, so their shapes matter.
+        # A state may contain copies of numeric arguments, so its shapes depend on theirs.
         number_shapes = tuple(map(_shape_of, self.tensors))
-        if any(number_shapes):
+        if any(number_shapes):  # a number with dims may be an error, which must be raised before `init` uses it
             check_numbers(self)
         cache: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
-        key = treedef, tuple(specs), number_shapes
-        if key in cache:
-            return cache[key]
+        key = (treedef, tuple(specs), number_shapes)
+        expected = cache.get(key)
+        if expected is not None:
+            return expected
         if None in specs:  # without params, a leaf with a None gradient may still have a parameter and a state
             return None
         meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # init has already issued these warnings
             state = self.functions.init(tree.unflatten(treedef, meta_leaves))
-        cache[key] = checks.ExpectedState.of(state)
-        return cache[key]
+        expected = checks.ExpectedState.of(state)
+        cache[key] = expected
+        return expected
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the ``update`` function without checking the arguments. Return its pair (updates, state).

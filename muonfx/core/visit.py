@@ -7,7 +7,6 @@ transform, and what its numbers are called. Nothing depends on values, so meta t
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,11 +51,14 @@ class OwnNumbers:
             keys.append(start_of_key + argument)
         short_names: dict[str, str | tuple[str, ...]] = {}
         for short_name, declared in tx.declaration.short_names.items():
-            arguments = [declared] if isinstance(declared, str) else declared
-            if [argument for argument in arguments if argument not in full_name_of]:  # such as None or a schedule
+            arguments = (declared,) if isinstance(declared, str) else declared
+            full_names = [full_name_of[argument] for argument in arguments if argument in full_name_of]
+            if len(full_names) < len(arguments):  # one of the arguments is no number, but None or a schedule
                 continue
-            full_names = [full_name_of[argument] for argument in arguments]
-            short_names[short_name] = full_names[0] if isinstance(declared, str) else tuple(full_names)
+            if isinstance(declared, str):
+                short_names[short_name] = full_names[0]
+            else:
+                short_names[short_name] = tuple(full_names)
         return cls(tuple(full_name_of.values()), tuple(keys), short_names)
 
 
@@ -264,7 +266,7 @@ def _labels(tx: Transform, received: Sequence[PyTree]) -> set[str]:
     names: list[str] = []
     for params in received:
         names += tree.names(params)
-    if len(set(names)) < len(names):  # a leaf is passed to two
+    if len(set(names)) < len(names):  # a leaf is passed to two, so the keys are no labels
         return set()
     labels: set[str] = set()
     for argument in tx.arguments.values():
@@ -310,17 +312,26 @@ def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> Rec
 
     A transform that computes with the states of inner transforms requires ``replaced=False``. They are then real states
     instead of placeholders.
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.partition({"a": mfx.momentum(0.9), "b": mfx.scale(2.0)}, {"w": "a", "v": "b"})
+    >>> recorded = record_calls(tx, {"w": torch.zeros(1), "v": torch.zeros(2)})
+    >>> recorded.state
+    {'a': Placeholder(index=0), 'b': Placeholder(index=1)}
+    >>> recorded.params_of
+    {0: {'w': tensor([0.])}, 1: {'v': tensor([0., 0.])}}
     """
-    received: dict[int, PyTree] = {}
-    indices = itertools.count()  # `with_children` calls its function once for each child, in order
+    params_of: dict[int, PyTree] = {}
 
-    def recorder(inner: Transform) -> Transform:
-        return _recorder(inner, next(indices), received.__setitem__, replaced)
+    def record(index: int, inner_params: PyTree) -> None:
+        params_of[index] = inner_params
 
-    recording = tx.with_children(recorder)
+    recorders = [_recorder(inner, index, record, replaced) for index, inner in enumerate(tx.children)]
+    tx_with_recorders = tx._with_children(recorders)
     with warnings.catch_warnings():  # init on the real parameters gives the warnings
         warnings.simplefilter("ignore")
-        return RecordedInit(recording.functions.init(params), received)
+        state = tx_with_recorders.functions.init(params)
+    return RecordedInit(state, params_of)
 
 
 # ----------------------------------------------------------------------------------------------- resolved transforms
@@ -335,16 +346,18 @@ def resolve_within(tx: Transform, params: PyTree) -> Transform:
 
 
 def fixed(visited: Visit) -> Transform:
-    """Return the transform of a visit, in which each inner transform is replaced by its resolved form."""
+    """Return the transform of a visit, in which each inner transform is replaced by its resolved form.
+
+    For example, an inner transform that selects parameters by shape is replaced by one with a mask.
+    """
     tx = visited.tx
-    children = [fixed(call) for call in visited.calls]
-    if all(map(operator.is_, children, tx.children)):  # none of them had a choice to make
+    children = [fixed(inner_visit) for inner_visit in visited.calls]
+    if all(map(operator.is_, children, tx.children)):  # nothing was replaced
         return tx
-    entries = chain_entries(tx)
-    if entries is not None:
-        return as_chain(dict(zip(entries, children, strict=True)))
-    next_child = iter(children).__next__  # `with_children` calls its function once for each child, in order
-    return tx.with_children(lambda _: next_child())
+    member_names = chain_entries(tx)
+    if member_names is None:
+        return tx._with_children(children)
+    return as_chain(dict(zip(member_names, children, strict=True)))  # with the same names
 
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:
