@@ -183,8 +183,10 @@ def test_a_step_that_returns_no_state_is_an_error_that_says_so():
     ids=str,
 )
 def test_a_transform_of_ones_own_obeys_the_laws(tx: mfx.Transform):
-    # `with_both_slots` squares gradients in fp32, where 1e-18 is lost.
-    kit.check_transform(tx, max_examples=5, skip=["large_and_small_gradients_give_finite_updates"])
+    skip = ["large_and_small_gradients_give_finite_updates"]  # `with_both_slots` squares 1e-18 in fp32
+    if tx.name == "with_both_slots":  # its updates are third powers of gradients: 1e-9 is 0 in float16
+        skip.append("narrow_gradients_are_computed_in_wider_dtypes")
+    kit.check_transform(tx, max_examples=5, skip=skip)
 
 
 def test_blocks_of_any_sizes_have_the_state_that_they_have_as_parameters():
