@@ -59,27 +59,29 @@ def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
     In ``chain(momentum(), accumulate(adam(), 4))``, for example, the momentum changes its state four times a step. A
     member after the `accumulate` receives zeros at three of four calls. Only the first such transform is reported.
     """
-    accumulates: list[tuple[str, Transform]] = []  # each `accumulate`, with the name of the member that contains it
-    outside: list[tuple[str, Transform, bool]] = []  # each other transform, its member, and whether it receives zeros
+    accumulate_in: dict[str, Transform] = {}  # by name of the member that contains it
     for name, member in members.items():
         accumulate = _skipping_in(member)
         if accumulate is not None:
-            accumulates.append((name, accumulate))
-            continue
-        receives_zeros = len(accumulates) > 0  # from an `accumulate` before it
-        outside += [(name, tx, receives_zeros) for tx in within(member)]
-    if not accumulates:
+            accumulate_in[name] = accumulate
+    if not accumulate_in:
         return
-    accumulate_name, accumulate = accumulates[0]
-    for name, tx, receives_zeros in outside:
-        effect = _effect_of_every_call(tx, after_zeros=receives_zeros)
-        if effect:
-            warn_caller(
-                f"{chain}: {tx.name} in {name!r} {effect} at every micro-batch, because it is outside of "
-                f"{accumulate.name} in {accumulate_name!r}: move it inside, as in "
-                f"{accumulate.name}(chain(..., {tx.name}(...)), ...)"
-            )
-            return
+    accumulate_name = next(iter(accumulate_in))
+    accumulate = accumulate_in[accumulate_name]
+    receives_zeros = False  # members before the first `accumulate` receive gradients
+    for name, member in members.items():
+        if name in accumulate_in:
+            receives_zeros = True
+            continue
+        for tx in within(member):
+            effect = _effect_of_every_call(tx, after_zeros=receives_zeros)
+            if effect:
+                warn_caller(
+                    f"{chain}: {tx.name} in {name!r} {effect} at every micro-batch, because it is outside of "
+                    f"{accumulate.name} in {accumulate_name!r}: move it inside, as in "
+                    f"{accumulate.name}(chain(..., {tx.name}(...)), ...)"
+                )
+                return
 
 
 def _skipping_in(tx: Transform) -> Transform | None:

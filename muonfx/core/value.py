@@ -132,16 +132,16 @@ def make_factory(
 
     ``declaration``, ``name`` and ``transparent`` are fields of `Definition`.
     """
-    if name is not None:
-        _check_public_name(name)
-    definition = Definition.of(constructor, declaration, name, transparent)
 
     @functools.wraps(constructor)
-    def factory(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         recorded = recorded_class._record(factory, *args, **kwargs)
         return prepared(recorded)
 
-    cast("Factory", factory).definition = definition
+    if name is not None:
+        _check_public_name(name)
+    factory = cast("Factory", call)
+    factory.definition = Definition.of(constructor, declaration, name, transparent)
     return factory
 
 
@@ -176,15 +176,14 @@ class _OfStructure(Lazy[V]):
     """A `Lazy` property whose result is also cached in the structure, which values with other numbers share."""
 
     def __get__(self, instance: Any, owner: type | None = None) -> V:
-        """Return the property of an object from the cache of its structure, and store it in ``instance.__dict__``."""
-        if instance is None:  # read from the class, as in `Lazy`
+        if instance is None:
             return cast("V", self)
-        cache: dict[str, Any] = instance.structure.attributes
-        if self._name not in cache:
-            cache[self._name] = self._compute(instance)
-        if not torch.compiler.is_compiling():  # as in `Lazy`
-            instance.__dict__[self._name] = cache[self._name]
-        return cache[self._name]
+        results: dict[str, Any] = instance.structure.attributes
+        if self._name not in results:
+            results[self._name] = self._compute(instance)
+        if not torch.compiler.is_compiling():
+            instance.__dict__[self._name] = results[self._name]
+        return results[self._name]
 
 
 def of_structure(compute: Callable[[Any], V]) -> V:
@@ -224,35 +223,23 @@ class _Hole:
 _HOLE = _Hole()
 
 
-def _split(value: Any, *, in_container: bool = False) -> tuple[object, list[Any]]:
-    """Split an argument into its skeleton, with a placeholder for each part, and the list of these parts.
+def _split(value: Any, values: list[object], *, in_container: bool = False) -> object:
+    """Replace the numbers, transforms and schedules in an argument by placeholders, and append them to ``values``.
 
-    The parts are tensors, transforms, schedules and floats, but no float in a container: ``betas=(0.9, 0.95)`` is
-    fixed structure. `_join` is the inverse.
-
-    >>> _split({"a": [torch.tensor(2.0), "text"], "b": 0.5})
-    ({'a': [*, 'text'], 'b': 0.5}, [tensor(2.)])
+    A float in a container is not replaced.
     """
     types_of_parts: tuple[type, ...] = (Recorded, Tensor)
     if not in_container:
         types_of_parts = (Recorded, Tensor, float)
     if isinstance(value, types_of_parts):
-        return _HOLE, [value]
+        values.append(value)
+        return _HOLE
     kind: Any = type(value)
+    if kind in (tuple, list):
+        return kind([_split(item, values, in_container=True) for item in value])
     if kind is dict:
-        items = _ordered_items(value)
-    elif kind in (tuple, list):
-        items = list(enumerate(value))
-    else:
-        return value, []
-    skeletons: dict[Any, Any] = {}  # of the items, by key or index
-    parts: list[Any] = []
-    for key, item in items:
-        skeletons[key], parts_of_item = _split(item, in_container=True)
-        parts += parts_of_item
-    if kind is dict:
-        return skeletons, parts
-    return kind(skeletons.values()), parts
+        return {key: _split(item, values, in_container=True) for key, item in _ordered_items(value)}
+    return value
 
 
 def _ordered_items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
@@ -266,20 +253,23 @@ def _ordered_items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
     return items
 
 
-def _join(skeleton: Any, parts: Iterator[object]) -> Any:
-    """Return an argument from its skeleton: each placeholder takes the next of ``parts``, in the order of `_split`.
+_CONTAINERS = (tuple, list, dict)
+"""The types of arguments in which transforms and tensors are replaced by placeholders."""
 
-    >>> _join({"a": [_HOLE, "text"], "b": _HOLE}, iter([1.0, 2.0]))
-    {'a': [1.0, 'text'], 'b': 2.0}
-    """
-    if skeleton is _HOLE:
-        return next(parts)
-    kind: Any = type(skeleton)
-    if kind is dict:
-        return {key: _join(item, parts) for key, item in skeleton.items()}
-    if kind in (tuple, list):
-        return kind([_join(item, parts) for item in skeleton])
-    return skeleton
+
+def _join(skeleton: Any, values: Iterator[object]) -> Any:
+    """Replace the placeholders in a container by ``values``, in order. This is the inverse of `_split`."""
+    is_dict = type(skeleton) is dict
+    items = skeleton.items() if is_dict else enumerate(skeleton)
+    joined: dict[Any, object] = {}
+    for key, item in items:
+        if item is _HOLE:
+            joined[key] = next(values)
+        elif type(item) in _CONTAINERS:
+            joined[key] = _join(item, values)
+        else:
+            joined[key] = item
+    return joined if is_dict else type(skeleton)(joined.values())
 
 
 def _named_leaves(skeleton: Any, name: str = "") -> list[tuple[str, object]]:
@@ -332,7 +322,7 @@ class Structure:
             return False
         if self.skeleton != other.skeleton:
             return False
-        # Python compares {"a": *, "b": *} and {"b": *, "a": *} as equal, but the order of their parts differs.
+        # Equal dicts may have their keys in another order, in which the parts of the value are stored, too.
         return _names_of_leaves(self.skeleton) == _names_of_leaves(other.skeleton)
 
     def __hash__(self) -> int:
@@ -380,17 +370,16 @@ class Recorded:
     def _record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
         """Check the arguments of a factory call against its annotations, and return a value that stores them."""
         definition = factory.definition
-        signature = inspect.Signature(list(definition.parameters.values()))  # without `Memory`
+        signature = inspect.Signature(list(definition.parameters.values()))
         bound = bind(factory.__name__, signature, args, kwargs)
         bound.apply_defaults()
-        skeleton: dict[str, object] = {}  # the arguments by name, with a placeholder for each part
-        parts: list[object] = []  # the numbers, transforms and schedules among the arguments, in order
+        parts: list[object] = []  # the numbers, transforms and schedules among the arguments
+        skeleton: dict[str, object] = {}  # the arguments by name, with placeholders for the parts
         for name, argument in bound.arguments.items():
             if argument is not definition.parameters[name].default:
                 argument = cls._checked(factory, name, argument)
             argument = definition.as_float(name, argument)
-            skeleton[name], parts_of_argument = _split(argument)
-            parts += parts_of_argument
+            skeleton[name] = _split(argument, parts)  # appends to `parts`
         return cls._from(Structure(cls, factory, skeleton), parts)
 
     @classmethod
@@ -405,7 +394,7 @@ class Recorded:
         return check_plain(factory.__name__, name, argument, types)
 
     def _names_of_parts(self, argument: str) -> Iterable[str]:
-        """Return the dotted names of the numbers and recorded values (such as transforms) within one argument."""
+        """Return the dotted names of the numbers and recorded values (such as transforms) in one container argument."""
         skeleton = self.structure.skeleton[argument]  # the argument, with the placeholder _HOLE for each of these
         prefix = argument
         if type(skeleton) is dict:  # its items have its keys as names: "muon", not "transforms.muon"
@@ -414,8 +403,9 @@ class Recorded:
 
     def _parts_in(self, argument: str) -> list[Any]:
         """Return the numbers and recorded values (such as transforms) within one argument, in order."""
-        _, parts = _split(self.arguments[argument])
-        return parts
+        values: list[Any] = []
+        _split(self.arguments[argument], values)
+        return values
 
     @classmethod
     def _from(cls, structure: Structure, values: Iterable[object]) -> Self:
@@ -592,10 +582,7 @@ _OWN_FILES = frozenset([__file__, str(Path(__file__).with_name("transform.py"))]
 
 
 def _prepared(recorded: R) -> R:
-    """Do the work of `prepared`, with all frames in the traceback of an error.
-
-    The mark ``_is_prepared`` is written to ``__dict__``, because an immutable value rejects assignments.
-    """
+    """Do the work of `prepared`, with all frames in the traceback of an error."""
     if "_is_prepared" in recorded.__dict__:
         return recorded
     for value in recorded.parts:
@@ -603,7 +590,7 @@ def _prepared(recorded: R) -> R:
             _prepared(value)
     recorded._prepare()
     if not torch.compiler.is_compiling():  # a trace may not change an object that outlives it
-        recorded.__dict__["_is_prepared"] = True
+        recorded.__dict__["_is_prepared"] = True  # attributes cannot be set on an immutable value
     return recorded
 
 
@@ -680,14 +667,7 @@ def walk(recorded: Recorded, name: str = "") -> Iterator[tuple[str, Recorded]]:
 
 
 def part_names(recorded: Recorded) -> tuple[str, ...]:
-    """Return the dotted names of a transform's own numbers and inner transforms, in the order of its ``parts``.
-
-    >>> import muonfx as mfx
-    >>> part_names(mfx.momentum(0.9)), part_names(mfx.chain(mfx.momentum(0.9), ("rate", mfx.scale(-0.1))))
-    (('decay',), ('momentum', 'rate'))
-    >>> part_names(mfx.partition({"a": mfx.momentum(), "b": mfx.scale(2.0)}, {"w": "a", "v": "b"}))
-    ('a', 'b')
-    """
+    """Return the dotted names of a transform's own numbers and inner transforms, in order."""
     cache = recorded.structure.derived  # shared with transforms that differ only in numbers
     if "part_names" not in cache:
         cache["part_names"] = _part_names(recorded)
@@ -695,12 +675,14 @@ def part_names(recorded: Recorded) -> tuple[str, ...]:
 
 
 def _part_names(recorded: Recorded) -> tuple[str, ...]:
-    """Compute `part_names`. A transparent wrapper adds nothing to the name of its only part, so that name is ""."""
     if recorded.factory.definition.transparent:
         return ("",)
     names: list[str] = []
-    for argument in recorded.structure.skeleton:
-        names += recorded._names_of_parts(argument)
+    for argument, skeleton in recorded.structure.skeleton.items():
+        if skeleton is _HOLE:
+            names.append(argument)
+        elif type(skeleton) in _CONTAINERS:
+            names += recorded._names_of_parts(argument)
     return tuple(names)
 
 
@@ -711,10 +693,10 @@ def _structure(recorded: Recorded) -> str:
     """
     recorded = strip_transparent(recorded)
     definition = recorded.factory.definition
-    arguments = _join(recorded.structure.skeleton, map(_text_of_part, recorded.parts))
+    parts = iter(recorded.parts)
     texts: list[str] = []
-    for name, argument in arguments.items():
-        text = _text(argument)
+    for name, skeleton in recorded.structure.skeleton.items():
+        text = _text(skeleton, parts)
         if text != _text_of_default(definition, name):
             texts.append(f"{name}={text}")
     return f"{public_name(recorded.factory)}({','.join(texts)})"
@@ -724,29 +706,16 @@ _NUMBER = "*"
 """The text of a number, and of an argument without a default."""
 
 
-@dataclass(frozen=True)
-class _PartText:
-    """The text that takes the place of a part in an argument, such as "*" or "muonfx.momentum()"."""
+def _text(skeleton: object, parts: Iterator[object]) -> str:
+    """Return an argument as text for the fingerprint. Each placeholder in it takes the next value from ``parts``."""
 
-    text: str
+    def text_of_item(item: object) -> str:
+        return _text(item, parts)
 
-
-def _text_of_part(part: object) -> _PartText:
-    """Return the text for a number, transform or schedule among the arguments."""
-    if isinstance(part, Recorded):
-        return _PartText(_structure(part))
-    return _PartText(_NUMBER)
-
-
-def _text(argument: object) -> str:
-    """Return an argument, in which a `_PartText` replaces each part, as text for the fingerprint.
-
-    >>> _text((_PartText("muonfx.momentum()"), "muon"))
-    "(muonfx.momentum(),'muon')"
-    """
-    if isinstance(argument, _PartText):
-        return argument.text
-    return text_of(argument, _text)
+    if skeleton is not _HOLE:
+        return text_of(skeleton, text_of_item)
+    part = next(parts)
+    return _structure(part) if isinstance(part, Recorded) else _NUMBER
 
 
 def _text_of_default(definition: Definition, name: str) -> str:
@@ -758,6 +727,6 @@ def _text_of_default(definition: Definition, name: str) -> str:
         return "{}"
     if parameter.default is parameter.empty:
         return _NUMBER
-    default = definition.as_float(name, parameter.default)
-    skeleton, parts = _split(default)
-    return _text(_join(skeleton, map(_text_of_part, parts)))
+    parts: list[object] = []
+    skeleton = _split(definition.as_float(name, parameter.default), parts)  # appends to `parts`
+    return _text(skeleton, iter(parts))
