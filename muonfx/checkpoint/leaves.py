@@ -328,7 +328,7 @@ class StateSpec:
 
     @classmethod
     def of(cls, state: PyTree) -> StateSpec:
-        """Return the `StateSpec` (names, global shapes and dtypes of the leaves) of an existing state.
+        """Return the `StateSpec` of an existing state.
 
         Raises:
             TypeError: a leaf is not a tensor; the message names it.
@@ -339,17 +339,13 @@ class StateSpec:
         return spec_of_named(named_tensors(state), state)
 
     def of_chain(self, tx: Transform) -> StateSpec:
-        """Return a copy with the fingerprint of a transform (a hash of its structure).
-
-        A `load` that receives the copy raises an error if the checkpoint has another fingerprint, because another
-        transform wrote it.
-        """
+        """Return a copy with the fingerprint of a transform, which `load` compares with that in the checkpoint."""
         return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)
 
     def products(self, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
         """Return the dtype in which each transform multiplies matrices, as in ``{"orthogonalize": "bfloat16"}``.
 
-        It is the dtype for parameters of this ``dtype`` on this ``device``. The dict is empty if no transform is known.
+        It is the dtype for parameters of this ``dtype`` on this ``device``. Empty if no transform is known.
         """
         if self._tx is None:
             return {}
@@ -361,7 +357,7 @@ class StateSpec:
         return self._tx
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
-        """Return a state tree with the leaves in a dict by name; leaves without an entry in the dict are None."""
+        """Return a state tree with the leaves of a dict by name, or None where the dict has no entry."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
 
 
