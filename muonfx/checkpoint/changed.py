@@ -174,14 +174,14 @@ def _continue_optimizer(
     optimizer: SavedOptimizer, continuation: Continuation, saved_groups: list[dict[str, Any]] | None
 ) -> Continuation:
     """Copy a state into an optimizer, and the saved groups if it has the same groups."""
-    groups = "param_groups: none in the checkpoint; those of this optimizer stay"
+    groups = "param_groups: none in the checkpoint; this optimizer keeps its own"
     if saved_groups is not None:
         renamed_groups, new_numbers = _for_groups_of(optimizer.saved_groups(), saved_groups)
         try:
             optimizer.load_transform_state(continuation.state, renamed_groups)
         except ValueError as error:
             reason = str(error).removeprefix("nothing was loaded: ")  # the state is loaded below
-            groups = f"param_groups: those of this optimizer stay, because the saved ones do not fit: {reason}"
+            groups = f"param_groups: this optimizer keeps its own, because the saved ones do not fit: {reason}"
         else:
             groups = "; ".join(["param_groups: loaded", *new_numbers])
             return replace(continuation, state=optimizer.transform_state, groups=groups)

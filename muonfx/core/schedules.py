@@ -322,7 +322,7 @@ def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]
         updates, inner_state = inner_update(updates, state.inner, params, **extras)
         return updates, ScheduledState(state.count + 1, inner_state)
 
-    # The names of the extra arguments are read from the signature of `update`: it must be that of the inner `update`.
+    # The names of the extra arguments are read from the signature of `update`, so it must equal the inner `update`'s.
     if torch.compiler.is_compiling():  # they were read before tracing
         return init, update
     _, update_at_start = build_at(_step_zero("cpu"))

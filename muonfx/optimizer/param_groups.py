@@ -198,7 +198,7 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     with_common_values = with_agreed(rules, group, defaults)
     # Converts between keys of the group and dotted names.
     group_numbers = GroupNumbers(group_hyperparams(rules, with_common_values))
-    numbers: dict[str, Number] = {}  # those of the group, by dotted name
+    numbers: dict[str, Number] = {}  # the group's numbers by dotted name
     for name, number in group_numbers.complete(with_common_values, defaults).items():
         numbers[name] = own_copy(number)
     require_in_range(stepping.tx, group_numbers.hyperparams, numbers, defaults)

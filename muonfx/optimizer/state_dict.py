@@ -65,7 +65,7 @@ def _named_by_path(saved_groups: list[Group], groups: Sequence[TrackedGroup]) ->
 
     torch.distributed.checkpoint loads ``{"params": ["0.bias", "0.weight"], "param_names": ["0.weight", "0.bias"]}``:
     the paths in "params" have the order of the optimizer that loads, and "param_names" of the optimizer that saved.
-    Other saved groups are returned unchanged. In those of torch, "params" are numbers.
+    Other saved groups are returned unchanged, such as torch's, in which "params" are numbers.
     """
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
     if not paths or not all(isinstance(path, str) for path in paths):

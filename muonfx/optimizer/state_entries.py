@@ -160,7 +160,7 @@ def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], steppi
         assigned: dict[str, Tensor] = {}  # by the name of the parameter: several for a leaf that all share
         for name in slot.names:
             value = entries_of[name].get(slot.key, shown)
-            if value is not shown:  # the entry is another tensor object than the one that was shown
+            if value is not shown:  # the caller has replaced the tensor object of the entry
                 _require_like(name, slot.key, value, shown)
                 assigned[name] = value
         if not assigned:

@@ -409,8 +409,8 @@ def _run_single_matrices(xs: list[Tensor], overwrite: list[bool], job: _Job) -> 
     limit = _most_in_a_batch(job)
     wide = [x if x.shape[0] == job.kind.short else x.mT for x in xs]
     any_is_tall = not all(map(is_, wide, xs))
-    # A view keeps the whole batch in memory. If some results are copied out of the batch, all are: those that overwrite
-    # their input, and those of tall matrices, which are transposed.
+    # A view keeps the whole batch in memory. If some results are copied out of the batch, all are. Copied are results
+    # that overwrite their input, and results of tall matrices, which are transposed.
     must_copy = any(overwrite) or any_is_tall
     results: list[Tensor] = []
     for start in range(0, len(xs), limit):

@@ -93,7 +93,7 @@ class Labels(RoutedLabels):
         """Return one `MatrixView` for all parameters, to pass to transforms as ``view=``.
 
         A view describes how parameters divide into matrices. If ``given`` has a pattern for a parameter, this pattern
-        applies, else the one that is stored with the label of the parameter. The patterns are written with globs,
+        applies, else the pattern that is stored with the label of the parameter. The patterns are written with globs,
         such as ``"*mlp.experts"``, which also match parameter names with components that wrappers add.
 
         >>> experts = Route("muon", view=MatrixView("... in out -> ... out in"))

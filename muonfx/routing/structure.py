@@ -247,7 +247,7 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
     The module must have a weight, and attributes such as ``in_features`` and ``out_features``.
     """
     has_weight = not _leaves_of(module).isdisjoint(_LEAVES_OF_LAYERS)
-    # A parametrized weight is no parameter of the module, but is computed from those of the parametrization.
+    # A parametrized weight is no parameter of the module, but is computed from parameters of the parametrization.
     if not has_weight and not parametrize.is_parametrized(module):
         return None
     for reads_name, returns_name in _WIDTHS:

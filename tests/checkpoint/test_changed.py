@@ -334,7 +334,7 @@ def test_a_run_with_a_frozen_layer_and_another_label_goes_on(tmp_path: Path) -> 
     account = found["account"]
     assert "adamw/scale_by_adam/mu/4.weight  new, as init made it" in account
     assert "muon/momentum/trace/4.weight" in account
-    assert "param_groups: those of this optimizer stay" in account
+    assert "param_groups: this optimizer keeps its own" in account
     reference = model_of()
     optimizer = optimizer_of(reference, BEFORE)
     train(reference, optimizer, range(3))
@@ -431,5 +431,5 @@ def test_the_numbers_of_groups_move_with_the_chain(wrap: str, tmp_path: Path) ->
 def test_an_account_of_other_groups_reports_no_failure(tmp_path: Path) -> None:
     path = ck.save(tmp_path, optimizer_of(model_of(), BEFORE))
     found = ck.load_changed(path, optimizer_of(model_of(), AFTER))
-    assert "those of this optimizer stay" in found.groups
+    assert "this optimizer keeps its own" in found.groups
     assert "nothing was loaded" not in str(found)

@@ -114,7 +114,7 @@ def _loaded_values(
 ) -> tuple[dict[str, Any], list[Any]]:
     """Read the values of this rank from a checkpoint; return its parameters by name, and the leaves of its state.
 
-    ``flat_optimizers`` are all those of the optimizer. All ranks must call this together.
+    ``flat_optimizers`` are the optimizers of all flat buffers. All ranks must call this together.
     """
     group = _all_ranks()
     values = _Values.of(optimizer, to_load=True)

@@ -139,7 +139,7 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
             "expected the same: construct and step the optimizer in the same way on all ranks"
         )
     subject, ranks = difference
-    different_rank = ranks[0]  # all of these ranks have the same fact, which differs from that of rank 0
+    different_rank = ranks[0]  # all of these ranks have the same fact; rank 0 has another
     fact: object = None
     if dist.get_rank(group) in (0, different_rank):  # the other ranks send None
         fact = facts.get(subject)
