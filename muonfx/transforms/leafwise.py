@@ -610,8 +610,8 @@ class Values:
             for index, operation in plan.operations:
                 if index not in self._computed:  # else a sum over leaves has needed it already
                     self._computed[index] = self._compute(operation, overwrite=overwrite)
-                    # The result may be overwritten, unless it is of a torch function called for each leaf: this may be a
-                    # view of an operand, whose storage others may need.
+                    # The result may be overwritten, unless a torch function was called for each leaf: its result may be
+                    # a view of an operand, whose storage others may need.
                     self._may_write[index] = not operation.is_for_each
                 if overwrite:
                     self._count_uses(operation.operands)

@@ -255,8 +255,9 @@ class OnMesh(Cut):
         """Return the index ranges (start, end) along one tensor dim that a rank holds.
 
         `coordinates` are its coordinates along the mesh dims that split this tensor dim. Each of these mesh dims splits
-        the range that the mesh dim before it has left to the rank. For example, two mesh dims of size 2 with the placement ``Shard``
-        split 8 indices into halves, and these into quarters: the coordinates ``(1, 0)`` have the range ``(4, 6)``.
+        the range that the mesh dim before it has left to the rank. For example, two mesh dims of size 2 with the
+        placement ``Shard`` split 8 indices into halves, and these into quarters: the coordinates ``(1, 0)`` have the
+        range ``(4, 6)``.
         """
         if not coordinates:
             return ((0, self.shape[dim]),)
