@@ -194,8 +194,7 @@ def _for_groups_of(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return saved groups with the keys of an optimizer, and a text for each group that has keys which were not saved.
 
-    The chain that was saved may be inside another transform now: "momentum.decay" is then "inner.momentum.decay". A key
-    that was not saved under any such name, as of a new transform, has the value of the optimizer.
+    A saved group belongs to each group that has one of its parameters.
     """
     converted_groups: list[dict[str, Any]] = []
     texts: list[str] = []
@@ -205,22 +204,32 @@ def _for_groups_of(
         for group in groups:
             if saved_names.isdisjoint(unwrapped(group["param_names"]).values()):
                 continue
-            new_keys: list[str] = []
-            for key in group.keys() - saved.keys() - _KEYS_WITHOUT_NUMBERS:
-                old_keys = [saved_key for saved_key in saved if key.endswith(f".{saved_key}")]
-                if old_keys:
-                    longest = max(old_keys, key=len)
-                    converted[key] = saved[longest]
-                    if longest not in group:
-                        converted.pop(longest, None)
-                else:
-                    converted[key] = group[key]
-                    new_keys.append(key)
+            new_keys = _convert_keys(converted, saved, group)
             if new_keys:
                 stay = format_list(sorted(new_keys))
                 texts.append(f"of group {group.get('label')!r}, {stay} stay as in this optimizer")
         converted_groups.append(converted)
     return converted_groups, texts
+
+
+def _convert_keys(converted: dict[str, Any], saved: dict[str, Any], group: dict[str, Any]) -> list[str]:
+    """Give ``converted``, a copy of the saved group, the keys of a group. Return the keys that were not saved.
+
+    The chain that was saved may be inside another transform now: "momentum.decay" is then "inner.momentum.decay". If
+    the group also has "momentum.decay", of another transform, the saved number goes to this equal key. A key that was
+    not saved, as of a new transform, has the value of the optimizer.
+    """
+    new_keys: list[str] = []
+    for key in group.keys() - saved.keys() - _KEYS_WITHOUT_NUMBERS:
+        old_keys = [old_key for old_key in saved if key.endswith(f".{old_key}") and old_key not in group]
+        if old_keys:
+            old_key = max(old_keys, key=len)
+            converted[key] = saved[old_key]
+            converted.pop(old_key, None)
+        else:
+            converted[key] = group[key]
+            new_keys.append(key)
+    return new_keys
 
 
 _KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "schedules"])

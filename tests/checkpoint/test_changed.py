@@ -428,6 +428,20 @@ def test_the_numbers_of_groups_move_with_the_chain(wrap: str, tmp_path: Path) ->
     assert ("clip_by_value" in found.groups) == (wrap == "chain")
 
 
+def test_a_number_that_two_transforms_could_have_is_not_given_to_both(tmp_path: Path) -> None:
+    model = model_of()
+    saved = mfx.TransformOptimizer(model, mfx.chain(mfx.clip_by_global_norm(3.0), mfx.scale_by_learning_rate(0.1)))
+    path = ck.save(tmp_path, saved)
+    inner = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale_by_learning_rate(0.1))
+    other = mfx.TransformOptimizer(model, mfx.chain(mfx.clip_by_global_norm(2.0), ("inner", inner)))
+    with pytest.warns(UserWarning, match="saved with other numbers"):
+        account = ck.load_changed(path, other)
+    group = other.param_groups[0]
+    assert group["clip_by_global_norm.max_norm"] == 3.0
+    assert group["inner.clip_by_global_norm.max_norm"] == 1.0
+    assert "'inner.clip_by_global_norm.max_norm' stay as in this optimizer" in account.groups
+
+
 def test_an_account_of_other_groups_reports_no_failure(tmp_path: Path) -> None:
     path = ck.save(tmp_path, optimizer_of(model_of(), BEFORE))
     found = ck.load_changed(path, optimizer_of(model_of(), AFTER))
