@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from muonfx.checkpoint.chains import number_differences
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried, with_reader
@@ -446,9 +446,6 @@ def _first_for_all(indexes: list[Index | None]) -> Sequence[Index | None]:
 
 # ------------------------------------------------------------------------------------------------- the target of a load
 
-_NUMBERS = re.compile(r"(\w+)=(-?(?:torch\.tensor\()?[\d.][\w.+-]*)")
-"""A numeric argument in the ``repr`` of a transform: its name and the number."""
-
 
 @dataclass
 class Target:
@@ -580,7 +577,7 @@ class Target:
         is_same_structure = index.fingerprint is not None and index.fingerprint == expected.fingerprint
         if not is_same_structure or index.chain == expected.chain:
             return
-        differences = _differing_numbers(str(index.chain), str(expected.chain))
+        differences = number_differences(str(index.chain), str(expected.chain), expected.transform)
         if not differences:
             return  # only labels differ, which may be written with other names
         warn_caller(
@@ -612,20 +609,3 @@ class Target:
         copied = self._empty(leaf)
         copied.copy_(leaf)
         return copied
-
-
-def _differing_numbers(saved_chain: str, chain: str) -> list[str]:
-    """Return texts about the numbers that differ between the ``repr`` of two chains of transforms.
-
-    >>> _differing_numbers("momentum(decay=0.9)", "momentum(decay=0.95)")
-    ['decay is 0.9 in the checkpoint, 0.95 in the code']
-    """
-    saved_numbers = _NUMBERS.findall(saved_chain)
-    numbers = _NUMBERS.findall(chain)
-    if [name for name, _ in saved_numbers] != [name for name, _ in numbers]:
-        return ["see the chain in muonfx.checkpoint.inspect(path)"]
-    differences: list[str] = []
-    for (name, saved_number), (_, number) in zip(saved_numbers, numbers, strict=True):
-        if saved_number != number:
-            differences.append(f"{name} is {saved_number} in the checkpoint, {number} in the code")
-    return differences

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from muonfx.checkpoint.chains import chain_differences
+from muonfx.checkpoint.chains import structure_differences
 from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import PARAMS, SCHEDULER, StateSpec, described, in_section, plain_names
@@ -343,7 +343,7 @@ class _Comparison:
         is_known = fingerprint is not None and expected.fingerprint is not None
         is_other = is_known and fingerprint != expected.fingerprint
         if is_other:
-            for difference in chain_differences(str(self.index.chain), str(expected.chain), expected.transform):
+            for difference in structure_differences(str(self.index.chain), str(expected.chain), expected.transform):
                 self.problems.append(f"chain:     {difference}")
             self.advice.append(
                 "to continue the saved run: create the transform with the arguments in the checkpoint; "

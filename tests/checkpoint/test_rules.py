@@ -778,3 +778,20 @@ def test_parameters_that_are_saved_decide_whatever_the_state_is(tmp_path: Path, 
     monkeypatch.setattr(policy, "cpu_has_bf16", lambda: True)
     with pytest.warns(UserWarning, match="were computed in float32 and are now in bfloat16"):
         ck.load(tmp_path, like=like, tx=tx)
+
+
+def test_a_number_that_only_one_chain_writes_is_named_with_both_values(tmp_path: Path) -> None:
+    params = {"w": torch.zeros(2)}
+
+    def chain(**options: float) -> mfx.Transform:
+        """A chain with a function in an argument, whose code cannot be parsed."""
+        return mfx.masked(mfx.scale_by_adam(**options), lambda params: dict.fromkeys(params, True))
+
+    saved = chain(b1=0.8)
+    path = ck.save(tmp_path / "run", saved.init(params), tx=saved)
+    tx = chain(eps=1e-6)
+    with pytest.warns(UserWarning, match="saved with other numbers") as warned:
+        ck.load(path, like=tx.init(params), tx=tx)
+    (warning,) = warned
+    assert "inner.b1: 0.8 in the checkpoint, 0.9 here" in str(warning.message)
+    assert "inner.eps: 1e-08 in the checkpoint, 1e-06 here" in str(warning.message)
