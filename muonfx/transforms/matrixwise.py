@@ -466,6 +466,7 @@ class _MatrixFormula:
             raise ValueError(
                 f"{self._name}: the step returns shape {tuple(result.shape)}, expected {tuple(old_value.shape)}"
             )
-        if any(result is other for other in others):
-            return result.clone()
+        for other in others:
+            if result is other:
+                return result.clone()
         return result
