@@ -154,7 +154,7 @@ def test_a_rate_that_a_torch_scheduler_has_set_is_reported_by_a_checkpoint():
     scheduler.step()
     new = optimizer_for(mfx.adamw(0.1))
     (message,) = messages_of("mfx.checkpoint", old, new)
-    assert "learning_rate is 0.05 in the checkpoint, 0.1 in the code" in message
+    assert "learning_rate: 0.05 in the checkpoint, 0.1 here" in message
     new.param_groups[0]["lr"] = old.param_groups[0]["lr"]
     assert messages_of("mfx.checkpoint", old, new) == []
 
@@ -204,5 +204,5 @@ def test_a_checkpoint_of_groups_with_different_rates_warns_of_a_rate_that_has_ch
     same = optimizer_of((0.1, 0.2))
     mfx.checkpoint.load(path, like=same.transform_state, tx=same.transform)
     other = optimizer_of((0.3, 0.2))
-    with pytest.warns(UserWarning, match=r"learning_rate is 0\.1 in the checkpoint, 0\.3 in the code"):
+    with pytest.warns(UserWarning, match=r"learning_rate: 0\.1 in the checkpoint, 0\.3 here"):
         mfx.checkpoint.load(path, like=other.transform_state, tx=other.transform)
