@@ -213,23 +213,27 @@ def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
 
 
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``.
-
-    The last line is the usual case. Before it are those in which a foreach call is impossible or has other bits.
-    """
+    """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, scalar=c):
         return _tensorwise(lambda x: x * c, xs)
     if isinstance(c, Tensor):
-        if _needs_separate_calls(xs):
-            return _tensorwise(lambda x: mul([x], c, reuse=reuse)[0], xs)
-        if _would_widen(xs):
-            return _in_wide(mul, xs, scalar=c, reuse=reuse)
-    if reuse and _rounds_numbers(xs):  # foreach would round the number to the narrow dtype first
-        factor = _fit(c, xs)
+        return _mul_by_tensor(xs, c, reuse=reuse)
+    if reuse and _rounds_numbers(xs):  # on CPUs, foreach rounds `c` to bf16 before it multiplies
+        return _tensorwise(lambda x: x.mul_(c), xs)
+    [factor] = _numbers([c], xs)
+    return _foreach("mul", xs, factor, reuse=reuse)
+
+
+def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
+    """Return ``x * c`` for a 0-d tensor ``c``, with a foreach call; with ``reuse``, the results overwrite ``xs``."""
+    if _needs_separate_calls(xs):
+        return _tensorwise(lambda x: _mul_by_tensor([x], c, reuse=reuse)[0], xs)
+    if _would_widen(xs):  # the product of a 0-d bf16 tensor and `c` has the dtype of `c`
+        return _in_wide(mul, xs, scalar=c, reuse=reuse)
+    factor = _fit(c, xs)
+    if reuse and _rounds_numbers(xs):  # on CPUs, foreach rounds `c` to bf16 before it multiplies
         return _tensorwise(lambda x: x.mul_(factor), xs)
-    if not isinstance(c, Tensor):
-        c = _numbers([c], xs)[0]
-    return _foreach("mul", xs, _fit(c, xs), reuse=reuse)
+    return _foreach("mul", xs, factor, reuse=reuse)
 
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
@@ -242,21 +246,28 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
 
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x + c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``.
-
-    The last line is the usual case. Before it are those in which a foreach call is impossible or has other bits.
-    """
+    """Return ``x + c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, scalar=c):
         return _tensorwise(lambda x: x + c, xs)
-    is_tensor = isinstance(c, Tensor)
-    if is_tensor and _needs_separate_calls(xs):
-        return _tensorwise(lambda x: shift([x], c, reuse=reuse)[0], xs)
-    if _rounds_numbers(xs) or (is_tensor and _would_widen(xs)):
+    if isinstance(c, Tensor):
+        return _shift_by_tensor(xs, c, reuse=reuse)
+    if _rounds_numbers(xs):  # bf16 or fp16 on a CPU: add in fp32, and round the sum once
+        return _in_wide(shift, xs, scalar=c, reuse=reuse)
+    if reuse:
+        return _foreach("add", xs, c, reuse=True)
+    return _tensorwise(lambda x: x + c, xs)
+
+
+def _shift_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
+    """Return ``x + c`` for a 0-d tensor ``c``; with ``reuse``, one foreach call overwrites ``xs``."""
+    if _needs_separate_calls(xs):
+        return _tensorwise(lambda x: _shift_by_tensor([x], c, reuse=reuse)[0], xs)
+    if _rounds_numbers(xs) or _would_widen(xs):  # bf16 or fp16: add in fp32, and round the sum once
         return _in_wide(shift, xs, scalar=c, reuse=reuse)
     summand = _fit(c, xs)
     if not reuse:
         return _tensorwise(lambda x: x + summand, xs)
-    if is_tensor and (is_traced() or not all(x.is_cuda for x in xs)):
+    if is_traced() or not all(x.is_cuda for x in xs):
         # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
         return _foreach("add", xs, [summand] * len(xs), reuse=True)
     return _foreach("add", xs, summand, reuse=True)
@@ -371,6 +382,10 @@ def by_stacks(
     Small tensors of equal shape are stacked for the call. ``function`` must treat leading dims as a batch, and return
     ``results`` new tensors with these leading dims. A lone tensor is a stack of one, so that on a CPU its bits do not
     depend on the other tensors.
+
+    >>> double_and_square = by_stacks(lambda x: (2 * x, x**2), results=2)
+    >>> double_and_square([torch.tensor([3.0]), torch.tensor([5.0])])  # one call, with the stack [[3.0], [5.0]]
+    ([tensor([6.]), tensor([10.])], [tensor([9.]), tensor([25.])])
     """
 
     def on_lists(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
@@ -381,22 +396,18 @@ def by_stacks(
         else:
             groups = _groups(lists)
             prepare = aligned
-        result_at: list[dict[int, Tensor]] = [{} for _ in range(results)]  # for each result, a dict by index in a list
+        outputs: list[list[Any]] = [[None] * len(lists[0]) for _ in range(results)]  # a list for each result
         for indices in groups:
             stacks = [_stack_of(xs, indices, prepare) for xs in lists]
-            stacks_of_results = function(*stacks)
-            if isinstance(stacks_of_results, Tensor):
-                stacks_of_results = [stacks_of_results]
-            for tensor_at, stack in zip(result_at, stacks_of_results, strict=True):
-                tensor_at.update(dict(zip(indices, _unstacked(stack), strict=True)))
-        return tuple(map(_in_order, result_at))
+            output_stacks = function(*stacks)
+            if isinstance(output_stacks, Tensor):
+                output_stacks = [output_stacks]
+            for output, stack in zip(outputs, output_stacks, strict=True):
+                for index, tensor in zip(indices, _unstacked(stack), strict=True):
+                    output[index] = tensor
+        return tuple(outputs)
 
     return on_lists
-
-
-def _in_order(tensor_at: dict[int, Tensor]) -> Tensors:
-    """Return a list of the tensors in a dict by index, in the order of the indices."""
-    return [tensor_at[index] for index in range(len(tensor_at))]
 
 
 def _stack_of(xs: Sequence[Tensor], indices: list[int], prepare: Callable[[Tensor], Tensor]) -> Tensor:
