@@ -78,42 +78,55 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
     A state has nodes whose children are some or all parameters and nothing else, such as the dict of all momenta. All
     leaves below such a child belong to its parameter, whether one tensor or a whole record. The field of a NamedTuple
     is never a parameter, even if a parameter has its name, unless the parameters are in a NamedTuple themselves.
+
+    >>> state = {"momenta": {"b": 0.0, "w": 0.0}, "options": {"b": 0.9, "eps": 1e-8}}
+    >>> [ownership.parameter for ownership in ownership_of(state, params={"b": 1.0, "w": 2.0})]
+    ['b', 'w', None, None]
+
+    The node "options" is *mixed*: it has "eps", which is no parameter, so its "b" is not the parameter "b".
     """
     param_paths = typed_paths(params)
+    param_names = names(params)
     if param_paths == [()]:  # the parameters are one tensor
         return _ownership_of_one_tensor(state, leaves(params)[0])
-    name_of = dict(zip(param_paths, names(params), strict=True))
-    for name in names(params):
-        name_of[(Key(name),)] = name  # the flat dicts of `partition` have dotted names as keys
+    name_of = dict(zip(param_paths, param_names, strict=True))
+    name_of |= {(Key(name),): name for name in param_names}  # the flat dicts of `partition` have dotted names as keys
     state_paths = typed_paths(state)
-    sections_of_paths = [_sections(path, name_of) for path in state_paths]
-    mixed_nodes = _mixed_nodes(state_paths, sections_of_paths)
+    # For each leaf, where its path has the path of a parameter: ("w",) is at [1:2] in ("momenta", "w").
+    matches_of_paths = [_matches(path, name_of) for path in state_paths]
+    mixed_nodes = _mixed_nodes(state_paths, matches_of_paths)
     ownerships: list[Ownership] = []
-    for path, sections in zip(state_paths, sections_of_paths, strict=True):
-        ownerships.append(_ownership_of_path(path, sections, name_of, mixed_nodes))
+    for path, matches in zip(state_paths, matches_of_paths, strict=True):
+        ownerships.append(_ownership_of_path(path, matches, name_of, mixed_nodes))
     return ownerships
 
 
 def _ownership_of_path(
-    path: TypedPath, sections: Sequence[_Section], name_of: Mapping[TypedPath, str], mixed_nodes: Set[TypedPath]
+    path: TypedPath, matches: Sequence[_Match], name_of: Mapping[TypedPath, str], mixed_nodes: Set[TypedPath]
 ) -> Ownership:
-    """Return the ownership of the leaf of a state at a path. ``name_of`` has the parameters by their paths.
+    """Return the ownership of the leaf of a state at a path.
 
     If ("mlp", "weight") is a parameter, ("trace", "mlp", "weight") belongs to it, and the rest of the path is
-    ("trace",). ``sections`` are the sections of the path that are parameters.
+    ("trace",).
+
+    Args:
+        path: the path of the leaf.
+        matches: where the path of a parameter is in this path. Some may be there by coincidence.
+        name_of: the names of the parameters, by path.
+        mixed_nodes: the paths of the nodes of the state with a child that is no parameter. In ``{"b": 0.9, "eps":
+            1e-8}``, "b" is the name of an option, not the parameter "b".
     """
-    # A section below a node that has other children, too, is a parameter by coincidence only.
-    candidates = [section for section in sections if path[: section.start] not in mixed_nodes]
+    candidates = [match for match in matches if path[: match.start] not in mixed_nodes]
     # Longer paths and deeper nodes are less likely to match by coincidence.
-    section = max(candidates, key=_length_and_depth, default=None)
-    if section is None:
+    match = max(candidates, key=_length_and_depth, default=None)
+    if match is None:
         return Ownership(None, entries_of_path(path))
-    name = name_of[path[section.start : section.stop]]
-    path_without_name = path[: section.start] + path[section.stop :]
+    name = name_of[path[match.start : match.stop]]
+    path_without_name = path[: match.start] + path[match.stop :]
     return Ownership(name, entries_of_path(path_without_name))
 
 
-class _Section(NamedTuple):
+class _Match(NamedTuple):
     """The indices in a path between which it is the path of a parameter.
 
     In ("trace", "mlp", "weight"), the parameter ("mlp", "weight") is from 1 to 3.
@@ -123,30 +136,30 @@ class _Section(NamedTuple):
     stop: int
 
 
-def _sections(path: TypedPath, name_of: Mapping[TypedPath, str]) -> list[_Section]:
-    """Return, for each index in a path, the longest section from there on that is a parameter, if there is one."""
-    sections: list[_Section] = []
+def _matches(path: TypedPath, name_of: Mapping[TypedPath, str]) -> list[_Match]:
+    """Return, for each index in a path, the longest path of a parameter that begins there, if there is one."""
+    matches: list[_Match] = []
     for start in range(len(path)):
         for stop in range(len(path), start, -1):
             if path[start:stop] in name_of:
-                sections.append(_Section(start, stop))
+                matches.append(_Match(start, stop))
                 break
-    return sections
+    return matches
 
 
-def _mixed_nodes(state_paths: Sequence[TypedPath], sections_of_paths: Sequence[Sequence[_Section]]) -> set[TypedPath]:
+def _mixed_nodes(state_paths: Sequence[TypedPath], matches_of_paths: Sequence[Sequence[_Match]]) -> set[TypedPath]:
     """Return the paths of the nodes of a state that have a child that is no parameter."""
     mixed: set[TypedPath] = set()
-    for path, sections in zip(state_paths, sections_of_paths, strict=True):
-        starts = {section.start for section in sections}
+    for path, matches in zip(state_paths, matches_of_paths, strict=True):
+        starts = {match.start for match in matches}
         for start in range(len(path)):
             if start not in starts:
                 mixed.add(path[:start])
     return mixed
 
 
-def _length_and_depth(section: _Section) -> tuple[int, int]:
-    return section.stop - section.start, section.start
+def _length_and_depth(match: _Match) -> tuple[int, int]:
+    return match.stop - match.start, match.start
 
 
 def _ownership_of_one_tensor(state: PyTree, param: object) -> list[Ownership]:
