@@ -57,21 +57,22 @@ def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[l
     The names in ``buckets``, such as ``[["q", "k"], ["mlp"]]``, are the parameters for which the transform was placed.
     A step with other parameters, or without some of them, divides its parameters into buckets again.
     """
-    usual_names = sorted(itertools.chain.from_iterable(buckets))
+    names_in_buckets = sorted(itertools.chain.from_iterable(buckets))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket, or at once if there is one bucket or some state has no parameter."""
         current_buckets = buckets
-        if sorted(_present(params)) != usual_names:
+        if sorted(_present(params)) != names_in_buckets:
             current_buckets = buckets_by_shape(params, bucket_bytes)
-        if params is not None and len(current_buckets) > 1:
-            # Not earlier: a step with one bucket may be traced within a branch, and must not change the cache then.
-            parameters = remembered_parameters(_cache, state, updates)
-            if can_be_shared_out(tree.leaves(state), parameters):
-                device = device_of(updates, params)
-                bucketed = BucketedState(IN_MEMORY, device, state, parameters, current_buckets, donate)
-                return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
-        return tx.run(updates, state, params, donate=donate, **extras)
+        if params is None or len(current_buckets) <= 1:
+            # Return before the cache is written: `torch.cond` may trace such a step in a branch, which must not write.
+            return tx.run(updates, state, params, donate=donate, **extras)
+        parameters = remembered_parameters(_cache, state, updates)
+        if not can_be_shared_out(tree.leaves(state), parameters):
+            return tx.run(updates, state, params, donate=donate, **extras)
+        device = device_of(updates, params)
+        bucketed = BucketedState(IN_MEMORY, device, state, parameters, current_buckets, donate)
+        return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
 
     return tx.functions.init, update
 
@@ -206,7 +207,10 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
         return division.merge(stored_state, inner_states)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        """Load the wrapper's own state, run the wrapper, and store its own state again, as one bucket."""
+        """Load the wrapper's own state, run the wrapper, and store its own state again, as one bucket.
+
+        The wrapper receives its own state on the device, and the states of the inner transforms as they are stored.
+        """
         own_state, inner_states = division.split(state)
         device = device_of(updates, params)
         parameters = remembered_parameters(_cache, own_state, updates)
@@ -217,11 +221,12 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
             new_own_state, new_inner_states = division.split(new_state)
             bucketed.write_back(0, new_own_state)
             new_updates = bucketed.copied_from_buffers(new_updates)
-            stored_state = bucketed.end()
-        # The inner transforms have stored their states, unless the wrapper returned other tensors.
+            stored_own_state = bucketed.end()
+        # An inner transform returns a stored state, so this copies only what the wrapper itself has replaced, such as
+        # a state that it has chosen from the old and the new one.
         for index, inner_state in enumerate(inner_states):
             new_inner_states[index] = stored_again(store, device, inner_state, new_inner_states[index], donate)
-        return new_updates, division.merge(stored_state, new_inner_states)
+        return new_updates, division.merge(stored_own_state, new_inner_states)
 
     return init, update
 

@@ -92,10 +92,8 @@ def stored_again(store: Store, device: torch.device, state: PyTree, new_state: P
         was_stored = isinstance(old_leaf, Tensor) and old_leaf.ndim > 0 and store.has(old_leaf, device)
         if not was_stored:
             continue
-        may_stay = store.has(new_leaf, device)
-        if new_leaf is old_leaf:
-            may_stay = donate.state
-        if not may_stay:
+        caller_may_keep_it = new_leaf is old_leaf and not donate.state
+        if caller_may_keep_it or not store.has(new_leaf, device):
             indices.append(index)
     return tree.unflatten(treedef, _copied(store, device, new_leaves, indices))
 
@@ -231,12 +229,15 @@ class BucketedState:
         """
         self._allocate_targets(moving)
         for index in moving:
-            target = self._targets[index]
             bucket_index = self._bucket_of[index]
             if bucket_index != _NO_BUCKET:
                 self._moving[bucket_index].append(index)
-            elif target is not self._leaves[index]:  # not updated in this step
-                self._new_leaves[index] = target.copy_(self._leaves[index])
+                continue
+            # No bucket updates this leaf. Its next value is the leaf itself if it is donated, else a copy.
+            leaf = self._leaves[index]
+            target = self._targets[index]
+            if target is not leaf:
+                self._new_leaves[index] = target.copy_(leaf)
                 release(target)
         if any(self._moving):
             leaves_of_buckets = [_take(self._leaves, indices) for indices in self._moving]

@@ -506,7 +506,10 @@ def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
 
 
 def execution_of(visited: Visit) -> str:
-    """Return how a transform runs on sharded parameters, such as "elementwise" or "matrix stage"."""
+    """Return how a transform runs on sharded parameters, such as "elementwise" or "matrix stage".
+
+    A wrapper is a "route" if it passes only some parameters to an inner transform, as `partition` does, else "around".
+    """
     tx = visited.tx
     if chain_entries(tx) is not None:
         return "chain"
@@ -518,7 +521,8 @@ def execution_of(visited: Visit) -> str:
         return "matrix stage"
     if tx.locality is Locality.ELEMENT:
         return "elementwise"
-    if tx.children or not works_on_pieces(tx):
+    runs_on_shards = works_on_pieces(tx) and not tx.children
+    if not runs_on_shards:
         return "whole tree"
     if sums_over_leaves(tx):
         return "sum over leaves"
