@@ -233,18 +233,19 @@ def check_roles(
     for argument, value in numbers.items():
         if isinstance(value, Mapping):
             numbers_by_role[argument] = cast("Mapping[str, object]", value)
-    roles = None
-    arguments = list(numbers)
-    if numbers_by_role:
-        roles = _common_roles(owner, numbers_by_role, number)
-        arguments = list(numbers_by_role)
-        if labels is default_labels or labels is default_labels_by_name:  # these return "muon" and "adamw"
-            raise _labels_without_roles(owner, arguments[0], labels)
     labels_by_name = _labels_by_name(labels)
+    if not numbers_by_role:
+        if labels_by_name is not None:
+            _require_known_labels(owner, list(numbers), None, labels_by_name)
+        return None
+    roles = _common_roles(owner, numbers_by_role, number)
+    arguments = list(numbers_by_role)
+    first_argument = arguments[0]  # errors name it; all arguments have the same roles
+    if labels is default_labels or labels is default_labels_by_name:  # these return "muon" and "adamw"
+        raise _labels_without_roles(owner, first_argument, labels)
     if labels_by_name is not None:
         _require_known_labels(owner, arguments, roles, labels_by_name)
-        if roles is not None:
-            _require_used_roles(owner, arguments[0], roles, labels_by_name)
+        _require_used_roles(owner, first_argument, roles, labels_by_name)
     return roles
 
 
