@@ -96,15 +96,15 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     ):
         """Pass the updates through the transforms in order. Return the last updates, and the states by name."""
         new_state: dict[str, PyTree] = {}
-        may_overwrite = donate.updates  # True if nothing else holds the tensors of the current updates
+        may_overwrite = donate.updates  # True if the caller and the states hold none of the current updates
         for name, tx in entries.items():
             donation = Donation(may_overwrite, donate.state)
-            out, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
-            if donate.state and tx._keeps_donation_promise:  # then no state holds the tensors in `out`
-                may_overwrite = may_overwrite or is_new(out, updates)  # nor the caller, if they are new or donated
-            else:
-                may_overwrite = False
-            updates = out
+            outputs, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
+            # The next transform may overwrite the outputs if no state holds them, as the transform has promised, and
+            # the caller does not hold them: they are new, or the updates were donated.
+            no_state_holds_them = donate.state and tx._keeps_donation_promise
+            may_overwrite = no_state_holds_them and (may_overwrite or is_new(outputs, updates))
+            updates = outputs
         return updates, new_state
 
     return init, update

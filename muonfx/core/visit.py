@@ -7,7 +7,6 @@ transform, and what its numbers are called. Nothing depends on values, so meta t
 from __future__ import annotations
 
 import functools
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -351,13 +350,17 @@ def fixed(visited: Visit) -> Transform:
     For example, an inner transform that selects parameters by shape is replaced by one with a mask.
     """
     tx = visited.tx
-    children = [fixed(inner_visit) for inner_visit in visited.calls]
-    if all(map(operator.is_, children, tx.children)):  # nothing was replaced
+    resolved_children = [fixed(inner_visit) for inner_visit in visited.calls]
+    is_unchanged = True
+    for child, resolved_child in zip(tx.children, resolved_children, strict=True):
+        if resolved_child is not child:
+            is_unchanged = False
+    if is_unchanged:
         return tx
     member_names = chain_entries(tx)
     if member_names is None:
-        return tx._with_children(children)
-    return as_chain(dict(zip(member_names, children, strict=True)))  # with the same names
+        return tx._with_children(resolved_children)
+    return as_chain(dict(zip(member_names, resolved_children, strict=True)))  # with the same names
 
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:

@@ -257,13 +257,13 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
                 f"collect_max_logits: {name or 'the model'!r} is compiled, and the logits of a compiled forward "
                 "pass cannot be observed: collect before torch.compile, or return the largest logits from the model"
             )
-    # `unwrapped` removes the components from names of parameters, so it receives the name of one in each module. In a
-    # `DistributedDataParallel`, "module.attn.weight" becomes "attn.weight", and "module.weight" becomes "weight".
-    module_of_parameter = {f"{name}.weight": module for name, module in modules.items() if name}
+    # `unwrapped` takes names of parameters, so it receives the name that a parameter of each module would have.
+    parameter_name_of = {name: f"{name}.weight" for name in modules if name}
+    plain_name_of = unwrapped(parameter_name_of.values())  # {"module.attn.weight": "attn.weight"}
     plain_modules = {"": model}
-    for parameter, plain_parameter in unwrapped(module_of_parameter).items():
-        plain_name, _, _ = plain_parameter.rpartition(".")
-        plain_modules[plain_name] = module_of_parameter[parameter]
+    for name, parameter_name in parameter_name_of.items():
+        plain_name = plain_name_of[parameter_name].removesuffix("weight").removesuffix(".")
+        plain_modules[plain_name] = modules[name]
     if pattern is None:
         return plain_modules
     matching = {name: module for name, module in plain_modules.items() if matches(name, pattern)}
