@@ -289,11 +289,13 @@ def test_a_writer_killed_at_any_time_leaves_the_previous_one(tmp_path: Path, see
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("what", [*SAVES, *LOADS])
-def test_faults_at_every_call_of_one_process_lose_nothing(what: str):
+def test_faults_at_every_second_call_of_one_process_lose_nothing(what: str, first: int):
     # A load writes nothing, so that one that is killed at any call shows the same as another.
     hows = [how for how in HOW if how != "killed" or what in SAVES or what == "load"]
-    sweep_apart(*((what, how, 1, 0, 1) for how in hows))
+    # The ways to fail take turns at the calls. The two values of ``first`` together are every call.
+    sweep_apart(*((what, how, 1, 0, 2, (first + turn) % 2) for turn, how in enumerate(hows)))
 
 
 @pytest.mark.slow
