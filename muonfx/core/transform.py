@@ -527,7 +527,7 @@ class Transform(Recorded):
             for name, extra in extras.items():
                 if name in names:
                     accepted[name] = extra
-        if signature.takes_all or "donate" in names:
+        if "donate" in names:  # not with ``**extras`` alone: who does not name it may read its inputs after a call
             accepted["donate"] = donate
         if "sum_over_leaves" in names:
             # Under `sharded`, the caller has passed a sum over ranks. Without it, all leaves are here.

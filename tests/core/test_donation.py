@@ -170,3 +170,25 @@ def test_an_optimizer_names_an_expanded_parameter_before_anything_changes():
         (before[0]["state"], before[1]),
         "before",
     )
+
+
+def test_a_wrapper_that_does_not_name_donate_may_read_its_inputs_after_a_call():
+    """Its ``**extras`` once had ``donate``, so that the inner transform overwrote what the wrapper reads."""
+
+    @mfx.transform
+    def half_of(inner: mfx.Transform):
+        def update(updates: Any, state: Any, params: Any = None, **extras: Any):
+            new_updates, new_state = inner.run(updates, state, params, **extras)
+            average = mfx.tree.map(lambda new, old: (new + old) / 2, new_updates, updates)
+            return average, mfx.tree.map(lambda new, old: (new + old) / 2, new_state, state)
+
+        return inner.init, update
+
+    tx = half_of(mfx.momentum(0.5, nesterov=False))
+    results = []
+    for donate in (False, True):
+        state = tx.init({"w": torch.zeros(2)})
+        for size in (1.0, 2.0, 3.0):
+            updates, state = tx.update({"w": torch.full((2,), size)}, state, donate=donate)
+        results.append((updates, state))
+    require_same("donated", results[1], results[0], "not donated")
