@@ -40,47 +40,66 @@ class TrainingArguments(Protocol):
 
 
 class MuonFactory:
-    """Makes the Muon optimizer for a Trainer, which calls ``MuonFactory()(model, **arguments)``.
+    """Makes the Muon optimizer for a Trainer, which calls ``MuonFactory()(model, args=args, **options)``.
 
-    >>> optimizer = MuonFactory()(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=0.001, adamw_lr=0.004)
+    >>> from types import SimpleNamespace
+    >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
+    >>> args = SimpleNamespace(learning_rate=0.001, weight_decay=0.1, **adamw, deepspeed_plugin=None)
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> optimizer = MuonFactory()(model, args=args, adamw_lr=0.004)
     >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
     [('muon', 0.001), ('adamw', 0.004)]
     """
 
-    def __call__(
-        self,
-        model: nn.Module,
-        *,
-        deepspeed_config: Mapping[str, Any] | None = None,
-        eps: float | None = None,
-        **options: Any,
-    ) -> torch.optim.Optimizer:
+    def __call__(self, model: nn.Module, *, args: TrainingArguments, **options: Any) -> torch.optim.Optimizer:
         """Return the Muon optimizer for a model.
 
         Args:
             model: the model; the types of its modules decide which parameters Muon trains.
-            deepspeed_config: the configuration of DeepSpeed if it will shard the parameters, else None.
-            eps: the epsilon of AdamW; None for the default of `muonfx.adamw`.
+            args: the training arguments. They are read now: a search for hyperparameters changes them between runs.
             options: arguments of `muonfx.Muon`, whose values may come from a JSON file; see `muonfx.engines.parts`.
+                They take precedence over ``args``, also ``eps``, the epsilon of AdamW.
         """
+        settings: dict[str, Any] = {
+            "lr": args.learning_rate,
+            "weight_decay": args.weight_decay,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+            **options,
+        }
+        eps = settings.pop("eps")
+        deepspeed_config = _deepspeed_config(args)
         optimizer: torch.optim.Optimizer
         if deepspeed_config is None:
-            optimizer = Muon(model, **with_parts(options))
+            optimizer = Muon(model, **with_parts(settings))
         else:
-            optimizer = deepspeed.Muon(model, **options)  # converts the options itself
+            optimizer = deepspeed.Muon(model, **settings)  # converts the options itself
             require_rates_by_group(deepspeed_config, optimizer.param_groups)
         for group in optimizer.param_groups:  # the optimizer has no argument for the epsilon
-            if eps is not None and "eps" in group:
+            if "eps" in group:
                 group["eps"] = eps
         return optimizer
+
+
+def _deepspeed_config(args: TrainingArguments) -> Mapping[str, Any] | None:
+    """Return the configuration of DeepSpeed if it will shard the parameters, else None.
+
+    Raise ValueError if the configuration replaces the optimizer.
+    """
+    if args.deepspeed_plugin is None:  # it is also set if ``accelerate launch`` selects DeepSpeed
+        return None
+    config = args.deepspeed_plugin.deepspeed_config
+    require_own_step(config)
+    return config
 
 
 def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], dict[str, Any]]:
     """Return Muon as the argument of a Trainer: ``Trainer(model, args, optimizer_cls_and_kwargs=muon(args))``.
 
-    The learning rate, the weight decay, and the betas and epsilon of AdamW come from the training arguments. The
-    Trainer's scheduler changes the rates of Muon and AdamW; the log shows the rate of the first group, which is Muon's.
-    Under DeepSpeed (``args.deepspeed``, or ``accelerate launch``) the optimizer is `muonfx.engines.deepspeed.Muon`.
+    The learning rate, the weight decay, and the betas and epsilon of AdamW come from the training arguments, as these
+    are when the Trainer creates the optimizer. The Trainer's scheduler changes the rates of Muon and AdamW; the log
+    shows the rate of the first group, which is Muon's. Under DeepSpeed (``args.deepspeed``, or ``accelerate launch``)
+    the optimizer is `muonfx.engines.deepspeed.Muon`.
 
     Args:
         args: ``transformers.TrainingArguments``.
@@ -97,21 +116,13 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
     >>> from types import SimpleNamespace
     >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
     >>> args = SimpleNamespace(learning_rate=0.001, weight_decay=0.1, **adamw, deepspeed_plugin=None)
-    >>> muon(args, adamw_lr=4e-3)[1]
-    {'lr': 0.001, 'weight_decay': 0.1, 'betas': (0.9, 0.95), 'eps': 1e-08, 'deepspeed_config': None, 'adamw_lr': 0.004}
+    >>> factory, options = muon(args, adamw_lr=4e-3)
+    >>> args.learning_rate = 0.002
+    >>> [group["lr"] for group in factory()(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **options).param_groups]
+    [0.002, 0.004]
     """
-    deepspeed_config: Mapping[str, Any] | None = None
-    if args.deepspeed_plugin is not None:  # also if ``accelerate launch`` selects DeepSpeed
-        require_own_step(args.deepspeed_plugin.deepspeed_config)
-        deepspeed_config = args.deepspeed_plugin.deepspeed_config
-    arguments = {
-        "lr": args.learning_rate,
-        "weight_decay": args.weight_decay,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "deepspeed_config": deepspeed_config,
-    }
-    return MuonFactory, {**arguments, **options}
+    _deepspeed_config(args)  # raise now, before the Trainer loads the model
+    return MuonFactory, {"args": args, **options}
 
 
 class MuonMixin:
@@ -119,6 +130,9 @@ class MuonMixin:
 
     It is for scripts that construct the Trainer themselves, without the argument ``optimizer_cls_and_kwargs``. The
     Trainer then uses `muon` with its training arguments. If it has that argument, the argument is used instead.
+
+    Raises:
+        TypeError: at the definition of the subclass, a Trainer precedes the mixin, and would use its own optimizer.
 
     Example:
         >>> from types import SimpleNamespace
@@ -132,7 +146,8 @@ class MuonMixin:
         ...     muon_options = {"adamw_lr": 4e-3}
         >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
         >>> args = SimpleNamespace(learning_rate=0.001, weight_decay=0.1, **adamw, deepspeed_plugin=None)
-        >>> MuonTrainer(args).create_optimizer()[1]["adamw_lr"]
+        >>> _, options = MuonTrainer(args).create_optimizer()
+        >>> options["adamw_lr"]
         0.004
     """
 
@@ -140,6 +155,17 @@ class MuonMixin:
     """Arguments for `muon` in addition to the training arguments; set them in the subclass."""
     args: TrainingArguments
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raise TypeError if a base class before the mixin creates the optimizer."""
+        super().__init_subclass__(**options)
+        bases = cls.__mro__[1:]
+        for base in bases[: bases.index(MuonMixin)]:
+            if "create_optimizer" in vars(base) and not issubclass(base, MuonMixin):
+                raise TypeError(
+                    f"{cls.__name__}: {base.__name__} precedes MuonMixin and would create its own optimizer, expected "
+                    f"MuonMixin first: class {cls.__name__}(MuonMixin, {base.__name__})"
+                )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Create the Trainer's optimizer: Muon if ``optimizer_cls_and_kwargs`` is None, else the one given there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,18 @@ from muonfx.engines.huggingface import MuonFactory
 
 def _model() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def _arguments(config: dict[str, Any]) -> Any:
+    """Return training arguments of transformers with a configuration of DeepSpeed."""
+    return SimpleNamespace(
+        learning_rate=0.02,
+        weight_decay=0.1,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8,
+        deepspeed_plugin=SimpleNamespace(deepspeed_config=config),
+    )
 
 
 def _step_at(optimizer: ours.ZeroOptimizer, model: nn.Module, rate: float) -> None:
@@ -73,10 +86,10 @@ def test_one_rate_in_a_configuration_is_refused_when_the_optimizer_is_made(sched
     with pytest.raises(ValueError, match=r"muon 0\.02, adamw 0\.0003"):
         ours.initialize(_model(), config)
     with pytest.raises(ValueError, match='remove "scheduler"'):
-        MuonFactory()(_model(), deepspeed_config={"scheduler": scheduler}, lr=0.02, adamw_lr=3e-4)
+        MuonFactory()(_model(), args=_arguments({"scheduler": scheduler}), adamw_lr=3e-4)
 
 
 def test_a_rate_for_each_group_in_a_configuration_is_accepted() -> None:
     for params in ({"warmup_max_lr": [0.02, 3e-4]}, {"warmup_num_steps": 3}):
         config = {"scheduler": {"type": "WarmupLR", "params": params}}
-        MuonFactory()(_model(), deepspeed_config=config, lr=0.02, adamw_lr=3e-4)
+        MuonFactory()(_model(), args=_arguments(config), adamw_lr=3e-4)

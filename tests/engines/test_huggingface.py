@@ -85,6 +85,35 @@ def test_a_mixin_and_an_optimizer_made_by_hand_are_the_same(alone: Any, tmp_path
         assert same(params_of(trainer), params_of(alone))
 
 
+@pytest.mark.parametrize("form", ["the argument", "the mixin"])
+def test_a_search_for_hyperparameters_changes_the_rate_of_each_run(form: str, tmp_path: Path) -> None:
+    """As `Trainer.hyperparameter_search` does: one Trainer, whose arguments change between runs."""
+    import transformers
+
+    class MuonTrainer(huggingface.MuonMixin, transformers.Trainer):
+        muon_options: ClassVar = {"adamw_lr": 0.004}
+
+    args = arguments_for(tmp_path)
+    if form == "the mixin":
+        trainer = trainer_for(args, model_for(), MuonTrainer, optimizers=(None, None))
+    else:
+        trainer = trainer_for(args, model_for(), optimizer_cls_and_kwargs=huggingface.muon(args, adamw_lr=0.004))
+    for rate in (0.01, 0.03):
+        trainer.optimizer = trainer.lr_scheduler = None
+        trainer.args.learning_rate = rate
+        trainer.train()
+        assert [group["initial_lr"] for group in trainer.optimizer.param_groups] == [rate, 0.004]
+
+
+def test_a_mixin_after_the_trainer_is_refused() -> None:
+    import transformers
+
+    with pytest.raises(TypeError, match=r"expected MuonMixin first: class Late\(MuonMixin, Trainer\)"):
+
+        class Late(transformers.Trainer, huggingface.MuonMixin):
+            pass
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(

@@ -1,6 +1,7 @@
 """Whatever can be written in Python about a part can be written in JSON, with the same errors."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,12 @@ def test_a_part_in_json_is_the_part_in_python():
     assert of_all.arguments["view"] == mfx.MatrixView("in out -> out in")
 
 
+ARGS: Any = SimpleNamespace(
+    learning_rate=0.002, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, deepspeed_plugin=None
+)
+"""Training arguments of transformers with the numbers that `muonfx.Muon` has by default."""
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 12), nn.Linear(12, 2))
@@ -39,7 +46,7 @@ def model() -> nn.Module:
     [
         lambda **options: deepspeed.Muon(model(), **options).tx,
         lambda **options: llamafactory.muon(model(), {"name": "muonfx", "lr": 2e-3, **options}).tx,
-        lambda **options: MuonFactory()(model(), **options).tx,
+        lambda **options: MuonFactory()(model(), args=ARGS, **options).tx,
     ],
     ids=["deepspeed", "llamafactory", "huggingface"],
 )
