@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.display import Report, Row, Shown, Table, format_bytes, format_shape
+from muonfx.internal.wrappers import unwrapped_optimizer
 from muonfx.optimizer import TransformOptimizer
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import local_of
@@ -231,6 +232,8 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
     <BLANKLINE>
     1.68 times the 768 B of the parameters
     """
+    if isinstance(what, torch.optim.Optimizer):
+        what = unwrapped_optimizer(what)
     if isinstance(what, TransformOptimizer):
         return _summarize(what.transform, what.transform_state, params=_params_of(what), local_params=None)
     params = _without_module(params)

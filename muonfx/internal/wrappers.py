@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import torch
+
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Components of parameter names that wrappers add; they are removed at any position."""
 
@@ -36,3 +38,11 @@ def unwrapped(names: Iterable[str]) -> dict[str, str]:
 
 def _has_prefix(name: str) -> bool:
     return name.startswith(_PREFIX) and name != _PREFIX
+
+
+def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer in a wrapper of accelerate, which copies its groups only; any other is returned itself."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        return inner
+    return optimizer

@@ -15,6 +15,7 @@ from muonfx.core import Transform
 from muonfx.core.partition import partition
 from muonfx.core.transform import within
 from muonfx.internal.display import Report, Shown, Table, format_list, format_shape
+from muonfx.internal.wrappers import unwrapped_optimizer
 from muonfx.routing.defaults import default_labels
 from muonfx.routing.params import ParamInfo, Params, read_params
 from muonfx.routing.route import NO_REASON, Label, Route
@@ -190,9 +191,7 @@ _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
     """Return the labels of the parameters of an optimizer, with the reasons and views in its transform."""
-    wrapped = getattr(optimizer, "optimizer", None)  # accelerate wraps the optimizer, and copies its groups only
-    if isinstance(wrapped, torch.optim.Optimizer):
-        return _of_optimizer(wrapped)
+    optimizer = unwrapped_optimizer(optimizer)
     groups = tuple(optimizer.param_groups)
     if any("param_names" not in group or "label" not in group for group in groups):
         raise TypeError(

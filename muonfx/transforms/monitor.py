@@ -11,6 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, Locality, extras, transform
 from muonfx.core.donation import NOTHING
+from muonfx.internal.wrappers import unwrapped_optimizer
 from muonfx.transforms.clip import Sum, norm_over_leaves
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -158,7 +159,7 @@ def metrics(state: PyTree) -> dict[str, Tensor]:
     ['grad/norm', 'grad/rms']
     """
     if isinstance(state, torch.optim.Optimizer):
-        state = cast("Any", state).transform_state
+        state = cast("Any", unwrapped_optimizer(state)).transform_state
     values: dict[str, Tensor] = {}
     for monitor_state in tree.get_all(state, MonitorState).values():
         shared_keys = values.keys() & monitor_state.values.keys()

@@ -201,11 +201,16 @@ def test_no_factor_of_an_adapter_goes_to_muon(kind, settings):
     assert set(by_name.values()) == {"adamw"}
 
 
-def test_describe_of_an_optimizer_that_accelerate_has_wrapped_has_the_reasons():
+def test_an_optimizer_that_accelerate_has_wrapped_can_be_inspected():
     accelerate = pytest.importorskip("accelerate")
-    optimizer = mfx.Muon(nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)), lr=1e-3)
+    model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    watched = mfx.chain(mfx.monitor("grad", ("norm",)), mfx.adamw(0.1))
     try:
-        wrapped = accelerate.Accelerator(cpu=True).prepare(optimizer)
-        assert str(mfx.describe(wrapped)) == str(mfx.describe(optimizer))
+        accelerator = accelerate.Accelerator(cpu=True)
+        for optimizer in (mfx.Muon(model, lr=1e-3), mfx.TransformOptimizer(model, watched)):
+            wrapped = accelerator.prepare(optimizer)
+            assert str(mfx.describe(wrapped)) == str(mfx.describe(optimizer))
+            assert str(mfx.summary(wrapped)) == str(mfx.summary(optimizer))
+            assert mfx.metrics(wrapped) == mfx.metrics(optimizer)
     finally:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
