@@ -223,6 +223,7 @@ TAUGHT = {
         "divide_by_average_norm",
         "divide_by_largest_norm",
         "divide_columns",
+        "first_steps",
     },
     "docs/concepts/locality.md": {"normalize"},
     "docs/check-your-own.md": {"normalized_momentum", "center_rows"},
@@ -256,10 +257,17 @@ NOT_OBEYED = {
 """The laws that a short example on a page does not obey, by its name."""
 
 
+def made(name: str, factory: Any) -> muonfx.Transform:
+    """The transform of a page, with values for its arguments that have no default."""
+    if name == "first_steps":
+        return factory(muonfx.momentum(), 2)
+    return with_value(factory()) if name == "scale_by_loss" else factory()
+
+
 @pytest.mark.parametrize("page", TAUGHT)
 def test_a_taught_transform_obeys_the_laws(page: str):
     for name, factory in taught(page).items():
-        tx = with_value(factory()) if name == "scale_by_loss" else factory()
+        tx = made(name, factory)
         report = kit.check_transform(tx, max_examples=6, skip=NOT_OBEYED.get(name, []))
         assert len(report.held) >= 20
 
@@ -269,7 +277,7 @@ def test_a_taught_transform_shows_an_infinity(page: str):
     for name, factory in taught(page).items():
         if name in NOT_OBEYED:
             continue
-        tx = with_value(factory()) if name == "scale_by_loss" else factory()
+        tx = made(name, factory)
         kit.laws.a_nonfinite_gradient_stays_visible(tx, *kit.Example.of({"w": (1, 1)}))
 
 
