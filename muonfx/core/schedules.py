@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor
 from muonfx.core import checks
 from muonfx.core.extras import InitAndUpdate
 from muonfx.core.value import Recorded, make_factory
-from muonfx.internal.tracing import is_wrapped, on_device_of
+from muonfx.internal.arguments import short_repr
+from muonfx.internal.tracing import functorch_is_active, is_wrapped, on_device_of
 from muonfx.tree import PyTree, device_of
 
 __all__ = [
@@ -82,13 +84,48 @@ class Schedule(Recorded):
 
     def __call__(self, count: int | Tensor) -> Any:
         """Return the value at step ``count``; the first is 0. An int gives a float, a 0-d tensor gives a 0-d tensor."""
-        function = self._built
         if isinstance(count, Tensor):
             wide = torch.float32 if count.device.type == "mps" else torch.float64
-            return on_device_of(function, count.to(wide))
-        value = on_device_of(function, torch.tensor(float(count), dtype=torch.float64, device="cpu"))
-        is_recorded = isinstance(value, Tensor) and (value.requires_grad or is_wrapped(value))
-        return value if is_recorded else float(value)
+            step = count.to(wide)
+        else:
+            step = torch.tensor(float(count), dtype=torch.float64, device="cpu")
+        value = self._as_tensor(self._value_at(step), step)
+        if isinstance(count, Tensor) or value.requires_grad or is_wrapped(value):
+            return value
+        return float(value)
+
+    def _value_at(self, step: Tensor) -> Any:
+        """Return what the function of the step returns. Under ``vmap``, raise RuntimeError if it branches on the step.
+
+        The error of torch does not name the schedule. The compiler's error shows the line of the branch.
+        """
+        function = self._built
+        if torch.compiler.is_compiling() or not functorch_is_active():
+            return on_device_of(function, step)
+        try:
+            return on_device_of(function, step)
+        except RuntimeError as error:
+            if not str(error).startswith("vmap: It looks like"):  # a branch, float(count) or count.item()
+                raise
+            raise RuntimeError(
+                f"{self!r}: under torch.func.vmap, a schedule cannot branch on the step or convert it to a Python "
+                "number: compute with tensors, as in torch.where(count < 100, 0.1, 0.01)"
+            ) from error
+
+    def _as_tensor(self, value: Any, step: Tensor) -> Tensor:
+        """Return the value of the schedule at a step as a 0-d tensor. Raise TypeError if it is not one number.
+
+        The function of a schedule may return a Python number, such as a constant, or a tensor of shape (1,).
+        """
+        if isinstance(value, Real):
+            return torch.full_like(step, float(value))
+        if isinstance(value, Tensor) and value.ndim == step.ndim:  # `step` has dims if a caller plots many steps
+            return value
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.reshape(())
+        raise TypeError(
+            f"{self!r}: the function of the step must return a number or a 0-d tensor, found {short_repr(value)}"
+        )
 
 
 ScalarOrSchedule = float | Tensor | Schedule
@@ -106,7 +143,8 @@ def schedule(constructor: Callable[P, ScheduleFunction]) -> Callable[P, Schedule
 
     Args:
         constructor: the decorated function. The function that it returns receives the step as a 0-d floating-point
-            tensor, and returns a 0-d tensor. It must not branch on the value.
+            tensor, and returns a number or a 0-d tensor. To depend on the step, use `torch.where`: a Python branch on
+            its value works in eager mode only, and there it waits for the GPU.
 
     Returns:
         A factory: a function with the constructor's name, signature and docstring that returns a `Schedule`.
@@ -259,6 +297,7 @@ def join_schedules(schedules: list[Schedule], boundaries: list[int]):
         boundaries: the ascending steps at which the second, third, ... schedule begins.
 
     Raises:
+        TypeError: one of ``schedules`` is not a `Schedule`.
         ValueError: there is not one schedule more than boundaries, or the boundaries do not ascend.
 
     >>> joined = join_schedules([constant_schedule(1.0), linear_schedule(1.0, 0.0, 10)], [5])
@@ -270,6 +309,12 @@ def join_schedules(schedules: list[Schedule], boundaries: list[int]):
             f"join_schedules: found {len(schedules)} schedules and {len(boundaries)} boundaries, expected "
             f"{len(boundaries) + 1} schedules: a boundary is the step at which the next schedule begins"
         )
+    for index, part in enumerate(schedules):
+        if not isinstance(part, Schedule):
+            raise TypeError(
+                f"join_schedules: schedules[{index}] must be a Schedule, found {short_repr(part)}: pass "
+                "constant_schedule(number) for a number, and muonfx.schedule(lambda: f)() for a function f of the step"
+            )
     if any(later <= earlier for earlier, later in pairwise(boundaries)):
         raise ValueError(f"boundaries must ascend, found {boundaries}")
     return joined(schedules, boundaries)

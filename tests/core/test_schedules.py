@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -109,3 +110,65 @@ def test_derivatives_by_numbers_of_a_later_schedule_are_finite(count: int):
     assert bool(by_factor.isfinite())
     if count < 100_000:
         assert float(by_start) == 0.0
+
+
+RETURNS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "float": lambda count: 0.25,
+    "int": lambda count: 2,
+    "numpy": lambda count: np.float32(0.25),
+    "shape (1,)": lambda count: torch.tensor([0.25]),
+    "float64": lambda count: torch.tensor(0.25, dtype=torch.float64),
+    "int tensor": lambda count: torch.tensor(2),
+    "branch": lambda count: 0.5 if count < 3 else 0.25,
+    "python number": lambda count: 1 / (float(count) + 1),
+}
+
+
+@pytest.mark.parametrize("kind", RETURNS)
+def test_the_function_of_a_schedule_may_return_any_single_number(kind: str):
+    function = RETURNS[kind]
+    schedule = mfx.schedule(lambda: function)()
+    assert schedule(torch.tensor(4)).shape == ()
+    tx = mfx.scale(schedule)
+    grads = {"w": torch.ones(2), "scalar": torch.tensor(1.0)}
+    state = tx.init(grads)
+    for count in range(5):
+        updates, state = tx.update(grads, state)
+        number = float(function(torch.tensor(count)))
+        assert updates["w"].tolist() == pytest.approx([number] * 2)
+        assert schedule(count) == pytest.approx(number)
+        assert updates["scalar"].shape == ()
+
+
+@pytest.mark.parametrize("value", [None, "0.1", [0.1], torch.ones(2)])
+def test_a_schedule_that_returns_no_number_is_an_error_when_a_transform_receives_it(value: Any):
+    schedule = mfx.schedule(lambda: lambda count: value)()
+    with pytest.raises(TypeError, match=r"<lambda>\(\): .* must return a number or a 0-d tensor, found"):
+        mfx.scale(schedule)
+
+
+def test_a_constant_number_and_several_steps_at_once_can_be_compiled_and_batched():
+    schedule = mfx.schedule(lambda: lambda count: 0.25)()
+    assert schedule(torch.arange(3)).tolist() == [0.25] * 3
+    assert torch.func.vmap(schedule)(torch.arange(3)).tolist() == [0.25] * 3
+    assert torch.compile(schedule, fullgraph=True, backend="eager")(torch.tensor(1)).item() == 0.25
+
+
+@pytest.mark.parametrize("function", [RETURNS["branch"], RETURNS["python number"]])
+def test_under_vmap_a_python_number_from_the_step_is_an_error_that_names_the_schedule(function: Any):
+    schedule = mfx.schedule(lambda: function)()
+    with pytest.raises(RuntimeError, match=r"<lambda>\(\): under torch.func.vmap, .*torch.where"):
+        torch.func.vmap(schedule)(torch.arange(3))
+
+
+def test_a_table_that_ends_is_an_error_with_the_steps_that_are_checked():
+    table = torch.tensor([0.1, 0.2, 0.3])
+    with pytest.raises(IndexError, match="scale: a new transform checks .* step 10 failed.*clamp"):
+        mfx.scale(mfx.schedule(lambda: lambda count: table[count.long()])())
+    mfx.scale(mfx.schedule(lambda: lambda count: table[count.long().clamp(max=2)])())
+
+
+@pytest.mark.parametrize("part", [0.1, mfx.constant_schedule, lambda count: count])
+def test_only_schedules_can_be_joined(part: Any):
+    with pytest.raises(TypeError, match=r"join_schedules: schedules\[1\] must be a Schedule, found"):
+        mfx.join_schedules([mfx.constant_schedule(0.1), part], [10])
