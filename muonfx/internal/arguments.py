@@ -141,21 +141,31 @@ def _advice_for(value: object, type_names: frozenset[str], choices: list[str]) -
         return _advice_for_dtype(value)
     if isinstance(value, str):
         return did_you_mean(value, choices)
+    if _is_factory(value) and not type_names.isdisjoint({"float", "QuantizedDtype"}):
+        return f": call it, as in {value.__name__}()"
     if "float" in type_names:
         return _advice_for_number(value)
     return ""
 
 
-def _advice_for_number(value: object) -> str:
+def _is_factory(value: Any) -> bool:
+    """Return True for a function such as `muonfx.int8` or `muonfx.linear_schedule`, which returns a recorded value."""
+    return hasattr(value, "definition")  # the decorator is defined in a module that imports this one
+
+
+def _advice_for_number(value: Any) -> str:
     """Return what to do about a model, a scheduler or another object in place of a number."""
-    if isinstance(value, nn.Module | Iterator | Mapping):
+    is_dict_of_tensors = isinstance(value, Mapping) and any(isinstance(leaf, Tensor) for leaf in value.values())
+    if isinstance(value, nn.Module | Iterator) or is_dict_of_tensors:
         return (
             ": a transform has no parameters; give them to muonfx.Muon(model), to "
             "muonfx.TransformOptimizer(model, transform), or to the transform's init"
         )
     if isinstance(value, LRScheduler):
         return ": a torch scheduler acts on an optimizer, such as muonfx.TransformOptimizer(model, transform)"
-    if hasattr(value, "factory"):  # a muonfx schedule, whose class cannot be imported here
+    if hasattr(value, "init"):  # a transform, whose class cannot be imported here
+        return ": it is a transform; for an optimizer, muonfx.TransformOptimizer(model, transform)"
+    if hasattr(value, "factory"):  # a schedule
         return (
             ": it accepts no schedule; use a torch scheduler, or a chain with the schedule in muonfx.TransformOptimizer"
         )
@@ -171,7 +181,7 @@ def _advice_for_dtype(name: str) -> str:
     ': pass torch.bfloat16, without quotes'
     """
     if name in ("int8", "fp8"):
-        return f": pass muonfx.{name}"
+        return f": pass muonfx.{name}()"
     name = _DTYPE_NAMES.get(name, name.removeprefix("torch."))
     if isinstance(getattr(torch, name, None), torch.dtype):
         return f": pass torch.{name}, without quotes"
@@ -190,6 +200,8 @@ def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
             return not type_names.isdisjoint(accepting_names)
     if _is_symbolic(value):
         return True
+    if _is_factory(value):
+        return False
     # A schedule, a tuple or another object: the code that uses the argument checks it further.
     return any(_is_other_type(type_name) for type_name in type_names)
 
@@ -306,10 +318,15 @@ def bind(
     if parameters.pop("self", None) is not None:  # a method
         args = args[1:]
     problem = _problem_of_call(parameters, args, kwargs) or reason
-    accepted: list[str] = []
-    for name, parameter in parameters.items():
-        accepted.append(name if _is_positional(parameter) else f"{name}=")
-    raise TypeError(f"{owner}: {problem}; {owner} takes {', '.join(accepted) or 'no arguments'}")
+    accepted = ", ".join(map(_shown_parameter, parameters.values())) or "no arguments"
+    raise TypeError(f"{owner}: {problem}; {owner} takes {accepted}")
+
+
+def _shown_parameter(parameter: inspect.Parameter) -> str:
+    """Return a parameter for a list of arguments: "params", "lr=" if by name only, "*transforms" or "**options"."""
+    if parameter.kind is parameter.KEYWORD_ONLY:
+        return f"{parameter.name}="
+    return str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
 
 
 def _problem_of_call(
@@ -318,8 +335,9 @@ def _problem_of_call(
     """Return the problem of a call with an unknown argument or too many positional ones; "" for any other problem."""
     positional = [name for name, parameter in parameters.items() if _is_positional(parameter)]
     passed = {*kwargs, *positional[: len(args)]}
+    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in kwargs:
-        if name not in parameters:
+        if name not in parameters and not takes_any_name:
             missing = [parameter for parameter in parameters if parameter not in passed]
             return f"there is no argument {name!r}{hint(name, missing)}"
     if len(args) > len(positional):

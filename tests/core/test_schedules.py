@@ -163,7 +163,7 @@ def test_under_vmap_a_python_number_from_the_step_is_an_error_that_names_the_sch
 
 def test_a_table_that_ends_is_an_error_with_the_steps_that_are_checked():
     table = torch.tensor([0.1, 0.2, 0.3])
-    with pytest.raises(IndexError, match="scale: a new transform checks .* step 10 failed.*clamp"):
+    with pytest.raises(IndexError, match=r"scale: a new transform checks .* step 10 failed.*clamp"):
         mfx.scale(mfx.schedule(lambda: lambda count: table[count.long()])())
     mfx.scale(mfx.schedule(lambda: lambda count: table[count.long().clamp(max=2)])())
 
