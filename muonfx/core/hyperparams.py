@@ -8,14 +8,15 @@ converts the leaves to tensors for ``torch.func.grad``, and for compiled steps w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from types import FunctionType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.value import Recorded, parts_of, walk, with_numbers
-from muonfx.internal.arguments import closest
+from muonfx.core.value import Recorded, joined_name, part_names, parts_of, walk, with_numbers
+from muonfx.internal.arguments import closest, short_repr
 
 R = TypeVar("R", bound=Recorded)
 
@@ -47,7 +48,7 @@ def _check_recorded(owner: str, tx: object) -> None:
     advice = ""
     if isinstance(tx, torch.optim.Optimizer):
         advice = f"; for a muonfx optimizer use {owner}(optimizer.tx), or its param_groups for current numbers"
-    elif hasattr(tx, "definition"):
+    elif isinstance(tx, FunctionType):
         advice = "; call the factory to get a transform"
     raise TypeError(f"{owner}: expected a transform, found {getattr(tx, '__name__', type(tx).__name__)}{advice}")
 
@@ -113,7 +114,9 @@ def stack(transforms: Sequence[R]) -> R:
         A transform in which each numeric argument is a tensor of shape ``(len(transforms),)``. Floats become float64.
 
     Raises:
-        ValueError: no transform was given, or the transforms differ in more than their numeric arguments.
+        TypeError: one of them is not a transform.
+        ValueError: no transform was given, or the transforms differ in more than their numeric arguments. The message
+            names the first argument that differs.
 
     Example:
         >>> import muonfx as mfx
@@ -129,14 +132,50 @@ def stack(transforms: Sequence[R]) -> R:
     treedef = tree.flatten(transforms[0])[1]
     rows: list[list[Tensor]] = []
     for index, tx in enumerate(transforms):
+        _check_recorded("stack", tx)
         leaves, structure = tree.flatten(tx)
         if structure != treedef:
-            raise ValueError(
-                f"stack: transform {index} is {tx!r}, expected the structure of transform 0, "
-                f"{transforms[0]!r}: stacked transforms may differ in numeric arguments only"
-            )
+            raise _different_structures(index, tx, transforms[0])
         rows.append([_tensor(leaf) for leaf in leaves])
     return tree.unflatten(treedef, [torch.stack(column) for column in zip(*rows, strict=True)])
+
+
+class _Difference(NamedTuple):
+    """The dotted name of an argument, such as "scale_by_adam.nesterov", that has another value in a second transform.
+
+    The name is empty if the transforms themselves are results of different functions.
+    """
+
+    name: str
+    value: object
+    other_value: object
+
+
+def _first_difference(tx: object, other: object, name: str = "") -> _Difference | None:
+    """Return the first argument in which two transforms, called ``name``, differ beyond their numbers, or None."""
+    if not (isinstance(tx, Recorded) and isinstance(other, Recorded) and tx.factory == other.factory):
+        return _Difference(name, tx, other)
+    for argument, skeleton in tx.structure.skeleton.items():
+        if skeleton != other.structure.skeleton[argument]:
+            return _Difference(joined_name(name, argument), tx.arguments[argument], other.arguments[argument])
+    for part_name, part, other_part in zip(part_names(tx), tx.parts, other.parts, strict=True):
+        if isinstance(part, Recorded) or isinstance(other_part, Recorded):
+            difference = _first_difference(part, other_part, joined_name(name, part_name))
+            if difference is not None:
+                return difference
+    return None
+
+
+def _different_structures(index: int, tx: Recorded, first: Recorded) -> ValueError:
+    """Return the error of a transform to stack that differs from the first one in more than its numbers."""
+    difference = _first_difference(tx, first) or _Difference("", tx, first)  # or else in the order of a dict
+    subject = f"transform {index}"
+    if difference.name:
+        subject += f": {difference.name!r}"
+    return ValueError(
+        f"stack: {subject} is {short_repr(difference.value)}, expected {short_repr(difference.other_value)}, as in "
+        "transform 0: stacked transforms may differ in numeric arguments only"
+    )
 
 
 def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> R:
