@@ -118,6 +118,11 @@ WRONG = {
     "Muon(MODEL, foreach=True)": "'foreach' .*leave it out",
     "Muon(None)": r"params must be a model, .*found NoneType",
     "Muon(1e-3)": r"found float; the model comes first: Muon\(model, lr=0\.001\)",
+    "Muon([{'parameters': MODEL}])": "a param group must have the key 'params', found 'parameters'",
+    "Muon(MODEL, lr=0.1).add_param_group(MODEL)": r"a param group must be a dict, .*found Linear",
+    "Muon(MODEL, lr=0.1).load_state_dict('run.pt')": r"load_state_dict: .*torch\.load\(path\).* found str",
+    "Muon(MODEL, labels=lambda model: None)": "Muon: labels must be .*found a function that returns None",
+    "Muon(MODEL, labels=lambda name: 'muon')": "Muon: labels must be .*found a function that returns 'muon'",
     "TransformOptimizer(None, adamw())": r"params must be a model, .*found NoneType",
     "masked({'w': True}, scale(0.1))": "found {'w': True}; the transform comes first, then the mask",
     "momentum(nesterov=linear_schedule(0.5, 0.9, 4))": "momentum: nesterov must be True or False, found linear",
@@ -139,6 +144,10 @@ WRONG = {
     "partition({'slow': scale(1.0)}, {'w': 'fast'}).init(W)": "has the label 'fast', expected .*'slow': change",
     "partition({'slow': scale(1.0)}, {}).init(W)": "no value for 'w'",
     "partition({'slow': scale}, {'w': 'slow'})": "the entry for label 'slow' must be a Transform",
+    "apply_updates(W, adamw().update(W, adamw().init(W), W))": r"apply_updates: .*\(updates, state\), pass the first",
+    "add_decayed_weights(0.1, lambda name, p: p.ndim > 1).init(W)": (
+        r"missing 1 .*\n?.*add_decayed_weights: mask: the function is called once.*routing\.where"
+    ),
     "masked(scale(1.0), {'w': 'yes'}).init(W)": "the value for 'w' is 'yes', expected True or False",
     "stateless(3)": "stateless: function must be a function",
     "add_updates()": "add_updates: found no transform, expected at least one",
@@ -177,7 +186,7 @@ WRONG = {
     "stack([muon(linear_schedule(1, 0, 9)), muon(linear_schedule(1, 0, 8))])": "learning_rate.steps' is 8, expected 9",
     "stack([adamw(), adamw(linear_schedule(1, 0, 8))])": "learning_rate' is linear_schedule.*expected 0.001",
     "stack([accumulate(scale(1.0), 2), accumulate(momentum(), 2)])": r"'inner' is momentum\(\)",
-    "stack([partition({'a': scale(1.0)}, {'w': 'a'}), partition({'b': scale(1.0)}, {'w': 'b'})])": "'transforms' is {'b",
+    "stack([partition({'a': scale(1.0)}, {}), partition({'b': scale(1.0)}, {})])": "'transforms' is {'b",
     "hyperparams(momentum)": "expected a transform, found momentum; call the factory",
     "hyperparams(Muon(MODEL, lr=0.1))": r"hyperparams\(optimizer.tx\)",
     "TransformOptimizer(scale(1.0), MODEL)": "the model Linear; the model comes first",
@@ -354,6 +363,11 @@ def test_the_advice_for_a_function_of_the_step_works():
     assert mfx.momentum(made).arguments["decay"](3) == pytest.approx(0.1)
 
 
+def test_a_function_of_one_parameter_as_mask_is_told_what_it_receives():
+    with pytest.raises(AttributeError, match=r"masked: mask: the function is called once.*routing\.where"):
+        mfx.masked(mfx.scale(0.5), lambda param: param.ndim > 1).init(PARAMS)
+
+
 def test_a_nested_mask_fits_parameters_with_dotted_names():
     nested, flat = {"a": {"w": True, "b": False}}, {"a.w": torch.ones(1), "a.b": torch.ones(1)}
     tx = mfx.masked(mfx.scale(0.5), nested)
@@ -388,6 +402,14 @@ def test_a_sparse_gradient_is_told_about_dense_embeddings():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"'weight'.*Embedding\(sparse=False\)"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("params", [MODEL.state_dict(), {"w": torch.zeros(2, 2)}])
+def test_a_step_on_detached_tensors_warns_once_that_they_get_no_gradient(params: Any):
+    optimizer = mfx.TransformOptimizer(params, mfx.adamw())
+    with pytest.warns(UserWarning, match=r"no gradient on any of .*state_dict\(\) and detach\(\)"):
+        optimizer.step()
+    assert said(lambda _: optimizer.step()) == []
 
 
 def test_a_traceback_leads_to_the_check_without_the_calls_that_construct_a_transform():

@@ -160,12 +160,25 @@ class _Chooser:
         if isinstance(source, Condition):
             chosen = source.select(params)
         elif callable(source) and not isinstance(source, Mapping):  # a mapping may be callable too
-            chosen = source(params)
+            chosen = self._call(source, params)
         else:
             chosen = source
         if isinstance(chosen, Mapping) and self._has_only_values(chosen):
             return self._choose_by_name(chosen, names)
         return self._choose_by_tree(chosen, names)
+
+    def _call(self, function: Callable[[PyTree], Any], params: PyTree) -> Any:
+        """Return ``function(params)``. A note on an error says what the function received."""
+        if torch.compiler.is_compiling():
+            return function(params)
+        try:
+            return function(params)
+        except (AttributeError, TypeError) as error:  # a common mistake is lambda name, param: param.ndim > 1
+            error.add_note(
+                f"{self.argument}: the function is called once, with the tree of all parameters. For a condition on "
+                "each parameter: muonfx.routing.where(lambda info: info.ndim > 1)"
+            )
+            raise
 
     def _choose_by_tree(self, values: PyTree, names: list[str]) -> _Choice:
         """Return the leaves of a tree of values by name. Raise if they are not of the named parameters, or wrong."""

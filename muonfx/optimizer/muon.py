@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -256,15 +256,14 @@ def _labels_for(
     "adamw".
     """
     params_or_model = params if model is None else model
-    label_of: Mapping[str, str | None]
+    label_of: object = labels
     if labels is None:
         label_of = default_labels(params_or_model, roles=roles)
-    elif isinstance(labels, Mapping):
-        label_of = labels
-    elif callable(labels):
+    elif callable(labels) and not isinstance(labels, Mapping):
         label_of = labels(params_or_model)
-    else:
-        raise _wrong_labels(labels)
+    if not isinstance(label_of, Mapping):
+        raise _wrong_labels(labels, label_of)
+    label_of = cast("Mapping[str, str | None]", label_of)
     names = [name for name, _ in named_pairs(params)]
     missing = [name for name in names if name not in label_of]
     if missing:
@@ -274,11 +273,14 @@ def _labels_for(
     return label_of.restrict(names)
 
 
-def _wrong_labels(labels: object) -> TypeError:
-    """Return an error for an argument that is no dict of labels, and no function that returns one."""
+def _wrong_labels(labels: object, label_of: object) -> TypeError:
+    """Return an error for an argument that is no dict of labels, or a function that returned ``label_of`` instead."""
+    found = f"{labels!r}"
+    if callable(labels):
+        found = f"a function that returns {label_of!r}"
     return TypeError(
         "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
-        f"labels=lambda model: muonfx.default_labels(model, rules); found {labels!r}"
+        f"labels=lambda model: muonfx.default_labels(model, rules); found {found}"
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from muonfx.core import Transform
 from muonfx.core.checks import is_frozen
+from muonfx.internal.display import format_list
 from muonfx.optimizer.group_numbers import Group
 
 NamedTensors = Mapping[str, Tensor]
@@ -47,11 +48,20 @@ def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
     named_groups: list[Group] = []
     all_pairs: NamedPairs = []
     for group in groups:
-        pairs = named_pairs(group["params"], known)
+        pairs = named_pairs(params_of(group), known)
         named_groups.append({**group, "params": pairs})
         all_pairs += pairs
     check_once(all_pairs)
     return named_groups
+
+
+def params_of(group: object) -> Any:
+    """Return the "params" of a param group. Raise TypeError if it is no dict, and ValueError if it has no "params"."""
+    if not isinstance(group, Mapping):
+        raise TypeError(f"a param group must be a dict, such as {{'params': model}}, found {type(group).__name__}")
+    if "params" not in group:
+        raise ValueError(f"a param group must have the key 'params', found {format_list(list(group))}")
+    return group["params"]
 
 
 def require_parameters(params: object) -> None:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from muonfx.core.checks import all_usable, is_usable, warn_caller
+from muonfx.core.checks import all_usable, is_frozen, is_usable, warn_caller
 from muonfx.optimizer import errors
 from muonfx.optimizer.group_numbers import Group
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors, names_in
@@ -529,13 +529,14 @@ class GradientCheck:
 
     def _warn_of_none(self, named: NamedTensors) -> None:
         """Warn once, in one process, that no parameter has a gradient."""
-        is_trained = any(param.requires_grad for param in named.values())
+        is_trained = any(not is_frozen(param) for param in named.values())
         if self._has_warned_of_none or not self._is_alone or not is_trained:
             return
         self._has_warned_of_none = True
         warn_caller(
             f"step() found no gradient on any of {len(named)} parameters and changes nothing: is backward() called "
-            f"before it, on these parameters? If so: {errors.CAUSES}"
+            "before it, on these parameters? Tensors of state_dict() and detach() get no gradient. Else: "
+            f"{errors.CAUSES}"
         )
 
 

@@ -43,6 +43,7 @@ from muonfx.optimizer.named_parameters import (
     divide,
     divide_frozen,
     named_pairs,
+    params_of,
     resolve_groups,
 )
 from muonfx.optimizer.over_ranks import stepping_for
@@ -291,8 +292,9 @@ class TransformOptimizer(Optimizer):
                 one group each. A parameter that was frozen at construction may be added after ``requires_grad_()``.
 
         Raises:
-            ValueError: a parameter is in a group already, all are frozen, all have the label None, or a value is out of
-                range.
+            TypeError: the group is no dict.
+            ValueError: the group has no "params", a parameter is in a group already, all are frozen, all have the
+                label None, or a value is out of range.
 
         Warns:
             UserWarning: a key looks like a misspelt hyperparameter.
@@ -301,7 +303,7 @@ class TransformOptimizer(Optimizer):
             self._add_trained(param_group)
             return
         # Otherwise torch's constructor calls this for each group.
-        pairs = named_pairs(param_group["params"])
+        pairs = named_pairs(params_of(param_group))
         trained_pairs = [(name, param) for name, param in pairs if name in self._stepping.rules]
         self._add_groups(param_group, trained_pairs, as_one=False)
 
@@ -312,7 +314,7 @@ class TransformOptimizer(Optimizer):
         """
         self._use_replacements()
         named = self._named_params()
-        pairs = named_pairs(param_group["params"], self._parameters.names)
+        pairs = named_pairs(params_of(param_group), self._parameters.names)
         check_once([*named.items(), *pairs])
         frozen, unfrozen = divide_frozen(dict(pairs))
         if pairs and not unfrozen:
@@ -862,6 +864,11 @@ class TransformOptimizer(Optimizer):
 
     def _after_hooks(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state dict after the hooks that torch calls before it is loaded. A hook may return another one."""
+        if not isinstance(state_dict, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                "load_state_dict: expected the result of state_dict(), or torch.load(path) of a file that has it, "
+                f"found {type(state_dict).__name__}"
+            )
         state_dict = dict(state_dict)  # a hook may also change it in place
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
