@@ -310,7 +310,7 @@ def join_schedules(schedules: list[Schedule], boundaries: list[int]):
             f"{len(boundaries) + 1} schedules: a boundary is the step at which the next schedule begins"
         )
     for index, part in enumerate(schedules):
-        if not isinstance(part, Schedule):
+        if not isinstance(part, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"join_schedules: schedules[{index}] must be a Schedule, found {short_repr(part)}: pass "
                 "constant_schedule(number) for a number, and muonfx.schedule(lambda: f)() for a function f of the step"

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, ParamSpec, TypeVar, Union, cast, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +132,7 @@ def short_repr(value: object) -> str:
     return text
 
 
-def _advice_for(value: object, type_names: frozenset[str], choices: list[str]) -> str:
+def _advice_for(value: Any, type_names: frozenset[str], choices: list[str]) -> str:
     """Return what to do about an argument of a wrong type, as the end of a sentence; "" if nothing is known.
 
     ``choices`` are the strings that the argument accepts, such as "auto".
@@ -155,7 +155,10 @@ def _is_factory(value: Any) -> bool:
 
 def _advice_for_number(value: Any) -> str:
     """Return what to do about a model, a scheduler or another object in place of a number."""
-    is_dict_of_tensors = isinstance(value, Mapping) and any(isinstance(leaf, Tensor) for leaf in value.values())
+    is_dict_of_tensors = False
+    if isinstance(value, Mapping):
+        leaves = cast("Mapping[str, object]", value).values()
+        is_dict_of_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
     if isinstance(value, nn.Module | Iterator) or is_dict_of_tensors:
         return (
             ": a transform has no parameters; give them to muonfx.Muon(model), to "

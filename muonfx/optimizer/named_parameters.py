@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -59,9 +59,10 @@ def params_of(group: object) -> Any:
     """Return the "params" of a param group. Raise TypeError if it is no dict, and ValueError if it has no "params"."""
     if not isinstance(group, Mapping):
         raise TypeError(f"a param group must be a dict, such as {{'params': model}}, found {type(group).__name__}")
-    if "params" not in group:
-        raise ValueError(f"a param group must have the key 'params', found {format_list(list(group))}")
-    return group["params"]
+    entries = cast("Mapping[str, Any]", group)
+    if "params" not in entries:
+        raise ValueError(f"a param group must have the key 'params', found {format_list(list(entries))}")
+    return entries["params"]
 
 
 def require_parameters(params: object) -> None:
