@@ -206,7 +206,7 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
                 return update.clone()
             # Compare signs: the product of the values may underflow to zero.
             agrees = (update.sign() * gradient.sign() > 0).to(update.dtype)
-            share = agrees.float().mean()
+            share = agrees.to(ew.wide_dtype(update.dtype)).mean()
             scaled = update * agrees / share.clamp(min=min_share)
             return scaled.to(update.dtype)
 

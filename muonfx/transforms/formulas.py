@@ -10,12 +10,22 @@ from muonfx.tree.elementwise import Scalar
 
 
 def running_average(average: Tensor, value: Tensor, decay: Scalar) -> Tensor:
-    """Return ``decay * average + (1 - decay) * value``, as ``average + (1 - decay) * (value - average)``.
+    """Return ``decay * average + (1 - decay) * value``, rounded from the nearer of both.
 
     >>> running_average(torch.tensor([1.0]), torch.tensor([3.0]), decay=0.75)
     tensor([1.5000])
+    >>> running_average(torch.tensor([1.0]), torch.tensor([1e-9]), decay=0.0)
+    tensor([1.0000e-09])
     """
-    return average + (1.0 - decay) * (value - average)
+    # Adding to the average would lose a value that is far smaller, and with a decay of 0 the result is the value.
+    difference = value - average
+    if isinstance(decay, Tensor):
+        from_average = average + (1.0 - decay) * difference
+        from_value = value - decay * difference
+        return torch.where(decay < 0.5, from_value, from_average)
+    if decay < 0.5:
+        return value - decay * difference
+    return average + (1.0 - decay) * difference
 
 
 def bias_correction(decay: Scalar, count: Tensor) -> Tensor:

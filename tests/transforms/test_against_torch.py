@@ -132,6 +132,40 @@ def test_normuon_follows_its_definition():
     follows(tx, step, rtol=1e-6, atol=1e-8)
 
 
+def test_cautious_updates_follow_their_definition_in_float64():
+    """Cautious Optimizers, algorithm 2: elements with the sign of the gradient, over their share."""
+
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        m = average(memory, "m", g)
+        agrees = (m * g > 0).double()
+        return x + m * agrees / agrees.mean()
+
+    follows(mfx.cautious(mfx.momentum(0.9, nesterov=False)), step, rtol=1e-12)
+
+
+SPIKE = {
+    "normalize_neurons": mfx.normalize_neurons(0.0),
+    "scale_by_namo": mfx.contrib.scale_by_namo(mfx.identity(), 0.0, 0.0),
+    "scale_by_shampoo": mfx.contrib.scale_by_shampoo(0.0),
+    "scale_by_soap": mfx.contrib.scale_by_soap(0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("name", SPIKE)
+def test_with_a_decay_of_zero_a_large_gradient_is_forgotten(name: str, as_tensors: bool):
+    """The last, small gradient was lost in the difference from the average, which is the large one."""
+    tx = mfx.as_tensors(SPIKE[name]) if as_tensors else SPIKE[name]
+    small = {"w": torch.tensor([[1.0, 2.0], [3.0, -1.0]])}
+    after = {}
+    for size in (1.0, 2.0**20):
+        state = tx.init(small)
+        for factor in (1.0, size, 1.0):
+            updates, state = tx.update({"w": factor * small["w"]}, state, small)
+        after[size] = updates["w"]
+    torch.testing.assert_close(after[2.0**20], after[1.0], rtol=1e-6, atol=0.0)
+
+
 # ------------------------------------------------------------------------------------------------------ weight decay
 
 RATE, DECAY = 0.1, 0.3
