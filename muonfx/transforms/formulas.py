@@ -10,14 +10,15 @@ from muonfx.tree.elementwise import Scalar
 
 
 def running_average(average: Tensor, value: Tensor, decay: Scalar) -> Tensor:
-    """Return ``decay * average + (1 - decay) * value``, rounded from the nearer of both.
+    """Return ``decay * average + (1 - decay) * value``. With a decay of 0, it is exactly ``value``.
 
     >>> running_average(torch.tensor([1.0]), torch.tensor([3.0]), decay=0.75)
     tensor([1.5000])
     >>> running_average(torch.tensor([1.0]), torch.tensor([1e-9]), decay=0.0)
     tensor([1.0000e-09])
     """
-    # Adding to the average would lose a value that is far smaller, and with a decay of 0 the result is the value.
+    # The difference does not contain the digits of a value that is far smaller than the average. They have a weight of
+    # 1 - decay, so below 1/2 the sum starts from the value.
     difference = value - average
     if isinstance(decay, Tensor):
         from_average = average + (1.0 - decay) * difference
