@@ -128,6 +128,7 @@ search_words = {
     "muonclip": ["QK-Clip", "attention logits"],
     "conversion": ["convert"],
     "coming-from-torchopt": ["posteriors", "MetaAdam", "variational inference"],
+    "coming-from-dion-and-megatron": ["Megatron", "Emerging-Optimizers", "adjust_lr", "microsoft/dion"],
     "offload": ["offload", "CPU offload", "memory"],
     "muon-variants": ["NorMuon", "Dion", "Scion", "AdaMuon"],
 }
