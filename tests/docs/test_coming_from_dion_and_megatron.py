@@ -1,4 +1,4 @@
-"""The chains of docs/coming-from-dion-and-megatron.md compute the formulas of Dion, Megatron-LM and Emerging-Optimizers.
+"""The chains of docs/coming-from-dion-and-megatron.md compute the formulas of the optimizers that the page names.
 
 The formulas are written here in float64, on whole matrices and without the originals.
 """
