@@ -37,7 +37,7 @@ def random_matrix(seed: int, rows: int, columns: int) -> Tensor:
 
 def newton_schulz(matrix: Tensor, name: str) -> Tensor:
     """Iterate X = a X + (b A + c A^2) X with A = X X^T, from the matrix divided by its Frobenius norm."""
-    coefficients = mfx.polar.coefficients(name)
+    coefficients = mfx.polar.PRESETS[name]
     x = matrix / (matrix.norm() * coefficients.norm_safety)
     for a, b, c in coefficients.steps:
         gram = x @ x.mT

@@ -24,4 +24,4 @@ def test_a_row_of_the_table(row: tuple[str, ...]):
     assert len(coefficients.steps) == int(steps)
     steepness = math.prod(a for a, _, _ in coefficients.steps) / coefficients.norm_safety
     assert round(steepness) == int(slope.replace(",", ""))
-    assert polar.band(name, 0.01) == pytest.approx((float(low), float(high), float(peak)), abs=6e-4)
+    assert polar.band(coefficients, 0.01) == pytest.approx((float(low), float(high), float(peak)), abs=6e-4)

@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import muonfx as mfx
 from tests.processes import Here, on_ranks
@@ -55,5 +56,5 @@ def train(mesh: Any, shard: Any) -> Model:
 def test_a_chain_under_fsdp2(here: Here) -> None:
     sharded = train(here.mesh, fully_shard)
     whole = train(None, lambda module, mesh: module)
-    gathered = {name: shard.full_tensor() for name, shard in sharded.named_parameters()}
+    gathered = {name: cast(DTensor, shard).full_tensor() for name, shard in sharded.named_parameters()}
     torch.testing.assert_close(gathered, dict(whole.named_parameters()), rtol=1e-5, atol=1e-6)
