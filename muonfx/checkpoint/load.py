@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.chains import number_differences
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried, with_reader
@@ -34,6 +33,7 @@ from muonfx.checkpoint.reader import DataReader
 from muonfx.checkpoint.save import wait_for_save
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core import Transform
+from muonfx.core.chain_differences import number_differences
 from muonfx.core.checks import warn_caller
 from muonfx.internal.renaming import Rename
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global

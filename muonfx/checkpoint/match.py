@@ -14,10 +14,10 @@ from itertools import accumulate
 
 import torch
 
-from muonfx.checkpoint.chains import structure_differences
 from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import PARAMS, SCHEDULER, StateSpec, described, in_section, plain_names
+from muonfx.core.chain_differences import structure_differences
 from muonfx.core.checks import warn_caller
 from muonfx.internal.arguments import close_names
 from muonfx.internal.display import format_list

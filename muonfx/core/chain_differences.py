@@ -1,4 +1,4 @@
-"""The differences between the chain of transforms in a checkpoint and the chain that loads it."""
+"""The differences between the chain of transforms that saved a state and the chain that loads it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from muonfx.core import Transform
 from muonfx.core.argument_texts import code_of_value
+from muonfx.core.transform import Transform
 from muonfx.core.value import Definition, walk
 
 Definitions = dict[str, Definition]
