@@ -13,6 +13,9 @@ from muonfx.core.argument_texts import code_of_value
 from muonfx.core.transform import Transform
 from muonfx.core.value import Definition, walk
 
+CHAINS = "chain_code"
+"""The key of a param group, in the state dict of an optimizer, with the code of the transforms of its parameters."""
+
 Definitions = dict[str, Definition]
 """The definition of each transform and schedule of a chain, by the name in its code, such as "momentum"."""
 
@@ -160,7 +163,8 @@ def _add_arguments(
     for index, node in enumerate(call.args):
         if index < len(names):
             argument_path = (*path, f".{names[index]}")
-        elif isinstance(node, ast.Dict):  # as in MatrixView({...}) and Labels({...})
+        elif isinstance(node, ast.Dict) or (isinstance(node, ast.Constant) and len(call.args) == 1):
+            # The only value of the call, as in MatrixView({...}), MatrixView("in out -> out in") and Labels({...}).
             argument_path = (*path, "")
         else:
             argument_path = _path_of_member(path, node, values)

@@ -119,7 +119,7 @@ class SteppingOverRanks(Stepping):
         """True if there is another rank to communicate with."""
         self._is_replicated = layout.is_replicated and not layout.dtensors
         """True if every rank has all parameters in full as plain tensors, as under DDP."""
-        self._current = self._inner
+        self._current = self.inner
         """The transform with the hyperparameters that `refresh` has read in the param groups."""
         # `init` sets the following attributes, because they need the parameters.
         self._meta_params: dict[str, Tensor | None] = {}
@@ -143,7 +143,7 @@ class SteppingOverRanks(Stepping):
         All ranks call this together, because they first compare their settings.
         """
         local_params = {name: local_of(param) for name, param in params.items()}
-        state = init_sharded(self.binding, self._progress, self._inner, local_params)
+        state = init_sharded(self.binding, self._progress, self.inner, local_params)
         self._record_placements(local_params)
         self.refresh(params, groups)
         state = self._with_former_values(state, former)
@@ -154,7 +154,7 @@ class SteppingOverRanks(Stepping):
         """Record the shape, device and ranks of each leaf of the state of this rank's parameters."""
         self._device = tree.device_of(local_params)
         self._meta_params = self.binding.global_like(local_params)
-        self._placements = describe_state(self.binding, self._inner, self._meta_params)
+        self._placements = describe_state(self.binding, self.inner, self._meta_params)
         self._on_one_rank = {}
         for index, placement in enumerate(self._placements):
             if placement is not None and self._is_on_one_rank(placement):
@@ -213,7 +213,7 @@ class SteppingOverRanks(Stepping):
         """Return the state in the form that the sharded ``update`` takes: DTensors if the parameters are DTensors."""
         if not self.layout.dtensors:
             return state
-        return state_to_dtensors(self.binding, self._inner, self._meta_params, state)
+        return state_to_dtensors(self.binding, self.inner, self._meta_params, state)
 
     # ------------------------------------------------------------------------------------------------- persistence
 

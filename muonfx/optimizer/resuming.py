@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from muonfx.core import Transform
+from muonfx.core.chain_differences import CHAINS
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.schedules import Schedule
 from muonfx.core.value import walk
@@ -21,7 +22,7 @@ from muonfx.optimizer.group_numbers import Group, TrackedGroup, fitted
 SCHEDULES = "schedules"
 """The key in a saved group with a dict from the name of each schedule to the code that creates it."""
 
-_NOT_TAKEN = ("params", "param_names", SCHEDULES)
+_NOT_TAKEN = ("params", "param_names", SCHEDULES, CHAINS)
 """The keys of a saved group that are not copied into the optimizer's group."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from muonfx.core import Transform
+from muonfx.core.chain_differences import CHAINS
 from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename, new_names
 from muonfx.internal.wrappers import unwrapped
@@ -14,6 +15,7 @@ from muonfx.optimizer.errors import first_lines
 from muonfx.optimizer.group_numbers import Group, TrackedGroup
 from muonfx.optimizer.local_values import Load, Misfit, require_fit
 from muonfx.optimizer.resuming import keys_of_schedules
+from muonfx.optimizer.saved_chains import SavedChain, chain_warnings, saved_chains, with_new_names
 from muonfx.optimizer.state_entries import StateEntries
 from muonfx.optimizer.stepping import Stepping
 
@@ -31,10 +33,13 @@ def groups_with_names(state_dict: Mapping[str, Any], groups: Sequence[TrackedGro
         return _named_by_order(saved_groups, groups, rename)
     _require_a_name_for_each(saved_groups)
     new_name_of = _new_name_of(saved_groups, groups, rename)
+    new_name_of_plain: dict[str, str] = {}
+    for saved_name, plain_name in unwrapped(new_name_of).items():
+        new_name_of_plain[plain_name] = new_name_of[saved_name]
     renamed_groups: list[Group] = []
     for saved in saved_groups:
         names = [new_name_of[name] for name in saved["param_names"]]
-        renamed_groups.append({**saved, "param_names": names})
+        renamed_groups.append({**with_new_names(saved, new_name_of_plain), "param_names": names})
     return renamed_groups
 
 
@@ -276,10 +281,14 @@ def read_state_dict(
     matched_groups = match_groups(saved_groups, groups, not_trained)
     problems: list[str] = []  # a line for each difference
     saved_state_of: dict[str, Group] = {}  # per parameter name, such as {"bias": {"momentum.trace": tensor}}
+    saved_chain_of: dict[str, SavedChain] = {}  # per parameter name
     for tracked, saved in zip(groups, matched_groups, strict=True):
-        if saved is not None:
-            problems += _missing_hyperparams(stepping.tx, tracked, saved)
-            saved_state_of |= _saved_state(saved, state_dict["state"])
+        if saved is None:
+            continue
+        problems += _missing_hyperparams(stepping.tx, tracked, saved)
+        saved_state_of |= _saved_state(saved, state_dict["state"])
+        if saved.get(CHAINS):  # earlier versions have saved none
+            saved_chain_of |= saved_chains(saved[CHAINS], saved["param_names"])
     loads: list[Load] = []  # the values to copy into the state
     without_state: list[str] = []
     for tracked in groups:
@@ -295,7 +304,11 @@ def read_state_dict(
     if problems:
         raise _does_not_fit(problems)
     loads.sort(key=lambda load: load.title)  # all ranks load in this order
-    return StateToLoad(matched_groups, loads, without_state, _warnings(groups, saved_groups, without_state))
+    warnings = [
+        *_warnings(groups, saved_groups, without_state),
+        *chain_warnings(stepping, groups, saved_chain_of),
+    ]
+    return StateToLoad(matched_groups, loads, without_state, warnings)
 
 
 def read_groups(

@@ -63,9 +63,9 @@ class Stepping:
 
     def __init__(self, tx: Transform, meta_params: PyTree, bucket_bytes: int | None) -> None:
         self.tx = tx
-        self._inner = inner_of(tx)
+        self.inner = inner_of(tx)
         """``tx`` without `offload` around it."""
-        self.visits = tuple(visit(self._inner, meta_params))
+        self.visits = tuple(visit(self.inner, meta_params))
         """One visit for each transform in ``tx``: its parameters, and the names of its hyperparameters."""
         self.rules = update_rules_of(self.visits)
         """For each parameter name, its label and the transforms that update it."""
@@ -75,7 +75,7 @@ class Stepping:
         """The memory of the state, such as host memory under `offload`."""
         self._placed_transforms = PlacedTransforms(Where(None, self._store, bucket_bytes))
         # `refresh` replaces the following attributes if the numbers in the param groups have changed.
-        self._placed = self._inner
+        self._placed = self.inner
         """The transform that `step` runs: ``tx`` with the current numbers, in buckets and in the store."""
         self._placed_structure: object = None
         """The structure of the transform from which `_placed` was made: the transform without its numbers.
@@ -100,7 +100,7 @@ class Stepping:
         """
         check_params(params)
         warn_of_unmatched(patterns_in(self.tx), params)
-        state = self._placed_transforms(self._inner, params, self.visits[0]).functions.init(params)
+        state = self._placed_transforms(self.inner, params, self.visits[0]).functions.init(params)
         self.refresh(params, groups)
         return self._with_former_values(state, former)
 
@@ -210,7 +210,7 @@ class Stepping:
         A transform for which groups have different numbers becomes a `by_groups`, which has one version of it for each
         set of numbers.
         """
-        tx = for_groups(self._inner, self.visits[0], self.members(groups, numbers))
+        tx = for_groups(self.inner, self.visits[0], self.members(groups, numbers))
         if torch.compiler.is_compiling() and any(visited.tx.factory is accumulate for visited in self.visits):
             tx = as_tensors(tx)  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
         return prepared(tx)
@@ -229,7 +229,7 @@ class Stepping:
     ) -> tuple[Transform, PyTree, dict[str, Tensor], Gradients]:
         """Return the transform with the current hyperparameters, and the whole state, parameters and gradients."""
         tx = self._with_numbers(groups, read_numbers(groups))
-        if self._inner is not self.tx:
+        if self.inner is not self.tx:
             tx = self.tx.replace(tx=tx)  # `offload` around it
         leaves, treedef = tree.flatten(state)
         whole_leaves = [self.full_leaf(index, leaf) for index, leaf in enumerate(leaves)]

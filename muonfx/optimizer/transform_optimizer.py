@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from muonfx import tree
 from muonfx.core import Donation, Transform
+from muonfx.core.chain_differences import CHAINS
 from muonfx.core.checks import warn_caller
 from muonfx.core.donation import check_writable
 from muonfx.core.hyperparams import with_hyperparams
@@ -27,6 +28,7 @@ from muonfx.core.transform import require_transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename
+from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer import errors
 from muonfx.optimizer.by_groups import common_numbers
 from muonfx.optimizer.constructing import constructed_together
@@ -63,6 +65,7 @@ from muonfx.optimizer.parameters import (
     require_dense_and_real,
 )
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
+from muonfx.optimizer.saved_chains import chains_of, record_of
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
 from muonfx.optimizer.state_entries import (
     StateEntries,
@@ -789,8 +792,12 @@ class TransformOptimizer(Optimizer):
         saved = super().state_dict()
         # By identity, because torch's own tests list each group twice, and `_tracked_groups` has it once.
         tracked_of = {id(tracked.group): tracked for tracked in self._tracked_groups.groups}
+        plain_name_of = unwrapped(self._tracked_groups.named)
         for group, saved_group in zip(self._groups, saved["param_groups"], strict=True):
-            self._add_schedules(saved_group, tracked_of[id(group)])
+            tracked = tracked_of[id(group)]
+            self._add_schedules(saved_group, tracked)
+            chain_of = chains_of(self._stepping, tracked.names)
+            saved_group[CHAINS] = record_of({plain_name_of[name]: chain for name, chain in chain_of.items()})
         saved["state"] = _unshared(saved["state"])
         self._add_exported(saved["state"])
         return saved

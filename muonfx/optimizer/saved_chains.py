@@ -1,0 +1,197 @@
+"""The code of the transforms of each parameter: a state dict records it, so that a load reports another chain.
+
+The code of a whole chain has the labels, patterns and masks of all parameters. These differ without a reason for a
+warning: a layer is frozen or added, parameters are renamed, a stage of a pipeline has others. Therefore the chain of
+each parameter is recorded, in which they are replaced by their meaning for this parameter. The chain of "attn.qkv"
+in ``partition({"muon": chain(momentum(), orthogonalize(view=view)), ...}, labels)`` is, if ``view`` has a pattern for
+it, ``chain(momentum(), orthogonalize(view=MatrixView("(qkv=3 out) in -> qkv out in")))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from muonfx.core import Transform, identity, masked
+from muonfx.core.chain_differences import CHAINS, structure_differences
+from muonfx.core.schedules import Schedule, schedule
+from muonfx.core.value import walk
+from muonfx.core.visit import Visit
+from muonfx.internal.display import format_list
+from muonfx.optimizer.errors import first_lines
+from muonfx.optimizer.group_numbers import Group, TrackedGroup
+from muonfx.optimizer.stepping import Stepping
+from muonfx.transforms.matrices import MatrixView
+
+_LISTED = 10
+"""The largest number of differences that a warning lists."""
+
+
+# ------------------------------------------------------------------------------------------- the chain of a parameter
+
+
+def chains_of(stepping: Stepping, names: Iterable[str]) -> dict[str, Transform]:
+    """Return the chain of each named parameter. Parameters with equal chains have the same object.
+
+    The numbers in a chain are those of construction, because param groups have the current ones.
+    """
+    choices = _choices(stepping.inner)
+    chain_of_key: dict[tuple[object, ...], Transform] = {}
+    chain_of: dict[str, Transform] = {}
+    for name in names:
+        # Parameters with the same transforms, patterns and values of masks have equal chains.
+        key = (stepping.rules[name].indices, *[str(choice(name)) for choice in choices])
+        if key not in chain_of_key:
+            chain_of_key[key] = _chain_of(name, stepping.inner, stepping.visits[0])
+        chain_of[name] = chain_of_key[key]
+    return chain_of
+
+
+def _choices(tx: Transform) -> list[Callable[[str], object]]:
+    """Return a function from a parameter name to its value, for each argument that differs between parameters."""
+    choices: list[Callable[[str], object]] = []
+    for _, part in walk(tx):
+        for value in part.arguments.values():
+            if isinstance(value, MatrixView):
+                choices.append(value.text)
+            elif isinstance(value, Mapping):
+                choices.append(value.get)
+    return choices
+
+
+def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
+    """Return a transform as it is for one parameter: without labels, and with the pattern and mask of the parameter.
+
+    ``visited`` is the visit of ``tx``. A transform that does not receive the parameter is replaced by `identity`.
+    """
+    inner_chains: list[Transform] = []
+    is_divided = tx.factory is masked or any(call.label is not None for call in visited.calls)
+    for child, call in zip(tx.children, visited.calls, strict=True):
+        if name in call.names:
+            inner_chains.append(_chain_of(name, child, call))
+        elif not is_divided:
+            inner_chains.append(identity())
+    if is_divided:  # one of the transforms receives the parameter, or none
+        return inner_chains[0] if inner_chains else identity()
+    remaining = iter(inner_chains)
+    chain = tx.with_children(lambda _: next(remaining))
+    changes: dict[str, Any] = {}
+    for argument, value in chain.arguments.items():
+        if isinstance(value, Schedule):  # schedules are compared and reported with the numbers of groups
+            changes[argument] = any_schedule()
+        elif isinstance(value, MatrixView):
+            changes[argument] = MatrixView(value.text(name))
+        elif isinstance(value, Mapping) and name in value:
+            changes[argument] = value[name]
+    return chain.replace(**changes) if changes else chain
+
+
+@schedule
+def any_schedule():
+    """Make a schedule that stands for all schedules in the code of a chain. It is never evaluated."""
+    return lambda count: count
+
+
+# -------------------------------------------------------------------------------------------------- record and compare
+
+
+def record_of(chain_of: Mapping[str, Transform]) -> list[Any]:
+    """Return what a state dict records of the chains of a group, under the key `CHAINS`.
+
+    It is a list with the number of parameters, then a list for each chain: its code, its fingerprint, and the names of
+    its parameters. The first chain is that of all other parameters, and has no names. A list and no dict, because
+    torch.distributed.checkpoint stores a list without tensors as one value.
+
+    ``chain_of`` has the chain of each parameter by name, without the components that wrappers add to names.
+
+    >>> import muonfx as mfx
+    >>> scale, sign = mfx.scale(0.5), mfx.sign()
+    >>> record_of({"w": scale, "v": scale, "b": sign})
+    [3, ['scale(0.5)', '38b7f1e1a0d4c1b5'], ['sign()', '3c0e4a4e4f6c5c5d', 'b']]
+    """
+    names_of: dict[Transform, list[str]] = {}
+    for name, chain in chain_of.items():
+        names_of.setdefault(chain, []).append(name)
+    chains = sorted(names_of, key=lambda chain: -len(names_of[chain]))  # that of most parameters first
+    record: list[Any] = [len(chain_of)]
+    for chain in chains:
+        names = [] if chain is chains[0] else names_of[chain]
+        record.append([repr(chain), chain.fingerprint, *names])
+    return record
+
+
+def with_new_names(saved: Group, new_name_of: Mapping[str, str]) -> Group:
+    """Return the entries of a saved group, in which the record of its chains has this optimizer's names."""
+    if not saved.get(CHAINS):
+        return saved
+    count, *chains = saved[CHAINS]
+    record: list[Any] = [count]
+    for code, fingerprint, *names in chains:
+        record.append([code, fingerprint, *[new_name_of.get(name, name) for name in names]])
+    return {**saved, CHAINS: record}
+
+
+class SavedChain(NamedTuple):
+    """The chain of some parameters in a state dict."""
+
+    code: str
+    fingerprint: str
+
+
+def saved_chains(record: Sequence[Any], names: Sequence[str]) -> dict[str, SavedChain]:
+    """Return the chain of each named parameter of a saved group; nothing for parameters whose chain is not known.
+
+    ``record`` is a value of `record_of`, with the names of this optimizer.
+    """
+    count, usual, *exceptions = record
+    saved_chain_of: dict[str, SavedChain] = {}
+    for code, fingerprint, *exceptional_names in exceptions:
+        saved_chain_of.update(dict.fromkeys(exceptional_names, SavedChain(code, fingerprint)))
+    # torch.distributed.checkpoint merges saved groups whose parameters are in one group now, and keeps one record. And
+    # names of exceptions may be unknown here. Both make it unknown which parameters have the usual chain.
+    if len(names) <= count and saved_chain_of.keys() <= set(names):
+        for name in names:
+            saved_chain_of.setdefault(name, SavedChain(*usual))
+    return saved_chain_of
+
+
+def chain_warnings(
+    stepping: Stepping, groups: Sequence[TrackedGroup], saved_chain_of: Mapping[str, SavedChain]
+) -> list[str]:
+    """Return a warning if saved chains differ from the chains of an optimizer in more than numbers, else no warning.
+
+    It is no error, as `muonfx.checkpoint.load` raises it, because torch's functions that load state dicts have no
+    argument to allow the difference. Parameters without a saved chain are not compared.
+    """
+    lines: list[str] = []
+    for tracked in groups:
+        lines += _differences(tracked, chains_of(stepping, tracked.names), saved_chain_of)
+    if not lines:
+        return []
+    return [
+        "load_state_dict: another chain has saved the state dict. Its state fits and was loaded, but updates will "
+        f"differ: {first_lines(lines, _LISTED)}. To continue the saved run, create the optimizer with the arguments in "
+        "the state dict"
+    ]
+
+
+def _differences(
+    tracked: TrackedGroup, chain_of: Mapping[str, Transform], saved_chain_of: Mapping[str, SavedChain]
+) -> list[str]:
+    """Return a line for each argument, except numbers, that differs between the saved chains and those of a group."""
+    # By the saved chain and the chain of this optimizer, if they differ: the names of the parameters that have them.
+    names_of: dict[tuple[SavedChain, Transform], list[str]] = {}
+    for name, chain in chain_of.items():
+        saved_chain = saved_chain_of.get(name)
+        if saved_chain is not None and saved_chain.fingerprint != chain.fingerprint:
+            names_of.setdefault((saved_chain, chain), []).append(name)
+    lines: list[str] = []
+    for (saved_chain, chain), names in names_of.items():
+        titles: list[str] = []  # which parameters differ, if not all of the optimizer
+        if tracked.group.get("label") is not None:
+            titles.append(f"group {tracked.group['label']!r}")
+        if len(names) < len(chain_of):
+            titles.append(format_list(names))
+        for difference in structure_differences(saved_chain.code, repr(chain), chain):
+            lines.append(", ".join([*titles, difference]))
+    return lines
