@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
 
+from muonfx.core.chain_differences import CHAINS
 from muonfx.engines.parts import with_parts
+from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.muon import Muon
+from muonfx.optimizer.saved_chains import SavedChain, chain_in, record_of
 
 __all__ = ["muon"]
 
@@ -87,9 +90,34 @@ def _container() -> Any:
                 canonical_key = canonical_fqn(key)
                 if canonical_key in renamed:
                     renamed[key] = renamed.pop(canonical_key)
+            add_chains = partial(_with_saved_chains, renamed)
+            hooks = [optimizer.register_load_state_dict_pre_hook(add_chains) for optimizer in self.optimizers]
             super().load_state_dict(renamed)
+            for hook in hooks:
+                hook.remove()
 
     return MuonContainer
+
+
+def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict that torchtitan loads into an optimizer, with the saved chains of its parameters.
+
+    torchtitan takes the keys of the optimizer's groups from its flat state dict. The record of chains is in state dicts
+    only. A group may have parameters of several saved groups, because the model was divided in another way.
+
+    ``flat`` has the record under the name of each parameter, such as "param_groups.up.weight.chain_code".
+    """
+    all_names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    plain_name_of = unwrapped(all_names)
+    groups: list[dict[str, Any]] = []
+    for group, live_group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        chain_of: dict[str, SavedChain] = {}
+        for name in live_group["param_names"]:
+            record = flat.get(f"param_groups.{name}.{CHAINS}")
+            if record:  # earlier versions have saved none
+                chain_of[name] = chain_in(record, plain_name_of[name])
+        groups.append({**group, CHAINS: record_of(chain_of)})
+    return {**state_dict, "param_groups": groups}
 
 
 def _require_same_fields(config: Any, defaults: Any) -> None:

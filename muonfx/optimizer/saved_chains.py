@@ -95,29 +95,52 @@ def any_schedule():
 # -------------------------------------------------------------------------------------------------- record and compare
 
 
-def record_of(chain_of: Mapping[str, Transform]) -> list[Any]:
+class SavedChain(NamedTuple):
+    """The chain of a parameter in a state dict."""
+
+    code: str
+    """Python code that creates the chain. Its numbers are those of construction."""
+    fingerprint: str
+
+
+def record_of(chain_of: Mapping[str, SavedChain]) -> list[Any]:
     """Return what a state dict records of the chains of a group, under the key `CHAINS`.
 
     It is a list with the number of parameters, then a list for each chain: its code, its fingerprint, and the names of
-    its parameters. The first chain is that of all other parameters, and has no names. A list and no dict, because
-    torch.distributed.checkpoint stores a list without tensors as one value.
+    its parameters. The first chain is that of all other parameters, and has no names. It is a list and no dict, because
+    torch.distributed.checkpoint stores a list without tensors as one value. Without parameters, it is empty.
 
     ``chain_of`` has the chain of each parameter by name, without the components that wrappers add to names.
 
-    >>> import muonfx as mfx
-    >>> scale, sign = mfx.scale(0.5), mfx.sign()
-    >>> record_of({"w": scale, "v": scale, "b": sign})
-    [3, ['scale(0.5)', '38b7f1e1a0d4c1b5'], ['sign()', '3c0e4a4e4f6c5c5d', 'b']]
+    >>> first, second = SavedChain("momentum()", "d4c1"), SavedChain("scale(0.5)", "7f1e")
+    >>> record_of({"w": first, "v": first, "b": second})
+    [3, ['momentum()', 'd4c1'], ['scale(0.5)', '7f1e', 'b']]
     """
-    names_of: dict[Transform, list[str]] = {}
+    if not chain_of:
+        return []
+    names_of: dict[SavedChain, list[str]] = {}
     for name, chain in chain_of.items():
         names_of.setdefault(chain, []).append(name)
-    chains = sorted(names_of, key=lambda chain: -len(names_of[chain]))  # that of most parameters first
-    record: list[Any] = [len(chain_of)]
-    for chain in chains:
-        names = [] if chain is chains[0] else names_of[chain]
-        record.append([repr(chain), chain.fingerprint, *names])
+    usual = max(names_of, key=lambda chain: len(names_of[chain]))
+    del names_of[usual]
+    record: list[Any] = [len(chain_of), list(usual)]
+    for chain, names in names_of.items():
+        record.append([*chain, *names])
     return record
+
+
+def record_of_group(stepping: Stepping, names: Iterable[str], plain_name_of: Mapping[str, str]) -> list[Any]:
+    """Return the record of the chains of named parameters, a group of an optimizer.
+
+    ``plain_name_of`` has each name without the components that wrappers add.
+    """
+    saved_chain_of: dict[Transform, SavedChain] = {}  # most parameters have the same chain
+    plain_chains: dict[str, SavedChain] = {}
+    for name, chain in chains_of(stepping, names).items():
+        if chain not in saved_chain_of:
+            saved_chain_of[chain] = SavedChain(repr(chain), chain.fingerprint)
+        plain_chains[plain_name_of[name]] = saved_chain_of[chain]
+    return record_of(plain_chains)
 
 
 def with_new_names(saved: Group, new_name_of: Mapping[str, str]) -> Group:
@@ -131,11 +154,13 @@ def with_new_names(saved: Group, new_name_of: Mapping[str, str]) -> Group:
     return {**saved, CHAINS: record}
 
 
-class SavedChain(NamedTuple):
-    """The chain of some parameters in a state dict."""
-
-    code: str
-    fingerprint: str
+def chain_in(record: Sequence[Any], name: str) -> SavedChain:
+    """Return the chain of a parameter of the saved group with this record, which has the parameter under this name."""
+    _, usual, *exceptions = record
+    for code, fingerprint, *names in exceptions:
+        if name in names:
+            return SavedChain(code, fingerprint)
+    return SavedChain(*usual)
 
 
 def saved_chains(record: Sequence[Any], names: Sequence[str]) -> dict[str, SavedChain]:

@@ -65,7 +65,7 @@ from muonfx.optimizer.parameters import (
     require_dense_and_real,
 )
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
-from muonfx.optimizer.saved_chains import chains_of, record_of
+from muonfx.optimizer.saved_chains import record_of_group
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
 from muonfx.optimizer.state_entries import (
     StateEntries,
@@ -796,8 +796,7 @@ class TransformOptimizer(Optimizer):
         for group, saved_group in zip(self._groups, saved["param_groups"], strict=True):
             tracked = tracked_of[id(group)]
             self._add_schedules(saved_group, tracked)
-            chain_of = chains_of(self._stepping, tracked.names)
-            saved_group[CHAINS] = record_of({plain_name_of[name]: chain for name, chain in chain_of.items()})
+            saved_group[CHAINS] = record_of_group(self._stepping, tracked.names, plain_name_of)
         saved["state"] = _unshared(saved["state"])
         self._add_exported(saved["state"])
         return saved
