@@ -782,6 +782,9 @@ class TransformOptimizer(Optimizer):
         as `normalize_neurons` does. That state is returned as DTensors, sharded evenly over the parameter's mesh, so
         that torch can save, gather and reshard it.
 
+        Each group also has the code of its schedules, under "schedules", and of the chains of its parameters, under
+        "chain_code". `load_state_dict` compares them with the code of the optimizer that loads.
+
         Raises:
             ShardingError: all ranks must call this together, and a rank did not.
         """
@@ -846,7 +849,8 @@ class TransformOptimizer(Optimizer):
             UserWarning: state was saved for parameters that are not trained now, and is not loaded, or parameters have
                 no saved state, because they were frozen when it was saved. The message names them. Or
                 numbers of the groups or schedules differ between the state dict and this optimizer: the schedules of
-                this optimizer and the other numbers of the state dict are used.
+                this optimizer and the other numbers of the state dict are used. Or another chain of transforms, with
+                the same state, has saved it: the message lists the arguments that differ.
         """
         self._use_replacements()
         check_real(self._named_params())

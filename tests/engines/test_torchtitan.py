@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
 from dataclasses import fields, make_dataclass
 from typing import Any
 
 import pytest
 from torch import nn
 
+import muonfx as mfx
 from muonfx.engines import torchtitan as ours
 from tests.engines.processes import launched, real, result_of
 
@@ -43,6 +46,31 @@ def test_fields_of_torchtitans_own_optimizers_are_refused() -> None:
         setattr(config, name, value)
         with pytest.raises(ValueError, match=f"{name}: found "):
             config.build(model_parts=[nn.Linear(2, 2)])
+
+
+def test_a_state_dict_of_another_chain_is_reported_also_if_the_parts_are_divided_otherwise() -> None:
+    def container(sizes: list[int], **options: Any) -> Any:
+        layers = [(f"layer{index}", nn.Linear(4, 12)) for index in range(3)]
+        parts = [nn.Sequential(OrderedDict(layers[: sizes[0]])), nn.Sequential(OrderedDict(layers[sizes[0] :]))]
+        return ours.muon(0.02, **options).build(model_parts=parts)
+
+    def messages_of(old: Any, new: Any) -> list[str]:
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            new.load_state_dict(old.state_dict())
+        return [str(warning.message) for warning in caught if "another chain" in str(warning.message)]
+
+    view = mfx.MatrixView({"layer[01].weight": "(part=3 out) in -> part out in"})
+    options = {"orthogonalize": mfx.orthogonalize(view=view)}
+    with warnings.catch_warnings(action="ignore"):  # one of the parts has no parameter with this pattern
+        old, same, other, plain = (
+            container(s, **o) for s, o in zip((1, 2, 2, 1), (options, options, {}, {}), strict=True)
+        )
+    assert messages_of(old, same) == []
+    assert messages_of(plain, other) == []
+    (message,) = messages_of(old, other)
+    assert "group 'muon', orthogonalize.view: '(part=3" in message
+    earlier = {key: value for key, value in old.state_dict().items() if not key.endswith("chain_code")}
+    other.load_state_dict(earlier)
 
 
 def test_the_command_line_overrides_a_rate() -> None:
