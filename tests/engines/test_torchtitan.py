@@ -49,9 +49,9 @@ def test_fields_of_torchtitans_own_optimizers_are_refused() -> None:
 
 
 def test_a_state_dict_of_another_chain_is_reported_also_if_the_parts_are_divided_otherwise() -> None:
-    def container(sizes: list[int], **options: Any) -> Any:
+    def container(first: int, **options: Any) -> Any:
         layers = [(f"layer{index}", nn.Linear(4, 12)) for index in range(3)]
-        parts = [nn.Sequential(OrderedDict(layers[: sizes[0]])), nn.Sequential(OrderedDict(layers[sizes[0] :]))]
+        parts = [nn.Sequential(OrderedDict(layers[:first])), nn.Sequential(OrderedDict(layers[first:]))]
         return ours.muon(0.02, **options).build(model_parts=parts)
 
     def messages_of(old: Any, new: Any) -> list[str]:
@@ -62,9 +62,8 @@ def test_a_state_dict_of_another_chain_is_reported_also_if_the_parts_are_divided
     view = mfx.MatrixView({"layer[01].weight": "(part=3 out) in -> part out in"})
     options = {"orthogonalize": mfx.orthogonalize(view=view)}
     with warnings.catch_warnings(action="ignore"):  # one of the parts has no parameter with this pattern
-        old, same, other, plain = (
-            container(s, **o) for s, o in zip((1, 2, 2, 1), (options, options, {}, {}), strict=True)
-        )
+        old, same = container(1, **options), container(2, **options)
+        plain, other = container(1), container(2)
     assert messages_of(old, same) == []
     assert messages_of(plain, other) == []
     (message,) = messages_of(old, other)
