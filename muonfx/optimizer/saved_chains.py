@@ -82,7 +82,7 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
         elif isinstance(value, MatrixView):
             changes[argument] = MatrixView(value.text(name))
         elif isinstance(value, Mapping) and name in value:
-            changes[argument] = value[name]
+            changes[argument] = {"parameter": value[name]}  # a dict, as the transform requires
     return chain.replace(**changes) if changes else chain
 
 

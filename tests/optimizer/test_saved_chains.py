@@ -25,7 +25,7 @@ from muonfx.placement.offload import offload
 from tests.processes import Here, on_ranks
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled", "ignore:.*assuming the intent", "ignore:view:.*matches none"
+    "ignore:torch.distributed is disabled", "ignore:.*assuming the intent", "ignore:view.*matches none"
 )
 
 FUSED = "(part=3 out) in -> part out in"
