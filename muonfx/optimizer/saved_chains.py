@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from muonfx.core import Transform, identity, masked
 from muonfx.core.chain_differences import CHAINS, structure_differences
-from muonfx.core.schedules import Schedule, schedule
+from muonfx.core.schedules import Schedule, ScheduleFunction, schedule
 from muonfx.core.value import walk
 from muonfx.core.visit import Visit
 from muonfx.internal.display import format_list
@@ -87,7 +87,7 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
 
 
 @schedule
-def any_schedule():
+def any_schedule() -> ScheduleFunction:
     """Make a schedule that stands for all schedules in the code of a chain. It is never evaluated."""
     return lambda count: count
 

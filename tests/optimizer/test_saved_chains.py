@@ -31,12 +31,12 @@ pytestmark = pytest.mark.filterwarnings(
 FUSED = "(part=3 out) in -> part out in"
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 12), nn.Linear(12, 4, bias=False), nn.Linear(4, 8))
 
 
-def muon_for(model: nn.Module, **options: Any) -> mfx.Muon:
+def muon_for(model: Any, **options: Any) -> mfx.Muon:
     options.setdefault("orthogonalize", mfx.orthogonalize(view=mfx.MatrixView({"*1.weight": FUSED})))
     return mfx.Muon(model, **options)
 
@@ -285,7 +285,7 @@ def test_a_state_dict_without_a_record_loads_as_before(tmp_path: Path):
     assert chain_messages(load) == []
 
 
-def model_of(optimizer: mfx.TransformOptimizer) -> nn.Module:
+def model_of(optimizer: mfx.TransformOptimizer) -> nn.Sequential:
     """A model with the parameters of an optimizer from `labelled`, which has them under the same names."""
     model = net()
     for group in optimizer.param_groups:
@@ -305,7 +305,7 @@ STORAGES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
 
 @pytest.mark.parametrize("options", [{}, {"full_state_dict": True}], ids=str)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_the_record_survives_dcp(storage: str, options: dict[str, bool]):
+def test_the_record_survives_dcp(storage: str, options: dict[str, Any]):
     writer, reader = STORAGES[storage]
     path = Path(tempfile.mkdtemp())
     old, given = labelled(mfx.chain(mfx.momentum(0.9), RATE)), StateDictOptions(**options)
