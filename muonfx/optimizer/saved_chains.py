@@ -88,7 +88,7 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
 
 @schedule
 def any_schedule() -> ScheduleFunction:
-    """Make a schedule that stands for all schedules in the code of a chain. It is never evaluated."""
+    """Make a schedule that replaces every schedule in the code of a chain. It is never evaluated."""
     return lambda count: count
 
 
