@@ -265,24 +265,16 @@ def test_the_record_is_in_state_dicts_only_and_is_json():
 
 
 def without_record(saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of an earlier version."""
+    """A state dict as torch returns it with `flatten_optimizer_state_dict=True`."""
     for group in saved["param_groups"]:
         del group["chain_code"]
     return saved
 
 
-def test_a_state_dict_without_a_record_loads_as_before(tmp_path: Path):
+def test_a_state_dict_without_a_record_is_not_compared():
+    """torch leaves the record out when it flattens a state dict."""
     old, new = labelled(mfx.chain(mfx.momentum(0.9), RATE)), labelled(mfx.chain(mfx.momentum(nesterov=False), RATE))
     assert chain_messages(lambda: new.load_state_dict(without_record(old.state_dict()))) == []
-    saved = without_record(get_optimizer_state_dict(model_of(old), old))
-    dcp.save({"optimizer": saved}, storage_writer=mfx.checkpoint.Writer(tmp_path))
-
-    def load() -> None:
-        state = {"optimizer": get_optimizer_state_dict(model_of(new), new)}
-        dcp.load(state, storage_reader=mfx.checkpoint.Reader(tmp_path))
-        set_optimizer_state_dict(model_of(new), new, state["optimizer"])
-
-    assert chain_messages(load) == []
 
 
 def model_of(optimizer: mfx.TransformOptimizer) -> nn.Sequential:
