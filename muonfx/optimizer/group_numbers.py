@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
@@ -207,27 +208,43 @@ def own_copy(value: Any) -> Any:
 
 
 def separate_tensors(
-    groups: Iterable[TrackedGroup], numbers_of_groups: Iterable[dict[str, Number]]
+    groups: Sequence[TrackedGroup], numbers_of_groups: Sequence[dict[str, Number]], callers_tensors: CallersTensors
 ) -> list[dict[str, Number]]:
     """Replace a tensor that several groups or several hyperparameters have in common by a copy for each of them.
 
     ``numbers_of_groups`` is the result of `read_numbers`. Return the numbers in the groups after the replacement.
+    ``callers_tensors`` records the replaced tensors, because the caller may write into them later.
     """
-    tensor_ids = set[int]()  # of the tensors so far: a second hyperparameter with one of them gets a copy
+    times = Counter[int]()  # how many hyperparameters have each tensor, by its id
+    for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
+        times.update([tensor_id for _, _, tensor_id in _tensor_entries(tracked, numbers)])
     separate_numbers: list[dict[str, Number]] = []
     for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
-        copies: dict[str, Number] = {}
-        for name, number in numbers.items():
-            if not isinstance(number, Tensor):
-                continue
-            if id(number) in tensor_ids:
-                copies[name] = own_copy(number)
-            tensor_ids.add(id(number))
-        if copies:
+        common = {name: number for name, number in numbers.items() if times[id(number)] > 1}
+        if common:  # also in the first group, so that writing into the common tensor changes no group
+            callers_tensors.note(common)
+            copies = {name: own_copy(number) for name, number in common.items()}
             tracked.group.update(tracked.numbers.entries({**numbers, **copies}))
             numbers = tracked.numbers.read(tracked.group)
         separate_numbers.append(numbers)
     return separate_numbers
+
+
+def _tensor_entries(tracked: TrackedGroup, numbers: Mapping[str, Number]) -> set[tuple[str, int, int]]:
+    """Return the key, the position in its value, and the id of each tensor in a group, such as ``("betas", 1, id)``.
+
+    A key that sets numbers of several transforms, such as a common "lr", is there once, and "momentum" of Adam is not
+    there, because it repeats the first of "betas".
+    """
+    entries = set[tuple[str, int, int]]()
+    for hyperparam in tracked.numbers.hyperparams:
+        if hyperparam.is_mirror:
+            continue
+        for position, name in enumerate(hyperparam.names):
+            number = numbers[name]
+            if isinstance(number, Tensor):
+                entries.add((hyperparam.key, position, id(number)))
+    return entries
 
 
 def scalar(name: str, value: Any) -> Any:

@@ -23,6 +23,7 @@ from muonfx.core.value import numbers_of, prepared, with_numbers
 from muonfx.core.visit import check_resolved_extras, visit
 from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
 from muonfx.optimizer.group_numbers import (
+    CallersTensors,
     Number,
     Numbers,
     TrackedGroup,
@@ -86,6 +87,8 @@ class Stepping:
         """The param groups that the last `refresh` has read; None before the first time."""
         self._last_numbers: list[dict[str, Number]] = []
         """The numbers in these groups by dotted name: the dict objects that `read_numbers` has returned."""
+        self.callers_tensors = CallersTensors()
+        """Records tensors that were put into several groups, of which each has a copy. An optimizer sets its own."""
         self._common = CommonTensors((), ())
         """The tensors in several groups that must have one value."""
 
@@ -191,7 +194,7 @@ class Stepping:
             self._common.check()  # a caller may have written into a tensor
             return
         if not torch.compiler.is_compiling():
-            numbers = separate_tensors(groups, numbers)
+            numbers = separate_tensors(groups, numbers, self.callers_tensors)
         self._common = CommonTensors(self.visits, numbers)
         self._common.check()
         try:

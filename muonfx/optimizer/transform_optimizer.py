@@ -212,6 +212,7 @@ class TransformOptimizer(Optimizer):
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
         self._settings = (_layout_for(named, layout), settings)
+        self._callers_tensors = CallersTensors()
         frozen, unfrozen = divide_frozen(named)
         self._stepping = self._stepping_for(tx, unfrozen, frozen)
         trained, left_out = divide(unfrozen, self._stepping.rules)  # those left out have the label None
@@ -220,7 +221,6 @@ class TransformOptimizer(Optimizer):
         self._parameters = TrackedParameters(models_of(params), model, trained, frozen, left_out)
         self._tracked_groups = TrackedGroups(self._parameters)
         self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
-        self._callers_tensors = CallersTensors()
         self._callers_tensors.note(self._stepping.defaults)
         # torch's constructor calls `add_param_group` for each group. That looks up which transforms update its
         # parameters, so it needs the attributes above. The state is created afterwards, for the parameters in groups.
@@ -271,10 +271,10 @@ class TransformOptimizer(Optimizer):
         super().__setstate__(attributes)  # sets the other attributes of `__getstate__`
         # Create the attributes that are not copied, for the copied parameters.
         named = self._named_params()
+        self._callers_tensors = CallersTensors()
         self._stepping = self._stepping_for(tx, named)
         self._parameters.track(named)
         self._gradient_check = GradientCheck(self._parameters, is_alone=True)
-        self._callers_tensors = CallersTensors()
         initial = self._current["initial"]
         if initial is not None:  # some leaves have initial values
             initial.follow_copy(self._current["state"])
@@ -418,6 +418,7 @@ class TransformOptimizer(Optimizer):
         check_usable(named, layout)
         _, others = divide(not_trained, named)
         stepping = stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
+        stepping.callers_tensors = self._callers_tensors
         # The transform has the labels, such as ``partition(transforms, {"w": "muon", "b": None})``. They are read from
         # the object that was created for all named parameters. If some have the label None, another one is created
         # for the others.
@@ -425,7 +426,9 @@ class TransformOptimizer(Optimizer):
         if not names_left_out:
             return stepping
         left_out, trained = divide(named, names_left_out)
-        return stepping_for(tx, trained, {**others, **left_out}, layout, settings, self.bucket_bytes)
+        stepping = stepping_for(tx, trained, {**others, **left_out}, layout, settings, self.bucket_bytes)
+        stepping.callers_tensors = self._callers_tensors
+        return stepping
 
     # -------------------------------------------------------------------------------------------------------- state
 

@@ -230,6 +230,44 @@ def test_a_tensor_that_the_caller_keeps_and_changes_is_warned_of():
     optimizer.step()
 
 
+def test_a_tensor_that_is_put_into_several_groups_and_changed_later_changes_none_and_is_warned_of():
+    model = nn.Linear(4, 4)
+    optimizer = mfx.Muon(model, labels=_by_matrices)
+    rate = torch.tensor(0.5)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    set_grads(model, 0)
+    optimizer.step()
+    rate.fill_(0.25)
+    with pytest.warns(UserWarning, match=r"that was given for .*learning_rate' was changed in place"):
+        optimizer.step()
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("labels", [("muon", "adamw"), ("muon+adamw",)])
+def test_a_tensor_that_is_put_into_one_group_is_followed(labels: tuple[str, ...]):
+    model = nn.Linear(4, 4)
+    if len(labels) == 2:
+        optimizer = mfx.Muon(model, labels=_by_matrices)
+    else:  # a group that is added later may have parameters of both labels
+        model.requires_grad_(False)
+        whole = nn.ModuleDict({"late": model, "first": nn.Linear(4, 4)})
+        optimizer = mfx.Muon(whole, labels=_by_matrices)
+        optimizer.param_groups.reverse()
+        optimizer.add_param_group({"params": model.requires_grad_().parameters()})
+        optimizer.param_groups.reverse()
+    assert optimizer.param_groups[0]["label"] == labels[0]
+    rate = torch.tensor(0.5)
+    optimizer.param_groups[0]["lr"] = rate
+    set_grads(model, 0)
+    optimizer.step()
+    rate.fill_(0.25)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
 def test_a_number_of_all_groups_may_be_tensors_of_one_value_in_each():
     model = nn.Linear(4, 4)
     tx = mfx.as_tensors(mfx.chain(mfx.clip_by_global_norm(0.5), mfx.muon_with_adamw(0.1, labels=_by_matrices(model))))
