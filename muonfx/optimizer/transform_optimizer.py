@@ -489,7 +489,9 @@ class TransformOptimizer(Optimizer):
         """
         self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named_params()
-        state = self._stepping.init(named, self._tracked_groups.groups, former)
+        # In inference mode, as in Lightning's hooks of validation, new tensors could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            state = self._stepping.init(named, self._tracked_groups.groups, former)
         if former is None:
             self._current["initial"] = InitialState(named, state)
         else:

@@ -166,3 +166,20 @@ def test_the_states_of_two_parameters_may_be_exchanged(shard: Callable | None):
     state_w[MU], state_v[MU] = state_v[MU], state_w[MU]
     exchanged = first_moments(optimizer)
     torch.testing.assert_close(exchanged, {"w": former["v"], "v": former["w"]}, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+def test_a_state_that_is_created_in_inference_mode_can_be_stepped_outside_of_it(is_added: bool):
+    """Lightning calls the hooks of validation in inference mode, where a callback may unfreeze a layer."""
+    runs = []
+    for is_inference in (True, False):
+        params = {name: nn.Parameter(torch.ones(3)) for name in ("w", "v")}
+        at_construction = {"w": params["w"]} if is_added else params
+        optimizer = None if not is_added else mfx.TransformOptimizer(at_construction, mfx.adamw(0.1))
+        with torch.inference_mode(is_inference):
+            if optimizer is None:
+                optimizer = mfx.TransformOptimizer(at_construction, mfx.adamw(0.1))
+            else:
+                optimizer.add_param_group({"params": [("v", params["v"])]})
+        runs.append((params, optimizer))
+    assert_same_run(*runs)
