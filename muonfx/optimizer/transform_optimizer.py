@@ -713,9 +713,17 @@ class TransformOptimizer(Optimizer):
     # ----------------------------------------------------------------------------------------------------- stepping
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to None or zeros, also of tensors that replaced parameters of the model."""
+        """Set all gradients to None or zeros, also of tensors that replaced parameters of the model.
+
+        Over ranks, an error in edited groups or in an edited ``optimizer.state`` is raised by the next call of `step`,
+        on all ranks, because the edit may be on one rank only.
+        """
         if not torch.compiler.is_compiling():
-            self._use_replacements(may_communicate=False)
+            try:
+                self._use_replacements(may_communicate=False)
+            except (TypeError, ValueError):
+                if not self._stepping.is_over_ranks:
+                    raise
         super().zero_grad(set_to_none)
 
     @torch.no_grad()

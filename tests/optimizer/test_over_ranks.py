@@ -487,6 +487,25 @@ def test_a_state_is_loaded_on_no_rank_if_one_cannot_read_its_model(here: Here):
 
 
 @on_ranks(2)
+@quiet()
+def test_a_state_that_is_edited_wrongly_on_one_rank_is_an_error_of_the_step_on_all(here: Here):
+    """The ranks call `zero_grad` without communication, so it raises on none of them."""
+    net, optimizer = optimized("fsdp", here, groups="one")
+    train(net, optimizer, range(1))
+    params = named(net)
+    before = {name: whole(param).clone() for name, param in params.items()}
+    entries = optimizer.state[params["up.weight"]]
+    key = next(iter(entries))
+    if here.rank == 1:
+        entries[key] = entries[key].double()
+    optimizer.zero_grad()
+    set_gradients(params, named(made()), 0)
+    with pytest.raises(ValueError if here.rank == 1 else ShardingError, match=r"of 'up\.weight' is .*torch\.float64"):
+        optimizer.step()
+    assert all(torch.equal(whole(param), before[name]) for name, param in params.items())
+
+
+@on_ranks(2)
 def test_a_layout_for_dtensors_is_refused(here: Here):
     net, _ = sharded("fsdp", here)
     layout = sharding.replicated(dict(net.named_parameters()), here.group)
