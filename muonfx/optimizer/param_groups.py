@@ -168,10 +168,22 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
     return groups
 
 
-def _entries_for(rule: UpdateRule, rules: Iterable[UpdateRule], entries: Group) -> Group:
-    """Return the entries for the group of one rule, without keys that only other rules read, such as Adam's "eps"."""
+def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) -> Group:
+    """Return the entries for the group of one rule: for the label "adamw", "lr" is the value of "adamw.lr", if given.
+
+    Keys that only other rules read are left out, such as "muon.lr" and Muon's "momentum".
+    """
+    labelled_keys = keys_by_label(rules)
     keys_of_others = holders_of(rules).keys() - holders_of([rule]).keys() - NOT_HYPERPARAMS
-    return {key: value for key, value in entries.items() if key not in keys_of_others}
+    entries_of_rule: Group = {}
+    for key, value in entries.items():
+        if key not in keys_of_others and key not in labelled_keys:
+            entries_of_rule[key] = value
+    start = f"{rule.label}."
+    for key, value in entries.items():
+        if key in labelled_keys and key.startswith(start):
+            entries_of_rule[key.removeprefix(start)] = value
+    return entries_of_rule
 
 
 def _complete_group(stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, pairs: NamedPairs) -> Group:

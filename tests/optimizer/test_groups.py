@@ -56,6 +56,23 @@ def test_groups_have_torchs_keys_once_each():
     assert (adamw["betas"], adamw["momentum"], adamw["eps"]) == ((0.8, 0.99), 0.8, 1e-8)
 
 
+@pytest.mark.parametrize(
+    ("entries", "rates"),
+    [
+        ({"lr": 0.5}, [0.5, 0.5]),
+        ({"adamw.lr": 0.5}, [0.02, 0.5]),
+        ({"lr": 0.25, "adamw.lr": 0.5}, [0.25, 0.5]),
+        ({"muon.lr": 0.25, "adamw.lr": 0.5}, [0.25, 0.5]),
+    ],
+)
+def test_a_key_with_a_label_sets_the_number_of_this_label(entries: dict[str, float], rates: list[float]):
+    model = make_model()
+    named = list(model.named_parameters())
+    groups = mfx.Muon([{"params": named, **entries}], lr=0.02, adamw_lr=0.003, model=model).param_groups
+    assert [group["lr"] for group in groups] == rates
+    assert not any(key.endswith(".lr") for group in groups for key in group)
+
+
 def test_a_name_that_two_transforms_claim_is_left_to_neither():
     (group,) = mfx.TransformOptimizer(
         make_model(), mfx.chain(mfx.momentum(0.5), ("again", mfx.momentum(0.9)), DOWN)
