@@ -44,9 +44,9 @@ def normalize_neurons(
     Args:
         decay: $\beta$, in [0, 1).
         eps: $\epsilon$, added to the root, not negative.
-        axis: "rows" normalizes rows, as in the paper and in Dion's option "neuron". "longer" normalizes columns if a
-            matrix has more columns than rows, else rows, as in modded-nanogpt, Emerging-Optimizers and Dion's option
-            "short_axis". In an orthogonalized matrix, the vectors along the other axis all have norm 1 already.
+        axis: "rows" normalizes rows, as in the paper and in Dion's package. "longer" normalizes columns if a matrix has
+            more columns than rows, else rows, as in modded-nanogpt and Emerging-Optimizers. In an orthogonalized
+            matrix, the vectors along the other axis all have norm 1 already.
         dtype: storage dtype of the mean squares. "auto" is float32, or float64 for float64 parameters; None is the
             dtype of each parameter.
         view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`. Each matrix keeps its

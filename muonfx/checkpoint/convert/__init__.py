@@ -158,7 +158,7 @@ def recipe(
         A chain. If parameters need different chains, a `muonfx.partition` of several chains.
 
     Raises:
-        ValueError: a setting has no equivalent in muonfx, such as ``amsgrad``, ``cautious_wd`` or an eps of
+        ValueError: a setting has no equivalent in these chains, such as ``amsgrad``, ``cautious_wd`` or an eps of
             ``torch.optim.Muon`` other than its default; or the format or a name is unknown.
 
     Example:

@@ -209,7 +209,10 @@ def _dion_kind(group: Group, values: Values) -> str:
 def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
     """Return the chain of transforms that updates a parameter of this shape as ``dion.Muon`` does."""
     if group.get("cautious_wd"):
-        raise ValueError("found cautious_wd, without an equivalent in muonfx: turn it off")
+        raise ValueError(
+            "found cautious_wd, which the chains of this function do not have: write the chain yourself, with "
+            "add_decayed_weights(weight_decay, cautious=True)"
+        )
     b1 = float(group["beta1"])
     b2 = float(group["beta2"])
     if kind == "adamw":
