@@ -170,8 +170,9 @@ class TrackedParameters:
 
     @property
     def on_meta(self) -> bool:
-        """True if a parameter is on the meta device, so that it has no values yet."""
-        return any(tracked.param.is_meta for tracked in self.tracked.values())
+        """True if a parameter was on the meta device when its state was created, so that the state has no values."""
+        # Not `tracked.param.is_meta`: after `fully_shard`, `to_empty` changes the device of the same tensor object.
+        return any(tracked.device.type == "meta" for tracked in self.tracked.values())
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Record models of which the optimizer has all parameters."""

@@ -485,8 +485,10 @@ class TransformOptimizer(Optimizer):
         """Create the optimizer state for the parameters in the groups, and show it in ``optimizer.state``.
 
         If ``former`` is given, the leaves that it has keep its values, and leaves of added parameters have their
-        initial values. If it is None, all leaves have their initial values.
+        initial values. If it is None, or of parameters on the meta device, all leaves have their initial values.
         """
+        if self._parameters.on_meta:
+            former = None  # state on the meta device has no values to keep
         self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named_params()
         # In inference mode, as in Lightning's hooks of validation, new tensors could not be written outside of it.
@@ -655,7 +657,6 @@ class TransformOptimizer(Optimizer):
 
         ``named`` are all parameters. The new tensors may be on another device, or sharded in another way.
         """
-        was_on_meta = self._parameters.on_meta  # then the former state has no values
         with self._undone_on_error() as former, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # construction has given the warnings
             self._stepping = self._stepping_for(self.tx, named)
@@ -663,7 +664,7 @@ class TransformOptimizer(Optimizer):
                 if rule != former.stepping.rules[name]:
                     raise errors.other_labels(name)
             self._put_in_groups(named)
-            self._create_state(None if was_on_meta else former)
+            self._create_state(former)
         self._parameters.track(named)
 
     def _add_listed(self, added: NamedTensors) -> None:
