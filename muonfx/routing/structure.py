@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from muonfx.routing.params import joined
-from muonfx.routing.views import MOST_PARTS, PLAIN_LEAVES, class_name_fits, is_modulation
+from muonfx.routing.views import COUNTS_OF_PARTS, MOST_PARTS, PLAIN_LEAVES, class_name_fits, is_modulation
 
 # The attributes for the width that a layer reads and the width that it returns: nn.Linear, convolutions, the Conv1D of
 # transformers, and the parallel linear layers of Megatron.
@@ -40,7 +40,6 @@ _WIDTHS = (
 _EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit)?$"
 _LAYER_CLASS = r"Linear|Conv|Dense|Proj|Expert|MatMul"
 _LEAVES_OF_LAYERS = PLAIN_LEAVES | {"weight_v"}
-_COUNTS_OF_PARTS = (2, 3)  # the value and the gate of a gated linear unit; query, key and value
 _MOST_CONCATENATED = 32  # the frequencies that a speech encoder flattens, or the 4 x 4 pixels that a connector merges
 
 
@@ -492,7 +491,7 @@ def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, 
         # depthwise convolution that follows reads the outputs of this layer.
         if not following.is_grouped:
             part_widths.discard(layer.reads)
-        for count in _COUNTS_OF_PARTS:
+        for count in COUNTS_OF_PARTS:
             if layer.returns % count == 0 and layer.returns // count in part_widths:
                 part_counts[layer.path] = count
                 break

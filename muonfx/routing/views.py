@@ -23,6 +23,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from muonfx.internal.tracing import matches
 from muonfx.internal.wrappers import WRAPPERS
 from muonfx.routing.params import ParamInfo, Params, module_path, plain_name, written_type
+from muonfx.routing.route import Suspected
 from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrix_pattern import parse
 
@@ -39,9 +40,9 @@ class Matrices(NamedTuple):
     view: MatrixView
     note: str = ""
     """A text for `describe`, such as "query, key, value"; "" if there is nothing to explain."""
-    suspected: str | None = None
-    """A pattern that would split the parameter, if only the name of a layer of unknown code suggests several matrices:
-    ``view`` does not split it. None otherwise."""
+    suspected: Suspected | None = None
+    """Patterns to suggest, if only names or widths suggest several matrices in a layer of unknown code: ``view`` does
+    not split it. None otherwise."""
 
 
 _ONE_MATRIX = Matrices(MatrixView())
@@ -56,6 +57,10 @@ PLAIN_LEAVES = frozenset({"weight", "kernel", "w", "weight_orig"})
 _KERNEL_SIDE = 32
 MAYBE_FUSED = "maybe fused, not split"
 """The beginning of the note about a parameter whose name suggests several matrices, in a layer of unknown code."""
+ROWS = "<rows>"
+"""A placeholder in a suggested pattern, for the number of rows of a part."""
+COUNTS_OF_PARTS = (2, 3)
+"""The numbers of parts that widths can show: value and gate of a gated linear unit; query, key and value."""
 
 
 @dataclass(frozen=True)
@@ -209,10 +214,11 @@ _FUSED = (
 )
 # The number of gates of a recurrent layer, whose matrices are concatenated along the rows. A plain RNN has no gates.
 _GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
-# Names of layers that are nearly always fused, for unknown code, and the number of their parts.
+# Names of layers that are nearly always fused, for unknown code, and names for their parts.
 _SUSPECTS = (
-    (re.compile(r"(.*_)?w?qkv(_.*)?|c_attn|query_key_value|in_proj_weight", re.IGNORECASE), 3),
-    (re.compile(r"(.*_)?w?kv(_proj|_linear)?|(fused_)?(gate_up|up_gate)(_proj)?|w1_?w?[23]", re.IGNORECASE), 2),
+    (re.compile(r"(.*_)?w?qkv(_.*)?|c_attn|query_key_value|in_proj_weight", re.IGNORECASE), ("q", "k", "v")),
+    (re.compile(r"(.*_)?w?kv(_proj|_linear)?", re.IGNORECASE), ("k", "v")),
+    (re.compile(r"(fused_)?(gate_up|up_gate)(_proj)?|w1_?w?[23]", re.IGNORECASE), ("a", "b")),
 )
 # A layer from a condition to the scales, shifts and gates of norms: adaLN_modulation.1, adaln_single.linear, img_mod.1;
 # or a layer in a norm: norm_out.linear; or proj_out_1 in the DiT of diffusers.
@@ -303,7 +309,10 @@ def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shap
     if storage.parts:
         return Matrices(MatrixView(divided(storage.pattern, storage.parts)), storage.note)
     layers = _layers_around(info.name, leaf, owner, modules)
-    return _of_known_layer(info, storage, layers) or _of_unknown_layer(info, storage, layers, read_parts)
+    matrices_of_known_layer = _of_known_layer(info, storage, layers)
+    if matrices_of_known_layer is not None:
+        return matrices_of_known_layer
+    return _of_unknown_layer(info, storage, layers, read_parts, shapes)
 
 
 def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]) -> Matrices | None:
@@ -325,24 +334,130 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
     return None
 
 
-def _of_unknown_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer], read_parts: int | None) -> Matrices:
-    """Return one matrix; if names or widths of layers suggest several, with the pattern that would split it.
+def _of_unknown_layer(
+    info: ParamInfo, storage: _Storage, layers: Sequence[_Layer], read_parts: int | None, shapes: Shapes
+) -> Matrices:
+    """Return one matrix; if names or widths of layers suggest several, with the patterns to suggest.
 
-    The pattern is only suggested to the user, in a note. ``read_parts`` is the number of parts in which other layers
-    read the outputs of the layer; None if they read them as a whole.
+    A pattern that would split it is only suggested to the user, in a note.
+
+    Args:
+        info: the parameter.
+        storage: the order of its dims.
+        layers: its layer, and the wrappers around it.
+        read_parts: the number of parts in which other layers read the outputs of the layer; None if they read them as a
+            whole.
+        shapes: the shapes of all parameters by name.
     """
     view = MatrixView(_pattern_of_one_matrix(storage.pattern))
-    number_of_parts = _parts_of_projection(layers)
-    if number_of_parts is None:
-        number_of_parts = _parts_of_modulation(info.shape, layers)
+    split = _suggested_split(info, storage.pattern, layers, read_parts, shapes)
+    if split is None:  # nothing suggests several matrices
+        return Matrices(view, storage.note)
+    argument = argument_text({_glob_of(info, layers): split})
+    advice = f"to split equal parts, {argument}"
+    if ROWS in split:
+        rows = _number_of_rows(storage.pattern, info.shape)
+        advice = f"{rows} rows are not {split.count(ROWS)} equal parts; with your numbers of rows, {argument}"
+    whole = storage.pattern.replace("{out}", "whole")
+    note = _joined(storage.note, f"{MAYBE_FUSED}: {advice}")
+    return Matrices(view, note, Suspected(split, whole))
+
+
+def _suggested_split(
+    info: ParamInfo, stored: str, layers: Sequence[_Layer], read_parts: int | None, shapes: Shapes
+) -> str | None:
+    """Return the pattern that splits a parameter, if names or widths suggest several matrices; else None.
+
+    ``stored`` is the order of its dims. If a name suggests three matrices, and the rows do not divide by three, the
+    parts have unequal sizes, as with fewer keys than queries. The pattern then has placeholders for the sizes, as in
+    "(q=<rows> + k=<rows> + v=<rows>) in -> q in, k in, v in".
+    """
+    part_names = _names_of_parts(layers)
+    if part_names is not None:
+        if _number_of_rows(stored, info.shape) % len(part_names) != 0:
+            return divided(stored, dict.fromkeys(part_names, ROWS))
+        return divided(stored, len(part_names))
+    number_of_parts = _parts_of_modulation(info.shape, layers)
     if number_of_parts is None:
         number_of_parts = read_parts
-    if number_of_parts is None:  # nothing suggests several matrices
-        return Matrices(view, storage.note)
-    splitting_pattern = divided(storage.pattern, number_of_parts)
-    splitting_view = MatrixView({_glob_of(info, layers): splitting_pattern})
-    advice = f"{MAYBE_FUSED}: to split equal parts, orthogonalize=muonfx.orthogonalize(view=muonfx.{splitting_view!r})"
-    return Matrices(view, _joined(storage.note, advice), suspected=splitting_pattern)
+    if number_of_parts is not None:
+        return divided(stored, number_of_parts)
+    return _split_of_stack(info, stored, shapes)
+
+
+def _split_of_stack(info: ParamInfo, stored: str, shapes: Shapes) -> str | None:
+    """Return the pattern that splits each matrix of a stack of experts, if the widths of another stack suggest it.
+
+    8 experts of a gated linear unit, from 32 features to 2 x 24 and back, are stacks in one module:
+
+    - (8, 48, 32) and later (8, 32, 24) as (out, in). The result for the first is "... (part=2 out) in -> ... part out
+      in".
+    - (8, 32, 48) and later (8, 24, 32) as (in, out). The result is "... in (part=2 out) -> ... part out in".
+
+    ``stored`` is the known order of the dims. If the stack is not known to be transposed, both orders are tried.
+    """
+    if stored not in (_STACK, _TRANSPOSED_STACK):
+        return None
+    later_shapes = _later_stacks_beside(info, shapes)
+    *_, rows, columns = info.shape
+    if stored == _STACK:
+        number_of_parts = _parts_read_by(rows, columns, later_shapes)
+        if number_of_parts is not None:
+            return divided(_STACK, number_of_parts)
+    transposed_shapes = [(columns, rows) for rows, columns in later_shapes]
+    number_of_parts = _parts_read_by(columns, rows, transposed_shapes)
+    if number_of_parts is not None:
+        return divided(_TRANSPOSED_STACK, number_of_parts)
+    return None
+
+
+def _later_stacks_beside(info: ParamInfo, shapes: Shapes) -> list[tuple[int, int]]:
+    """Return the shapes of the matrices in later stacks of as many matrices, in the module around a stack's layer.
+
+    For ``mlp.experts.fc1`` of shape (8, 48, 32), the stack ``mlp.experts.fc2`` of shape (8, 32, 24) gives (32, 24).
+    """
+    holder = _path_around_layer(info.name)
+    names = list(shapes)
+    later_shapes: list[tuple[int, int]] = []
+    for name in names[names.index(info.name) + 1 :]:
+        shape = shapes[name]
+        if shape[:-2] == info.shape[:-2] and _path_around_layer(name) == holder:
+            later_shapes.append((shape[-2], shape[-1]))
+    return later_shapes
+
+
+def _path_around_layer(name: str) -> str:
+    """Return the path of the module with a layer: "mlp" for "mlp.fc1.weight", and for "mlp.fc1", a parameter of it."""
+    path, _, leaf = name.rpartition(".")
+    if leaf in PLAIN_LEAVES:
+        return path.rpartition(".")[0]
+    return path
+
+
+def _parts_read_by(returns: int, reads: int, later_shapes: Sequence[tuple[int, int]]) -> int | None:
+    """Return the number of parts in which a later matrix reads the outputs of a matrix; None if it reads no parts.
+
+    Args:
+        returns: the width that the matrix returns, such as 48.
+        reads: the width that it reads, such as 32.
+        later_shapes: the widths that each later matrix returns and reads. One that returns 32 features and reads 24
+            reads half of the outputs and returns the width of the inputs: 2 parts.
+    """
+    if any(reads_later == returns for _, reads_later in later_shapes):  # all outputs are read together
+        return None
+    for count in COUNTS_OF_PARTS:
+        if any((reads, returns) == (shape[0], count * shape[1]) for shape in later_shapes):
+            return count
+    return None
+
+
+def argument_text(pattern_of_glob: Mapping[str, str]) -> str:
+    """Return the argument of `Muon` with these patterns, as code to paste.
+
+    >>> argument_text({"*qkv.weight": "(part=3 out) in -> part out in"})
+    "orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({'*qkv.weight': '(part=3 out) in -> part out in'}))"
+    """
+    return f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({pattern_of_glob!r}))"
 
 
 def _pattern_of_one_matrix(stored: str) -> str | None:
@@ -400,12 +515,12 @@ def _glob_of(info: ParamInfo, layers: Sequence[_Layer]) -> str:
     return "*" + ".".join(components[-len(layers) - 1 :])  # the names of the layers, and the last, such as "weight"
 
 
-def _parts_of_projection(layers: Sequence[_Layer]) -> int | None:
-    """Return the number of matrices that the name of a layer suggests: 3 for "qkv", 2 for "gate_up_proj"; or None."""
+def _names_of_parts(layers: Sequence[_Layer]) -> tuple[str, ...] | None:
+    """Return names for the matrices that the name of a layer suggests: ("q", "k", "v") for "qkv"; or None."""
     for layer in layers:
-        for names, count in _SUSPECTS:
+        for names, part_names in _SUSPECTS:
             if names.fullmatch(layer.name):
-                return count
+                return part_names
     return None
 
 
@@ -465,11 +580,11 @@ def _of_torch(owner: nn.Module | None, leaf: str) -> Matrices | None:
     return Matrices(MatrixView(divided(_PLAIN, gates)), f"{gates} gates")
 
 
-def divided(stored: str, parts: int | Mapping[str, int]) -> str:
+def divided(stored: str, parts: int | Mapping[str, int] | Mapping[str, str]) -> str:
     """Return the `MatrixView` pattern of a parameter whose rows are several concatenated matrices.
 
     ``stored`` is the pattern of an undivided parameter, with ``{out}`` for the rows. ``parts`` is a number of equal
-    matrices, or a dict from the name of each matrix to its number of rows.
+    matrices, or a dict from the name of each matrix to its number of rows, or to a placeholder for it.
 
     >>> divided("{out} in -> {out} in", {"q": 4, "k": 2})
     '(q=4 + k=2) in -> q in, k in'
@@ -478,15 +593,6 @@ def divided(stored: str, parts: int | Mapping[str, int]) -> str:
         return _with_rows(stored, f"(part={parts} out)", ["part out"])
     rows = " + ".join(f"{name}={size}" for name, size in parts.items())
     return _with_rows(stored, f"({rows})", list(parts))
-
-
-def undivided(pattern: str) -> str:
-    """Return the pattern that keeps a parameter as one matrix, given the pattern that splits it into equal parts.
-
-    >>> undivided("in (part=3 out) -> part out in")
-    'in whole -> whole in'
-    """
-    return re.sub(r"\(part=\d+ out\)|part out", "whole", pattern)
 
 
 def _with_rows(stored: str, rows: str, results: Iterable[str]) -> str:

@@ -298,6 +298,100 @@ def test_a_fused_matrix_of_unknown_code_is_warned_of_once_with_the_line_that_spl
     near(stepped(model, whole), {key: matrix for key, (matrix,) in plain.items()})
 
 
+def stacks(**shapes: tuple[int, ...]) -> nn.Module:
+    return held(embed=nn.Embedding(9, 8), experts=Holder(**shapes), head=nn.Linear(8, 9))
+
+
+IN_OUT = {"up": (4, 8, 12), "down": (4, 6, 8)}
+FUSED_STACKS: dict[str, tuple[nn.Module, str, str]] = {
+    "fc1, as in Megatron": (stacks(fc1=(4, 12, 8), fc2=(4, 8, 6)), "experts.fc1", "... (part=2 out) in"),
+    "fewer inner features": (stacks(wi=(4, 8, 10), wo=(4, 10, 4)), "experts.wi", "... (part=2 out) in"),
+    "three parts": (stacks(mix=(4, 24, 8), out=(4, 8, 8)), "experts.mix", "... (part=3 out) in"),
+    "with biases between": (
+        stacks(fc1=(4, 12, 8), bias1=(4, 12), fc2=(4, 8, 6), bias2=(4, 8)),
+        "experts.fc1",
+        "... (part=2 out) in",
+    ),
+    "stored (in, out)": (stacks(**IN_OUT), "experts.up", "... in (part=2 out)"),
+    "layers": (
+        held(experts=held(fc1=Holder(weight=(4, 12, 8)), fc2=Holder(weight=(4, 8, 6)))),
+        "experts.fc1.weight",
+        "... (part=2 out) in",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FUSED_STACKS)
+def test_a_fused_stack_is_warned_of_by_the_widths_of_the_stack_beside_it(case: str):
+    model, name, stored = FUSED_STACKS[case]
+    labels = default_labels(model)
+    suspected = [name for name in labels if labels.routes[name].suspected is not None]
+    assert suspected == [name]
+    assert f"{stored} -> ... part out in" in labels.reason(name)
+    with pytest.warns(UserWarning, match="several matrices each") as caught:
+        mfx.Muon(model)
+    split, whole = lines_of(caught)
+    assert split.text(name) == f"{stored} -> ... part out in"
+    # Each line fits, is the only one needed, and makes the matrices that it names.
+    param = dict(model.named_parameters())[name].detach()
+    dim = -2 if stored.endswith("in") else -1
+    count = int(stored[stored.index("=") + 1])
+    parts = [part.mT if dim == -1 else part for part in param.chunk(count, dim)]
+    wanted = as_matrices(model, {name: [matrix for part in parts for matrix in part]})[name]
+    found = [part.mT if dim == -1 else part for part in stepped(model, split)[name].chunk(count, dim)]
+    near({"all": torch.stack([matrix for part in found for matrix in part])}, {"all": torch.stack(wanted)})
+    near({"all": stepped(model, whole)[name]}, {"all": torch.stack(as_matrices(model, {name: [*param]})[name])})
+
+
+WHOLE_STACKS = {
+    "gate, up and down": {"w1": (4, 12, 8), "w2": (4, 8, 12), "w3": (4, 12, 8)},
+    "up and down": {"up": (4, 32, 8), "down": (4, 8, 32)},
+    "stored (in, out)": {"up": (4, 8, 32), "down": (4, 32, 8)},
+    "a layer between": {"first": (4, 12, 8), "middle": (4, 6, 12), "last": (4, 8, 6)},
+    "another number of experts": {"fc1": (4, 12, 8), "fc2": (5, 8, 6)},
+    "low rank": {"a": (4, 2, 8), "b": (4, 8, 2)},
+    "square": {"first": (4, 8, 8), "second": (4, 8, 8)},
+}
+
+
+@pytest.mark.parametrize("case", WHOLE_STACKS)
+def test_stacks_that_are_read_as_a_whole_are_not_warned_of(case: str):
+    mfx.Muon(stacks(**WHOLE_STACKS[case]))  # a warning is an error here
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "pattern"),
+    [
+        ("qkv", 16, "(q=<rows> + k=<rows> + v=<rows>) in -> q in, k in, v in"),
+        ("kv_proj", 7, "(k=<rows> + v=<rows>) in -> k in, v in"),
+        ("gate_up_proj", 7, "(a=<rows> + b=<rows>) in -> a in, b in"),
+    ],
+)
+def test_rows_that_do_not_divide_are_split_by_sizes_of_the_user(name: str, rows: int, pattern: str):
+    """With fewer keys than queries, the number of rows need not be a multiple of three."""
+    model = nn.ModuleList([Block(**{name: rows})])
+    reason = default_labels(model).reason(f"0.{name}.weight")
+    with pytest.warns(UserWarning, match="several matrices each") as caught:
+        mfx.Muon(model)
+    (warning,) = [str(one.message) for one in caught]
+    assert "Replace each <rows> by the number of rows of that part" in warning
+    assert f"{rows} rows are not {pattern.count('<')} equal parts" in reason
+    sizes = [rows - pattern.count("<") + 1] + [1] * (pattern.count("<") - 1)
+    for text in (warning, reason):
+        (line,) = [line for line in text.splitlines() if pattern in line]
+        line = line[line.index("orthogonalize=") :]
+        with pytest.raises(ValueError, match="<rows>"):  # unedited, the line raises at once
+            eval(f"dict({line})", {"muonfx": mfx})
+        for size in sizes:
+            line = line.replace("<rows>", str(size), 1)
+        view = eval(f"dict({line})", {"muonfx": mfx})["orthogonalize"].arguments["view"]
+        found = stepped(model, view)  # no warning
+        wanted = as_matrices(model, {f"0.{name}.weight": [*model.get_parameter(f"0.{name}.weight").split(sizes)]})
+        near({"rows": found[f"0.{name}.weight"]}, {"rows": torch.cat(wanted[f"0.{name}.weight"])})
+    keeping = [line.strip() for line in warning.splitlines() if "orthogonalize=" in line][-1]
+    mfx.Muon(model, **eval(f"dict({keeping})", {"muonfx": mfx}))  # no warning
+
+
 @pytest.mark.filterwarnings("ignore:default_labels. these have more than two dims")
 def test_the_line_that_splits_a_parameter_of_three_dims_fits_it():
     model = held(odd=Holder(qkv=(12, 4, 5)))
