@@ -147,6 +147,8 @@ class TrackedParameters:
         self._left_out = self._slots_or_tensors(left_out)
         self.tracked: dict[str, TrackedParameter] = {}
         """The parameters that have state, by name."""
+        self._shown: dict[str, Tensor] = {}
+        """Tensors that have replaced parameters in the models, by name, if the groups have them before their state."""
         self.version = 0
         """How often `tracked` was changed, so that `GradientCheck` searches the models again after a change."""
         self.track(trained)
@@ -154,7 +156,7 @@ class TrackedParameters:
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle, without models and parameters. A restored optimizer records its own."""
         # Frozen weights may be large, and the copy of an optimizer is of the trained ones.
-        return {**self.__dict__, "_models": [], "tracked": {}, "_frozen": {}, "_left_out": {}}
+        return {**self.__dict__, "_models": [], "tracked": {}, "_shown": {}, "_frozen": {}, "_left_out": {}}
 
     @property
     def models(self) -> list[nn.Module]:
@@ -195,6 +197,7 @@ class TrackedParameters:
                 param, param.shape, param.device, _placement(param), slot_of.get(param)
             )
             self._frozen.pop(name, None)
+            self._shown.pop(name, None)
         self.version += 1
 
     def leave_out(self, frozen: NamedTensors) -> None:
@@ -293,15 +296,31 @@ class TrackedParameters:
         return all(self.tracked[name].placement == _placement(param) for name, param in replaced.items())
 
     def replaced_in_models(self) -> dict[Tensor, Tensor]:
-        """Return a dict from each parameter that was replaced in the models to the new tensor. It is empty if none."""
-        named = {name: tracked.param for name, tracked in self.tracked.items()}
-        return {named[name]: param for name, param in self._replaced_in_models(named).items()}
+        """Return a dict from each parameter that was replaced in the models to the new tensor. It is empty if none.
+
+        The caller puts the new tensors into the groups. If one of them is replaced later, the dict has it as a key.
+        """
+        named = {name: self._shown.get(name, tracked.param) for name, tracked in self.tracked.items()}
+        replaced = self._replaced_in_models(named)
+        self._shown.update(replaced)
+        return {named[name]: param for name, param in replaced.items()}
+
+    def note_shown(self, replaced: NamedTensors) -> None:
+        """Record that the groups have tensors before their state is moved, if these have replaced parameters in models.
+
+        A tensor that an engine has put into the groups is not recorded: it takes precedence over those in the models.
+        """
+        others = self._others_in_models()
+        for name, param in replaced.items():
+            if others.get(name) is param:
+                self._shown[name] = param
 
     def _replaced_in_models(self, named: NamedTensors) -> NamedTensors:
         """Return, by name, the tensors that have replaced parameters in the models since the last `track`.
 
         ``named`` are the tensors in the param groups. If an engine has put another tensor there, it takes precedence
-        over the tensor in the model, which is left out here. Tensors that FSDP2 has gathered, and tensors that would
+        over the tensor in the model, which is left out here. A tensor of `_shown` is from a model, not from an engine.
+        Tensors that FSDP2 has gathered, and tensors that would
         be in two positions, are left out, too.
         """
         others = self._others_in_models()
@@ -310,8 +329,11 @@ class TrackedParameters:
         gathered_ids = self._gathered_by_fsdp2()
         replaced: dict[str, Tensor] = {}
         for name, new_param in others.items():
-            is_in_groups = named.get(name) is self.tracked[name].param  # else an engine has put another tensor there
-            if is_in_groups and id(new_param) not in gathered_ids:
+            param_in_groups = named.get(name)
+            is_tracked = param_in_groups is self.tracked[name].param
+            is_shown = name in self._shown and param_in_groups is self._shown[name]
+            is_from_engine = not is_tracked and not is_shown
+            if not is_from_engine and id(new_param) not in gathered_ids:
                 replaced[name] = new_param
         _remove_tied(replaced, named)
         return replaced

@@ -647,6 +647,7 @@ class TransformOptimizer(Optimizer):
             self._move_state(named)
         else:
             self._put_in_groups(named)  # the next step moves the state, together with the other ranks
+            self._parameters.note_shown(replaced)
 
     def _is_over_ranks(self, named: NamedTensors) -> bool:
         """Return True if state over ranks is used, or will be, because parameters have become DTensors."""
@@ -655,8 +656,11 @@ class TransformOptimizer(Optimizer):
     def _move_state(self, named: NamedTensors) -> None:
         """Create a state for tensors that have replaced parameters, and copy the values of the former state into it.
 
-        ``named`` are all parameters. The new tensors may be on another device, or sharded in another way.
+        ``named`` are all parameters. The new tensors may be on another device, or sharded in another way. Raise
+        ValueError if they are on the meta device and the former tensors were not: the state would lose its values.
         """
+        if not self._parameters.on_meta:
+            check_real(named)
         with self._undone_on_error() as former, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # construction has given the warnings
             self._stepping = self._stepping_for(self.tx, named)

@@ -59,6 +59,12 @@ def load_weights(model: nn.Module) -> None:
             param.copy_(weight)
 
 
+def assign(model: nn.Module) -> None:
+    """Replace each parameter by a tensor with the same values."""
+    values = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+
+
 def step_alike(pairs: list[tuple[nn.Module, Any]]) -> None:
     """Make a step of each optimizer, and check that the parameters of all models have the same bits."""
     for model, optimizer in pairs:
@@ -75,6 +81,7 @@ ORDERS = {
     "shard, optimizer, materialize": ["shard", "optimizer", "materialize"],
     "a state dict on meta": ["shard", "optimizer", "state_dict", "zero_grad", "materialize"],
     "materialized twice": ["shard", "optimizer", "materialize", "zero_grad", "materialize"],
+    "assigned after zero_grad": ["optimizer", "shard", "materialize", "zero_grad", "assign", "zero_grad", "assign"],
 }
 
 
@@ -96,6 +103,8 @@ def test_an_optimizer_on_meta_steps_as_any_other(here: Here, order: str, kind: s
                     get_optimizer_state_dict(model, optimizer)
                 case "zero_grad":
                     optimizer.zero_grad()
+                case "assign":
+                    assign(model)
                 case _:
                     model.to_empty(device="cpu")
                     load_weights(model)
@@ -161,3 +170,51 @@ def test_a_group_is_added_to_an_optimizer_on_meta():
     model.load_state_dict(layers().state_dict())
     for _ in range(2):
         step_alike([(model, optimizers[0]), (twin, optimizers[1])])
+
+
+@pytest.mark.parametrize("is_on_meta", [False, True])
+def test_a_parameter_is_replaced_twice_and_the_groups_are_read_between(is_on_meta: bool):
+    model, twin = on_meta() if is_on_meta else layers(), layers()
+    optimizer, twin_optimizer = mfx.Muon(model), mfx.Muon(twin)
+    for _ in range(3):
+        model.to_empty(device="cpu")
+        model.load_state_dict(layers().state_dict(), assign=True)
+        assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    step_alike([(model, optimizer), (twin, twin_optimizer)])
+    for _ in range(3):
+        assign(model)
+        assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    step_alike([(model, optimizer), (twin, twin_optimizer)])
+
+
+def test_tensors_that_an_engine_puts_into_the_groups_take_precedence():
+    model, twin = layers(), layers()
+    optimizer, twin_optimizer = mfx.Muon(model), mfx.Muon(twin)
+    assign(model)
+    copies = [nn.Parameter(param.detach().clone()) for param in optimizer.param_groups[0]["params"]]
+    optimizer.param_groups[0]["params"] = copies
+    assign(model)
+    twin_params = twin_optimizer.param_groups[0]["params"]
+    for param in (*copies, *twin_params):
+        param.grad = param.detach().square()
+    optimizer.step()
+    twin_optimizer.step()
+    assert all(map(torch.equal, copies, twin_params))
+
+
+@pytest.mark.parametrize("between", ["zero_grad", "state_dict", "param_groups", "step"])
+def test_a_model_that_moves_to_meta_and_back_keeps_the_state_of_its_optimizer(between: str):
+    """No method of the optimizer replaces state with values by a state on the meta device."""
+    model, twin = layers(), layers()
+    optimizer, twin_optimizer = mfx.Muon(model), mfx.Muon(twin)
+    pairs: list[tuple[nn.Module, Any]] = [(model, optimizer), (twin, twin_optimizer)]
+    step_alike(pairs)
+    model.to("meta")
+    if between == "param_groups":
+        assert optimizer.param_groups[0]["params"][0].is_meta
+    else:
+        with pytest.raises(ValueError, match="is on the meta device, as are 3 of 3 parameters"):
+            getattr(optimizer, between)()
+    model.to_empty(device="cpu")
+    model.load_state_dict(twin.state_dict())
+    step_alike(pairs)
