@@ -24,6 +24,7 @@ from muonfx.checkpoint.leaves import (
 )
 from muonfx.checkpoint.load import Target, load_checkpoint, local_transform, require_no_arguments
 from muonfx.checkpoint.match import Rules
+from muonfx.checkpoint.state_dicts import has_state_dict
 from muonfx.core import Transform
 from muonfx.internal.display import Report, Shown, Table, format_list
 from muonfx.internal.wrappers import unwrapped
@@ -117,7 +118,7 @@ def load_changed(
     Raises:
         TypeError: ``like`` is a `StateSpec`, which has no values; or ``tx`` is given for an optimizer.
         NotFoundError, CorruptError, FormatError: as in `load`.
-        MismatchError: no parameter has the same name as in the checkpoint; or a leaf has a narrower dtype than there,
+        MismatchError: no parameter has the same name as in the checkpoint, or no leaf can be carried over; or a leaf has a narrower dtype than there,
             or is a shard of a parameter that has more rows now; or the step counts of the transforms that a transform
             comes from differ. Nothing was loaded.
 
@@ -141,18 +142,24 @@ def load_changed(
         raise TypeError("like: found a StateSpec, expected a state with values, which new leaves keep: tx.init(params)")
     if is_optimizer(like):
         require_no_arguments(tx, None)
-        continuation, objects = _load_state(path, like.transform_state, like.transform, group)
-        return _continue_optimizer(like, continuation, objects.get(GROUPS))
+        state = like.transform_state
+        continuation, index = _load_state(path, state, like.transform, group, objects={GROUPS})
+        return _continue_optimizer(like, continuation, index)
     continuation, _ = _load_state(path, like, tx, group)
     return continuation
 
 
 def _load_state(
-    path: str | os.PathLike[str], like: PyTree, tx: Transform | None, group: ProcessGroup | None
-) -> tuple[Continuation, dict[str, Any]]:
-    """Return the continuation of the state of a transform, and the values of the checkpoint that are no tensors.
+    path: str | os.PathLike[str],
+    like: PyTree,
+    tx: Transform | None,
+    group: ProcessGroup | None,
+    objects: set[str] | None = None,
+) -> tuple[Continuation, Index]:
+    """Return the continuation of the state of a transform, and the index of the checkpoint.
 
-    ``like`` and the state of the result may be this rank's local state of a sharded ``tx``.
+    ``like`` and the state of the result may be this rank's local state of a sharded ``tx``. ``objects`` are the names of
+    the values that are no tensors, of an optimizer.
     """
     if isinstance(tx, Sharded) and group is None:
         group = tx.layout.group
@@ -162,31 +169,79 @@ def _load_state(
         """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
         global_like = like if local_tx is None else to_global(local_tx, like)
         rules = Rules((), (), allow_other_chain=True, cast={}, rename={})
-        return ChangedTarget.of(global_like, tx, rules, is_alone=group is None)
+        return ChangedTarget.of(global_like, tx, rules, is_alone=group is None, objects=objects)
 
-    continuation, objects = load_checkpoint(path, make_target, group)
+    continuation, index = load_checkpoint(path, make_target, group)
     if local_tx is not None:
         continuation = replace(continuation, state=from_global(local_tx, continuation.state))
-    return continuation, objects
+    return continuation, index
 
 
-def _continue_optimizer(
-    optimizer: SavedOptimizer, continuation: Continuation, saved_groups: list[dict[str, Any]] | None
-) -> Continuation:
+def _continue_optimizer(optimizer: SavedOptimizer, continuation: Continuation, index: Index) -> Continuation:
     """Copy a state into an optimizer, and the saved groups if it has the same groups."""
-    groups = "param_groups: none in the checkpoint; this optimizer keeps its own"
+    reason = "the checkpoint has none"
+    saved_groups: list[dict[str, Any]] | None = index.objects.get(GROUPS)
     if saved_groups is not None:
-        renamed_groups, new_numbers = _for_groups_of(optimizer.saved_groups(), saved_groups)
+        current_groups = optimizer.saved_groups()
+        renamed_groups, new_numbers = _for_groups_of(current_groups, saved_groups)
         try:
             optimizer.load_transform_state(continuation.state, renamed_groups)
         except ValueError as error:
-            reason = str(error).removeprefix("nothing was loaded: ")  # the state is loaded below
-            groups = f"param_groups: this optimizer keeps its own, because the saved ones do not fit: {reason}"
+            reason = _difference_of_groups(current_groups, saved_groups) or str(error)
         else:
             groups = "; ".join(["param_groups: loaded", *new_numbers])
             return replace(continuation, state=optimizer.transform_state, groups=groups)
     optimizer.load_transform_state(continuation.state)
+    groups = f"param_groups: this optimizer keeps its own, because {reason}. {_scheduler_text(index.step)}"
     return replace(continuation, state=optimizer.transform_state, groups=groups)
+
+
+def _difference_of_groups(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> str:
+    """Return how saved groups divide the parameters otherwise than the groups of an optimizer; "" if they do not.
+
+    >>> saved_groups = [{"label": "muon", "param_names": ["up", "out"]}]
+    >>> groups = [{"label": "muon", "param_names": ["up"]}, {"label": "adamw", "param_names": ["out"]}]
+    >>> _difference_of_groups(groups, saved_groups)
+    "'out' moved from group 'muon' to 'adamw'"
+    """
+    saved_label_of = _labels_of_params(saved_groups)
+    moved: dict[tuple[Any, Any], list[str]] = {}  # the parameters by their two labels
+    for name, label in _labels_of_params(groups).items():
+        if name in saved_label_of and saved_label_of[name] != label:
+            moved.setdefault((saved_label_of[name], label), []).append(name)
+    if moved:
+        texts: list[str] = []
+        for (saved_label, label), names in moved.items():
+            texts.append(f"{format_list(names)} moved from group {saved_label!r} to {label!r}")
+        return "; ".join(texts)
+    if _members(groups) != _members(saved_groups):
+        return "the saved groups have other parameters"
+    return ""
+
+
+def _labels_of_params(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the label of the group of each parameter, by its name without the prefixes of wrappers."""
+    label_of: dict[str, Any] = {}
+    for group in groups:
+        label_of.update(dict.fromkeys(group["param_names"], group.get("label")))
+    return {plain_name: label_of[name] for name, plain_name in unwrapped(label_of).items()}
+
+
+def _members(groups: list[dict[str, Any]]) -> Counter[frozenset[str]]:
+    """Return the sets of the parameters of groups."""
+    plain_name_of = unwrapped([name for group in groups for name in group["param_names"]])
+    return Counter([frozenset(map(plain_name_of.__getitem__, group["param_names"])) for group in groups])
+
+
+def _scheduler_text(step: int | None) -> str:
+    """Return how to create a scheduler of torch for groups that keep their numbers, at a step of the checkpoint."""
+    last_epoch = "step - 1" if step is None else step - 1
+    at_step = "the step of the checkpoint, which save(step=) did not record" if step is None else f"step {step}"
+    return (
+        f"The numbers of its groups come from the code. Create a scheduler of torch for it now, at {at_step}:\n"
+        '    for group in optimizer.param_groups: group["initial_lr"] = group["lr"]\n'
+        f"    scheduler = LambdaLR(optimizer, f, last_epoch={last_epoch})"
+    )
 
 
 def _for_groups_of(
@@ -266,6 +321,8 @@ class ChangedTarget(Target):
         stored_shapes = {name: spec.shape for name, spec in self.stored.items()}
         _require_common_parameter(shapes, stored_shapes, where)
         self.source_of, self.equal_counts = _sources(shapes, stored_shapes)
+        if self.like and not self.source_of:
+            raise _nothing_to_keep(self.like, index, where)
         self._require_fitting()
 
         self.read = {}
@@ -355,6 +412,22 @@ def _require_common_parameter(expected: Shapes, stored: Shapes, where: str) -> N
             "gives them other names",
             [problem],
         )
+
+
+def _nothing_to_keep(names: Collection[str], index: Index, where: str) -> MismatchError:
+    """Return an error for a checkpoint of which no leaf fits any of the leaves ``names`` of a state."""
+    stored_names = [name for name in index.leaves if not in_section(name, PARAMS)]
+    problem = (
+        f"no leaf of the checkpoint fits `like`, whose whole state would start again: it has "
+        f"{format_list(stored_names) or 'no state'}, and `like` has {format_list(list(names))}"
+    )
+    advice = "to start the state again, use `like` as it is, and do not call load_changed"
+    if has_state_dict(index.objects):
+        advice = (
+            "it has the state dict of an optimizer: pass an optimizer as `like`, whose chain has states of the same "
+            "names"
+        )
+    return MismatchError(f"{where}: {problem}; nothing was loaded; {advice}", [problem])
 
 
 def _require_equal_counts(equal_counts: Mapping[str, list[str]], read: Mapping[str, Any], where: str) -> None:

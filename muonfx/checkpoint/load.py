@@ -31,6 +31,7 @@ from muonfx.checkpoint.leaves import (
 from muonfx.checkpoint.match import Allow, Rules, match, patterns_of
 from muonfx.checkpoint.reader import DataReader
 from muonfx.checkpoint.save import wait_for_save
+from muonfx.checkpoint.state_dicts import as_saved_optimizer
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core import Transform
 from muonfx.core.chain_differences import number_differences
@@ -199,10 +200,10 @@ def _load_state(
         global_like = like if local_tx is None else to_global(local_tx, like)
         return Target.of(global_like, tx, rules, is_alone=group is None, **options)
 
-    loaded, stored_objects = load_checkpoint(path, make_target, group)
+    loaded, index = load_checkpoint(path, make_target, group)
     if local_tx is not None:
         loaded = from_global(local_tx, loaded)
-    return loaded, stored_objects
+    return loaded, index.objects
 
 
 def local_transform(tx: Transform | None, like: PyTree | StateSpec) -> Sharded | None:
@@ -379,7 +380,7 @@ class Loader:
         """Allocate the tensors to fill, and open the data files that this rank needs."""
         folder = folder_named(self.path)
         self.target = self.make_target()
-        index = self.index or self._lock_index()
+        index = self.target.translated(self.index or self._lock_index(), str(folder))
         self.leaves, destinations = self.target.allocate(index, str(folder))
         with replacement(folder, index):  # a file is missing if a save has replaced the checkpoint
             self.reader = self._stack.enter_context(DataReader(folder, index))
@@ -402,13 +403,13 @@ class Loader:
             self.reader.read(self.transfers)
             self.reader.close()  # inside the step, so that an error is raised on all ranks
 
-    def result(self) -> tuple[PyTree, dict[str, Any]]:
-        """Return the tree with the values that were read, and the values of the checkpoint that are no tensors."""
-        return self.target.filled(self.leaves), self.reader.index.objects
+    def result(self) -> tuple[PyTree, Index]:
+        """Return the tree with the values that were read, and the index of the checkpoint."""
+        return self.target.filled(self.leaves), self.reader.index
 
 
-def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) -> tuple[PyTree, dict[str, Any]]:
-    """Load a checkpoint: the tree, and a dict of the values that are no tensors.
+def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) -> tuple[PyTree, Index]:
+    """Load a checkpoint: return the tree, and the index of the checkpoint.
 
     With a group, every rank calls this, and an error on one rank is raised on all.
     ``make_target`` returns the tree to fill; an error that it raises is raised on all ranks.
@@ -492,6 +493,12 @@ class Target:
             for name, leaf in leaves.items():
                 require_whole(name, leaf, "pass group=")
         return cls(leaves, expected, rules, section=section, **options)
+
+    def translated(self, index: Index, where: str) -> Index:
+        """Return the index; for an optimizer, the names of a state dict are those that `save` gives an optimizer."""
+        if self.objects is None:
+            return index
+        return as_saved_optimizer(index, self.like, where)
 
     def allocate(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Allocate the tensors of the tree, after a check that the checkpoint at the path ``where`` fits.

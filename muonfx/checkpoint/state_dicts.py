@@ -1,0 +1,183 @@
+"""The state dict of an optimizer in a checkpoint that ``torch.distributed.checkpoint`` (DCP) has written by `Writer`.
+
+`muonfx.checkpoint.save` and DCP give the same tensor other names. The state dict is under "optimizer" here:
+
+==============================================  ================================
+DCP                                             `muonfx.checkpoint.save`
+==============================================  ================================
+optimizer/state/fc.weight/muon.momentum.trace   muon/momentum/trace/fc.weight
+optimizer/state/fc.bias/adamw.adam.count        adamw/adam/count
+optimizer/param_groups/0/lr                     param_groups, a list of dicts
+==============================================  ================================
+
+A step count is stored once for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from muonfx.checkpoint.errors import MismatchError
+from muonfx.checkpoint.index import Index, Leaf
+from muonfx.checkpoint.leaves import GROUPS, name_of, path_of
+from muonfx.internal.wrappers import unwrapped
+
+STATE = "state"
+"""The key of the state in the state dict of an optimizer."""
+
+TO_DO = (
+    "create the optimizer as it was saved, dcp.load into its state dict, save it by mfx.checkpoint.save(path, "
+    "optimizer), and load that"
+)
+"""What to do with a checkpoint whose state dict cannot be read here."""
+
+Path = tuple[str | int, ...]
+
+
+def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
+    """Return the index with the names that `muonfx.checkpoint.save` gives the state and the groups of an optimizer.
+
+    The index is returned as it is if it has no state dict of an optimizer. Otherwise the result has nothing else.
+
+    Args:
+        index: the index of the checkpoint.
+        names: the names of the leaves of the optimizer to load. They decide where a name in a state dict has two
+            readings, as for a label with a dot.
+        where: the path of the checkpoint, for messages.
+
+    Raises:
+        MismatchError: there are several state dicts, or each key has the name of a parameter, as with
+            ``flatten_optimizer_state_dict=True``.
+    """
+    if GROUPS in index.objects:  # `muonfx.checkpoint.save` has written it
+        return index
+    _require_not_flattened(index.objects, where)
+    roots = _roots_of(index.objects)
+    if not roots:
+        return index
+    if len(roots) > 1:
+        texts = ", ".join([repr(name_of(root)) for root in roots])
+        raise MismatchError(
+            f"{where}: found the state dicts of several optimizers, {texts}, expected one; nothing was loaded: {TO_DO}"
+        )
+    groups = _groups_below((*roots[0], GROUPS), index.objects)
+    leaves = _leaves_below((*roots[0], STATE), index.leaves, _names_of_params(groups), names)
+    return replace(index, leaves=leaves, objects={GROUPS: groups})
+
+
+def _require_not_flattened(objects: Iterable[str], where: str) -> None:
+    """Raise if a key is such as "param_groups.fc.weight.lr", which may be divided in several ways."""
+    for name in objects:
+        for key in path_of(name):
+            if isinstance(key, str) and key.startswith(f"{GROUPS}."):
+                raise MismatchError(
+                    f"{where}: found the key {key!r} of a state dict that was made with flatten_optimizer_state_dict="
+                    f"True, expected one without it; nothing was loaded: {TO_DO}"
+                )
+
+
+def has_state_dict(objects: Iterable[str]) -> bool:
+    """Return whether one of the values that are no tensors is an entry of a group in a state dict."""
+    return bool(_roots_of(objects))
+
+
+def _roots_of(objects: Iterable[str]) -> list[Path]:
+    """Return the paths of the state dicts of optimizers, such as ("optimizer",).
+
+    ``objects`` are the names of the values that are no tensors, such as "optimizer/param_groups/0/lr".
+    """
+    roots: dict[Path, None] = {}  # each once, in order
+    for name in objects:
+        path = path_of(name)
+        if GROUPS in path:
+            position = path.index(GROUPS)
+            if len(path) > position + 2 and isinstance(path[position + 1], int):
+                roots[path[:position]] = None
+    return list(roots)
+
+
+def _groups_below(path: Path, objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the groups whose entries are below a path, as ``("optimizer", "param_groups", 0, "lr")``."""
+    group_of: dict[int, dict[str, Any]] = {}
+    for name, value in objects.items():
+        object_path = path_of(name)
+        if object_path[: len(path)] != path:
+            continue
+        number, *keys = object_path[len(path) :]
+        if not isinstance(number, int) or not keys:  # it is no entry of a group
+            continue
+        entries = group_of.setdefault(number, {})
+        for key in keys[:-1]:  # a dict in a group, such as "schedules"
+            entries = entries.setdefault(key, {})
+        entries[keys[-1]] = value
+    return [group_of[number] for number in sorted(group_of)]
+
+
+def _names_of_params(groups: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the names that the saved optimizer has for its parameters, by their keys in the state; remove the keys.
+
+    ``get_optimizer_state_dict`` of torch has names of the model as keys, and ``optimizer.state_dict()`` has numbers.
+
+    >>> _names_of_params([{"params": [0, 1], "param_names": ["fc.weight", "fc.bias"]}])
+    {'0': 'fc.weight', '1': 'fc.bias'}
+    """
+    param_name_of: dict[str, str] = {}
+    for group in groups:
+        keys = [str(key) for key in group.pop("params", [])]
+        param_names = group.setdefault("param_names", keys)
+        param_name_of.update(zip(keys, param_names, strict=False))  # a key without a name is the name
+    return param_name_of
+
+
+def _leaves_below(
+    path: Path, leaves: Mapping[str, Leaf], param_name_of: Mapping[str, str], names: Iterable[str]
+) -> dict[str, Leaf]:
+    """Return the leaves of the state below a path, such as ("optimizer", "state"), by their new names."""
+    entries_of: dict[str, dict[str, Leaf]] = {}  # such as {"fc.weight": {"muon.momentum.trace": leaf}}
+    for name, leaf in leaves.items():
+        leaf_path = path_of(name)
+        if leaf_path[: len(path)] == path and len(leaf_path) == len(path) + 2:
+            param_key, key = map(str, leaf_path[len(path) :])
+            param_name = param_name_of.get(param_key, param_key)
+            entries_of.setdefault(param_name, {})[key] = leaf
+
+    number_of = Counter([key for entries in entries_of.values() for key in entries])  # the parameters with each key
+    plain_name_of = unwrapped(entries_of)
+    expected_name_of = _expected_names(names)
+    new_leaves: dict[str, Leaf] = {}
+    for param_name, entries in entries_of.items():
+        plain_name = plain_name_of[param_name]
+        for key, leaf in entries.items():
+            levels = [int(level) if level.isdecimal() else level for level in key.split(".")]
+            if (key, plain_name) in expected_name_of:
+                new_name = expected_name_of[key, plain_name]
+            elif (key, None) in expected_name_of:
+                new_name = expected_name_of[key, None]
+            elif not leaf.spec.shape and number_of[key] == len(entries_of):  # a step count
+                new_name = name_of(tuple(levels))
+            else:
+                new_name = name_of((*levels, param_name))
+            new_leaves[new_name] = leaf
+    return new_leaves
+
+
+def _expected_names(names: Iterable[str]) -> dict[tuple[str, str | None], str]:
+    """Return names of leaves by their keys in a state dict and the names of the parameters, None for a step count.
+
+    Any level of a name may be the parameter.
+
+    >>> _expected_names(["trace/w", "count"])
+    {('trace.w', None): 'trace/w', ('w', 'trace'): 'trace/w', ('trace', 'w'): 'trace/w', ('count', None): 'count', \
+('', 'count'): 'count'}
+    """
+    expected_name_of: dict[tuple[str, str | None], str] = {}
+    for name in names:
+        keys = list(map(str, path_of(name)))
+        expected_name_of[".".join(keys), None] = name
+        for position, key in enumerate(keys):
+            other_keys = keys[:position] + keys[position + 1 :]
+            expected_name_of[".".join(other_keys), key] = name
+    return expected_name_of
