@@ -108,7 +108,9 @@ def load_changed(
     Args:
         path: the folder of the checkpoint.
         like: a new state of the changed chain for the changed parameters, ``tx.init(params)``; or a new
-            `muonfx.Muon` or `muonfx.TransformOptimizer`, which then continues with the loaded state.
+            `muonfx.Muon` or `muonfx.TransformOptimizer`, which then continues with the loaded state. Its checkpoint may
+            also have a state dict, written by ``dcp.save`` with `Writer`, as for `load`. Create a scheduler of torch
+            for it after this call, as the end of the account shows.
         tx: the transform of a sharded state, as in `load`. Not given for an optimizer.
         group: a process group, as in `load`.
 
@@ -239,7 +241,7 @@ def _scheduler_text(step: int | None) -> str:
     at_step = "the step of the checkpoint, which save(step=) did not record" if step is None else f"step {step}"
     return (
         f"The numbers of its groups come from the code. Create a scheduler of torch for it now, at {at_step}:\n"
-        '    for group in optimizer.param_groups: group["initial_lr"] = group["lr"]\n'
+        '    for group in optimizer.param_groups: group.setdefault("initial_lr", group["lr"])\n'
         f"    scheduler = LambdaLR(optimizer, f, last_epoch={last_epoch})"
     )
 
@@ -322,7 +324,7 @@ class ChangedTarget(Target):
         _require_common_parameter(shapes, stored_shapes, where)
         self.source_of, self.equal_counts = _sources(shapes, stored_shapes)
         if self.like and not self.source_of:
-            raise _nothing_to_keep(self.like, index, where)
+            raise _nothing_to_keep(shapes, stored_shapes, index, where)
         self._require_fitting()
 
         self.read = {}
@@ -414,12 +416,13 @@ def _require_common_parameter(expected: Shapes, stored: Shapes, where: str) -> N
         )
 
 
-def _nothing_to_keep(names: Collection[str], index: Index, where: str) -> MismatchError:
-    """Return an error for a checkpoint of which no leaf fits any of the leaves ``names`` of a state."""
-    stored_names = [name for name in index.leaves if not in_section(name, PARAMS)]
+def _nothing_to_keep(expected: Shapes, stored: Shapes, index: Index, where: str) -> MismatchError:
+    """Return an error for a checkpoint of which no leaf fits any leaf of a state."""
+    texts = [f"{name!r} {shape}" for name, shape in expected.items()]
+    stored_texts = [f"{name!r} {shape}" for name, shape in stored.items()]
     problem = (
         f"no leaf of the checkpoint fits `like`, whose whole state would start again: it has "
-        f"{format_list(stored_names) or 'no state'}, and `like` has {format_list(list(names))}"
+        f"{format_list(stored_texts, str) or 'no state'}, and `like` has {format_list(texts, str)}"
     )
     advice = "to start the state again, use `like` as it is, and do not call load_changed"
     if has_state_dict(index.objects):

@@ -78,14 +78,18 @@ def test_each_parameter_keeps_its_state_if_its_new_label_has_the_same_variables(
     params = params_of()
     _, state = trained(partition(before), params)
     like = partition(after).init(params)
+    kinds = {name: (before[name].partition("-")[0], after[name].partition("-")[0]) for name in NAMES}
     with folder() as root:
         path = ck.save(root / "run", state, params=params)
+        if not any(old == new for old, new in kinds.values()):
+            with pytest.raises(ck.MismatchError, match=r"no leaf of the checkpoint fits `like`"):
+                ck.load_changed(path, like)
+            return
         found = ck.load_changed(path, like)
         check_account(found, like, path)
-    for name in NAMES:
-        same_kind = before[name].partition("-")[0] == after[name].partition("-")[0]
+    for name, (old, new) in kinds.items():
         is_new = any(leaf.endswith(f"/{name}") for leaf in found.new)
-        assert is_new != same_kind
+        assert is_new != (old == new)
     partition(after).update(grads_like(params, 5), found.state, params)
 
 
@@ -125,8 +129,23 @@ def test_the_count_of_a_label_whose_parameters_are_all_new_starts_again(tmp_path
     """The old count would make the first updates of AdamW too large: its averages start at zero."""
     params = params_of()
     path = saved_after(partition(dict.fromkeys(NAMES, "muon") | {"b": "adamw"}), params, tmp_path, steps=3)
-    after = partition(dict.fromkeys(NAMES, "adamw") | {"b": "muon"})
-    assert int(ck.load_changed(path, after.init(params)).state["adamw"]["scale_by_adam"].count) == 0
+    after = partition(dict.fromkeys(NAMES, "adamw") | {"b": "muon", "up": "muon"})
+    found = ck.load_changed(path, after.init(params))
+    assert found.kept == ("muon/momentum/trace/up",)
+    assert int(found.state["adamw"]["scale_by_adam"].count) == 0
+
+
+def test_a_state_that_would_start_again_as_a_whole_is_an_error(tmp_path: Path) -> None:
+    params = params_of()
+    adam, momentum = KINDS["adamw"], KINDS["muon"]
+    states = saved_after(adam, params, tmp_path)
+    with pytest.raises(ck.MismatchError, match=r"fits `like`.*'scale_by_adam/mu.*'momentum/trace.*nothing was loaded"):
+        ck.load_changed(states, momentum.init(params))
+    only_params = ck.save(tmp_path / "params", None, params=params)
+    with pytest.raises(ck.MismatchError, match=r"it has no state, and `like` has 'momentum/trace"):
+        ck.load_changed(only_params, momentum.init(params))
+    # A chain without a state has nothing to start again.
+    assert ck.load_changed(states, mfx.scale(-0.1).init(params)).kept == ()
 
 
 def test_labels_with_other_counts_do_not_become_one(tmp_path: Path) -> None:
@@ -180,9 +199,10 @@ def test_state_in_eight_bits_grows_too(rows: int, tmp_path: Path) -> None:
 def test_a_state_that_only_partly_fits_is_not_mixed(tmp_path: Path) -> None:
     """SOAP's left factor has as many rows as the parameter; its right one does not change."""
     tx = mfx.contrib.scale_by_soap()
-    path = saved_after(tx, {"wte": torch.randn(6, 4)}, tmp_path)
-    found = ck.load_changed(path, tx.init({"wte": torch.zeros(9, 4)}))
+    path = saved_after(tx, {"wte": torch.randn(6, 4), "up": torch.randn(4, 4)}, tmp_path)
+    found = ck.load_changed(path, tx.init({"wte": torch.zeros(9, 4), "up": torch.zeros(4, 4)}))
     assert not found.grown
+    assert "left/up" in found.kept
     assert not any(name.endswith("/wte") for name in found.kept)
 
 
@@ -228,13 +248,15 @@ def test_another_chain_has_the_state_of_each_of_its_transforms(name: str, tmp_pa
 
 def test_two_states_that_could_come_from_one_are_both_new(tmp_path: Path) -> None:
     params = params_of()
-    path = saved_after(KINDS["adamw"], params, tmp_path)
+    _, saved = trained(KINDS["adamw"], params)
+    momentum = mfx.momentum(0.9).init(params)
+    path = ck.save(tmp_path / "run", {"before": saved, "other": momentum})
     twice = mfx.chain(mfx.chain(mfx.scale_by_adam()), mfx.chain(mfx.scale_by_adam()))
-    like = {"first": twice.init(params), "second": twice.init(params)}
+    like = {"first": twice.init(params), "second": twice.init(params), "other": momentum}
     found = ck.load_changed(path, like)
     check_account(found, like, path)
     assert not found.moved
-    assert len(found.dropped) == len(leaves_of(trained(KINDS["adamw"], params)[1]))
+    assert len(found.dropped) == len(leaves_of(saved))
 
 
 def test_a_count_comes_from_whole_levels_of_a_name(tmp_path: Path) -> None:
@@ -447,3 +469,68 @@ def test_an_account_of_other_groups_reports_no_failure(tmp_path: Path) -> None:
     found = ck.load_changed(path, optimizer_of(model_of(), AFTER))
     assert "this optimizer keeps its own" in found.groups
     assert "nothing was loaded" not in str(found)
+
+
+def test_an_account_of_other_groups_names_the_parameters_that_moved(tmp_path: Path) -> None:
+    """And advises nothing that the caller has changed on purpose."""
+    path = ck.save(tmp_path / "run", optimizer_of(model_of(), BEFORE), step=6)
+    groups = ck.load_changed(path, optimizer_of(model_of(), AFTER)).groups
+    assert "because '4.weight' moved from group 'muon' to 'adamw'. The numbers of its groups come from" in groups
+    assert "at step 6:" in groups
+    assert "last_epoch=5)" in groups
+    for wrong_advice in ("allow_other_chain", "that was saved"):
+        assert wrong_advice not in groups
+
+
+def test_an_account_of_groups_of_other_parameters_without_labels(tmp_path: Path) -> None:
+    weights = {name: nn.Parameter(param) for name, param in params_of().items()}
+    tx = KINDS["adamw"]
+    path = ck.save(tmp_path / "run", mfx.TransformOptimizer(weights, tx))
+    halves = [{"params": list(weights.items())[:2]}, {"params": list(weights.items())[2:]}]
+    groups = ck.load_changed(path, mfx.TransformOptimizer(halves, tx)).groups
+    assert "because the saved groups have other parameters. " in groups
+    assert "which save(step=) did not record" in groups
+
+
+# ----------------------------------------------------------------------------------------------------------- schedulers
+
+
+def warmup_and_decay(step: int) -> float:
+    return min(1, (step + 1) / 4) * min(1, (20 - step) / 6)
+
+
+def train_with(optimizer: Any, scheduler: Any, model: nn.Module, steps: range) -> None:
+    for step in steps:
+        train(model, optimizer, range(step, step + 1))
+        scheduler.step()
+
+
+@pytest.mark.parametrize("rates", [0.004, {"embedding": 0.004, "vector": 0.004}], ids=["same groups", "other groups"])
+def test_a_new_scheduler_goes_on_at_the_step_of_the_checkpoint(rates: Any, tmp_path: Path) -> None:
+    """It is created as the account and the page show. The rates are equal, so the run is that without a break."""
+    model = model_of()
+    optimizer = mfx.Muon(model, lr=0.02, adamw_lr=0.004)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_and_decay)
+    train_with(optimizer, scheduler, model, range(16))
+    path = ck.save(tmp_path, optimizer, scheduler=scheduler, step=16)
+    continued_model = model_of()
+    continued_model.load_state_dict(model.state_dict())
+    train_with(optimizer, scheduler, model, range(16, 19))
+
+    continued = mfx.Muon(continued_model, lr=0.02, adamw_lr=rates)
+    account = ck.load_changed(path, continued)
+    step = ck.inspect(path).step
+    assert step == 16
+    for group in continued.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    new_scheduler = torch.optim.lr_scheduler.LambdaLR(continued, warmup_and_decay, last_epoch=step - 1)
+    if isinstance(rates, dict):
+        assert 'group.setdefault("initial_lr", group["lr"])' in account.groups
+        assert "last_epoch=15)" in account.groups
+    else:
+        assert account.groups == "param_groups: loaded"
+    assert new_scheduler.last_epoch == 16
+    train_with(continued, new_scheduler, continued_model, range(16, 19))
+    for name, param in continued_model.named_parameters():
+        assert torch.equal(param, model.get_parameter(name)), name
+    assert [group["lr"] for group in continued.param_groups][0] == optimizer.param_groups[0]["lr"]
