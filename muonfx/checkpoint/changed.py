@@ -120,9 +120,9 @@ def load_changed(
     Raises:
         TypeError: ``like`` is a `StateSpec`, which has no values; or ``tx`` is given for an optimizer.
         NotFoundError, CorruptError, FormatError: as in `load`.
-        MismatchError: no parameter has the same name as in the checkpoint, or no leaf can be carried over; or a leaf has a narrower dtype than there,
-            or is a shard of a parameter that has more rows now; or the step counts of the transforms that a transform
-            comes from differ. Nothing was loaded.
+        MismatchError: no parameter has the same name as in the checkpoint, or no leaf can be carried over; or a leaf
+            has a narrower dtype than there, or is a shard of a parameter that has more rows now; or the step counts of
+            the transforms that a transform comes from differ. Nothing was loaded.
 
     Example:
         >>> import tempfile
@@ -160,8 +160,8 @@ def _load_state(
 ) -> tuple[Continuation, Index]:
     """Return the continuation of the state of a transform, and the index of the checkpoint.
 
-    ``like`` and the state of the result may be this rank's local state of a sharded ``tx``. ``objects`` are the names of
-    the values that are no tensors, of an optimizer.
+    ``like`` and the state of the result may be this rank's local state of a sharded ``tx``. ``objects`` is the field of
+    the `Target`.
     """
     if isinstance(tx, Sharded) and group is None:
         group = tx.layout.group

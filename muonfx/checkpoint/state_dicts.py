@@ -32,7 +32,7 @@ TO_DO = (
     "create the optimizer as it was saved, dcp.load into its state dict, save it by mfx.checkpoint.save(path, "
     "optimizer), and load that"
 )
-"""What to do with a checkpoint whose state dict cannot be read here."""
+"""The way to load a state dict that this module does not read."""
 
 Path = tuple[str | int, ...]
 
@@ -101,7 +101,7 @@ def _roots_of(objects: Iterable[str]) -> list[Path]:
 
 def _groups_below(path: Path, objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the groups whose entries are below a path, as ``("optimizer", "param_groups", 0, "lr")``."""
-    group_of: dict[int, dict[str, Any]] = {}
+    group_of: dict[int, dict[str | int, Any]] = {}
     for name, value in objects.items():
         object_path = path_of(name)
         if object_path[: len(path)] != path:
@@ -113,7 +113,7 @@ def _groups_below(path: Path, objects: Mapping[str, Any]) -> list[dict[str, Any]
         for key in keys[:-1]:  # a dict in a group, such as "schedules"
             entries = entries.setdefault(key, {})
         entries[keys[-1]] = value
-    return [group_of[number] for number in sorted(group_of)]
+    return [{str(key): value for key, value in group_of[number].items()} for number in sorted(group_of)]
 
 
 def _names_of_params(groups: list[dict[str, Any]]) -> dict[str, str]:
@@ -136,32 +136,54 @@ def _leaves_below(
     path: Path, leaves: Mapping[str, Leaf], param_name_of: Mapping[str, str], names: Iterable[str]
 ) -> dict[str, Leaf]:
     """Return the leaves of the state below a path, such as ("optimizer", "state"), by their new names."""
-    entries_of: dict[str, dict[str, Leaf]] = {}  # such as {"fc.weight": {"muon.momentum.trace": leaf}}
+    entries_of = _entries_below(path, leaves, param_name_of)
+    plain_name_of = unwrapped(entries_of)
+    number_of_params = Counter([key for entries in entries_of.values() for key in entries])  # by key
+    expected_name_of = _expected_names(names)
+    new_leaves: dict[str, Leaf] = {}
+    for param_name, entries in entries_of.items():
+        plain_name = plain_name_of[param_name]
+        for key, leaf in entries.items():
+            is_in_all = number_of_params[key] == len(entries_of)
+            if (key, plain_name) in expected_name_of:
+                new_name = expected_name_of[key, plain_name]
+            elif (key, None) in expected_name_of:
+                new_name = expected_name_of[key, None]
+            elif is_in_all and not leaf.spec.shape:  # a step count
+                new_name = name_of(_levels_of_key(key))
+            else:
+                new_name = name_of((*_levels_of_key(key), param_name))
+            new_leaves[new_name] = leaf
+    return new_leaves
+
+
+def _entries_below(
+    path: Path, leaves: Mapping[str, Leaf], param_name_of: Mapping[str, str]
+) -> dict[str, dict[str, Leaf]]:
+    """Return the state of each parameter below a path, such as ``{"fc.weight": {"muon.momentum.trace": leaf}}``."""
+    entries_of: dict[str, dict[str, Leaf]] = {}
     for name, leaf in leaves.items():
         leaf_path = path_of(name)
         if leaf_path[: len(path)] == path and len(leaf_path) == len(path) + 2:
             param_key, key = map(str, leaf_path[len(path) :])
             param_name = param_name_of.get(param_key, param_key)
             entries_of.setdefault(param_name, {})[key] = leaf
+    return entries_of
 
-    number_of = Counter([key for entries in entries_of.values() for key in entries])  # the parameters with each key
-    plain_name_of = unwrapped(entries_of)
-    expected_name_of = _expected_names(names)
-    new_leaves: dict[str, Leaf] = {}
-    for param_name, entries in entries_of.items():
-        plain_name = plain_name_of[param_name]
-        for key, leaf in entries.items():
-            levels = [int(level) if level.isdecimal() else level for level in key.split(".")]
-            if (key, plain_name) in expected_name_of:
-                new_name = expected_name_of[key, plain_name]
-            elif (key, None) in expected_name_of:
-                new_name = expected_name_of[key, None]
-            elif not leaf.spec.shape and number_of[key] == len(entries_of):  # a step count
-                new_name = name_of(tuple(levels))
-            else:
-                new_name = name_of((*levels, param_name))
-            new_leaves[new_name] = leaf
-    return new_leaves
+
+def _levels_of_key(key: str) -> Path:
+    """Return the path in the state of a key of ``optimizer.state``.
+
+    >>> _levels_of_key("muon.0.trace")
+    ('muon', 0, 'trace')
+    """
+    levels: list[str | int] = []
+    for level in key.split("."):
+        if level.isdecimal():  # an index in a list
+            levels.append(int(level))
+        else:
+            levels.append(level)
+    return tuple(levels)
 
 
 def _expected_names(names: Iterable[str]) -> dict[tuple[str, str | None], str]:

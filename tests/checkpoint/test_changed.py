@@ -533,4 +533,4 @@ def test_a_new_scheduler_goes_on_at_the_step_of_the_checkpoint(rates: Any, tmp_p
     train_with(continued, new_scheduler, continued_model, range(16, 19))
     for name, param in continued_model.named_parameters():
         assert torch.equal(param, model.get_parameter(name)), name
-    assert [group["lr"] for group in continued.param_groups][0] == optimizer.param_groups[0]["lr"]
+    assert continued.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
