@@ -237,10 +237,14 @@ def _members(groups: list[dict[str, Any]]) -> Counter[frozenset[str]]:
 
 def _scheduler_text(step: int | None) -> str:
     """Return how to create a scheduler of torch for groups that keep their numbers, at a step of the checkpoint."""
-    last_epoch = "step - 1" if step is None else step - 1
-    at_step = "the step of the checkpoint, which save(step=) did not record" if step is None else f"step {step}"
+    if step is None:
+        at_step = "the step of the checkpoint, which was saved without step="
+        last_epoch = "step - 1"
+    else:
+        at_step = f"step {step}"
+        last_epoch = str(step - 1)
     return (
-        f"The numbers of its groups come from the code. Create a scheduler of torch for it now, at {at_step}:\n"
+        f"The numbers of its groups come from the code. If it has a scheduler of torch, create it now, at {at_step}:\n"
         '    for group in optimizer.param_groups: group.setdefault("initial_lr", group["lr"])\n'
         f"    scheduler = LambdaLR(optimizer, f, last_epoch={last_epoch})"
     )
@@ -426,10 +430,7 @@ def _nothing_to_keep(expected: Shapes, stored: Shapes, index: Index, where: str)
     )
     advice = "to start the state again, use `like` as it is, and do not call load_changed"
     if has_state_dict(index.objects):
-        advice = (
-            "it has the state dict of an optimizer: pass an optimizer as `like`, whose chain has states of the same "
-            "names"
-        )
+        advice = "it has the state dict of an optimizer: pass an optimizer as `like`, not its state"
     return MismatchError(f"{where}: {problem}; nothing was loaded; {advice}", [problem])
 
 

@@ -29,8 +29,8 @@ STATE = "state"
 """The key of the state in the state dict of an optimizer."""
 
 TO_DO = (
-    "create the optimizer as it was saved, dcp.load into its state dict, save it by mfx.checkpoint.save(path, "
-    "optimizer), and load that"
+    "create the optimizer as it was saved, load it by dcp.load and set_optimizer_state_dict, save it by "
+    "mfx.checkpoint.save(path, optimizer), and load that"
 )
 """The way to load a state dict that this module does not read."""
 
@@ -104,10 +104,10 @@ def _groups_below(path: Path, objects: Mapping[str, Any]) -> list[dict[str, Any]
     group_of: dict[int, dict[str | int, Any]] = {}
     for name, value in objects.items():
         object_path = path_of(name)
-        if object_path[: len(path)] != path:
+        if object_path[: len(path)] != path or len(object_path) < len(path) + 2:  # it is no entry of a group
             continue
         number, *keys = object_path[len(path) :]
-        if not isinstance(number, int) or not keys:  # it is no entry of a group
+        if not isinstance(number, int):
             continue
         entries = group_of.setdefault(number, {})
         for key in keys[:-1]:  # a dict in a group, such as "schedules"

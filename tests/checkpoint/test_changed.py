@@ -489,7 +489,7 @@ def test_an_account_of_groups_of_other_parameters_without_labels(tmp_path: Path)
     halves = [{"params": list(weights.items())[:2]}, {"params": list(weights.items())[2:]}]
     groups = ck.load_changed(path, mfx.TransformOptimizer(halves, tx)).groups
     assert "because the saved groups have other parameters. " in groups
-    assert "which save(step=) did not record" in groups
+    assert "which was saved without step=" in groups
 
 
 # ----------------------------------------------------------------------------------------------------------- schedulers

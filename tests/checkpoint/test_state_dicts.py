@@ -198,7 +198,9 @@ def test_a_flattened_state_dict_is_refused_with_the_way_to_load_it(tmp_path: Pat
     train(model, saved)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     save_state(tmp_path, {"optimizer": get_optimizer_state_dict(model, saved, options=options)})
-    check_refused(tmp_path, model, r"flatten_optimizer_state_dict=True.*dcp\.load into its state dict, save it by")
+    check_refused(
+        tmp_path, model, r"flatten_optimizer_state_dict=True.*by dcp\.load and set_optimizer_state_dict, save it"
+    )
 
     # The way that the message names.
     state = {"optimizer": get_optimizer_state_dict(model, mfx.Muon(model, lr=0.1), options=options)}
