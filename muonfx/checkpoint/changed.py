@@ -26,6 +26,7 @@ from muonfx.checkpoint.load import Target, load_checkpoint, local_transform, req
 from muonfx.checkpoint.match import Rules
 from muonfx.checkpoint.state_dicts import has_state_dict
 from muonfx.core import Transform
+from muonfx.core.chain_differences import CHAINS
 from muonfx.internal.display import Report, Shown, Table, format_list
 from muonfx.internal.wrappers import unwrapped
 from muonfx.sharding.transform import Sharded, from_global, to_global
@@ -184,6 +185,8 @@ def _continue_optimizer(optimizer: SavedOptimizer, continuation: Continuation, i
     reason = "the checkpoint has none"
     saved_groups: list[dict[str, Any]] | None = index.objects.get(GROUPS)
     if saved_groups is not None:
+        # The chain may be another one, so its record is not compared.
+        saved_groups = [{key: saved[key] for key in saved if key != CHAINS} for saved in saved_groups]
         current_groups = optimizer.saved_groups()
         renamed_groups, new_numbers = _for_groups_of(current_groups, saved_groups)
         try:

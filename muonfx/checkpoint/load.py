@@ -76,7 +76,7 @@ def load(
             ``group`` is required. Or a `muonfx.Muon` or `muonfx.TransformOptimizer`, such as `save` has stored:
             its state is overwritten, and its groups get the numbers in the checkpoint; schedules come from the code.
             The checkpoint may also have the state dict of this optimizer, written by ``dcp.save`` with `Writer`. Then
-            chains are not compared, and the other values are ignored.
+            another chain is a warning, and the other values are ignored.
         tx: the transform that will use the state. Its fingerprint, a hash of its structure, is compared with the
             checkpoint's. A `StateSpec` from `muonfx.spec` contains the transform already. If `muonfx.sharding.sharded`
             made ``tx``, ``like`` and the result are this rank's local state, as ``tx.init`` returns it. Not given for

@@ -181,22 +181,29 @@ def saved_chains(record: Sequence[Any], names: Sequence[str]) -> dict[str, Saved
 
 
 def chain_warnings(
-    stepping: Stepping, groups: Sequence[TrackedGroup], saved_chain_of: Mapping[str, SavedChain]
+    source: str, stepping: Stepping, groups: Sequence[TrackedGroup], saved_groups: Sequence[Group | None]
 ) -> list[str]:
     """Return a warning if saved chains differ from the chains of an optimizer in more than numbers, else no warning.
 
     It is no error, as `muonfx.checkpoint.load` raises it, because torch's functions that load state dicts have no
     argument to allow the difference. Parameters without a saved chain are not compared.
+
+    Args:
+        source: begins the warning, such as "load_state_dict: the state dict".
+        stepping: has the transform of the optimizer.
+        groups: the groups of the optimizer.
+        saved_groups: the saved group of each group, or None. torch leaves out the record of a flattened state dict.
     """
     lines: list[str] = []
-    for tracked in groups:
-        lines += _differences(tracked, chains_of(stepping, tracked.names), saved_chain_of)
+    for tracked, saved in zip(groups, saved_groups, strict=True):
+        if saved is not None and saved.get(CHAINS):
+            saved_chain_of = saved_chains(saved[CHAINS], saved["param_names"])
+            lines += _differences(tracked, chains_of(stepping, tracked.names), saved_chain_of)
     if not lines:
         return []
     return [
-        "load_state_dict: another chain has saved the state dict. Its state fits and was loaded, but updates will "
-        f"differ: {first_lines(lines, _LISTED)}. To continue the saved run, create the optimizer with the arguments in "
-        "the state dict"
+        f"{source} was saved with another chain. The state fits and was loaded, but updates will differ: "
+        f"{first_lines(lines, _LISTED)}. To continue the saved run, create the optimizer with the saved arguments"
     ]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from muonfx.core import Transform
-from muonfx.core.chain_differences import CHAINS
 from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename, new_names
 from muonfx.internal.wrappers import unwrapped
@@ -15,7 +14,7 @@ from muonfx.optimizer.errors import first_lines
 from muonfx.optimizer.group_numbers import Group, TrackedGroup
 from muonfx.optimizer.local_values import Load, Misfit, require_fit
 from muonfx.optimizer.resuming import keys_of_schedules
-from muonfx.optimizer.saved_chains import SavedChain, chain_warnings, saved_chains, with_new_names
+from muonfx.optimizer.saved_chains import chain_warnings, with_new_names
 from muonfx.optimizer.state_entries import StateEntries
 from muonfx.optimizer.stepping import Stepping
 
@@ -281,14 +280,10 @@ def read_state_dict(
     matched_groups = match_groups(saved_groups, groups, not_trained)
     problems: list[str] = []  # a line for each difference
     saved_state_of: dict[str, Group] = {}  # per parameter name, such as {"bias": {"momentum.trace": tensor}}
-    saved_chain_of: dict[str, SavedChain] = {}  # per parameter name
     for tracked, saved in zip(groups, matched_groups, strict=True):
-        if saved is None:
-            continue
-        problems += _missing_hyperparams(stepping.tx, tracked, saved)
-        saved_state_of |= _saved_state(saved, state_dict["state"])
-        if saved.get(CHAINS):  # earlier versions have saved none
-            saved_chain_of |= saved_chains(saved[CHAINS], saved["param_names"])
+        if saved is not None:
+            problems += _missing_hyperparams(stepping.tx, tracked, saved)
+            saved_state_of |= _saved_state(saved, state_dict["state"])
     loads: list[Load] = []  # the values to copy into the state
     without_state: list[str] = []
     for tracked in groups:
@@ -306,7 +301,7 @@ def read_state_dict(
     loads.sort(key=lambda load: load.title)  # all ranks load in this order
     warnings = [
         *_warnings(groups, saved_groups, without_state),
-        *chain_warnings(stepping, groups, saved_chain_of),
+        *chain_warnings("load_state_dict: the state dict", stepping, groups, matched_groups),
     ]
     return StateToLoad(matched_groups, loads, without_state, warnings)
 

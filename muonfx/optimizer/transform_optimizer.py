@@ -65,7 +65,7 @@ from muonfx.optimizer.parameters import (
     require_dense_and_real,
 )
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
-from muonfx.optimizer.saved_chains import record_of_group
+from muonfx.optimizer.saved_chains import chain_warnings, record_of_group
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
 from muonfx.optimizer.state_entries import (
     StateEntries,
@@ -938,7 +938,7 @@ class TransformOptimizer(Optimizer):
 
         Warns:
             UserWarning: numbers of the groups or schedules differ between ``groups`` and this optimizer: the schedules
-                of this optimizer and the other numbers of ``groups`` are used.
+                of this optimizer and the other numbers of ``groups`` are used. Or ``groups`` record another chain.
 
         Example:
             >>> import muonfx as mfx
@@ -961,7 +961,10 @@ class TransformOptimizer(Optimizer):
             tree.map(lambda leaf, value: leaf.copy_(value), current_state, state)
         self._stepping.note_loaded(self._current["state"])
         if matched_groups is not None:
-            self._load_groups(matched_groups, "load_transform_state: the state")
+            source = "load_transform_state: the state"
+            for warning in chain_warnings(source, self._stepping, self._tracked_groups.groups, matched_groups):
+                warn_caller(warning)
+            self._load_groups(matched_groups, source)
 
     def _load_groups(self, saved_groups: Sequence[Group | None], source: str) -> None:
         """Copy the entries of each saved group, if there is one, and warn once of numbers that differ.

@@ -118,6 +118,18 @@ def test_an_optimizer_is_loaded_as_from_its_own_checkpoint(name: str, tmp_path: 
     assert groups[0][0]["weight_decay"] == 0.7
 
 
+def test_another_chain_is_a_warning_of_load_and_none_of_load_changed(tmp_path: Path) -> None:
+    model = model_of()
+    saved = mfx.TransformOptimizer(model, mfx.adamw(0.003))
+    train(model, saved)
+    save_by_dcp(tmp_path, model, saved)
+    other = mfx.adamw(0.003, nesterov=True)
+    with pytest.warns(UserWarning, match="another chain.*nesterov: False in the checkpoint, True here"):
+        ck.load(tmp_path, mfx.TransformOptimizer(model, other))
+    with warnings.catch_warnings(action="error"):
+        ck.load_changed(tmp_path, mfx.TransformOptimizer(model, other))
+
+
 def changed(model: nn.Module) -> mfx.TransformOptimizer:
     """The last weight has moved to AdamW, a layer is frozen, and the gradients are clipped."""
     model[1].requires_grad_(False)
