@@ -46,7 +46,7 @@ class Extras(NamedTuple):
     """The arguments that a training loop may pass, for the function or a transform that it calls. None: any."""
 
 
-ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
+ON_PIECES = frozenset({"sum_over_leaves", "sum_over_shards", "shard", "max_over_ranks"})
 """Extra arguments that compute over ranks. A TREE transform that names one of them runs on shards, without a gather."""
 
 _ALWAYS_SUPPLIED = frozenset({"sum_over_leaves"})

@@ -763,10 +763,10 @@ def transform(
 
     Args:
         constructor: the decorated function. Its ``update`` takes ``(updates, state, params)`` and, as keyword-only
-            arguments, the extra arguments that it reads, such as ``value=loss``. Three of them are supplied
-            automatically: ``sum_over_leaves``, ``max_over_ranks`` and ``shard``. On sharded parameters, a
-            transform of locality TREE that names one of them receives this rank's shards. Any other TREE transform
-            receives the gathered tensors.
+            arguments, the extra arguments that it reads, such as ``value=loss``. Four of them are supplied
+            automatically: ``sum_over_leaves``; and over ranks only, ``sum_over_shards``, ``max_over_ranks`` and
+            ``shard``. On sharded parameters, a transform of locality TREE that names one of them receives this rank's
+            shards. Any other TREE transform receives the gathered tensors.
         **options: the options described below.
         name: a permanent public name, such as "acme.my_momentum", which checkpoints use to identify the transform. Its
             last part is the key of the state in a chain. None: the module and the name of the function, so that

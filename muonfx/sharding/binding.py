@@ -121,6 +121,7 @@ class Binding:
             "shard": self.layout.shard,
             "max_over_ranks": self.max_over_ranks,
             "sum_over_leaves": self.sum_over_leaves,
+            "sum_over_shards": self.sum_over_shards,
         }
         """The extra arguments that compute over ranks, for transforms that accept them."""
 
@@ -184,15 +185,33 @@ class Binding:
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Return the sum of a tree of scalars over all ranks. The scalar of a replicated shard counts once."""
-        device = tree.device_of(scalars)
-        counted = [
-            self._counted(name, leaf.to(device)) for name, leaf in tree.named_leaves(scalars) if leaf is not None
-        ]
-        if not counted:
+        totals = self._totals(scalars)
+        if not totals:
             return torch.zeros(())
-        stacked = torch.stack(counted)
+        return sum_over_leaves(list(totals.values()))  # the function of a single process adds the leaves
+
+    def sum_over_shards(self, values: PyTree) -> PyTree:
+        """Return for each leaf the sum of the values of its shards, which all have one shape, by one all-reduce.
+
+        For ``{"w": tensor(6.), "b": tensor(2.)}``, the numbers of elements in this rank's shards, it returns those of
+        the whole parameters. The value of a replicated shard counts once. None stays None.
+        """
+        totals = self._totals(values)
+        _, treedef = tree.flatten(values)
+        return tree.unflatten(treedef, [totals.get(name) for name in tree.names(values)])
+
+    def _totals(self, values: PyTree) -> dict[str, Tensor]:
+        """Return by name the sum over ranks of each leaf of a tree that is not None. The leaves have one shape."""
+        device = tree.device_of(values)
+        counted: dict[str, Tensor] = {}
+        for name, leaf in tree.named_leaves(values):
+            if leaf is not None:
+                counted[name] = self._counted(name, leaf.to(device))
+        if not counted:
+            return {}
+        stacked = torch.stack(list(counted.values()))
         all_reduce(self.layout, stacked, "summing over all ranks")
-        return sum_over_leaves(list(stacked.unbind()))  # the function of a single process adds the leaves
+        return dict(zip(counted, stacked.unbind(), strict=True))
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum of a tensor over all ranks. An all-reduce finds it, without a host sync."""
@@ -222,10 +241,15 @@ class Binding:
             return
         self._warned.add(key)
         nbytes = sum(self.layout.specs[name].nbytes for name in tree.names(params))
+        advice = (
+            "declare a smaller locality, or add an argument sum_over_leaves to its update if it needs only a sum over "
+            "the tree"
+        )
+        if tx.name == "monitor":  # its users cannot declare anything
+            advice = "leave out the metric 'orthogonality_error', and call mfx.diagnose now and then"
         warn_together(
             f"{tx.name} has the locality TREE, so at every step every rank gathers all updates and parameters, "
-            f"{nbytes / 2**20:.1f} MiB each, and repeats the same computation: declare a smaller locality, or add an "
-            "argument sum_over_leaves to its update if it needs only a sum over the tree",
+            f"{nbytes / 2**20:.1f} MiB each, and repeats the same computation: {advice}",
             self.layout.group,
         )
 
@@ -286,7 +310,11 @@ def _on_all(tx: Transform, binding: Any):
     `stand_in` turns these two functions into a transform like `tx`. `binding` gathers and shards trees.
     """
     # Every rank has all whole tensors: nothing is added over ranks, and nothing is sharded.
-    extras_of_process: dict[str, Any] = {"sum_over_leaves": sum_over_leaves, "shard": lambda values: values}
+    extras_of_process: dict[str, Any] = {
+        "sum_over_leaves": sum_over_leaves,
+        "sum_over_shards": lambda values: values,
+        "shard": lambda values: values,
+    }
 
     def init(params: PyTree) -> PyTree:
         binding.warn_of_gathering(tx, params)

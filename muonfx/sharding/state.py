@@ -39,6 +39,7 @@ from muonfx.sharding.shards.dtensors import (
     parameter_like,
 )
 from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.transforms.monitor import LeafMonitorState
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 
@@ -92,6 +93,9 @@ def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) 
     state = fixed(visited).functions.init(visited.params)
     if execution_of(visited) == "whole tree" and not binding.holds_all:
         # It runs on the gathered tree, so its whole state is equal on all ranks: no leaf belongs to a parameter.
+        return _of_leaves(state, params={})
+    if isinstance(state, LeafMonitorState):
+        # Every rank has all values. They have the shape of a parameter without dims, which may be sharded.
         return _of_leaves(state, params={})
     return _of_leaves(state, visited.params, plans.get(visited))
 

@@ -23,7 +23,7 @@ from muonfx.transforms.moments import (
     scale_by_lion,
     scale_by_rms,
 )
-from muonfx.transforms.monitor import Metric, MonitorState, metrics, monitor
+from muonfx.transforms.monitor import LeafMonitorState, Metric, MonitorState, metrics, monitor
 from muonfx.transforms.neurons import NeuronsState, normalize_neurons
 from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
 from muonfx.transforms.orthogonalize import orthogonalize
@@ -33,12 +33,12 @@ from muonfx.transforms.scale import ShapeRule, scale, scale_by_learning_rate, sc
 # fmt: off
 __all__ = [
     "AccumulateState", "AdamState", "AttentionHeads", "DebiasedMomentumState", "DebiasedRmsState", "EmaParamsState",
-    "Leaf", "LionState", "MasterParamsState", "MatrixSlot", "MatrixView", "Metric", "MomentumState", "MonitorState",
-    "NeuronsState", "Number", "RmsState", "ShapeRule", "SkipNonfiniteState", "Slot", "StateAndMatrixStep",
-    "StateAndStep", "StepCount", "accumulate", "add_decayed_weights", "cautious", "clip_by_block_rms",
-    "clip_by_global_norm", "clip_by_value", "ema_params", "leafwise", "master_params", "matrixwise", "metrics",
-    "momentum", "monitor", "normalize_neurons", "orthogonalize", "qk_clip", "scale", "scale_by_adam",
-    "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_shape", "scale_by_sign", "skip_nonfinite",
-    "subtract_decayed_weights",
+    "Leaf", "LeafMonitorState", "LionState", "MasterParamsState", "MatrixSlot", "MatrixView", "Metric", "MomentumState",
+    "MonitorState", "NeuronsState", "Number", "RmsState", "ShapeRule", "SkipNonfiniteState", "Slot",
+    "StateAndMatrixStep", "StateAndStep", "StepCount", "accumulate", "add_decayed_weights", "cautious",
+    "clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "ema_params", "leafwise", "master_params",
+    "matrixwise", "metrics", "momentum", "monitor", "normalize_neurons", "orthogonalize", "qk_clip", "scale",
+    "scale_by_adam", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_shape", "scale_by_sign",
+    "skip_nonfinite", "subtract_decayed_weights",
 ]
 # fmt: on

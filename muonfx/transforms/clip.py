@@ -128,17 +128,22 @@ def norm_over_leaves(updates: PyTree | Leaf, sum_over_leaves: Sum) -> Tensor:
     if isinstance(updates, Leaf):
         total = sum_over_leaves(record_for_each(_squares, record_on_list(ew.norms, updates)))
     else:
-        total = _total_squares(updates, sum_over_leaves)
+        total = sum_over_leaves(squares_of_leaves(updates))
     if total.ndim == 0:  # there are no leaves
         return total
+    return norm_of_squares(total)
+
+
+def norm_of_squares(total: Tensor) -> Tensor:
+    """Return the 2-norm of which ``total``, of shape (2,), is the sum of the `squares_of_leaves`."""
     # The two items are the sum of n^2 and the sum of (small n)^2 over the norms n of all leaves. The first root is the
     # norm. If a square overflows, the second root divided by small is the norm.
     norm, small_norm = ew.safe_sqrt(total).unbind()
     return torch.where(norm.isfinite(), norm, small_norm / _small(total))
 
 
-def _total_squares(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
-    """Return the sum of the `_squares` of all leaves on all ranks, of shape (2,)."""
+def squares_of_leaves(updates: PyTree) -> PyTree:
+    """Return for each leaf a tensor of shape (2,): the square of its norm, and of a small multiple of the norm."""
     present = Present(updates)
     norms = ew.norms(present.pick(updates))
     types = {(norm.device, norm.dtype) for norm in norms}
@@ -146,7 +151,7 @@ def _total_squares(updates: PyTree, sum_over_leaves: Sum) -> Tensor:
         squares = _squares(torch.stack(norms)).unbind()  # three kernel launches in all, not per leaf
     else:
         squares = list(map(_squares, norms))
-    return sum_over_leaves(present.fill(squares))
+    return present.fill(squares)
 
 
 def _squares(norms: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, Locality, extras, transform
 from muonfx.core.donation import NOTHING
+from muonfx.core.extras import InitAndUpdate
 from muonfx.internal.wrappers import unwrapped_optimizer
-from muonfx.transforms.clip import Sum, norm_over_leaves
+from muonfx.transforms.clip import Sum, norm_of_squares, norm_over_leaves, squares_of_leaves
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -21,7 +22,14 @@ class MonitorState(NamedTuple):
     """State of the transform `monitor`: the latest measured values."""
 
     values: dict[str, Tensor]
-    """The latest value of each metric, 0-d fp32, by the key "name/metric", or "name/leaf/metric" with ``by_leaf``."""
+    """The latest value of each metric, 0-d fp32, by the key "name/metric"."""
+
+
+class LeafMonitorState(NamedTuple):
+    """State of the transform `monitor` with ``by_leaf``: the latest measured values of each leaf."""
+
+    values: dict[str, dict[str, Tensor]]
+    """For each metric, by the key "name/metric", a dict from the leaf to its latest value, 0-d fp32."""
 
 
 def _size(u: Tensor) -> Tensor:
@@ -72,6 +80,7 @@ METRICS: dict[str, Callable[[PyTree, Sum], Tensor]] = {
 """The metrics of `monitor` by name: functions of a tree of updates and of ``sum_over_leaves``, a sum over all ranks."""
 
 _SUMS = {"norm", "rms"}
+"""The metrics that follow from sums over the elements, which can be added up over ranks."""
 
 
 @transform(locality=Locality.TREE, position="observer")
@@ -87,7 +96,12 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
             "orthogonality_error" (mean over matrices U of $\|UU^T - I\|_F / \sqrt{r}$, where r is the length of U's
             shorter side; U is transposed if it has more rows than columns).
         by_leaf: measure each leaf separately, with the key "name/leaf/metric". `muonfx.plot.plot_update_rms` plots the
-            values. If parameters are sharded, all updates are gathered at every step.
+            values. A leaf whose gradient is None keeps its former values.
+
+    On sharded parameters, "norm" and "rms" need one all-reduce of a few numbers for each leaf. Their last bits may
+    differ from those of one process, since the squares are added in another order. "orthogonality_error" needs whole
+    matrices: every rank gathers all updates at every step, so on a large model call `muonfx.diagnose` now and then
+    instead.
 
     Raises:
         ValueError: a metric is unknown, or ``metrics`` is empty; the message lists the known metrics.
@@ -108,44 +122,114 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
 
     unique_metrics = list(dict.fromkeys(metrics))  # a metric that is given twice is measured once
 
-    def trees(values: PyTree) -> dict[str, PyTree]:
-        """Return the trees to measure: the whole tree by ``name``, or each leaf by "name/leaf"."""
-        if not by_leaf:
-            return {name: values}
-        return {f"{name}/{leaf_name}": leaf for leaf_name, leaf in tree.named_leaves(values)}
+    # The sharding layer passes shards to an ``update`` with an argument such as ``sum_over_leaves``, and whole leaves
+    # to any other.
+    can_run_on_shards = _SUMS.issuperset(unique_metrics)
+    if by_leaf:
+        return _monitor_of_leaves(name, unique_metrics, can_run_on_shards)
+    return _monitor_of_tree(name, unique_metrics, can_run_on_shards)
+
+
+def _monitor_of_tree(name: str, metrics: list[Metric], can_run_on_shards: bool) -> InitAndUpdate:
+    """Return the functions of a `monitor` that measures the whole tree."""
 
     def init(params: PyTree) -> MonitorState:
         zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
-        values: dict[str, Tensor] = {}
-        for prefix in trees(params):
-            for metric in unique_metrics:
-                values[f"{prefix}/{metric}"] = zero.clone()
-        return MonitorState(values)
+        return MonitorState({f"{name}/{metric}": zero.clone() for metric in metrics})
 
     def update_on_shards(
         updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
         """Measure the updates, which are this rank's shards if ``sum_over_leaves`` adds up over ranks."""
         values: dict[str, Tensor] = {}
-        for prefix, measured_tree in trees(updates).items():
-            for metric in unique_metrics:
-                key = f"{prefix}/{metric}"
-                value = METRICS[metric](measured_tree, sum_over_leaves)
-                values[key] = value.to(state.values[key])  # on the device of the state
+        for metric in metrics:
+            key = f"{name}/{metric}"
+            value = METRICS[metric](updates, sum_over_leaves)
+            values[key] = value.to(state.values[key])  # on the device of the state
         return updates, MonitorState(values)
 
     def update(updates: PyTree, state: MonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
         return update_on_shards(updates, state, sum_over_leaves=extras.sum_over_leaves)
 
-    # The sharding layer passes shards to an ``update`` with the argument ``sum_over_leaves``, and whole leaves to any
-    # other. The metrics of the whole tree in `_SUMS` are sums, which can be added up over ranks.
-    if not by_leaf and _SUMS.issuperset(metrics):
+    if can_run_on_shards:
         return init, update_on_shards
     return init, update
 
 
+def _unchanged(values: PyTree) -> PyTree:
+    return values
+
+
+def _monitor_of_leaves(name: str, metrics: list[Metric], can_run_on_shards: bool) -> InitAndUpdate:
+    """Return the functions of a `monitor` that measures each leaf separately."""
+
+    def init(params: PyTree) -> LeafMonitorState:
+        zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
+        values: dict[str, dict[str, Tensor]] = {}
+        for metric in metrics:
+            # The keys are the names of parameters and nothing else, so each value belongs to its parameter.
+            values[f"{name}/{metric}"] = {leaf_name: zero.clone() for leaf_name in tree.names(params)}
+        return LeafMonitorState(values)
+
+    def update_on_shards(
+        updates: PyTree,
+        state: LeafMonitorState,
+        params: PyTree = None,
+        *,
+        sum_over_shards: Callable[[PyTree], PyTree] = _unchanged,
+        donate: Donation = NOTHING,
+    ):
+        """Measure the updates, which are this rank's shards if ``sum_over_shards`` adds up over ranks."""
+        sums_of = dict(tree.named_leaves(sum_over_shards(_sums_of_leaves(updates))))
+        values: dict[str, dict[str, Tensor]] = {}
+        for metric in metrics:
+            key = f"{name}/{metric}"
+            values[key] = dict(state.values[key])  # a leaf without a gradient keeps its value
+            for leaf_name, leaf in tree.named_leaves(updates):
+                if leaf is None:
+                    continue
+                if metric == "orthogonality_error":
+                    value = _orthogonality_error(leaf, extras.sum_over_leaves)
+                else:
+                    value = _value_of_sums(metric, sums_of[leaf_name])
+                values[key][leaf_name] = value.to(state.values[key][leaf_name])  # on the device of the state
+        return updates, LeafMonitorState(values)
+
+    def update(updates: PyTree, state: LeafMonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return update_on_shards(updates, state)
+
+    if can_run_on_shards:
+        return init, update_on_shards
+    return init, update
+
+
+def _sums_of_leaves(updates: PyTree) -> PyTree:
+    """Return a tensor of three sums for each leaf: its two `squares_of_leaves`, and its number of elements.
+
+    >>> _sums_of_leaves({"w": torch.tensor([3.0, 4.0])})["w"][[0, 2]]
+    tensor([25.,  2.], dtype=torch.float64)
+    """
+
+    def with_size(u: Tensor, squares: Tensor) -> Tensor:
+        size = squares.new_full((1,), float(u.numel()))
+        return torch.cat([squares, size])
+
+    return tree.map(with_size, updates, squares_of_leaves(updates))
+
+
+def _value_of_sums(metric: Metric, sums: Tensor) -> Tensor:
+    """Return the "norm" or the "rms" of a leaf, of which ``sums`` are the three `_sums_of_leaves` over all ranks."""
+    norm = norm_of_squares(sums[:2])
+    if metric == "norm":
+        return norm
+    number = sums[2].float()
+    return norm / number.clamp(min=1.0).sqrt()
+
+
 def metrics(state: PyTree) -> dict[str, Tensor]:
     """Return the latest values of all `monitor` transforms in a state, as a dict from "name/metric" to a 0-d tensor.
+
+    Monitors with ``by_leaf`` have the keys "name/leaf/metric", after those of all other monitors.
 
     Args:
         state: the state of a chain, or of any transform that contains monitors; or a `TransformOptimizer`, for its
@@ -161,11 +245,26 @@ def metrics(state: PyTree) -> dict[str, Tensor]:
     if isinstance(state, torch.optim.Optimizer):
         state = cast("Any", unwrapped_optimizer(state)).transform_state
     values: dict[str, Tensor] = {}
-    for monitor_state in tree.get_all(state, MonitorState).values():
-        shared_keys = values.keys() & monitor_state.values.keys()
+    for values_of_monitor in _values_by_monitor(state):
+        shared_keys = values.keys() & values_of_monitor.keys()
         if shared_keys:
             raise ValueError(
                 f"metrics: found {min(shared_keys)!r} in two monitors, expected one: give each monitor its own name"
             )
-        values.update(monitor_state.values)
+        values.update(values_of_monitor)
     return values
+
+
+def _values_by_monitor(state: PyTree) -> list[dict[str, Tensor]]:
+    """Return the latest values of each monitor in a state, by the keys "name/metric" or "name/leaf/metric"."""
+    values_by_monitor: list[dict[str, Tensor]] = []
+    for monitor_state in tree.get_all(state, MonitorState).values():
+        values_by_monitor.append(monitor_state.values)
+    for monitor_state in tree.get_all(state, LeafMonitorState).values():
+        values: dict[str, Tensor] = {}
+        for key, value_of_leaf in monitor_state.values.items():
+            name, _, metric = key.rpartition("/")
+            for leaf_name, value in value_of_leaf.items():
+                values[f"{name}/{leaf_name}/{metric}"] = value
+        values_by_monitor.append(values)
+    return values_by_monitor

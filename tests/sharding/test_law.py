@@ -298,7 +298,7 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.accumulate(EXACT, 2),
         mfx.as_tensors(EXACT),
         mfx.chain(mfx.clip_by_global_norm(0.1), EXACT),
-        mfx.chain(mfx.monitor("before"), EXACT, mfx.monitor("after")),
+        mfx.chain(mfx.monitor("before"), EXACT, mfx.monitor("after", by_leaf=True)),
         mfx.masked(EXACT, mfx.routing.ndim(min=1)),
         mfx.chain(EXACT, mfx.ema_params(0.9)),
         mfx.master_params(EXACT),

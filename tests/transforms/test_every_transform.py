@@ -119,7 +119,12 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.momentum(0.9, debias=True, nesterov=False, dtype=mfx.int8(**TINY, stochastic=True)),
         mfx.momentum(0.9, heavy_ball=True, dtype=mfx.fp8(**TINY, format="e5m2", stochastic=True)),
     ],
-    "monitor": [mfx.monitor(), mfx.monitor("u", ("rms", "orthogonality_error"))],
+    "monitor": [
+        mfx.monitor(),
+        mfx.monitor("u", ("rms", "orthogonality_error")),
+        mfx.monitor("u", by_leaf=True),
+        mfx.monitor("u", ("norm", "orthogonality_error"), by_leaf=True),
+    ],
     "normalize_columns": [mfx.contrib.normalize_columns()],
     "normalize_leaves": [mfx.contrib.normalize_leaves()],
     "normalize_matrices": [mfx.contrib.normalize_matrices(view=mfx.MatrixView("out ... -> (...) out"))],
