@@ -39,7 +39,6 @@ from muonfx.sharding.shards.dtensors import (
     parameter_like,
 )
 from muonfx.sharding.shards.flat_shard import FlatShard
-from muonfx.transforms.monitor import LeafMonitorState
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 
@@ -94,8 +93,9 @@ def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) 
     if execution_of(visited) == "whole tree" and not binding.holds_all:
         # It runs on the gathered tree, so its whole state is equal on all ranks: no leaf belongs to a parameter.
         return _of_leaves(state, params={})
-    if isinstance(state, LeafMonitorState):
-        # Every rank has all values. They have the shape of a parameter without dims, which may be sharded.
+    if getattr(state, "is_equal_on_all_ranks", False):
+        # The class of the state declares it, as that of `monitor` does, because a 0-d value of a leaf and the state of a
+        # 0-d parameter, which may be sharded, have the same shape.
         return _of_leaves(state, params={})
     return _of_leaves(state, visited.params, plans.get(visited))
 

@@ -31,6 +31,8 @@ class LeafMonitorState(NamedTuple):
     values: dict[str, dict[str, Tensor]]
     """For each metric, by the key "name/metric", a dict from the leaf to its latest value, 0-d fp32."""
 
+    is_equal_on_all_ranks = True  # no field: read by the sharding layer, which would shard the value of a 0-d leaf
+
 
 def _size(u: Tensor) -> Tensor:
     """Return the number of elements as a tensor, which can be added up over ranks."""

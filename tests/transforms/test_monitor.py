@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonfx as mfx
+from muonfx.tree.members import parameters_of
 from tests.checkpoint.common import bits
 
 WATCHED = mfx.chain(
@@ -81,6 +82,6 @@ def test_a_parameter_may_have_the_name_of_a_metric():
     params = {"norm": torch.ones(2), "rms": torch.full((4,), 3.0)}
     tx = mfx.monitor("norm", by_leaf=True)
     _, state = tx.update(params, tx.init(params))
-    owners = mfx.tree.members.parameters_of(state, params)
+    owners = parameters_of(state, params)
     assert owners == ["norm", "rms", "norm", "rms"]
     assert float(mfx.metrics(state)["norm/rms/rms"]) == 3.0
