@@ -16,7 +16,7 @@ PARAMS: dict[str, Any] = {"up": some(4, 5), "bias": some(3), "down": some(6, 2),
 
 
 def second_step(here: Here, tx: mfx.Transform, layout: Any, grads: dict[str, Any]) -> tuple[Counted, Any]:
-    """Count the messages of a step, and return its state too. The first step sends more, since it compares the replicas."""
+    """Count the messages of the second step, and return its state. The first step also compares the replicas."""
     sharded = sharding.sharded(tx, layout)
     _, state = sharded.update(layout.shard(grads), sharded.init(layout.shard(PARAMS)))
     with counting(here) as counted:
