@@ -718,15 +718,13 @@ class TransformOptimizer(Optimizer):
     # ----------------------------------------------------------------------------------------------------- stepping
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to None or zeros, also of tensors that replaced parameters of the model.
-
-        Over ranks, an error in edited groups or in an edited ``optimizer.state`` is raised by the next call of `step`,
-        on all ranks, because the edit may be on one rank only.
-        """
+        """Set all gradients to None or zeros, also of tensors that replaced parameters of the model."""
         if not torch.compiler.is_compiling():
             try:
                 self._use_replacements(may_communicate=False)
             except (TypeError, ValueError):
+                # Groups or ``optimizer.state`` may have been edited wrongly on one rank only. Over ranks, the next step
+                # raises the error on all of them.
                 if not self._stepping.is_over_ranks:
                     raise
         super().zero_grad(set_to_none)
@@ -800,8 +798,7 @@ class TransformOptimizer(Optimizer):
         as `normalize_neurons` does. That state is returned as DTensors, sharded evenly over the parameter's mesh, so
         that torch can save, gather and reshard it.
 
-        Each group also has the code of its schedules, under "schedules", and of the chains of its parameters, under
-        "chain_code". `load_state_dict` compares them with the code of the optimizer that loads.
+        Each group has the code of its schedules and chains, which `load_state_dict` compares with its own.
 
         Raises:
             ShardingError: all ranks must call this together, and a rank did not.
