@@ -70,7 +70,7 @@ def with_views(tx: Transform, labels: Labels) -> Transform:
     """
     if not labels.views:
         return tx
-    tx = tx.with_children(lambda part: with_views(part, labels))
+    tx = tx.with_children([with_views(part, labels) for part in tx.children])
     view = tx.arguments.get("view")
     if not isinstance(view, MatrixView):
         return tx

@@ -273,11 +273,7 @@ class Transform(Recorded):
             return list(entries_of(self.arguments[argument], self.factory.__name__))
         return super()._names_of_parts(argument)
 
-    def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
-        """Return a copy in which each transform ``t`` among the arguments is replaced by ``function(t)``."""
-        return self._with_children([function(child) for child in self.children])
-
-    def _with_children(self, children: Sequence[Transform]) -> Transform:
+    def with_children(self, children: Sequence[Transform]) -> Transform:
         """Return a copy with other transforms among the arguments, given in the order of `children`."""
         parts = list(self.parts)
         child_indices = [index for index, part in enumerate(parts) if isinstance(part, Transform)]

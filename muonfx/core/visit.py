@@ -326,7 +326,7 @@ def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> Rec
         params_of[index] = inner_params
 
     recorders = [_recorder(inner, index, record, replaced) for index, inner in enumerate(tx.children)]
-    tx_with_recorders = tx._with_children(recorders)
+    tx_with_recorders = tx.with_children(recorders)
     with warnings.catch_warnings():  # init on the real parameters gives the warnings
         warnings.simplefilter("ignore")
         state = tx_with_recorders.functions.init(params)
@@ -349,18 +349,21 @@ def fixed(visited: Visit) -> Transform:
 
     For example, an inner transform that selects parameters by shape is replaced by one with a mask.
     """
-    tx = visited.tx
-    resolved_children = [fixed(inner_visit) for inner_visit in visited.calls]
+    return with_inner(visited.tx, [fixed(inner_visit) for inner_visit in visited.calls])
+
+
+def with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transform:
+    """Return a transform that calls other transforms, given in the order of ``tx.children``; ``tx`` if none differs."""
     is_unchanged = True
-    for child, resolved_child in zip(tx.children, resolved_children, strict=True):
-        if resolved_child is not child:
+    for child, inner in zip(tx.children, inner_transforms, strict=True):
+        if inner is not child:
             is_unchanged = False
     if is_unchanged:
         return tx
     member_names = chain_entries(tx)
     if member_names is None:
-        return tx._with_children(resolved_children)
-    return as_chain(dict(zip(member_names, resolved_children, strict=True)))  # with the same names
+        return tx.with_children(inner_transforms)
+    return as_chain(dict(zip(member_names, inner_transforms, strict=True)))  # with the names of the former members
 
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:

@@ -290,7 +290,7 @@ def _watched(tx: Transform, measurements: _Measurements) -> Transform:
     """Return a transform with the same updates, in which each orthogonalization and learning rate is measured."""
     is_rate = tx.position == "learning_rate" and not tx.children
     if tx.factory is not orthogonalize and not is_rate:
-        return tx.with_children(lambda part: _watched(part, measurements))
+        return tx.with_children([_watched(part, measurements) for part in tx.children])
 
     @transform(name=f"muonfx.{tx.name}", locality=tx.locality, position=tx.position)
     def watched():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Combinator, Locality, MatrixWork, Transform, transform
-from muonfx.core.chain import chain_entries, widest
+from muonfx.core.chain import widest
 from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import stacked
 from muonfx.core.value import numbers_of, with_numbers
-from muonfx.core.visit import Visit, as_chain
+from muonfx.core.visit import Visit, with_inner
 from muonfx.optimizer.group_numbers import Number, Numbers, equal
 from muonfx.optimizer.named_parameters import Gradients
 from muonfx.tree import PyTree
@@ -143,22 +142,10 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
         return _versions(tx, visited, groups)
     # A transform that runs once for all parameters cannot have several numbers, only several tensors of one value.
     _require_tensors(visited, conflicts_of_tx, groups)
-    children = tx.children
     new_children: list[Transform] = []
-    for child, child_visit in zip(children, visited.calls, strict=True):
+    for child, child_visit in zip(tx.children, visited.calls, strict=True):
         new_children.append(_split_by_groups(child, child_visit, groups, conflicts))
-    if all(map(is_, new_children, children)):  # none was replaced
-        return tx
-    return _with_inner(tx, new_children)
-
-
-def _with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transform:
-    """Return a copy of ``tx`` that calls other transforms, given in the order of ``tx.children``."""
-    members = chain_entries(tx)
-    if members is not None:  # the names of the members stay, because the state has its entries under them
-        return as_chain(dict(zip(members, inner_transforms, strict=True)))
-    remaining = iter(inner_transforms)
-    return tx.with_children(lambda _: next(remaining))  # called for each child in order
+    return with_inner(tx, new_children)
 
 
 def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> Transform:

@@ -73,8 +73,7 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
             inner_chains.append(identity())
     if is_divided:  # one of the transforms receives the parameter, or none
         return inner_chains[0] if inner_chains else identity()
-    remaining = iter(inner_chains)
-    chain = tx.with_children(lambda _: next(remaining))
+    chain = tx.with_children(inner_chains)
     changes: dict[str, Any] = {}
     for argument, value in chain.arguments.items():
         if isinstance(value, Schedule):  # schedules are compared and reported with the numbers of groups

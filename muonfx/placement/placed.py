@@ -245,7 +245,7 @@ def _place_wrapper(visited: Visit, where: Where) -> Transform:
         if is_offloaded:  # the wrapper can skip it before its state is loaded
             inner = skippable(inner)
         inner_transforms.append(inner)
-    rewritten = visited.tx._with_children(inner_transforms)
+    rewritten = visited.tx.with_children(inner_transforms)
     if not is_offloaded:
         return rewritten
     return with_own_state_in_store(rewritten, StateDivision.of(visited.tx, visited.params), where.store)

@@ -133,7 +133,7 @@ READS_PARAMS = [case for case in READS_PARAMS if _is_exact(case.values[0].tx)]
 
 def _in_float64(tx: mfx.Transform) -> mfx.Transform:
     """Return a transform with matrix products in float64, for finite differences."""
-    inner = tx.with_children(_in_float64) if tx.children else tx
+    inner = tx.with_children(list(map(_in_float64, tx.children))) if tx.children else tx
     return inner.replace(dtype=torch.float64) if inner.name == "orthogonalize" else inner
 
 

@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 def followed(tx: mfx.Transform) -> mfx.Transform:
     """Make each number of a transform, and of those within it, a constant schedule."""
-    made = tx.with_children(followed) if tx.children else tx
+    made = tx.with_children(list(map(followed, tx.children))) if tx.children else tx
     numbers = {name: value for name, value in made.arguments.items() if isinstance(value, float)}
     return made.replace(**{name: mfx.constant_schedule(value) for name, value in numbers.items()}) if numbers else made
 

@@ -328,7 +328,8 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
     """
     # With elementwise transforms inside, all that it reads beyond an element is read by the wrapper itself.
     names = tuple(tree.names(params))
-    with_elementwise = tx.resolve(on_meta(params)).with_children(lambda child: _halve_leaves(names))
+    resolved = tx.resolve(on_meta(params))
+    with_elementwise = resolved.with_children([_halve_leaves(names) for _ in resolved.children])
     own_locality = tx.declaration.combinator.own_locality
     if own_locality is Locality.ELEMENT:
         check_elements(with_elementwise, params, steps)

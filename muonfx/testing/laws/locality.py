@@ -307,7 +307,7 @@ def _without_work_on_wholes(tx: Transform) -> Transform:
     """
     if tx.locality in (Locality.MATRIX, Locality.LEAF):
         return scale(-0.5)
-    return tx.with_children(_without_work_on_wholes)
+    return tx.with_children([_without_work_on_wholes(child) for child in tx.children])
 
 
 def _check_sums_of_leaves(
