@@ -185,14 +185,17 @@ def _continue_optimizer(optimizer: SavedOptimizer, continuation: Continuation, i
     reason = "the checkpoint has none"
     saved_groups: list[dict[str, Any]] | None = index.objects.get(GROUPS)
     if saved_groups is not None:
-        # The chain may be another one, so its record is not compared.
-        saved_groups = [{key: saved[key] for key in saved if key != CHAINS} for saved in saved_groups]
+        saved_groups = [dict(saved) for saved in saved_groups]
+        for saved in saved_groups:
+            saved.pop(CHAINS, None)  # the chain may be another one, so its record is not compared
         current_groups = optimizer.saved_groups()
         renamed_groups, new_numbers = _for_groups_of(current_groups, saved_groups)
         try:
             optimizer.load_transform_state(continuation.state, renamed_groups)
         except ValueError as error:
-            reason = _difference_of_groups(current_groups, saved_groups) or str(error)
+            reason = _difference_of_groups(current_groups, saved_groups)
+            if not reason:
+                reason = str(error).removeprefix("nothing was loaded: ")  # the state is loaded below
         else:
             groups = "; ".join(["param_groups: loaded", *new_numbers])
             return replace(continuation, state=optimizer.transform_state, groups=groups)
@@ -431,7 +434,7 @@ def _nothing_to_keep(expected: Shapes, stored: Shapes, index: Index, where: str)
         f"no leaf of the checkpoint fits `like`, whose whole state would start again: it has "
         f"{format_list(stored_texts, str) or 'no state'}, and `like` has {format_list(texts, str)}"
     )
-    advice = "to start the state again, use `like` as it is, and do not call load_changed"
+    advice = "to start the state again, do not call load_changed"
     if has_state_dict(index.objects):
         advice = "it has the state dict of an optimizer: pass an optimizer as `like`, not its state"
     return MismatchError(f"{where}: {problem}; nothing was loaded; {advice}", [problem])

@@ -92,9 +92,11 @@ def _container() -> Any:
                     renamed[key] = renamed.pop(canonical_key)
             add_chains = partial(_with_saved_chains, renamed)
             hooks = [optimizer.register_load_state_dict_pre_hook(add_chains) for optimizer in self.optimizers]
-            super().load_state_dict(renamed)
-            for hook in hooks:
-                hook.remove()
+            try:
+                super().load_state_dict(renamed)
+            finally:
+                for hook in hooks:
+                    hook.remove()
 
     return MuonContainer
 
@@ -114,7 +116,7 @@ def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[st
         chain_of: dict[str, SavedChain] = {}
         for name in live_group["param_names"]:
             record = flat.get(f"param_groups.{name}.{CHAINS}")
-            if record:  # earlier versions have saved none
+            if record:  # None if a new parameter is not in the checkpoint
                 chain_of[name] = chain_in(record, plain_name_of[name])
         groups.append({**group, CHAINS: record_of(chain_of)})
     return {**state_dict, "param_groups": groups}

@@ -418,15 +418,13 @@ class TransformOptimizer(Optimizer):
         check_usable(named, layout)
         _, others = divide(not_trained, named)
         stepping = stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
-        stepping.callers_tensors = self._callers_tensors
         # The transform has the labels, such as ``partition(transforms, {"w": "muon", "b": None})``. They are read from
         # the object that was created for all named parameters. If some have the label None, another one is created
         # for the others.
         names_left_out = {name for name, rule in stepping.rules.items() if rule.is_left_out}
-        if not names_left_out:
-            return stepping
-        left_out, trained = divide(named, names_left_out)
-        stepping = stepping_for(tx, trained, {**others, **left_out}, layout, settings, self.bucket_bytes)
+        if names_left_out:
+            left_out, trained = divide(named, names_left_out)
+            stepping = stepping_for(tx, trained, {**others, **left_out}, layout, settings, self.bucket_bytes)
         stepping.callers_tensors = self._callers_tensors
         return stepping
 
@@ -959,9 +957,10 @@ class TransformOptimizer(Optimizer):
         self._stepping.note_loaded(self._current["state"])
         if matched_groups is not None:
             source = "load_transform_state: the state"
+            self._load_groups(matched_groups, source)
+            # Last, because a warning may be turned into an error, and the load must be complete then.
             for warning in chain_warnings(source, self._stepping, self._tracked_groups.groups, matched_groups):
                 warn_caller(warning)
-            self._load_groups(matched_groups, source)
 
     def _load_groups(self, saved_groups: Sequence[Group | None], source: str) -> None:
         """Copy the entries of each saved group, if there is one, and warn once of numbers that differ.

@@ -1,6 +1,7 @@
 """A state dict of another chain is loaded with a warning; what differs without another update gives none."""
 
 import copy
+import functools
 import io
 import json
 import tempfile
@@ -264,17 +265,24 @@ def test_the_record_is_in_state_dicts_only_and_is_json():
     assert all("chain_code" not in group for group in [*optimizer.param_groups, *optimizer.saved_groups()])
 
 
-def without_record(saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as torch returns it with `flatten_optimizer_state_dict=True`."""
-    for group in saved["param_groups"]:
-        del group["chain_code"]
-    return saved
-
-
-def test_a_state_dict_without_a_record_is_not_compared():
-    """torch leaves the record out when it flattens a state dict."""
+def test_a_flattened_state_dict_is_not_compared():
+    """torch leaves the record out when it loads one."""
     old, new = labelled(mfx.chain(mfx.momentum(0.9), RATE)), labelled(mfx.chain(mfx.momentum(nesterov=False), RATE))
-    assert chain_messages(lambda: new.load_state_dict(without_record(old.state_dict()))) == []
+    flattened = StateDictOptions(flatten_optimizer_state_dict=True)
+    saved = get_optimizer_state_dict(model_of(old), old, options=flattened)
+    load = functools.partial(set_optimizer_state_dict, model_of(new), new, saved, options=flattened)
+    assert chain_messages(load) == []
+
+
+def test_a_load_is_complete_if_its_warning_is_turned_into_an_error():
+    old, new = labelled(mfx.chain(mfx.momentum(0.9), RATE)), labelled(mfx.chain(mfx.momentum(nesterov=False), RATE))
+    old.param_groups[0]["lr"] = 0.25
+    saved_groups = old.state_dict()["param_groups"]
+    with warnings.catch_warnings(action="ignore"):
+        warnings.filterwarnings("error", message=".*another chain")
+        with pytest.raises(UserWarning, match="another chain"):
+            new.load_transform_state(old.transform_state, saved_groups)
+    assert new.param_groups[0]["lr"] == 0.25
 
 
 def model_of(optimizer: mfx.TransformOptimizer) -> nn.Sequential:
