@@ -28,7 +28,7 @@ from muonfx.internal.wrappers import unwrapped
 STATE = "state"
 """The key of the state in the state dict of an optimizer."""
 
-TO_DO = (
+_OTHER_WAY = (
     "create the optimizer as it was saved, load it by dcp.load and set_optimizer_state_dict, save it by "
     "mfx.checkpoint.save(path, optimizer), and load that"
 )
@@ -40,7 +40,7 @@ Path = tuple[str | int, ...]
 def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
     """Return the index with the names that `muonfx.checkpoint.save` gives the state and the groups of an optimizer.
 
-    The index is returned as it is if it has no state dict of an optimizer. Otherwise the result has nothing else.
+    An index without the state dict of an optimizer is returned unchanged. Otherwise the result has nothing else.
 
     Args:
         index: the index of the checkpoint.
@@ -61,7 +61,8 @@ def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
     if len(roots) > 1:
         texts = ", ".join([repr(name_of(root)) for root in roots])
         raise MismatchError(
-            f"{where}: found the state dicts of several optimizers, {texts}, expected one; nothing was loaded: {TO_DO}"
+            f"{where}: found the state dicts of several optimizers, {texts}, expected one; nothing was loaded: "
+            f"{_OTHER_WAY}"
         )
     groups = _groups_below((*roots[0], GROUPS), index.objects)
     leaves = _leaves_below((*roots[0], STATE), index.leaves, _names_of_params(groups), names)
@@ -75,7 +76,7 @@ def _require_not_flattened(objects: Iterable[str], where: str) -> None:
             if isinstance(key, str) and key.startswith(f"{GROUPS}."):
                 raise MismatchError(
                     f"{where}: found the key {key!r} of a state dict that was made with flatten_optimizer_state_dict="
-                    f"True, expected one without it; nothing was loaded: {TO_DO}"
+                    f"True, expected one without it; nothing was loaded: {_OTHER_WAY}"
                 )
 
 

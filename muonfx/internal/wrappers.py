@@ -41,7 +41,7 @@ def _has_prefix(name: str) -> bool:
 
 
 def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer in a wrapper of accelerate, which copies its groups only; any other is returned itself."""
+    """Return the optimizer inside accelerate's wrapper, which has only copies of the groups; else the argument."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
         return inner

@@ -215,12 +215,15 @@ def separate_tensors(
     ``numbers_of_groups`` is the result of `read_numbers`. Return the numbers in the groups after the replacement.
     ``callers_tensors`` records the replaced tensors, because the caller may write into them later.
     """
-    times = Counter[int]()  # how many hyperparameters have each tensor, by its id
+    number_of_uses = Counter[int]()  # how many hyperparameters have each tensor, by its id
     for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
-        times.update([tensor_id for _, _, tensor_id in _tensor_entries(tracked, numbers)])
+        number_of_uses.update(_ids_of_tensors(tracked, numbers))
     separate_numbers: list[dict[str, Number]] = []
     for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
-        common = {name: number for name, number in numbers.items() if times[id(number)] > 1}
+        common: dict[str, Number] = {}
+        for name, number in numbers.items():
+            if number_of_uses[id(number)] > 1:
+                common[name] = number
         if common:  # also in the first group, so that writing into the common tensor changes no group
             callers_tensors.note(common)
             copies = {name: own_copy(number) for name, number in common.items()}
@@ -230,21 +233,22 @@ def separate_tensors(
     return separate_numbers
 
 
-def _tensor_entries(tracked: TrackedGroup, numbers: Mapping[str, Number]) -> set[tuple[str, int, int]]:
-    """Return the key, the position in its value, and the id of each tensor in a group, such as ``("betas", 1, id)``.
+def _ids_of_tensors(tracked: TrackedGroup, numbers: Mapping[str, Number]) -> list[int]:
+    """Return the id of each tensor in the values of a group, such as "lr" and the two of "betas".
 
-    A key that sets numbers of several transforms, such as a common "lr", is there once, and "momentum" of Adam is not
-    there, because it repeats the first of "betas".
+    A key that sets numbers of several transforms, such as a common "lr", counts once. "momentum" of Adam does not
+    count, because it repeats the first of "betas".
     """
-    entries = set[tuple[str, int, int]]()
+    ids_of_key: dict[str, list[int]] = {}  # several transforms with one key have the same tensors
     for hyperparam in tracked.numbers.hyperparams:
         if hyperparam.is_mirror:
             continue
-        for position, name in enumerate(hyperparam.names):
-            number = numbers[name]
-            if isinstance(number, Tensor):
-                entries.add((hyperparam.key, position, id(number)))
-    return entries
+        values = [numbers[name] for name in hyperparam.names]
+        ids_of_key[hyperparam.key] = [id(value) for value in values if isinstance(value, Tensor)]
+    ids: list[int] = []
+    for ids_of_value in ids_of_key.values():
+        ids += ids_of_value
+    return ids
 
 
 def scalar(name: str, value: Any) -> Any:

@@ -300,10 +300,12 @@ class TrackedParameters:
 
         The caller puts the new tensors into the groups. If one of them is replaced later, the dict has it as a key.
         """
-        named = {name: self._shown.get(name, tracked.param) for name, tracked in self.tracked.items()}
-        replaced = self._replaced_in_models(named)
-        self._shown.update(replaced)
-        return {named[name]: param for name, param in replaced.items()}
+        param_of: dict[str, Tensor] = {}  # the tensor in the groups, by name
+        for name, tracked in self.tracked.items():
+            param_of[name] = self._shown.get(name, tracked.param)
+        new_param_of = self._replaced_in_models(param_of)
+        self._shown.update(new_param_of)
+        return {param_of[name]: new_param for name, new_param in new_param_of.items()}
 
     def note_shown(self, replaced: NamedTensors) -> None:
         """Record that the groups have tensors before their state is moved, if these have replaced parameters in models.
@@ -320,8 +322,7 @@ class TrackedParameters:
 
         ``named`` are the tensors in the param groups. If an engine has put another tensor there, it takes precedence
         over the tensor in the model, which is left out here. A tensor of `_shown` is from a model, not from an engine.
-        Tensors that FSDP2 has gathered, and tensors that would
-        be in two positions, are left out, too.
+        Tensors that FSDP2 has gathered, and tensors that would be in two positions, are left out, too.
         """
         others = self._others_in_models()
         if not others:  # usually; the search for gathered tensors walks through the models

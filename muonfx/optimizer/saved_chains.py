@@ -33,7 +33,7 @@ _LISTED = 10
 def chains_of(stepping: Stepping, names: Iterable[str]) -> dict[str, Transform]:
     """Return the chain of each named parameter. Parameters with equal chains have the same object.
 
-    The numbers in a chain are those of construction, because param groups have the current ones.
+    A chain has the numbers with which the optimizer was created, because param groups have the current numbers.
     """
     choices = _choices(stepping.inner)
     chain_of_key: dict[tuple[object, ...], Transform] = {}
@@ -60,7 +60,7 @@ def _choices(tx: Transform) -> list[Callable[[str], object]]:
 
 
 def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
-    """Return a transform as it is for one parameter: without labels, and with the pattern and mask of the parameter.
+    """Return what a transform does to one parameter: a transform without labels, with its pattern and mask only.
 
     ``visited`` is the visit of ``tx``. A transform that does not receive the parameter is replaced by `identity`.
     """
@@ -98,7 +98,7 @@ class SavedChain(NamedTuple):
     """The chain of a parameter in a state dict."""
 
     code: str
-    """Python code that creates the chain. Its numbers are those of construction."""
+    """Python code that creates the chain, with the numbers with which the optimizer was created."""
     fingerprint: str
 
 
@@ -106,7 +106,7 @@ def record_of(chain_of: Mapping[str, SavedChain]) -> list[Any]:
     """Return what a state dict records of the chains of a group, under the key `CHAINS`.
 
     It is a list with the number of parameters, then a list for each chain: its code, its fingerprint, and the names of
-    its parameters. The first chain is that of all other parameters, and has no names. It is a list and no dict, because
+    its parameters. The first chain belongs to all other parameters, and has no names. It is a list and no dict, because
     torch.distributed.checkpoint stores a list without tensors as one value. Without parameters, it is empty.
 
     ``chain_of`` has the chain of each parameter by name, without the components that wrappers add to names.
@@ -209,7 +209,7 @@ def chain_warnings(
 def _differences(
     tracked: TrackedGroup, chain_of: Mapping[str, Transform], saved_chain_of: Mapping[str, SavedChain]
 ) -> list[str]:
-    """Return a line for each argument, except numbers, that differs between the saved chains and those of a group."""
+    """Return a line for each argument, except numbers, that differs between saved chains and the chains of a group."""
     # By the saved chain and the chain of this optimizer, if they differ: the names of the parameters that have them.
     names_of: dict[tuple[SavedChain, Transform], list[str]] = {}
     for name, chain in chain_of.items():

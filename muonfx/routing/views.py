@@ -443,11 +443,13 @@ def _parts_read_by(returns: int, reads: int, later_shapes: Sequence[tuple[int, i
         later_shapes: the widths that each later matrix returns and reads. One that returns 32 features and reads 24
             reads half of the outputs and returns the width of the inputs: 2 parts.
     """
-    if any(reads_later == returns for _, reads_later in later_shapes):  # all outputs are read together
+    widths_read_later = [reads_later for _, reads_later in later_shapes]
+    if returns in widths_read_later:  # all outputs are read together
         return None
     for count in COUNTS_OF_PARTS:
-        if any((reads, returns) == (shape[0], count * shape[1]) for shape in later_shapes):
-            return count
+        for returns_later, reads_later in later_shapes:
+            if returns_later == reads and count * reads_later == returns:
+                return count
     return None
 
 

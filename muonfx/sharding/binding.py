@@ -193,8 +193,9 @@ class Binding:
     def sum_over_shards(self, values: PyTree) -> PyTree:
         """Return for each leaf the sum of the values of its shards, which all have one shape, by one all-reduce.
 
-        For ``{"w": tensor(6.), "b": tensor(2.)}``, the numbers of elements in this rank's shards, it returns those of
-        the whole parameters. The value of a replicated shard counts once. None stays None.
+        For example, it turns ``{"w": tensor(6.), "b": tensor(2.)}``, the numbers of elements in this rank's shards,
+        into the numbers of elements of the whole parameters. The value of a replicated shard counts once. None stays
+        None.
         """
         totals = self._totals(values)
         _, treedef = tree.flatten(values)
@@ -241,15 +242,12 @@ class Binding:
             return
         self._warned.add(key)
         nbytes = sum(self.layout.specs[name].nbytes for name in tree.names(params))
-        advice = (
-            "declare a smaller locality, or add an argument sum_over_leaves to its update if it needs only a sum over "
-            "the tree"
-        )
-        if tx.name == "monitor":  # its users cannot declare anything
-            advice = "leave out the metric 'orthogonality_error', and call mfx.diagnose now and then"
         warn_together(
             f"{tx.name} has the locality TREE, so at every step every rank gathers all updates and parameters, "
-            f"{nbytes / 2**20:.1f} MiB each, and repeats the same computation: {advice}",
+            f"{nbytes / 2**20:.1f} MiB each, and repeats the same computation. Of muonfx.monitor, leave "
+            "out the metric 'orthogonality_error', and call muonfx.diagnose now and then. For a transform of your own, "
+            "declare a smaller locality, or add an argument sum_over_leaves to its update if it needs only a sum over "
+            "the tree",
             self.layout.group,
         )
 

@@ -94,7 +94,7 @@ def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) 
         # It runs on the gathered tree, so its whole state is equal on all ranks: no leaf belongs to a parameter.
         return _of_leaves(state, params={})
     if getattr(state, "is_equal_on_all_ranks", False):
-        # The class of the state declares it, as that of `monitor` does. Shapes do not suffice: the value of a 0-d
+        # The class of the state declares it, for example `LeafMonitorState`. Shapes do not suffice: the value of a 0-d
         # parameter has the shape of a state that is sharded like the parameter.
         return _of_leaves(state, params={})
     return _of_leaves(state, visited.params, plans.get(visited))

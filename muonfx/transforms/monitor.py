@@ -101,9 +101,9 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
             values. A leaf whose gradient is None keeps its former values.
 
     On sharded parameters, "norm" and "rms" need one all-reduce of a few numbers for each leaf. Their last bits may
-    differ from those of one process, since the squares are added in another order. "orthogonality_error" needs whole
-    matrices: every rank gathers all updates at every step, so on a large model call `muonfx.diagnose` now and then
-    instead.
+    differ from the values of one process, since the squares are added in another order. "orthogonality_error" needs
+    whole matrices: every rank gathers all updates at every step, so on a large model call `muonfx.diagnose` now and
+    then instead.
 
     Raises:
         ValueError: a metric is unknown, or ``metrics`` is empty; the message lists the known metrics.
@@ -231,7 +231,7 @@ def _value_of_sums(metric: Metric, sums: Tensor) -> Tensor:
 def metrics(state: PyTree) -> dict[str, Tensor]:
     """Return the latest values of all `monitor` transforms in a state, as a dict from "name/metric" to a 0-d tensor.
 
-    Monitors with ``by_leaf`` have the keys "name/leaf/metric", after those of all other monitors.
+    Monitors with ``by_leaf`` have the keys "name/leaf/metric", and follow the values of all other monitors.
 
     Args:
         state: the state of a chain, or of any transform that contains monitors; or a `TransformOptimizer`, for its

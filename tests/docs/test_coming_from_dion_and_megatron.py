@@ -46,7 +46,7 @@ def newton_schulz(matrix: Tensor, name: str) -> Tensor:
 
 
 def require_equal(tx: mfx.Transform, step: Step, shape: tuple[int, int], state: Any = None, *, name: str = "w") -> None:
-    """Compare the weights after a few steps of a transform with those of a formula."""
+    """Compare the weights after a few steps of a transform and of a formula."""
     expected = random_matrix(0, *shape)
     params = {name: expected.clone()}
     if state is None:

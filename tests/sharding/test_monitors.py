@@ -47,5 +47,5 @@ def test_norms_of_leaves_are_summed_by_one_all_reduce(here: Here, partition: Any
 @on_ranks(2)
 def test_a_metric_of_whole_matrices_says_what_to_do_instead(here: Here):
     layout = sharding.zero(PARAMS, here.group, partition="flat")
-    with pytest.warns(UserWarning, match="monitor has the locality TREE.*call mfx.diagnose now and then"):
+    with pytest.warns(UserWarning, match="monitor has the locality TREE.*call muonfx.diagnose now and then"):
         sharding.sharded(mfx.monitor("u", ("orthogonality_error",)), layout).init(layout.shard(PARAMS))
