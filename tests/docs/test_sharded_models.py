@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -58,3 +59,13 @@ def test_a_chain_under_fsdp2(here: Here) -> None:
     whole = train(None, lambda module, mesh: module)
     gathered = {name: cast(DTensor, shard).full_tensor() for name, shard in sharded.named_parameters()}
     torch.testing.assert_close(gathered, dict(whole.named_parameters()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "stated"), [(torch.bfloat16, 0.016), (torch.float32, 3e-5)])
+def test_products_magnify_a_small_difference_of_gradients_as_the_page_says(dtype: torch.dtype, stated: float) -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(256, 32) @ torch.randn(32, 256)
+    other_gradient = gradient * (1 + 1e-7 * torch.randn_like(gradient))
+    update, other_update = (mfx.polar.orthogonalize(x, dtype=dtype) for x in (gradient, other_gradient))
+    difference = float((other_update - update).norm() / update.norm())
+    assert stated / 2 < difference < 2 * stated
