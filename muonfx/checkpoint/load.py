@@ -34,7 +34,7 @@ from muonfx.checkpoint.save import wait_for_save
 from muonfx.checkpoint.state_dicts import as_saved_optimizer
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core import Transform
-from muonfx.core.chain_differences import number_differences
+from muonfx.core.chain_differences import differences_of_chains
 from muonfx.core.checks import warn_caller
 from muonfx.internal.renaming import Rename
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
@@ -586,7 +586,7 @@ class Target:
         is_same_structure = index.fingerprint is not None and index.fingerprint == expected.fingerprint
         if not is_same_structure or index.chain == expected.chain:
             return
-        differences = number_differences(str(index.chain), str(expected.chain), expected.transform)
+        differences = differences_of_chains(str(index.chain), str(expected.chain)).numbers
         if not differences:
             return  # only labels differ, which may be written with other names
         warn_caller(

@@ -17,7 +17,7 @@ import torch
 from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import PARAMS, SCHEDULER, StateSpec, described, in_section, plain_names
-from muonfx.core.chain_differences import structure_differences
+from muonfx.core.chain_differences import differences_of_chains
 from muonfx.core.checks import warn_caller
 from muonfx.internal.arguments import close_names
 from muonfx.internal.display import format_list
@@ -343,7 +343,7 @@ class _Comparison:
         is_known = fingerprint is not None and expected.fingerprint is not None
         is_other = is_known and fingerprint != expected.fingerprint
         if is_other:
-            for difference in structure_differences(str(self.index.chain), str(expected.chain), expected.transform):
+            for difference in differences_of_chains(str(self.index.chain), str(expected.chain)).structure:
                 self.problems.append(f"chain:     {difference}")
             self.advice.append(
                 "to continue the saved run: create the transform with the arguments in the checkpoint; "

@@ -124,7 +124,7 @@ def test_another_chain_is_a_warning_of_load_and_none_of_load_changed(tmp_path: P
     train(model, saved)
     save_by_dcp(tmp_path, model, saved)
     other = mfx.adamw(0.003, nesterov=True)
-    with pytest.warns(UserWarning, match="another chain.*nesterov: False in the checkpoint, True here"):
+    with pytest.warns(UserWarning, match="another chain.*nesterov: not set in the checkpoint, True here"):
         ck.load(tmp_path, mfx.TransformOptimizer(model, other))
     with warnings.catch_warnings(action="error"):
         ck.load_changed(tmp_path, mfx.TransformOptimizer(model, other))
