@@ -412,14 +412,6 @@ def test_a_step_on_detached_tensors_warns_once_that_they_get_no_gradient(params:
     assert said(lambda _: optimizer.step()) == []
 
 
-def test_a_traceback_leads_to_the_check_without_the_calls_that_construct_a_transform():
-    with pytest.raises(ValueError, match="learning_rate must be at least 0") as caught:
-        mfx.muon(-1.0)
-    names = [entry.name for entry in caught.traceback]
-    assert names[-3:] == ["scale_by_learning_rate", "at_least", "_number"]
-    assert not {"_prepare", "_build_for", "__get__"} & set(names)
-
-
 @pytest.mark.parametrize(
     ("argument", "call"),
     {

@@ -49,7 +49,7 @@ from muonfx.core.hyperparams import check_numbers
 from muonfx.core.outline import outline
 from muonfx.core.patterns import NamePatterns, warn_of_unmatched
 from muonfx.core.schedules import Schedule, follow
-from muonfx.core.value import Lazy, Recorded, make_factory, of_structure
+from muonfx.core.value import Lazy, LazyOfStructure, Recorded, make_factory
 from muonfx.internal.arguments import bind
 from muonfx.internal.display import Report
 from muonfx.internal.tracing import autocast_is_on, outside_autocast
@@ -237,7 +237,7 @@ class Transform(Recorded):
             return self.factory.__name__
         return public_name.rpartition(".")[2]
 
-    @of_structure
+    @LazyOfStructure
     def declaration(self) -> Declaration:
         """The options that the author of this transform passed to the decorator `transform`."""
         return cast("Declaration", self.factory.definition.declaration)
@@ -319,7 +319,7 @@ class Transform(Recorded):
             except ValueError as error:
                 raise ValueError(f"{self.name}: at step {step}, {error}") from error
 
-    @of_structure
+    @LazyOfStructure
     def locality(self) -> Locality:
         """How much of the tree one element of an update depends on: the element, its matrix, its leaf or all leaves."""
         declared = self.declaration.locality
@@ -363,14 +363,14 @@ class Transform(Recorded):
         init, update = self._built
         return Functions(functools.partial(outside_autocast, init), update)
 
-    @of_structure
+    @LazyOfStructure
     def extras(self) -> Extras:
         """The extra arguments, such as ``value=loss``, that ``update`` of this or an inner transform accepts."""
         calls_none = not (self.children or self.declaration.combinator.in_sequence)
         _, update = self._built
         return extras_of(update, [child.extras for child in self.children], calls_none=calls_none)
 
-    @of_structure
+    @LazyOfStructure
     def _keeps_donation_promise(self) -> bool:
         """True if ``update`` of this and all inner transforms has the argument ``donate``, so inputs can be donated."""
         return "donate" in self.extras.named and all(child._keeps_donation_promise for child in self.children)

@@ -19,8 +19,6 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
 import optree
@@ -165,30 +163,24 @@ class Lazy(Generic[V]):
         """Return the property of an object, and store it in ``instance.__dict__``."""
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
-        result = self._compute(instance)
+        result = self._result(instance)
         # Objects created while tracing must not be stored on an object that outlives the trace.
         if not torch.compiler.is_compiling():
             instance.__dict__[self._name] = result
         return result
 
+    def _result(self, instance: Any) -> V:
+        return self._compute(instance)
 
-class _OfStructure(Lazy[V]):
+
+class LazyOfStructure(Lazy[V]):
     """A `Lazy` property whose result is also cached in the structure, which values with other numbers share."""
 
-    def __get__(self, instance: Any, owner: type | None = None) -> V:
-        if instance is None:
-            return cast("V", self)
+    def _result(self, instance: Any) -> V:
         results: dict[str, Any] = instance.structure.attributes
         if self._name not in results:
             results[self._name] = self._compute(instance)
-        if not torch.compiler.is_compiling():
-            instance.__dict__[self._name] = results[self._name]
         return results[self._name]
-
-
-def of_structure(compute: Callable[[Any], V]) -> V:
-    """Decorate a method as a cached property. Transforms that differ only in numbers share the cached result."""
-    return cast("V", _OfStructure(compute))
 
 
 # ----------------------------------------------------------------------------------------- the options of the decorator
@@ -243,55 +235,45 @@ def _split(value: Any, values: list[object], *, in_container: bool = False) -> o
 
 
 def _ordered_items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """Return the items of a dict, those of a dict of transforms in the order of its keys.
+    """Return the items of a dict, those of a dict of transforms or tensors in the order of its keys.
 
-    The order of a dict of transforms has no meaning, so it is normalized; the order of patterns has one.
+    The order of such a dict has no meaning, so it is normalized; the order of patterns has one.
     """
     items = list(mapping.items())
-    if all(isinstance(value, Recorded) for value in mapping.values()):
+    if any(isinstance(value, Recorded | Tensor) for value in mapping.values()):
         items.sort(key=lambda item: str(item[0]))
     return items
 
 
-_CONTAINERS = (tuple, list, dict)
-"""The types of arguments in which transforms and tensors are replaced by placeholders."""
-
-
 def _join(skeleton: Any, values: Iterator[object]) -> Any:
-    """Replace the placeholders in a container by ``values``, in order. This is the inverse of `_split`."""
-    is_dict = type(skeleton) is dict
-    items = skeleton.items() if is_dict else enumerate(skeleton)
-    joined: dict[Any, object] = {}
-    for key, item in items:
-        if item is _HOLE:
-            joined[key] = next(values)
-        elif type(item) in _CONTAINERS:
-            joined[key] = _join(item, values)
-        else:
-            joined[key] = item
-    return joined if is_dict else type(skeleton)(joined.values())
+    """Replace the placeholders in an argument by ``values``, in order. This is the inverse of `_split`."""
+    if skeleton is _HOLE:
+        return next(values)
+    if type(skeleton) is dict:
+        return {key: _join(item, values) for key, item in skeleton.items()}
+    if type(skeleton) in (tuple, list):
+        return type(skeleton)([_join(item, values) for item in skeleton])
+    return skeleton
 
 
-def _named_leaves(skeleton: Any, name: str = "") -> list[tuple[str, object]]:
-    """Return (dotted name, leaf) pairs for an argument with placeholders; the argument itself is called ``name``.
+def _names_of_holes(skeleton: Any, name: str) -> list[str]:
+    """Return the dotted name of each placeholder in an argument, which is itself called ``name``.
 
-    >>> _named_leaves({"muon": _HOLE, "adamw": [_HOLE, 2]}, "transforms")
-    [('transforms.muon', *), ('transforms.adamw.0', *), ('transforms.adamw.1', 2)]
+    >>> _names_of_holes({"muon": _HOLE, "adamw": [_HOLE, 2]}, "transforms")
+    ['transforms.muon', 'transforms.adamw.0']
     """
+    if skeleton is _HOLE:
+        return [name]
     if type(skeleton) is dict:
         items = list(skeleton.items())
     elif type(skeleton) in (tuple, list):
         items = list(enumerate(skeleton))
     else:
-        return [(name, skeleton)]
-    leaves: list[tuple[str, object]] = []
+        return []
+    names: list[str] = []
     for key, item in items:
-        leaves += _named_leaves(item, f"{dotted(name)}{key}")
-    return leaves
-
-
-def _names_of_leaves(skeleton: Any) -> list[str]:
-    return [name for name, _ in _named_leaves(skeleton)]
+        names += _names_of_holes(item, joined_name(name, str(key)))
+    return names
 
 
 R = TypeVar("R", bound="Recorded")
@@ -318,20 +300,10 @@ class Structure:
             return NotImplemented
         if self is other:  # as for values that differ only in numbers
             return True
-        if self.kind is not other.kind or self.factory != other.factory:
-            return False
-        if self.skeleton != other.skeleton:
-            return False
-        # Equal dicts may have their keys in another order, in which the parts of the value are stored, too.
-        return _names_of_leaves(self.skeleton) == _names_of_leaves(other.skeleton)
+        return self.kind is other.kind and self.factory == other.factory and self.skeleton == other.skeleton
 
     def __hash__(self) -> int:
         return hash((self.kind, self.factory))
-
-
-def _wrong_dataclass(owner: str, name: str, value: object, expected: type) -> TypeError:
-    advice = f": pass {expected.__name__}({value!r})" if isinstance(value, str) else ""
-    return TypeError(f"{owner}: {name} must be a {expected.__name__}, found {value!r}{advice}")
 
 
 def _is_written_by_position(parameter: inspect.Parameter, value: object) -> bool:
@@ -387,19 +359,19 @@ class Recorded:
         """Return an argument of a factory call. Raise an error if its annotation does not accept it."""
         default = factory.definition.parameters[name].default
         if dataclasses.is_dataclass(default) and not isinstance(argument, type(default)):
-            raise _wrong_dataclass(factory.__name__, name, argument, type(default))
+            kind = type(default).__name__  # such as "MatrixView"
+            raise TypeError(f"{factory.__name__}: {name} must be a {kind}, found {argument!r}: pass {kind}(...)")
         types = factory.definition.plain[name]
         if not types or ("float" in types and isinstance(argument, cls._number_types)):
             return argument
         return check_plain(factory.__name__, name, argument, types)
 
     def _names_of_parts(self, argument: str) -> Iterable[str]:
-        """Return the dotted names of the numbers and recorded values (such as transforms) in one container argument."""
+        """Return the dotted names of the numbers and recorded values (such as transforms) in one argument."""
         skeleton = self.structure.skeleton[argument]  # the argument, with the placeholder _HOLE for each of these
-        prefix = argument
         if type(skeleton) is dict:  # its items have its keys as names: "muon", not "transforms.muon"
-            prefix = ""
-        return [name for name, leaf in _named_leaves(skeleton, prefix) if leaf is _HOLE]
+            return _names_of_holes(skeleton, "")
+        return _names_of_holes(skeleton, argument)
 
     def _parts_in(self, argument: str) -> list[Any]:
         """Return the numbers and recorded values (such as transforms) within one argument, in order."""
@@ -498,17 +470,13 @@ class Recorded:
             TypeError: the factory has no argument of this name. The message lists its arguments.
         """
         arguments = self.arguments
-        unknown = changes.keys() - arguments.keys()
+        unknown = sorted(changes.keys() - arguments.keys())
         if unknown:
-            raise self._unknown_argument(min(unknown))
+            raise TypeError(
+                f"{self.factory.__name__} has no argument {unknown[0]}{hint(unknown[0], arguments)}; it has "
+                f"{', '.join(arguments)}. To change a number of a transform within it, use with_hyperparams"
+            )
         return self._call(self.factory, {**arguments, **changes})
-
-    def _unknown_argument(self, name: str) -> TypeError:
-        advice = f"{hint(name, self.arguments)}; it has {', '.join(self.arguments)}"
-        inner_numbers = [number for number, _ in parts_of(self) if number.endswith(f".{name}")]
-        if inner_numbers:
-            advice += f". To change {inner_numbers[0]}: with_hyperparams(tx, {{{inner_numbers[0]!r}: ...}})"
-        return TypeError(f"{self.factory.__name__} has no argument {name}{advice}")
 
     def __repr__(self) -> str:
         """Return Python code that creates an equal value. Arguments that equal their defaults are left out."""
@@ -553,41 +521,11 @@ def prepared(recorded: R) -> R:
 
     Bad arguments then raise before the first use. A transform is marked, so that this happens once.
     """
-    if torch.compiler.is_compiling():  # a trace has no tracebacks
-        return _prepared(recorded)
-    try:
-        return _prepared(recorded)
-    except Exception as error:
-        raise error.with_traceback(_without_own_frames(error.__traceback__)) from error.__cause__
-
-
-def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this file and of transform.py, except the last frame.
-
-    It keeps the frames of the decorated function, where the check of an argument has failed.
-    """
-    entries: list[TracebackType] = []
-    while traceback is not None:
-        is_last = traceback.tb_next is None
-        if is_last or traceback.tb_frame.f_code.co_filename not in _OWN_FILES:
-            entries.append(traceback)
-        traceback = traceback.tb_next
-    shortened: TracebackType | None = None
-    for entry in reversed(entries):
-        shortened = TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return shortened
-
-
-_OWN_FILES = frozenset([__file__, str(Path(__file__).with_name("transform.py"))])
-
-
-def _prepared(recorded: R) -> R:
-    """Do the work of `prepared`, with all frames in the traceback of an error."""
     if "_is_prepared" in recorded.__dict__:
         return recorded
     for value in recorded.parts:
         if isinstance(value, Recorded):
-            _prepared(value)
+            prepared(value)
     recorded._prepare()
     if not torch.compiler.is_compiling():  # a trace may not change an object that outlives it
         recorded.__dict__["_is_prepared"] = True  # attributes cannot be set on an immutable value
@@ -600,11 +538,8 @@ def parts_of(recorded: Recorded, name: str = "") -> list[tuple[str, Any]]:
     The names begin with ``name``, the dotted name of the transform, such as "muon.momentum".
     """
     numbers: list[tuple[str, Any]] = []
-    prefix = dotted(name)
     for argument, value in zip(part_names(recorded), recorded.parts, strict=True):
-        full_name = prefix + argument
-        if not argument:  # the transform within a transparent wrapper, which adds nothing to the name
-            full_name = name
+        full_name = joined_name(name, argument)
         if isinstance(value, Recorded):
             numbers += parts_of(value, full_name)
         else:
@@ -614,13 +549,7 @@ def parts_of(recorded: Recorded, name: str = "") -> list[tuple[str, Any]]:
 
 def numbers_of(recorded: Recorded) -> list[Any]:
     """Return the numeric arguments of a transform and of its inner transforms, in the order of pytree leaves."""
-    numbers: list[Any] = []
-    for value in recorded.parts:
-        if isinstance(value, Recorded):
-            numbers += numbers_of(value)
-        else:
-            numbers.append(value)
-    return numbers
+    return [number for _, number in parts_of(recorded)]
 
 
 def with_numbers(recorded: R, numbers: Iterator[object]) -> R:
@@ -678,11 +607,8 @@ def _part_names(recorded: Recorded) -> tuple[str, ...]:
     if recorded.factory.definition.transparent:
         return ("",)
     names: list[str] = []
-    for argument, skeleton in recorded.structure.skeleton.items():
-        if skeleton is _HOLE:
-            names.append(argument)
-        elif type(skeleton) in _CONTAINERS:
-            names += recorded._names_of_parts(argument)
+    for argument in recorded.structure.skeleton:
+        names += recorded._names_of_parts(argument)
     return tuple(names)
 
 
