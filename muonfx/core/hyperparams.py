@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.value import Recorded, joined_name, part_names, parts_of, walk, with_numbers
-from muonfx.internal.arguments import closest, short_repr
+from muonfx.core.value import Recorded, parts_of, walk, with_numbers
+from muonfx.internal.arguments import did_you_mean
 
 R = TypeVar("R", bound=Recorded)
 
@@ -73,35 +73,9 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     numbers = dict(parts_of(tx))
     unknown = sorted(changes.keys() - numbers.keys())
     if unknown:
-        raise _unknown_names(unknown, list(numbers))
+        advice = did_you_mean(unknown[0], numbers)
+        raise KeyError(f"no hyperparameter {', '.join(unknown)}{advice}; there are {', '.join(numbers) or 'none'}")
     return with_numbers(tx, iter({**numbers, **changes}.values()))
-
-
-def _unknown_names(unknown: list[str], names: list[str]) -> KeyError:
-    """Return the error for hyperparameters that a transform does not have: "momentum.deacy" of "momentum.decay"."""
-    close = _close_names(unknown[0], names)
-    advice = ""
-    if close:
-        advice = f" (did you mean {' or '.join(map(repr, close))}?)"
-    return KeyError(f"no hyperparameter {', '.join(unknown)}{advice}; there are {', '.join(names) or 'none'}")
-
-
-def _close_names(unknown: str, names: list[str]) -> list[str]:
-    """Return up to three dotted names whose last component is, or resembles, the last one of an unknown name.
-
-    >>> _close_names("mu.deacy", ["momentum.decay", "scale.factor"])
-    ['momentum.decay']
-    """
-    last_component_of = {name: name.rpartition(".")[2] for name in names}
-    components = set(last_component_of.values())
-    component = unknown.rpartition(".")[2]
-    similar = [component]
-    if component not in components:
-        similar = closest(component, components)
-    close = [name for name in names if last_component_of[name] in similar]
-    if close:
-        return close[:3]
-    return closest(unknown, names)
 
 
 def stack(transforms: Sequence[R]) -> R:
@@ -115,8 +89,7 @@ def stack(transforms: Sequence[R]) -> R:
 
     Raises:
         TypeError: one of them is not a transform.
-        ValueError: no transform was given, or the transforms differ in more than their numeric arguments. The message
-            names the first argument that differs.
+        ValueError: no transform was given, or the transforms differ in more than their numeric arguments.
 
     Example:
         >>> import muonfx as mfx
@@ -135,47 +108,12 @@ def stack(transforms: Sequence[R]) -> R:
         _check_recorded("stack", tx)
         leaves, structure = tree.flatten(tx)
         if structure != treedef:
-            raise _different_structures(index, tx, transforms[0])
+            raise ValueError(
+                f"stack: transform {index} is {tx!r}, expected one that differs from transform 0, {transforms[0]!r}, "
+                "in numeric arguments only"
+            )
         rows.append([_tensor(leaf) for leaf in leaves])
     return tree.unflatten(treedef, [torch.stack(column) for column in zip(*rows, strict=True)])
-
-
-class _Difference(NamedTuple):
-    """The dotted name of an argument, such as "scale_by_adam.nesterov", that has another value in a second transform.
-
-    The name is empty if the transforms themselves are results of different functions.
-    """
-
-    name: str
-    value: object
-    other_value: object
-
-
-def _first_difference(tx: object, other: object, name: str = "") -> _Difference | None:
-    """Return the first argument in which two transforms, called ``name``, differ beyond their numbers, or None."""
-    if not (isinstance(tx, Recorded) and isinstance(other, Recorded) and tx.factory == other.factory):
-        return _Difference(name, tx, other)
-    for argument, skeleton in tx.structure.skeleton.items():
-        if skeleton != other.structure.skeleton[argument]:
-            return _Difference(joined_name(name, argument), tx.arguments[argument], other.arguments[argument])
-    for part_name, part, other_part in zip(part_names(tx), tx.parts, other.parts, strict=True):
-        if isinstance(part, Recorded) or isinstance(other_part, Recorded):
-            difference = _first_difference(part, other_part, joined_name(name, part_name))
-            if difference is not None:
-                return difference
-    return None
-
-
-def _different_structures(index: int, tx: Recorded, first: Recorded) -> ValueError:
-    """Return the error of a transform to stack that differs from the first one in more than its numbers."""
-    difference = _first_difference(tx, first) or _Difference("", tx, first)  # or else in the order of a dict
-    subject = f"transform {index}"
-    if difference.name:
-        subject += f": {difference.name!r}"
-    return ValueError(
-        f"stack: {subject} is {short_repr(difference.value)}, expected {short_repr(difference.other_value)}, as in "
-        "transform 0: stacked transforms may differ in numeric arguments only"
-    )
 
 
 def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> R:
