@@ -448,13 +448,7 @@ class Transform(Recorded):
         donation = Donation.of(donate)
         if donation != NOTHING:
             donation, updates, state = unshared(donation, updates, state, params)
-        try:
-            new_updates, new_state = self.run(updates, state, params, donate=donation, **extras)
-        except RuntimeError as error:
-            problem = checks.mixed_devices(updates=updates, params=params, state=state)
-            if problem is None:
-                raise
-            raise ValueError(f"{self.name}: {problem}") from error
+        new_updates, new_state = self.run(updates, state, params, donate=donation, **extras)
         if donation.state or torch.compiler.is_compiling():
             return new_updates, new_state
         return new_updates, tree.copy_shared(new_state, state)
