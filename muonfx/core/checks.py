@@ -220,17 +220,13 @@ def _unusable(tree_name: str, name: str, leaf: object) -> TypeError:
     if not isinstance(leaf, Tensor):
         return _no_tensor(tree_name, name, leaf)
     if isinstance(leaf, _LAZY):
-        problem = "has no shape yet, since it belongs to a lazy module; run one forward pass first"
-    elif leaf.is_nested:
-        problem = "must be dense, found a nested tensor; make its parts leaves of their own, or leave it out"
-    elif leaf.layout is not torch.strided:
-        problem = f"must be dense, found {leaf.layout}; make it dense with .to_dense(), or leave it out"
-    elif leaf.is_complex():
-        problem = f"must be real floating point, found {leaf.dtype}; view it as real with torch.view_as_real"
-    elif leaf.is_floating_point():
-        problem = f"must have 16 bits or more, found {leaf.dtype}; train a copy in bfloat16 or wider, and round it"
+        problem = "has no shape yet, since it belongs to a lazy module: run one forward pass first"
     else:
-        problem = f"must be real floating point, found {leaf.dtype}; leave it out"
+        layout = "a nested tensor" if leaf.is_nested else leaf.layout
+        problem = (
+            f"must be dense and real floating point of 16 bits or more, found {leaf.dtype}, {layout}: convert it, or "
+            "leave it out"
+        )
     return TypeError(f"{tree_name}: {shown_name(name)} {problem}")
 
 
@@ -238,10 +234,7 @@ def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
     """Return the TypeError to raise if the leaf ``name`` of a tree, such as "params", is not a tensor."""
     advice = ""
     if isinstance(leaf, nn.Module | Iterator):
-        code = "{name: p.grad for name, p in model.named_parameters()}"
-        if tree_name == "params":
-            code = "dict(model.named_parameters())"
-        advice = f"; expected a tree of tensors by name: {code}"
+        advice = "; expected a tree of tensors by name, such as dict(model.named_parameters())"
     elif isinstance(leaf, Mapping):
         advice = "; trees are made of dicts, tuples, lists and NamedTuples: convert it with dict(...)"
     subject = f"{tree_name}: {shown_name(name)}" if name else tree_name
@@ -253,7 +246,7 @@ def check_tree(tree_name: str, values: PyTree) -> None:
 
     >>> check_tree("params", nn.Linear(2, 2))
     Traceback (most recent call last):
-    TypeError: params must be a tensor or None, found Linear; expected a tree ...: dict(model.named_parameters())
+    TypeError: params must be a tensor or None, found Linear; expected a tree of ... dict(model.named_parameters())
     """
     for name, leaf in tree.named_leaves(values):
         if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -275,7 +268,7 @@ def check_params(params: PyTree) -> None:
 
     >>> check_params({"table": torch.zeros(2, dtype=torch.int64)})
     Traceback (most recent call last):
-    TypeError: params: 'table' must be real floating point, found torch.int64; leave it out
+    TypeError: params: 'table' must be dense and real floating point of 16 bits or more, found torch.int64, ...
     """
     _check_leaves("params", params, tree.leaves(params))
     names = tree.names(params)

@@ -184,13 +184,11 @@ def test_a_frozen_parameter_needs_no_label_in_a_functional_update(dtype: torch.d
 
 
 @pytest.mark.parametrize("make", [of_model, lambda model: mfx.TransformOptimizer(model, mfx.adamw(1e-3))])
-@pytest.mark.parametrize(
-    ("dtype", "advice"), [(torch.complex64, "view_as_real"), (torch.float8_e4m3fn, "train a copy in bfloat16")]
-)
-def test_a_trained_leaf_of_such_a_dtype_is_an_error_by_name_with_advice(make: Any, dtype: torch.dtype, advice: str):
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_a_trained_leaf_of_such_a_dtype_is_an_error_by_name_with_advice(make: Any, dtype: torch.dtype):
     model = net()
     model.backbone.up.weight = nn.Parameter(torch.zeros(6, 4).to(dtype))
-    with pytest.raises(TypeError, match=rf"'backbone\.up\.weight' must .*{advice}"):
+    with pytest.raises(TypeError, match=rf"'backbone\.up\.weight' must .*found {dtype}.*convert it"):
         make(model)
 
 
