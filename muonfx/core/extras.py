@@ -57,32 +57,11 @@ _OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace"}
 
 
 def check_functions(owner: str, built: object) -> None:
-    """Raise TypeError unless a constructor returned ``(init, update)`` with the expected signatures."""
+    """Raise TypeError unless a constructor returned ``(init, update)``, two functions."""
     if not (isinstance(built, tuple) and len(built) == 2 and all(map(callable, built))):
         raise TypeError(
             f"{owner}: the decorated function must return (init, update), two functions, found {type(built).__name__}"
         )
-    init, update = built
-    _check_signature(f"{owner}: its init", init, "(params)", positional=1)
-    form = "(updates, state, params=None), and extra arguments by keyword only"
-    _check_signature(f"{owner}: its update", update, form, positional=3)
-
-
-def _check_signature(beginning: str, function: Callable[..., object], form: str, *, positional: int) -> None:
-    """Raise TypeError unless a function can be called with a number of positional arguments and by keyword."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a function written in C may have no signature
-        return
-    args = [None] * positional
-    kwargs: dict[str, None] = {}
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            kwargs[parameter.name] = None
-    try:
-        signature.bind(*args, **kwargs)  # compares the numbers and names of arguments only, not the values
-    except TypeError as error:
-        raise TypeError(f"{beginning} must take {form}; it takes {signature}: {error}") from None
 
 
 def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_none: bool) -> Extras:
@@ -140,7 +119,7 @@ def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> Non
     if understood is not None:
         unknown = sorted(extras.keys() - understood - _OUR_EXTRAS)
         if unknown:
-            raise _unknown(transforms, unknown[0])
+            raise _unknown(outermost, unknown[0])
     if torch.compiler.is_compiling():  # a trace has no values to check
         return
     for tx in transforms:
@@ -158,17 +137,13 @@ def _missing(transforms: list[Any], name: str) -> TypeError:
     )
 
 
-def _unknown(transforms: list[Any], name: str) -> TypeError:
-    """Return the error of an extra argument that no transform reads. The first of ``transforms`` is the outermost."""
-    outermost = transforms[0]
+def _unknown(outermost: Any, name: str) -> TypeError:
+    """Return the error of an extra argument that neither the outermost transform nor one within it reads."""
     understood = sorted(outermost.extras.understood)
     expected = "no extra argument"
     if understood:
         expected = f"only {'= or '.join(understood)}="
-    subject = f"{outermost.name} does"
-    if len(transforms) > 1:
-        subject = f"{outermost.name} and the transforms in it do"
     return TypeError(
         f"{outermost.name}: found the extra argument {name}={did_you_mean(name, understood)}, expected {expected}: "
-        f"leave it out, since {subject} not read it"
+        "leave it out, since no transform reads it"
     )
