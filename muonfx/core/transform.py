@@ -96,9 +96,6 @@ class Locality(IntEnum):
 class Combinator:
     """Describes how a wrapper calls the transforms that it receives as arguments; an option of `transform`.
 
-    Raises:
-        TypeError: ``own_locality`` is neither a `Locality` nor None.
-
     >>> Combinator(Locality.ELEMENT)
     Combinator(own_locality=<Locality.ELEMENT: 0>, in_sequence=False, varies_numbers=False, skips_steps=False)
     """
@@ -119,23 +116,12 @@ class Combinator:
     """True if the called transforms run at some updates only, as those of `accumulate` do. At the others, the wrapper
     returns updates of zero."""
 
-    def __post_init__(self) -> None:
-        if not (self.own_locality is None or isinstance(self.own_locality, Locality)):
-            raise TypeError(f"Combinator: own_locality must be a Locality or None, found {self.own_locality!r}")
-
 
 @dataclass(frozen=True)
 class MatrixWork:
     """Describes how a transform works on matrices, to save work between ranks; an option of `transform`.
 
     The default of each field is always correct.
-
-    Raises:
-        TypeError: a field is neither a function nor None.
-
-    >>> MatrixWork(rounds_to=torch.bfloat16)
-    Traceback (most recent call last):
-    TypeError: MatrixWork: rounds_to must be a function or None, found torch.bfloat16
     """
 
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
@@ -151,13 +137,6 @@ class MatrixWork:
     number of operations of its update. Matrices are assigned to ranks by these numbers, which must be the same on all
     ranks. ``device`` is a device type, and ``dtype`` the dtype in which matrix products with the option "auto" are
     computed."""
-
-    def __post_init__(self) -> None:
-        """Raise unless each field is a function or None."""
-        for option in ("rounds_to", "on_stacks", "cost"):
-            function = getattr(self, option)
-            if not (function is None or callable(function)):
-                raise TypeError(f"MatrixWork: {option} must be a function or None, found {function!r}")
 
 
 @dataclass(frozen=True)
@@ -185,18 +164,14 @@ class Declaration:
 
 
 _POSITIONS = f"one of {', '.join(map(repr, get_args(Position)))}, None or a function of the arguments"
-_FUNCTION_OR_NONE: tuple[Any, str] = ((Callable, NoneType), "a function or None")
 _TYPES_OF_OPTIONS: dict[str, tuple[Any, str]] = {
     "locality": ((Locality, Callable), "a Locality, such as Locality.MATRIX, or a function"),
     "combinator": (Combinator, "a Combinator"),
     "matrices": (MatrixWork, "a MatrixWork"),
     "reads_params": ((bool, Callable), "True, False or a function of the arguments"),
     "position": ((str, NoneType, Callable), _POSITIONS),
-    "resolve": _FUNCTION_OR_NONE,
-    "name_patterns": _FUNCTION_OR_NONE,
-    "check_extras": _FUNCTION_OR_NONE,
 }
-"""For each option of `Declaration`, the types of its values and words for them."""
+"""For each option of `Declaration` that is not only a function, the types of its values and words for them."""
 
 
 # ------------------------------------------------------------------------------------ the signatures of init and update
