@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,18 +26,6 @@ def chain_entries(tx: Transform) -> dict[str, Transform] | None:
     return dict(zip(part_names(tx), tx.children, strict=True))
 
 
-def _without_names(entries: Iterable[Transform | tuple[str, Transform]]) -> list[Transform]:
-    """Return the transforms among the arguments of a `chain`, some of which are pairs (name, transform)."""
-    transforms: list[Transform] = []
-    for entry in entries:
-        if isinstance(entry, Transform):
-            transforms.append(entry)
-        else:
-            _, tx = entry
-            transforms.append(tx)
-    return transforms
-
-
 def widest(transforms: Any) -> Locality:
     """Return the largest `Locality` among several transforms, which is the locality of a chain of them."""
     return max([tx.locality for tx in transforms], default=Locality.ELEMENT)
@@ -53,7 +40,7 @@ def is_new(outputs: PyTree, updates: PyTree) -> bool:
 
 
 @transform(
-    locality=lambda *transforms: widest(_without_names(transforms)),
+    locality=lambda *transforms: widest(entries_of(transforms).values()),
     combinator=Combinator(in_sequence=True),
 )
 @with_memory
@@ -111,8 +98,8 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
 
 
 @transform(
-    locality=lambda *transforms: widest(_without_names(transforms)),
-    reads_params=lambda *transforms: any(tx.reads_params for tx in _without_names(transforms)),
+    locality=lambda *transforms: widest(entries_of(transforms).values()),
+    reads_params=lambda *transforms: any(tx.reads_params for tx in entries_of(transforms).values()),
 )
 def add_updates(*transforms: Transform | tuple[str, Transform]):
     """Apply several transforms to the same updates, and return the sum of their outputs.

@@ -23,7 +23,7 @@ from muonfx.core.chain import widest
 from muonfx.core.checks import warn_caller
 from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.patterns import NamePatterns
-from muonfx.core.transform import Combinator, Locality, Transform, left_out, transform
+from muonfx.core.transform import Combinator, Locality, Transform, left_out, require_transform, transform
 from muonfx.core.value import Memory, with_memory
 from muonfx.internal.display import format_list
 from muonfx.internal.wrappers import unwrapped
@@ -312,8 +312,7 @@ def _require_transforms(transforms: object) -> None:
             'partition({"muon": muon(...), "adamw": adamw(...)}, labels)'
         )
     for label, tx in transforms.items():
-        if not isinstance(tx, Transform):
-            raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
+        require_transform(f"partition: transforms[{label!r}]", tx)
 
 
 def _require_known_labels(labels: Mapping[str, str | None], transforms: Mapping[str, Transform]) -> None:
@@ -499,8 +498,7 @@ def masked(
         >>> tx.update(params, tx.init(params))[0]
         {'w': tensor([[-1.]]), 'b': tensor([1.])}
     """
-    if not isinstance(inner, Transform):
-        raise TypeError(f"masked: inner must be a Transform, found {inner!r}; the transform comes first, then the mask")
+    require_transform("masked: inner", inner)
     choose = _mask_chooser("masked: mask", mask, _memory)
 
     def init(params: PyTree) -> PyTree:

@@ -50,7 +50,7 @@ from muonfx.core.outline import outline
 from muonfx.core.patterns import NamePatterns, warn_of_unmatched
 from muonfx.core.schedules import Schedule, follow
 from muonfx.core.value import Lazy, LazyOfStructure, Recorded, make_factory
-from muonfx.internal.arguments import bind
+from muonfx.internal.arguments import bind, short_repr
 from muonfx.internal.display import Report
 from muonfx.internal.tracing import autocast_is_on, outside_autocast
 from muonfx.tree import PyTree, Structure
@@ -623,13 +623,14 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
     """Return a dict from name to transform for the arguments of `chain`. A repeated name gets a suffix: "scale_2"."""
     entries: dict[str, Transform] = {}
     for index, entry in enumerate(transforms):
-        name: str | None = None
-        if isinstance(entry, Transform):
-            tx = entry
-        elif _is_pair(entry):
+        name: Any = None
+        tx: Any = entry
+        if isinstance(entry, tuple) and len(entry) == 2:
             name, tx = entry
-        else:
-            raise _wrong_entry(of, index, entry)
+        if not isinstance(tx, Transform) or not isinstance(name, str | None):
+            raise TypeError(
+                f"{of}: argument {index} must be a Transform or a pair (name, Transform), found {_described(entry)}"
+            )
         if name is None:
             name = _unused_name(tx.name, entries)
         elif name in entries or not name or "." in name or "/" in name:
@@ -637,13 +638,6 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
             raise ValueError(f"{of}: found the name {name!r}, {expected}: choose another")
         entries[name] = tx
     return entries
-
-
-def _is_pair(value: Any) -> bool:
-    """Return True for a pair of a name, or None, and a transform."""
-    if not isinstance(value, tuple) or len(value) != 2:
-        return False
-    return isinstance(value[0], str | None) and isinstance(value[1], Transform)
 
 
 def _unused_name(name: str, entries: Mapping[str, Transform]) -> str:
@@ -656,15 +650,6 @@ def _unused_name(name: str, entries: Mapping[str, Transform]) -> str:
     return unused_name
 
 
-def _wrong_entry(of: str, index: int, entry: object) -> TypeError:
-    advice = ""
-    if isinstance(entry, list):
-        advice = f": unpack the list, {of}(*transforms)"
-    elif callable(entry) and hasattr(entry, "__name__"):
-        advice = f": call it, as in {entry.__name__}()"
-    return TypeError(f"{of}: argument {index} is {entry!r}, expected a Transform or a pair (name, Transform){advice}")
-
-
 def require_transform(name: str, value: object) -> None:
     """Raise TypeError unless an argument is a `Transform`. The message has advice for a model or a factory."""
     if not isinstance(value, Transform):
@@ -673,19 +658,15 @@ def require_transform(name: str, value: object) -> None:
 
 def _described(value: object) -> str:
     """Return a text for a value that is not a transform, with advice: "the function muon; call it to get ..."."""
-    class_name = type(value).__name__
     if isinstance(value, torch.nn.Module):
-        return f"the model {class_name}; the model comes first, then the transform"
+        return f"the model {type(value).__name__}; the model comes first, then the transform"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if callable(value) and hasattr(value, "__name__"):
         return f"the function {value.__name__}; call it to get a transform: {value.__name__}(...)"
-    text = repr(value)
-    if len(text) >= 80:
-        text = class_name
-    if isinstance(value, str):
-        text += "; call the function of this name, or pass the option to it, as in muonfx.orthogonalize(...)"
-    return text
+    if isinstance(value, list):
+        return "a list; unpack it: *transforms"
+    return short_repr(value)
 
 
 P = ParamSpec("P")
