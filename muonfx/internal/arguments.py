@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,6 @@ T = TypeVar("T")
 
 _PLAIN = {"bool": "True or False", "int": "an int", "float": "a number or a 0-d tensor", "str": "a string"}
 _LONGEST_REPR = 60
-_DTYPE_NAMES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float": "float32",
-    "fp64": "float64",
-    "double": "float64",
-}
 _SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
 
 
@@ -138,7 +129,8 @@ def _advice_for(value: Any, type_names: frozenset[str], choices: list[str]) -> s
     ``choices`` are the strings that the argument accepts, such as "auto".
     """
     if isinstance(value, str) and "torch.dtype" in type_names:
-        return _advice_for_dtype(value)
+        advice = ": pass a torch.dtype without quotes, such as torch.bfloat16"
+        return f"{advice}, or muonfx.int8()" if "QuantizedDtype" in type_names else advice
     if isinstance(value, str):
         return did_you_mean(value, choices)
     if _is_factory(value) and not type_names.isdisjoint({"float", "QuantizedDtype"}):
@@ -155,11 +147,7 @@ def _is_factory(value: Any) -> bool:
 
 def _advice_for_number(value: Any) -> str:
     """Return what to do about a model, a scheduler or another object in place of a number."""
-    is_dict_of_tensors = False
-    if isinstance(value, Mapping):
-        leaves = cast("Mapping[str, object]", value).values()
-        is_dict_of_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
-    if isinstance(value, nn.Module | Iterator) or is_dict_of_tensors:
+    if isinstance(value, nn.Module | Iterator):
         return (
             ": a transform has no parameters; give them to muonfx.Muon(model), to "
             "muonfx.TransformOptimizer(model, transform), or to the transform's init"
@@ -175,20 +163,6 @@ def _advice_for_number(value: Any) -> str:
     if callable(value) and not isinstance(value, type):
         return ": if it is a function f of the step, pass muonfx.schedule(lambda: f)(), or use a torch scheduler"
     return ""
-
-
-def _advice_for_dtype(name: str) -> str:
-    """Return what to write instead of the name of a dtype, such as "bf16".
-
-    >>> _advice_for_dtype("bf16")
-    ': pass torch.bfloat16, without quotes'
-    """
-    if name in ("int8", "fp8"):
-        return f": pass muonfx.{name}()"
-    name = _DTYPE_NAMES.get(name, name.removeprefix("torch."))
-    if isinstance(getattr(torch, name, None), torch.dtype):
-        return f": pass torch.{name}, without quotes"
-    return ": pass a torch.dtype, such as torch.bfloat16"
 
 
 def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
@@ -316,11 +290,14 @@ def bind(
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        reason = str(error)
+        problem = str(error)
     parameters = dict(signature.parameters)
-    if parameters.pop("self", None) is not None:  # a method
-        args = args[1:]
-    problem = _problem_of_call(parameters, args, kwargs) or reason
+    parameters.pop("self", None)  # of a method
+    unknown = [name for name in kwargs if name not in parameters]
+    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if unknown and not takes_any_name:
+        unused = [name for name in parameters if name not in kwargs]
+        problem = f"there is no argument {unknown[0]!r}{hint(unknown[0], unused)}"
     accepted = ", ".join(map(_shown_parameter, parameters.values())) or "no arguments"
     raise TypeError(f"{owner}: {problem}; {owner} takes {accepted}")
 
@@ -330,27 +307,6 @@ def _shown_parameter(parameter: inspect.Parameter) -> str:
     if parameter.kind is parameter.KEYWORD_ONLY:
         return f"{parameter.name}="
     return str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
-
-
-def _problem_of_call(
-    parameters: Mapping[str, inspect.Parameter], args: Sequence[object], kwargs: Mapping[str, object]
-) -> str:
-    """Return the problem of a call with an unknown argument or too many positional ones; "" for any other problem."""
-    positional = [name for name, parameter in parameters.items() if _is_positional(parameter)]
-    passed = {*kwargs, *positional[: len(args)]}
-    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name in kwargs:
-        if name not in parameters and not takes_any_name:
-            missing = [parameter for parameter in parameters if parameter not in passed]
-            return f"there is no argument {name!r}{hint(name, missing)}"
-    if len(args) > len(positional):
-        noun = "positional argument" if len(positional) == 1 else "positional arguments"
-        return f"takes {len(positional)} {noun} at most, found {len(args)}: give the others by name"
-    return ""
-
-
-def _is_positional(parameter: inspect.Parameter) -> bool:
-    return parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
 
 
 def code_of(value: Any, code: Callable[[Any], str] = repr) -> str:

@@ -174,7 +174,7 @@ def test_a_misspelt_argument_and_one_too_many_are_told_of_with_the_functions_nam
         with pytest.raises(TypeError, match=rf"^{function.__name__}: there is no argument '{misspelt}' .*'{name}'"):
             function(**{misspelt: 1.0})
     if inspect.Parameter.VAR_POSITIONAL not in kinds:
-        with pytest.raises(TypeError, match=rf"^{function.__name__}: takes \d+ positional .*found 40"):
+        with pytest.raises(TypeError, match=f"^{function.__name__}: too many positional arguments"):
             function(*[1.0] * 40)
 
 
