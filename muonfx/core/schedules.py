@@ -24,7 +24,7 @@ from muonfx.core import checks
 from muonfx.core.extras import InitAndUpdate
 from muonfx.core.value import Recorded, make_factory
 from muonfx.internal.arguments import short_repr
-from muonfx.internal.tracing import functorch_is_active, is_wrapped, on_device_of
+from muonfx.internal.tracing import is_wrapped, on_device_of
 from muonfx.tree import PyTree, device_of
 
 __all__ = [
@@ -89,28 +89,10 @@ class Schedule(Recorded):
             step = count.to(wide)
         else:
             step = torch.tensor(float(count), dtype=torch.float64, device="cpu")
-        value = self._as_tensor(self._value_at(step), step)
+        value = self._as_tensor(on_device_of(self._built, step), step)
         if isinstance(count, Tensor) or value.requires_grad or is_wrapped(value):
             return value
         return float(value)
-
-    def _value_at(self, step: Tensor) -> Any:
-        """Return what the function of the step returns. Under ``vmap``, raise RuntimeError if it branches on the step.
-
-        The error of torch does not name the schedule. The compiler's error shows the line of the branch.
-        """
-        function = self._built
-        if torch.compiler.is_compiling() or not functorch_is_active():
-            return on_device_of(function, step)
-        try:
-            return on_device_of(function, step)
-        except RuntimeError as error:
-            if not str(error).startswith("vmap: It looks like"):  # a branch, float(count) or count.item()
-                raise
-            raise RuntimeError(
-                f"{self!r}: under torch.func.vmap, a schedule cannot branch on the step or convert it to a Python "
-                "number: compute with tensors, as in torch.where(count < 100, 0.1, 0.01)"
-            ) from error
 
     def _as_tensor(self, value: Any, step: Tensor) -> Tensor:
         """Return the value of the schedule at a step as a 0-d tensor. Raise TypeError if it is not one number.

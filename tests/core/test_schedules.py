@@ -154,13 +154,6 @@ def test_a_constant_number_and_several_steps_at_once_can_be_compiled_and_batched
     assert torch.compile(schedule, fullgraph=True, backend="eager")(torch.tensor(1)).item() == 0.25
 
 
-@pytest.mark.parametrize("function", [RETURNS["branch"], RETURNS["python number"]])
-def test_under_vmap_a_python_number_from_the_step_is_an_error_that_names_the_schedule(function: Any):
-    schedule = mfx.schedule(lambda: function)()
-    with pytest.raises(RuntimeError, match=r"<lambda>\(\): under torch.func.vmap, .*torch.where"):
-        torch.func.vmap(schedule)(torch.arange(3))
-
-
 def test_a_table_that_ends_is_an_error_with_the_steps_that_are_checked():
     table = torch.tensor([0.1, 0.2, 0.3])
     with pytest.raises(IndexError, match=r"scale: a new transform checks .* step 10 failed.*clamp"):
