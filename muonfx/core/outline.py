@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from muonfx.core.argument_texts import same
-from muonfx.core.value import Recorded, part_names
+from muonfx.core.value import part_names
 from muonfx.internal.display import Report, Row, Table
 
 _LONGEST = 40
@@ -24,11 +24,10 @@ def outline(tx: Any) -> Report:
 def _row(tx: Any, title: str) -> Row:
     """Return the row of a transform with a title, such as "inner: momentum", and the rows of those that it calls."""
     rows: list[Row] = []
-    for name, inner in zip(part_names(tx), tx.parts, strict=True):
-        if not _is_transform(tx, inner):
-            continue
-        argument = name.rpartition(".")[2]  # "inner" for "cautious.inner"
-        rows.append(_row(inner, _title(argument, inner.name)))
+    for name, part in zip(part_names(tx), tx.parts, strict=True):
+        if _is_transform(part):
+            argument = name.rpartition(".")[2]  # "inner" for "cautious.inner"
+            rows.append(_row(part, _title(argument, part.name)))
     arguments = ", ".join(_shown_arguments(tx))
     return Row((title, tx.locality.name, arguments), tuple(rows))
 
@@ -44,9 +43,8 @@ def _title(argument: str, name: str) -> str:
     return f"{argument}: {name}"
 
 
-def _is_transform(tx: Any, value: object) -> bool:
-    """Return True for one of the transforms that ``tx`` calls. This module cannot import the class `Transform`."""
-    return any(value is child for child in tx.children)
+def _is_transform(value: object) -> bool:
+    return hasattr(value, "locality")  # this module cannot import the class `Transform`
 
 
 def _shown_arguments(tx: Any) -> Iterator[str]:
@@ -56,24 +54,10 @@ def _shown_arguments(tx: Any) -> Iterator[str]:
     """
     for name, parameter in tx.factory.definition.parameters.items():
         value = tx.arguments[name]
-        if any(_is_transform(tx, inner) for inner in tx._parts_in(name)):
+        if any(map(_is_transform, tx._parts_in(name))):
             continue
-        if _has_numbers(value) or not _is_default(value, parameter):
+        if isinstance(value, float | Tensor) or not same(value, parameter.default):
             yield f"{name}={_written(value)}"
-
-
-def _has_numbers(value: object) -> bool:
-    """Return True for a float or a tensor, and for a schedule that has numbers."""
-    if isinstance(value, Recorded):  # a schedule
-        return bool(value.parts)
-    return isinstance(value, float | Tensor)
-
-
-def _is_default(value: object, parameter: inspect.Parameter) -> bool:
-    """Return True for the default of a parameter, or for an empty value of a parameter without a default."""
-    if same(value, parameter.default):
-        return True
-    return parameter.default is parameter.empty and not value
 
 
 def _written(value: object) -> str:
