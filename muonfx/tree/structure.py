@@ -85,16 +85,6 @@ class _Node:
             return next(leaves)
         return self.rebuild([child.unflatten(leaves) for child in self.children])
 
-    def typed_paths(self, above: TypedPath) -> list[TypedPath]:
-        """Return the path of each leaf, such as (Key("a"), Key(0)), after the path ``above`` of this node."""
-        if self.kind is None:
-            return [above]
-        is_field = hasattr(self.kind, "_fields")
-        paths: list[TypedPath] = []
-        for entry, child in zip(self.entries, self.children, strict=True):
-            paths += child.typed_paths((*above, Key(entry, is_field)))
-        return paths
-
     def flatten_up_to(self, tree: PyTree) -> list[PyTree]:
         """Return the subtree of ``tree`` at the position of each leaf of this structure.
 
@@ -139,8 +129,6 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
     children, metadata, entries, build = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
     if optree.is_namedtuple_class(kind):  # optree has indices as entries; paths have the names of fields
         entries = optree.namedtuple_fields(kind)
-    elif optree.is_structseq_class(kind):
-        entries = optree.structseq_fields(kind)
 
     def rebuild(new_children: list[PyTree]) -> PyTree:
         return build(metadata, new_children)
@@ -300,23 +288,7 @@ def paths(tree: PyTree) -> list[tuple[object, ...]]:
     >>> paths({"blocks": [{"q": 1.0}]})
     [('blocks', 0, 'q')]
     """
-    if torch.compiler.is_compiling():
-        return list(builtins.map(entries_of_path, typed_paths(tree)))
-    return _paths_below(optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE), ())
-
-
-def _paths_below(structure: Structure, above: tuple[object, ...]) -> list[tuple[object, ...]]:
-    """Return the path to each leaf of a subtree. It begins with ``above``, the path to the subtree."""
-    level = structure.one_level()
-    if level is None:  # a leaf
-        return [above]
-    entries: list[object] = level.entries()
-    if structure.type not in _DICTS:  # only accessors have the names of fields, but they take much longer
-        entries = [_key_of(accessor[0]).entry for accessor in level.accessors()]
-    paths_of_leaves: list[tuple[object, ...]] = []
-    for entry, child in zip(entries, structure.children(), strict=True):
-        paths_of_leaves += _paths_below(child, (*above, entry))
-    return paths_of_leaves
+    return list(builtins.map(entries_of_path, typed_paths(tree)))
 
 
 class Key(NamedTuple):
@@ -335,19 +307,19 @@ def entries_of_path(path: TypedPath) -> tuple[object, ...]:
     return tuple([key.entry for key in path])
 
 
-def typed_paths(tree: PyTree) -> list[TypedPath]:
-    """Return the path to each leaf, in the order of `leaves`, with fields of NamedTuples marked."""
-    if torch.compiler.is_compiling():
-        return _traced_flatten(tree, []).typed_paths(())
-    typed: list[TypedPath] = []
-    for accessor in optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE):
-        typed.append(tuple(builtins.map(_key_of, accessor)))
-    return typed
+def typed_paths(tree: PyTree, above: TypedPath = ()) -> list[TypedPath]:
+    """Return the path to each leaf, in the order of `leaves`, with fields of NamedTuples marked.
 
-
-def _key_of(entry: optree.PyTreeEntry) -> Key:
-    """Return one step of optree's path to a leaf; only a step into a NamedTuple has the attribute "field"."""
-    return Key(getattr(entry, "field", entry.entry), hasattr(entry, "field"))
+    Each path begins with ``above``, the path to the tree itself.
+    """
+    node, children = open_node(tree)
+    if node is None:
+        return [above]
+    is_field = hasattr(node.kind, "_fields")
+    paths_of_leaves: list[TypedPath] = []
+    for entry, child in zip(node.entries, children, strict=True):
+        paths_of_leaves += typed_paths(child, (*above, Key(entry, is_field)))
+    return paths_of_leaves
 
 
 @overload
