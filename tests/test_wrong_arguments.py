@@ -278,7 +278,7 @@ def test_a_pattern_that_matches_no_parameter_is_named_once_at_init(tx: mfx.Trans
 )
 def test_a_pattern_that_matches_somewhere_is_not_spoken_of(tx: mfx.Transform):
     assert said(tx.init) == []
-    assert all("there are no parameters" in message for message in said(tx.init, {}))
+    assert all("The labels of the 0 parameters are none" in message for message in said(tx.init, {}))
 
 
 def test_updates_and_compiled_steps_do_not_warn_of_patterns():
@@ -297,7 +297,7 @@ def test_a_partition_without_some_label_says_which_labels_there_are_and_why():
     assert len(found) == 1
     assert "no parameter has the label 'muon'" in found[0]
     assert "The labels of the 3 parameters are 'adamw' for 3" in found[0]
-    assert "'0.weight' is 'adamw': embedding (module type Embedding); '1.bias' is 'adamw': norm" in found[0]
+    assert "'0.weight' is 'adamw': embedding (module type Embedding), '1.bias' is 'adamw': norm" in found[0]
 
 
 def test_monitors_of_one_name_are_an_error_where_they_are_read():

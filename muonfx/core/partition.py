@@ -154,7 +154,8 @@ class _Chooser:
         """Return the value of each parameter, without the cache. Raise if one has no value or a wrong one.
 
         A condition or a function is first evaluated on the parameters, which gives one of two forms: a mapping by name,
-        ``{"fc.weight": "muon"}``, or a tree like the parameters, ``{"fc": {"weight": "muon"}}``.
+        ``{"fc.weight": "muon"}``, or a tree like the parameters, ``{"fc": {"weight": "muon"}}``. The leaves of both
+        have the same dotted names. There may be more of them than parameters.
         """
         source = self.source
         if isinstance(source, Condition):
@@ -163,9 +164,21 @@ class _Chooser:
             chosen = self._call(source, params)
         else:
             chosen = source
-        if isinstance(chosen, Mapping) and self._has_only_values(chosen):
-            return self._choose_by_name(chosen, names)
-        return self._choose_by_tree(chosen, names)
+        values = dict(tree.named_leaves(dict(chosen) if isinstance(chosen, Mapping) else chosen))
+        key_of = _keys_of(names, values)
+        missing = [name for name in names if name not in key_of]
+        if missing:
+            raise ValueError(
+                f"{self.argument}: found no value for {format_list(missing)}, expected {self.expected} for each "
+                "parameter: add them, or select a whole subtree with a pattern, as in muonfx.routing.path('head.*')"
+            )
+        value_of = {name: values[key] for name, key in key_of.items()}
+        for name, value in value_of.items():
+            if not isinstance(value, self.kinds):
+                raise TypeError(f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}")
+        if isinstance(chosen, RoutedLabels):
+            return _Choice(value_of, chosen.for_names(key_of))
+        return _Choice(value_of)
 
     def _call(self, function: Callable[[PyTree], Any], params: PyTree) -> Any:
         """Return ``function(params)``. A note on an error says what the function received."""
@@ -179,40 +192,6 @@ class _Chooser:
                 "each parameter: muonfx.routing.where(lambda info: info.ndim > 1)"
             )
             raise
-
-    def _choose_by_tree(self, values: PyTree, names: list[str]) -> _Choice:
-        """Return the leaves of a tree of values by name. Raise if they are not of the named parameters, or wrong."""
-        value_of = dict(tree.named_leaves(values))
-        # Names are compared, not structures: nested dicts fit parameters with dotted names too.
-        if set(value_of) != set(names):
-            raise ValueError(
-                f"{self.argument}: found a {type(values).__name__} with the leaves {format_list(tree.names(values))}, "
-                f"expected a dict from the name of each parameter to {self.expected}, or a tree with the structure of "
-                f"the parameters; their names are {format_list(names)}"
-            )
-        for name, value in value_of.items():
-            if not isinstance(value, self.kinds):
-                raise TypeError(f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}")
-        return _Choice(value_of)
-
-    def _has_only_values(self, source: Mapping[Any, Any]) -> bool:
-        """Return True if a mapping has names as keys, and values such as labels. Any other mapping is a tree."""
-        return all(isinstance(key, str) and isinstance(value, self.kinds) for key, value in source.items())
-
-    def _choose_by_name(self, source: Mapping[str, Any], names: list[str]) -> _Choice:
-        """Return the values of a mapping for the named parameters. The mapping may have further names."""
-        key_of = _keys_of(names, source)
-        missing = [name for name in names if name not in key_of]
-        if missing:
-            raise ValueError(
-                f"{self.argument}: found no value for {format_list(missing)}, expected {self.expected} for each "
-                "parameter: add them, or select a whole subtree with a pattern, as in muonfx.routing.path('head.*')"
-            )
-        value_of = {name: source[key] for name, key in key_of.items()}
-        routed_labels = None
-        if isinstance(source, RoutedLabels):  # labels with reasons, under the names of these parameters
-            routed_labels = source.for_names(key_of)
-        return _Choice(value_of, routed_labels)
 
 
 def _shape_and_dtype(leaf: torch.Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
@@ -337,21 +316,18 @@ def _check_labels(choice: _Choice, transforms: Mapping[str, Transform], params: 
 
 
 def _warn_of_unused_label(label: str, choice: _Choice) -> None:
-    """Warn that no parameter has a label. The warning counts the other labels, and has up to five of their reasons."""
-    message = f"partition: no parameter has the label {label!r}; its transform does nothing"
-    labels = list(choice.value_of.values())
-    if labels:
-        counts = [f"{used_label!r} for {count}" for used_label, count in Counter(labels).items()]
-        message += f". The labels of the {len(labels)} parameters are {', '.join(counts)}"
-    else:
-        message += ": there are no parameters"
+    """Warn that no parameter has a label. The warning counts the other labels, and has the reasons of some of them."""
+    count_of = Counter(choice.value_of.values())
+    counts = ", ".join([f"{used_label!r} for {count}" for used_label, count in count_of.items()])
+    message = (
+        f"partition: no parameter has the label {label!r}; its transform does nothing. The labels of the "
+        f"{len(choice.value_of)} parameters are {counts or 'none'}"
+    )
     reasons: list[str] = []
     if choice.routed_labels is not None:
         reasons = choice.routed_labels.reasons()
-    if len(reasons) > 5:
-        reasons = [*reasons[:5], "..."]
     if reasons:
-        message += f". {'; '.join(reasons)}"
+        message += f". {format_list(reasons, str)}"
     warn_caller(message)
 
 
