@@ -7,6 +7,7 @@ transform, and what its numbers are called. Nothing depends on values, so meta t
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ import torch
 from muonfx import tree
 from muonfx.core.chain import ORDER_IS_CHECKED, chain, chain_entries
 from muonfx.core.extras import ON_PIECES
+from muonfx.core.partition import partition
 from muonfx.core.transform import Declaration, Locality, Transform
-from muonfx.core.value import Recorded, dotted, joined_name, make_factory, part_names, parts_of, prepared
+from muonfx.core.value import Recorded, joined_name, make_factory, part_names, parts_of, prepared
 from muonfx.tree import PyTree
 
 Path = tuple[Any, ...]
@@ -41,24 +43,17 @@ class OwnNumbers:
     @classmethod
     def of(cls, tx: Transform, name: str, key: str) -> OwnNumbers:
         """Return the names for a transform with a dotted name, and a key (the name without labels)."""
-        full_name_of: dict[str, str] = {}  # {"decay": "muon.momentum.decay"}
-        keys: list[str] = []
-        start_of_name = dotted(name)
-        start_of_key = dotted(key)
-        for argument in _own_numbers(tx):
-            full_name_of[argument] = start_of_name + argument
-            keys.append(start_of_key + argument)
+        own_numbers = _own_numbers(tx)
+        names = [joined_name(name, argument) for argument in own_numbers]
+        keys = [joined_name(key, argument) for argument in own_numbers]
         short_names: dict[str, str | tuple[str, ...]] = {}
         for short_name, declared in tx.declaration.short_names.items():
             arguments = (declared,) if isinstance(declared, str) else declared
-            full_names = [full_name_of[argument] for argument in arguments if argument in full_name_of]
-            if len(full_names) < len(arguments):  # one of the arguments is no number, but None or a schedule
+            if not set(arguments) <= set(own_numbers):  # one of the arguments is no number, but None or a schedule
                 continue
-            if isinstance(declared, str):
-                short_names[short_name] = full_names[0]
-            else:
-                short_names[short_name] = tuple(full_names)
-        return cls(tuple(full_name_of.values()), tuple(keys), short_names)
+            full_names = tuple([joined_name(name, argument) for argument in arguments])
+            short_names[short_name] = full_names[0] if isinstance(declared, str) else full_names
+        return cls(tuple(names), tuple(keys), short_names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,17 +141,24 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
     state of its own, since the wrapper may store it in any form.
     """
     resolved = tx.resolve(params)
+    is_partition = resolved.factory is partition
+    arguments: list[str] = []  # the names of the inner transforms, such as "inner", or the members of a chain
+    for argument, part in zip(part_names(resolved), resolved.parts, strict=True):
+        if isinstance(part, Transform):
+            arguments.append(argument)
     calls: list[Visit] = []
-    for call in calls_of(resolved, params):
-        inner_name = joined_name(name, call.argument)
-        inner_key = joined_name(key, call.argument)
-        if call.label is not None:  # a key has no labels, so it is the same for "muon" and "adamw"
-            inner_key = key
+    for argument, inner, call in zip(arguments, resolved.children, _calls(resolved, params), strict=True):
         inner_state = None
         if state is not None and call.state is not None:
             inner_state = (*state, *call.state)
-        inner = _visit(call.tx, call.params, state=inner_state, name=inner_name, key=inner_key, label=call.label)
-        calls.append(inner)
+        inner_name = joined_name(name, argument)
+        inner_key = joined_name(key, argument)
+        inner_label = None
+        if is_partition:  # a key has no labels, so it is the same for "muon" and "adamw"
+            inner_key = key
+            inner_label = argument
+        inner_visit = _visit(inner, call.params, state=inner_state, name=inner_name, key=inner_key, label=inner_label)
+        calls.append(inner_visit)
     names = tuple(tree.names(params))
     # Not computed later, on demand: torch.compile cannot trace the lock of a cached property.
     numbers = OwnNumbers.of(resolved, name, key)
@@ -179,44 +181,33 @@ def check_resolved_extras(visits: Iterable[Visit], extras: Mapping[str, Any]) ->
 # --------------------------------------------------------------------------------- how a transform calls its inner ones
 
 
-@dataclass(frozen=True)
-class Call:
-    """A transform that another one calls, and the parameters that it passes on."""
+class _Call(NamedTuple):
+    """What a transform passes to one that it calls."""
 
-    tx: Transform
-    argument: str
-    """The name of the inner transform among the arguments: "inner", or a member of a chain or a dict."""
     params: PyTree
+    """The parameters that the inner transform receives."""
     state: Path | None
     """The path of the inner state in the state of the caller; None if it is unknown, as in `Visit`."""
-    label: str | None
 
 
-def calls_of(tx: Transform, params: PyTree) -> list[Call]:
-    """Return the transforms that ``tx`` calls, in order. ``tx`` is resolved for ``params``.
+def _calls(tx: Transform, params: PyTree) -> list[_Call]:
+    """Return what ``tx`` passes to each of its `children`, in order. ``tx`` is resolved for ``params``.
 
     A chain passes all parameters to each member. Any other transform shows what it passes, and where it stores the
     inner states, when its ``init`` runs once on substitutes of the inner transforms (`record_calls`).
 
-    For example, a `partition` with the labels "muon" and "adamw" gives two calls. The first has the argument and the
-    label "muon", the parameters with this label, and the path ``("muon",)`` of its state.
+    For example, a `partition` with the labels "muon" and "adamw" gives two calls. The first has the parameters with the
+    label "muon", and the path ``("muon",)`` of its state.
     """
     if not tx.children:
         return []
     entries = chain_entries(tx)
     if entries is not None:
-        return [Call(member, name, params, state=(name,), label=None) for name, member in entries.items()]
-    names = [name for name, value in zip(part_names(tx), tx.parts, strict=True) if isinstance(value, Transform)]
+        return [_Call(params, (name,)) for name in entries]
     recorded = record_calls(tx, params, replaced=is_wrapper(tx))
     path_of = _placeholder_paths(recorded.state)
     # An inner transform that `init` does not call counts as one that receives all parameters.
-    received = [recorded.params_of.get(index, params) for index in range(len(names))]
-    labels = _labels(tx, received)
-    calls: list[Call] = []
-    for index, (name, inner) in enumerate(zip(names, tx.children, strict=True)):
-        label = name if name in labels else None
-        calls.append(Call(inner, name, received[index], path_of.get(index), label))
-    return calls
+    return [_Call(recorded.params_of.get(index, params), path_of.get(index)) for index in range(len(tx.children))]
 
 
 def _placeholder_paths(state: PyTree) -> dict[int, Path]:
@@ -254,24 +245,6 @@ def sums_over_leaves(tx: Transform) -> bool:
 def works_on_pieces(tx: Transform) -> bool:
     """Return True if the update of a transform can run on shards, by an extra argument such as ``sum_over_leaves``."""
     return not ON_PIECES.isdisjoint(tx.extras.named)
-
-
-def _labels(tx: Transform, received: Sequence[PyTree]) -> set[str]:
-    """Return the names of inner transforms that are labels, such as "muon"; none if leaves are not divided by label.
-
-    A label is a key of a dict of transforms that is an argument, as for `partition`. ``received`` are the parameters
-    that each inner transform receives. Labels divide the leaves, so none is passed to two inner transforms.
-    """
-    names: list[str] = []
-    for params in received:
-        names += tree.names(params)
-    if len(set(names)) < len(names):  # a leaf is passed to two, so the keys are no labels
-        return set()
-    labels: set[str] = set()
-    for argument in tx.arguments.values():
-        if type(argument) is dict:
-            labels |= {str(label) for label, value in argument.items() if isinstance(value, Transform)}
-    return labels
 
 
 @dataclass(frozen=True)
@@ -354,11 +327,7 @@ def fixed(visited: Visit) -> Transform:
 
 def with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transform:
     """Return a transform that calls other transforms, given in the order of ``tx.children``; ``tx`` if none differs."""
-    is_unchanged = True
-    for child, inner in zip(tx.children, inner_transforms, strict=True):
-        if inner is not child:
-            is_unchanged = False
-    if is_unchanged:
+    if all(map(operator.is_, inner_transforms, tx.children)):
         return tx
     member_names = chain_entries(tx)
     if member_names is None:
