@@ -59,18 +59,12 @@ def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
     In ``chain(momentum(), accumulate(adam(), 4))``, for example, the momentum changes its state four times a step. A
     member after the `accumulate` receives zeros at three of four calls. Only the first such transform is reported.
     """
-    accumulate_in: dict[str, Transform] = {}  # by name of the member that contains it
-    for name, member in members.items():
-        accumulate = _skipping_in(member)
-        if accumulate is not None:
-            accumulate_in[name] = accumulate
-    if not accumulate_in:
+    skipping = [name for name, member in members.items() if _skips_steps(member)]
+    if not skipping:
         return
-    accumulate_name = next(iter(accumulate_in))
-    accumulate = accumulate_in[accumulate_name]
     receives_zeros = False  # members before the first `accumulate` receive gradients
     for name, member in members.items():
-        if name in accumulate_in:
+        if name in skipping:
             receives_zeros = True
             continue
         for tx in within(member):
@@ -78,18 +72,14 @@ def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
             if effect:
                 warn_caller(
                     f"{chain}: {tx.name} in {name!r} {effect} at every micro-batch, because it is outside of "
-                    f"{accumulate.name} in {accumulate_name!r}: move it inside, as in "
-                    f"{accumulate.name}(chain(..., {tx.name}(...)), ...)"
+                    f"{skipping[0]!r}, which skips steps: move it inside"
                 )
                 return
 
 
-def _skipping_in(tx: Transform) -> Transform | None:
-    """Return the first transform in ``tx``, itself included, that runs its transforms at some updates only, or None."""
-    for inner in within(tx):
-        if inner.declaration.combinator.skips_steps:
-            return inner
-    return None
+def _skips_steps(tx: Transform) -> bool:
+    """Return True if a transform, or one within it, runs its transforms at some updates only, as `accumulate` does."""
+    return any(inner.declaration.combinator.skips_steps for inner in within(tx))
 
 
 def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:

@@ -34,8 +34,8 @@ def product_dtypes(tx: Transform, param_dtypes: Iterable[torch.dtype], device: t
 def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
     """Map the name of each transform with ``products="auto"`` to the library of its large symmetric products.
 
-    The library is "quack-kernels" or "torch"; see `muonfx.polar.quack`. Where the dtype "auto" is bf16, some shapes are
-    computed in fp16. The result is "torch for float16", for example, if quack-kernels failed for one of both only.
+    The library is "quack-kernels", or "torch for float16" for example, if quack-kernels failed for this dtype; see
+    `muonfx.polar.quack`. Where the dtype "auto" is bf16, some shapes are computed in fp16.
     """
     compute_dtypes = product_dtypes(tx, param_dtypes, device)
     libraries: dict[str, str] = {}
@@ -53,11 +53,7 @@ def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device
 def _library(dtypes: list[str], device: torch.device) -> str:
     """Return the library of symmetric products in some dtypes, such as ``["bfloat16", "float16"]``."""
     failed = [dtype for dtype in dtypes if quack.failure(device, getattr(torch, dtype)) is not None]
-    if not failed:
-        return "quack-kernels"
-    if len(failed) == len(dtypes):
-        return "torch"
-    return f"torch for {', '.join(failed)}"
+    return f"torch for {', '.join(failed)}" if failed else "quack-kernels"
 
 
 def _named_transforms(tx: Transform) -> Iterator[tuple[str, Transform]]:

@@ -94,7 +94,7 @@ def bf16_load(shape: tuple[int, int]) -> float:
     [
         ((), "quack-kernels"),
         ((torch.float16,), "torch for float16"),
-        ((torch.bfloat16, torch.float16), "torch"),
+        ((torch.bfloat16, torch.float16), "torch for bfloat16, float16"),
     ],
 )
 def test_ranks_compare_the_library_of_both_dtypes(

@@ -251,7 +251,7 @@ OUTSIDE = {
     "average": ((EVERY, mfx.ema_params()), "ema_params .*changes its state"),
     "moments": ((ACCUMULATED, mfx.adamw(0.1)), "scale_by_adam in 'chain' changes its state"),
     "momentum before": ((mfx.momentum(), ACCUMULATED, mfx.scale(-0.1)), "momentum .*changes its state"),
-    "in a wrapper": ((mfx.skip_nonfinite(EVERY), mfx.ema_params()), "ema_params .*outside of accumulate"),
+    "in a wrapper": ((mfx.skip_nonfinite(EVERY), mfx.ema_params()), "ema_params .*outside of 'skip_nonfinite'"),
 }
 
 
