@@ -71,15 +71,6 @@ def _dtypes(xs: Sequence[Tensor]) -> set[torch.dtype]:
     return {x.dtype for x in xs}
 
 
-def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
-    """Cast a scalar tensor to fp32 or fp64 if all tensors have this dtype, since CUDA then needs one kernel launch."""
-    if not isinstance(scalar, Tensor) or scalar.dtype == xs[0].dtype:
-        return scalar
-    if _are_all_fp32_or_fp64(xs):  # in a mixed list, no dtype may round the scalar for the other tensors
-        return scalar.to(dtype=xs[0].dtype)
-    return scalar
-
-
 def _are_all_fp32_or_fp64(xs: Sequence[Tensor]) -> bool:
     return _dtypes(xs) in ({torch.float32}, {torch.float64})
 
@@ -106,11 +97,19 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
 
 
 def _for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
-    """Return a list that has the scalar once for each tensor; a scalar tensor is cast to the dtype of the tensor."""
+    """Return a list with the scalar for each tensor. A scalar tensor is cast to the dtype of a tensor, if it is wide.
+
+    A cast to bf16 or fp16 would round the scalar.
+    """
     if not isinstance(scalar, Tensor):
         return [scalar] * len(xs)
-    scalar_in = {dtype: scalar.to(dtype) for dtype in _dtypes(xs)}
+    scalar_in = {dtype: scalar if dtype in _NARROW else scalar.to(dtype) for dtype in _dtypes(xs)}
     return [scalar_in[x.dtype] for x in xs]
+
+
+def _one_or_each(scalars: list[Any], xs: Sequence[Tensor]) -> Any:
+    """Return the only scalar for tensors of one dtype, for which CUDA needs one kernel launch, else all scalars."""
+    return scalars[0] if len(_dtypes(xs)) == 1 else scalars
 
 
 def _on_cpu(xs: Sequence[Tensor]) -> bool:
@@ -127,11 +126,6 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
     if reuse:
         return copy(results, into=xs)
     return cast_like(results, xs)
-
-
-def _needs_separate_calls(xs: Sequence[Tensor]) -> bool:
-    """Return True if a scalar tensor would change the dtype of a 0-d tensor, since the list has several dtypes."""
-    return len(_dtypes(xs)) > 1 and any(x.ndim == 0 for x in xs)
 
 
 def _would_widen(xs: Sequence[Tensor]) -> bool:
@@ -226,14 +220,12 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
     """Return ``x * c`` for a 0-d tensor ``c``, with a foreach call; with ``reuse``, the results overwrite ``xs``."""
-    if _needs_separate_calls(xs):
-        return _tensorwise(lambda x: _mul_by_tensor([x], c, reuse=reuse)[0], xs)
     if _would_widen(xs):  # the product of a 0-d bf16 tensor and `c` has the dtype of `c`
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
-    factor = _fit(c, xs)
+    factors = _for_each(c, xs)
     if reuse and _rounds_numbers(xs):  # on CPUs, foreach rounds `c` to bf16 before it multiplies
-        return _tensorwise(lambda x: x.mul_(factor), xs)
-    return _foreach("mul", xs, factor, reuse=reuse)
+        return _tensorwise(Tensor.mul_, xs, factors)
+    return _foreach("mul", xs, _one_or_each(factors, xs), reuse=reuse)
 
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
@@ -246,85 +238,51 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
 
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x + c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
+    """Return ``x + c`` for every fp32 or fp64 tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, scalar=c):
         return _tensorwise(lambda x: x + c, xs)
-    if isinstance(c, Tensor):
-        return _shift_by_tensor(xs, c, reuse=reuse)
-    if _rounds_numbers(xs):  # bf16 or fp16 on a CPU: add in fp32, and round the sum once
-        return _in_wide(shift, xs, scalar=c, reuse=reuse)
-    if reuse:
-        return _foreach("add", xs, c, reuse=True)
-    return _tensorwise(lambda x: x + c, xs)
-
-
-def _shift_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
-    """Return ``x + c`` for a 0-d tensor ``c``; with ``reuse``, one foreach call overwrites ``xs``."""
-    if _needs_separate_calls(xs):
-        return _tensorwise(lambda x: _shift_by_tensor([x], c, reuse=reuse)[0], xs)
-    if _rounds_numbers(xs) or _would_widen(xs):  # bf16 or fp16: add in fp32, and round the sum once
-        return _in_wide(shift, xs, scalar=c, reuse=reuse)
-    summand = _fit(c, xs)
-    if not reuse:
-        return _tensorwise(lambda x: x + summand, xs)
+    if not isinstance(c, Tensor):
+        return _foreach("add", xs, c, reuse=reuse)
+    summands = _for_each(c, xs)
     if is_traced() or not all(x.is_cuda for x in xs):
         # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
-        return _foreach("add", xs, [summand] * len(xs), reuse=True)
-    return _foreach("add", xs, summand, reuse=True)
+        return _foreach("add", xs, summands, reuse=reuse)
+    return _foreach("add", xs, _one_or_each(summands, xs), reuse=reuse)
 
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
     """Return ``x + c * y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``xs``."""
     if _leafwise(xs, ys, scalar=c):
         return _tensorwise(lambda x, y: x + c * y, xs, ys)
-    if isinstance(c, Tensor):
-        return _add_by_tensor(xs, ys, c, reuse=reuse)
-    if c != 1.0 and _rounds_numbers(xs):
-        return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
-    return _foreach("add", xs, ys, alpha=c, reuse=reuse)
-
-
-def _add_by_tensor(xs: Tensors, ys: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
-    """Return ``x + c * y`` for a 0-d tensor ``c``, with foreach calls; with ``reuse``, the results overwrite ``xs``."""
+    is_number = not isinstance(c, Tensor)
+    if is_number and c == 1.0:
+        return _foreach("add", xs, ys, reuse=reuse)
     if _rounds_numbers(xs):
         return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
+    if is_number:
+        return _foreach("add", xs, ys, alpha=c, reuse=reuse)
     if _on_cpu(xs):  # there addcmul rounds as `alpha=` does for a number
         return _foreach("addcmul", xs, ys, _for_each(c, xs), reuse=reuse)
-    if _needs_separate_calls([*xs, *ys]):
-        return _tensorwise(lambda x, y: add([x], [y], c, reuse=reuse)[0], xs, ys)
-    products = torch._foreach_mul(ys, _fit(c, ys))
-    return _foreach("add", xs, list(products), reuse=reuse)
+    return _foreach("add", xs, mul(ys, c), reuse=reuse)
 
 
 def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x + weight * (y - x)`` for corresponding tensors of two lists; ``reuse`` overwrites ``xs``."""
-    if _rounds_numbers(xs):
-        return _in_wide(lerp, xs, ys, scalar=weight, reuse=reuse)
+    """Return ``x + weight * (y - x)`` for corresponding fp32 or fp64 tensors; with ``reuse``, in place of ``xs``."""
+    weights = _for_each(weight, xs)
     if _leafwise(xs, ys, scalar=weight):
-        weights = _for_each(weight, xs)
         return _tensorwise(lambda x, y, w: torch.lerp(x, y.to(x.dtype), w), xs, ys, weights)
-    if isinstance(weight, Tensor):
-        return _lerp_by_tensor(xs, ys, weight, reuse=reuse)
-    return _foreach("lerp", xs, ys, weight, reuse=reuse)
-
-
-def _lerp_by_tensor(xs: Tensors, ys: Tensors, weight: Tensor, *, reuse: bool) -> Tensors:
-    """Return ``x + weight * (y - x)`` for a 0-d tensor ``weight``, with foreach calls; ``reuse`` overwrites ``xs``."""
+    if not isinstance(weight, Tensor):
+        return _foreach("lerp", xs, ys, weight, reuse=reuse)
     if _on_cpu(xs):
-        return _foreach("lerp", xs, ys, _for_each(weight, xs), reuse=reuse)
-    if _needs_separate_calls(xs):
-        return _tensorwise(lambda x, y: lerp([x], [y], weight, reuse=reuse)[0], xs, ys)
-    steps = torch._foreach_sub(ys, xs)
-    weighted_steps = _foreach("mul", list(steps), _fit(weight, xs), reuse=True)
-    return add(xs, weighted_steps, reuse=reuse)
+        return _foreach("lerp", xs, ys, weights, reuse=reuse)
+    steps = list(torch._foreach_sub(ys, xs))
+    return add(xs, mul(steps, weight, reuse=True), reuse=reuse)
 
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
-    """Return ``x + c * y * z`` for corresponding tensors of three lists; ``reuse`` overwrites ``xs``."""
+    """Return ``x + c * y * z`` for corresponding fp32 or fp64 tensors of three lists; ``reuse`` overwrites ``xs``."""
     if _leafwise(xs, ys, zs, scalar=c):
         return _tensorwise(lambda x, y, z: x + c * y * z, xs, ys, zs)
-    if _rounds_numbers(xs):
-        return _in_wide(addcmul, xs, ys, zs, scalar=c, reuse=reuse)
     # Compute `c * y` first, as CPUs do for a number: `y * z` may overflow although the sum is finite.
     if isinstance(c, Tensor) or (c != 1.0 and not _on_cpu(xs)):
         return _foreach("addcmul", xs, mul(ys, c), zs, 1.0, reuse=reuse)

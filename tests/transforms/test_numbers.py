@@ -108,6 +108,9 @@ def test_a_number_gives_the_same_bits_wherever_it_is_kept(name: str, tx: mfx.Tra
                 assert moments(kept) == moments(state), (way, dtype, scale)
 
 
+FOR_WIDE_TENSORS = ("shift", "lerp", "addcmul")  # transforms call them with fp32 or fp64 tensors only
+
+
 def _behind(function: Any, others: list[list[Tensor]], reuse: bool, xs: list[Tensor], number: Any) -> list[Tensor]:
     return function(xs, *others, number, reuse=reuse)
 
@@ -137,6 +140,8 @@ def test_list_arithmetic_gives_the_same_bits_for_a_number_and_a_tensor(dtype: to
             "clamp": lambda own, c: ew.clamp(own, -abs(c), abs(c)),
         }
         for name, operation in operations.items():
+            if name in FOR_WIDE_TENSORS and dtype not in (torch.float32, torch.float64):
+                continue
             assert bits(operation(ew.clone(xs), held)) == bits(operation(ew.clone(xs), number)), (name, number)
 
 
