@@ -10,7 +10,6 @@ conditions on names and shapes (`Condition`), both through the base classes in t
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -108,22 +107,15 @@ class _Chooser:
         self._cache: dict[Any, _Choice] = {} if memory is None else memory
         """A dict from the `_cache_key` of some parameters to the choice for them."""
 
-    def __call__(self, params: PyTree, *, quiet: bool = False) -> _Choice:
-        """Return the value of each parameter, from the cache if these parameters were seen before.
-
-        With ``quiet``, warnings that the source issues are suppressed.
-        """
+    def __call__(self, params: PyTree) -> _Choice:
+        """Return the value of each parameter, from the cache if these parameters were seen before."""
         names = tree.names(params)
         key = self._cache_key(params, names)
         if key in self._cache:
             return self._cache[key]
-        if torch.compiler.is_compiling():  # a trace may not change the cache
-            return self._choose(params, names)
-        with warnings.catch_warnings():
-            if quiet:
-                warnings.simplefilter("ignore")
-            choice = self._choose(params, names)
-        self._cache[key] = choice
+        choice = self._choose(params, names)
+        if not torch.compiler.is_compiling():  # a trace may not change the cache
+            self._cache[key] = choice
         return choice
 
     def _cache_key(self, params: PyTree, names: list[str]) -> object:
@@ -137,18 +129,18 @@ class _Chooser:
         return tuple(zip(names, specs, strict=True))
 
     def for_step(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
-        """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step. It issues no warnings.
+        """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step.
 
         ``params`` may be None. The updates then give the names, shapes and dtypes. A function that chooses values may
         read the shape of any parameter, so an update of None, which has no shape, is an error.
         """
         if params is not None:
-            return self(params, quiet=True).value_of
+            return self(params).value_of
         if callable(self.source):
             for name, leaf in tree.named_leaves(updates):
                 if leaf is None:
                     raise _unknown_shape(self.argument, name)
-        return self(updates, quiet=True).value_of
+        return self(updates).value_of
 
     def _choose(self, params: PyTree, names: list[str]) -> _Choice:
         """Return the value of each parameter, without the cache. Raise if one has no value or a wrong one.
@@ -351,7 +343,7 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
 
 def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
     """Return the names that a `partition` does not update: the label is None, or its transform leaves them out."""
-    labels = _label_chooser(tx.arguments["labels"])(params, quiet=True).value_of
+    labels = _label_chooser(tx.arguments["labels"])(params).value_of
     transforms = tx.arguments["transforms"]
     names = {name for name, label in labels.items() if label is None}
     for label, leaves in _leaves_by_label(labels, transforms, params).items():
@@ -361,7 +353,7 @@ def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
 
 def _left_out_by_mask(tx: Transform, params: PyTree) -> set[str]:
     """Return the names of the selected parameters that the inner transform of `masked` does not update."""
-    is_selected = _mask_chooser("masked: mask", tx.arguments["mask"])(params, quiet=True).value_of
+    is_selected = _mask_chooser("masked: mask", tx.arguments["mask"])(params).value_of
     return left_out(tx.arguments["inner"], _selected_leaves(is_selected, params))
 
 

@@ -11,7 +11,6 @@ import difflib
 import functools
 import inspect
 import numbers
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -35,8 +34,8 @@ _SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
 def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
     """Return the names of the types that an annotation allows, such as {"float", "None"}; empty if not checked.
 
-    An annotation is checked if all members of the union are types and at least one is bool, int, float, str or a
-    ``Literal``. Quoted annotations are evaluated with ``names`` as globals, and are not checked if this fails.
+    An annotation is checked if at least one member of the union is bool, int, float, str or a ``Literal``. Quoted
+    annotations are evaluated with ``names`` as globals, and are not checked if this fails.
     """
     if isinstance(annotation, str):
         try:
@@ -48,24 +47,13 @@ def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset
         members = get_args(annotation)
     type_names: set[str] = set()
     for member in members:
-        names_of_member = _names_of_member(member)
-        if not names_of_member:  # such as a type variable
-            return frozenset()
-        type_names.update(names_of_member)
+        if get_origin(member) is Literal:
+            type_names.update(map(repr, get_args(member)))
+        else:
+            name = getattr(member, "__name__", str(member))
+            type_names.add(_SHOWN.get(name, name))
     has_plain_type = not type_names.isdisjoint(_PLAIN) or any(map(_is_literal, type_names))
     return frozenset(type_names) if has_plain_type else frozenset()
-
-
-def _names_of_member(member: object) -> list[str]:
-    """Return the type name of a member of a union, or the strings of a ``Literal``; [] if the member is no type."""
-    origin = get_origin(member)
-    if origin is Literal:
-        return list(map(repr, get_args(member)))
-    if origin is not None:  # such as collections.abc.Callable[[int], float]
-        return [re.sub(r"\b(collections\.abc|typing|torch|muonfx(\.\w+)*)\.", "", str(member))]
-    if isinstance(member, type):
-        return [_SHOWN.get(member.__name__, member.__name__)]
-    return []
 
 
 def _is_literal(type_name: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from muonfx.internal.display import format_list, shown_name
 from muonfx.tree.structure import PyTree, names, open_node, same_structure
 
@@ -30,26 +32,18 @@ def _not_in(candidates: list[str], excluded: list[str]) -> list[str]:
 
 
 def _differing_container(tree: PyTree, expected: PyTree) -> str:
-    """Return a text about the first container that differs, such as "found list of 0, expected tuple of 0"; else ""."""
+    """Return a text about the first container that differs, such as "found list of 0, expected tuple of 0"."""
     node, children = open_node(tree)
     expected_node, expected_children = open_node(expected)
-    if (
-        node is None
-        or expected_node is None
-        or node.kind is not expected_node.kind
-        or node.entries != expected_node.entries
-    ):
-        return f"found {_described(tree)}, expected {_described(expected)}"
-    for child, expected_child in zip(children, expected_children, strict=True):
-        if not same_structure(child, expected_child):
-            return _differing_container(child, expected_child)
-    return ""
+    if node == expected_node:
+        for child, expected_child in zip(children, expected_children, strict=True):
+            if not same_structure(child, expected_child):
+                return _differing_container(child, expected_child)
+    return f"found {_described(node)}, expected {_described(expected_node)}"
 
 
-def _described(tree: PyTree) -> str:
-    """Return the type of a tree with the keys of its top container, such as "dict of 'a', 'b'"."""
-    node, _ = open_node(tree)
-    type_name = type(tree).__name__
+def _described(node: Any) -> str:
+    """Return the type of a container with its keys, such as "dict of 'a', 'b'"."""
     if node is None:
-        return type_name
-    return f"{type_name} of {format_list(node.entries) or 'nothing'}"
+        return "a leaf"
+    return f"{node.kind.__name__} of {format_list(node.entries) or 'nothing'}"
