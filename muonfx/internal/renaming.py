@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from muonfx.internal.arguments import close_names
 from muonfx.internal.display import format_list
@@ -23,17 +22,27 @@ def new_names(
     is the separator in names, and ``what`` is the noun in errors, such as "leaf".
     """
     targets, problems = _checked_entries(rename)
+    most_exact_first = sorted(targets, key=_exactness, reverse=True)
     new_name_of = dict(names)
     used: set[str] = set()
     for saved_name, name in names.items():
-        match = _most_exact_match(targets, (name, saved_name), level)
-        if match is not None:
-            used.add(match.pattern)
-            new_name_of[saved_name] = match.new_name
+        for pattern in most_exact_first:
+            new_name = _new_name(name, pattern, targets[pattern], level)
+            if new_name is None:
+                new_name = _new_name(saved_name, pattern, targets[pattern], level)
+            if new_name is not None:
+                used.add(pattern)
+                new_name_of[saved_name] = new_name
+                break
     all_names = [*names.values(), *names]
     for pattern in sorted(targets.keys() - used):
         problems.append(_unused(pattern, all_names, level, what))
     return new_name_of, problems
+
+
+def _exactness(pattern: str) -> tuple[int, bool]:
+    """Return a key that sorts patterns: the most exact has most characters other than ``*``, then no ``*`` at all."""
+    return len(pattern.replace("*", "")), "*" not in pattern
 
 
 def _checked_entries(rename: Rename) -> tuple[dict[str, str], list[str]]:
@@ -50,33 +59,6 @@ def _checked_entries(rename: Rename) -> tuple[dict[str, str], list[str]]:
         else:
             problems.append(f"{pattern!r} and {target!r} must have the same number of '*'")
     return targets, problems
-
-
-class _Match(NamedTuple):
-    """An entry of a renaming that matches a name."""
-
-    pattern: str
-    """The key of the entry, such as "layers/*"."""
-    new_name: str
-    """The name after renaming."""
-
-
-def _most_exact_match(targets: Mapping[str, str], names: Sequence[str], level: str) -> _Match | None:
-    """Return the entry that matches one of ``names`` most exactly; None if no entry matches.
-
-    A name itself is most exact, then the entry with the most characters other than ``*``. ``targets`` is a dict from
-    pattern to new name.
-    """
-    best_match: _Match | None = None
-    best_exactness = (False, -1)
-    for pattern, target in targets.items():
-        for name in names:
-            new_name = _new_name(name, pattern, target, level)
-            exactness = (name == pattern, len(pattern.replace("*", "")))
-            if new_name is not None and exactness > best_exactness:
-                best_match = _Match(pattern, new_name)
-                best_exactness = exactness
-    return best_match
 
 
 def _unused(pattern: str, names: Sequence[str], level: str, what: str) -> str:
