@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
+from muonfx.internal.arguments import is_symbolic
 from muonfx.internal.display import shown_name
 from muonfx.internal.tracing import functorch_is_active
 from muonfx.tree import PyTree
@@ -54,19 +55,13 @@ def _is_finite(number: float) -> bool:
     return -math.inf < number < math.inf
 
 
-def _has_no_value(argument: object) -> bool:
-    """Return True for a tensor, for ``object()``, by which optree replaces leaves, and for torch's symbolic numbers."""
-    kind = type(argument)
-    return isinstance(argument, Tensor) or kind is object or kind.__module__.startswith("torch")
-
-
 def _number(name: str, value: object, expected: str = "finite", fits: Callable[[float], bool] = _is_finite) -> Any:
     """Return an argument. Raise if it is not a finite number for which ``fits`` is True, as ``expected`` describes.
 
     Tensors, placeholders and symbolic numbers have no value to check and are returned.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        if _has_no_value(value):
+        if isinstance(value, Tensor) or is_symbolic(value):
             return value
         raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")
     if not _is_finite(value):
@@ -297,7 +292,8 @@ LeafSpec = tuple[torch.Size, torch.dtype] | None
 _shape_and_dtype: Callable[[Any], LeafSpec] = operator.attrgetter("shape", "dtype")
 
 
-def _specs(leaves: Sequence[Any]) -> list[LeafSpec]:
+def specs_of(leaves: Sequence[Any]) -> list[LeafSpec]:
+    """Return the shape and dtype of each leaf that is a tensor, else None."""
     if PLAIN.issuperset(map(type, leaves)):
         return list(map(_shape_and_dtype, leaves))
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -314,11 +310,11 @@ def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Struc
     """
     update_leaves, update_treedef = tree.flatten(updates)
     _check_leaves("updates", updates, update_leaves)
-    update_specs = _specs(update_leaves)
+    update_specs = specs_of(update_leaves)
     if params is None:
         return update_leaves, update_treedef, update_specs
     leaves, treedef = tree.flatten(params)
-    specs = _specs(leaves)
+    specs = specs_of(leaves)
     # The two comparisons are fast. The checks are slow, and find the leaf for the message.
     if update_treedef != treedef:
         check_structure("updates", updates, "params", params)
@@ -360,7 +356,7 @@ class ExpectedState(NamedTuple):
     def of(cls, state: PyTree) -> ExpectedState:
         """Return the structure, shapes and dtypes of an example of a valid state, which may be on the meta device."""
         leaves, treedef = tree.flatten(state)
-        return cls(state, treedef, _specs(leaves))
+        return cls(state, treedef, specs_of(leaves))
 
 
 def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_dtypes: bool) -> None:
@@ -374,7 +370,7 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
     leaves, treedef = tree.flatten(state)
     if treedef != expected.structure:
         raise _wrong_structure(name, state, expected)
-    specs = _specs(leaves)
+    specs = specs_of(leaves)
     if specs == expected.specs:  # the usual case, in one comparison
         return
     for index, (spec, expected_spec) in enumerate(zip(specs, expected.specs, strict=True)):

@@ -113,14 +113,17 @@ def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> Non
     missing = sorted(outermost.extras.required - extras.keys())
     if missing:
         raise _missing(transforms, missing[0])
-    if not extras:
-        return
     understood = outermost.extras.understood
     if understood is not None:
         unknown = sorted(extras.keys() - understood - _OUR_EXTRAS)
         if unknown:
             raise _unknown(outermost, unknown[0])
-    if torch.compiler.is_compiling():  # a trace has no values to check
+    check_values_of_extras(transforms, extras)
+
+
+def check_values_of_extras(transforms: Iterable[Any], extras: Mapping[str, Any]) -> None:
+    """Raise if one of several transforms cannot use the value of an extra argument, such as ``max_logits``."""
+    if not extras or torch.compiler.is_compiling():  # a trace has no values to check
         return
     for tx in transforms:
         check = tx.declaration.check_extras

@@ -19,7 +19,7 @@ import torch
 
 from muonfx import tree
 from muonfx.core.chain import widest
-from muonfx.core.checks import warn_caller
+from muonfx.core.checks import specs_of, warn_caller
 from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.patterns import NamePatterns
 from muonfx.core.transform import Combinator, Locality, Transform, left_out, require_transform, transform
@@ -125,8 +125,7 @@ class _Chooser:
         """
         if not callable(self.source):
             return tuple(names)
-        specs = map(_shape_and_dtype, tree.leaves(params))
-        return tuple(zip(names, specs, strict=True))
+        return tuple(zip(names, specs_of(tree.leaves(params)), strict=True))
 
     def for_step(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
         """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step.
@@ -184,12 +183,6 @@ class _Chooser:
                 "each parameter: muonfx.routing.where(lambda info: info.ndim > 1)"
             )
             raise
-
-
-def _shape_and_dtype(leaf: torch.Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
-    if leaf is None:
-        return None
-    return leaf.shape, leaf.dtype
 
 
 def _condition_on_modules(argument: str, condition: Condition) -> ValueError:

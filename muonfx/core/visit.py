@@ -9,11 +9,9 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-import torch
 
 from muonfx import tree
 from muonfx.core.chain import ORDER_IS_CHECKED, chain, chain_entries
@@ -163,19 +161,6 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
     # Not computed later, on demand: torch.compile cannot trace the lock of a cached property.
     numbers = OwnNumbers.of(resolved, name, key)
     return Visit(resolved, params, state, name, key, label, tuple(calls), names, numbers)
-
-
-def check_resolved_extras(visits: Iterable[Visit], extras: Mapping[str, Any]) -> None:
-    """Raise if a resolved transform cannot use one of the extra arguments of a step, such as ``max_logits``.
-
-    `muonfx.core.transform.check_extras` checks the names of extra arguments, without knowing the parameters.
-    """
-    if not extras or torch.compiler.is_compiling():  # a trace has no values to check
-        return
-    for visited in visits:
-        check = visited.tx.declaration.check_extras
-        if check is not None:
-            check(visited.tx, extras)
 
 
 # --------------------------------------------------------------------------------- how a transform calls its inner ones

@@ -163,7 +163,7 @@ def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
     for kind, accepting_names in _ACCEPTED_AS:
         if isinstance(value, kind):
             return not type_names.isdisjoint(accepting_names)
-    if _is_symbolic(value):
+    if is_symbolic(value):
         return True
     if _is_factory(value):
         return False
@@ -185,7 +185,7 @@ def _is_other_type(type_name: str) -> bool:
     return type_name not in _PLAIN and type_name != "None" and not _is_literal(type_name)
 
 
-def _is_symbolic(value: object) -> bool:
+def is_symbolic(value: object) -> bool:
     """Return True for the numbers and placeholders of torch's tracers, such as ``torch.SymInt`` and ``fx.Proxy``.
 
     Also for ``object()``, by which optree replaces the leaves of a tree.

@@ -16,11 +16,12 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.checks import check_params, check_updates_fit
 from muonfx.core.donation import Donation, unshared
+from muonfx.core.extras import check_values_of_extras
 from muonfx.core.hyperparams import as_tensors, hyperparams
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import check_extras, patterns_in
 from muonfx.core.value import numbers_of, prepared, with_numbers
-from muonfx.core.visit import check_resolved_extras, visit
+from muonfx.core.visit import visit
 from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
 from muonfx.optimizer.group_numbers import (
     CallersTensors,
@@ -255,7 +256,7 @@ class Stepping:
         if problem is not None:
             raise problem
         check_extras(self.tx, call.extras)
-        check_resolved_extras(self.visits, call.extras)
+        check_values_of_extras([visited.tx for visited in self.visits], call.extras)
         updates, state = call.updates, call.state
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             donate = Donation(updates=False, state=True)

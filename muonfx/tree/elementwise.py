@@ -469,22 +469,13 @@ def _norm(x: Tensor) -> Tensor:
 
 def peaks(xs: Tensors) -> Tensors:
     """Return a 0-d tensor for each tensor: its largest absolute value, NaN if it has NaN, 0 if it is empty."""
-    if _leafwise(xs):
-        return _tensorwise(_peak, xs)
-    if all(x.is_cuda and x.numel() for x in xs):  # the infinity norm is fast on CUDA and slow elsewhere
-        return list(torch._foreach_norm(xs, float("inf")))
-    return _tensorwise(_peak_of_plain, xs)
+    if all(x.is_cuda and x.numel() for x in xs) and not _leafwise(xs):
+        return list(torch._foreach_norm(xs, float("inf")))  # fast on CUDA and slow elsewhere
+    return _tensorwise(_peak, xs)
 
 
 def _peak(x: Tensor) -> Tensor:
-    """Return the largest absolute value of a tensor as a 0-d tensor; 0 if it is empty."""
-    if x.numel() == 0:
-        return x.new_zeros(())
-    return x.abs().amax()
-
-
-def _peak_of_plain(x: Tensor) -> Tensor:
-    """Do the work of `_peak` in one pass without a temporary tensor, for a tensor that is not differentiated."""
+    """Return the largest absolute value of a tensor as a 0-d tensor, in one pass over it; 0 if it is empty."""
     if x.numel() == 0:
         return x.new_zeros(())
     low, high = torch.aminmax(x)

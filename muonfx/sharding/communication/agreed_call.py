@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, checks
+from muonfx.core.extras import check_values_of_extras
 from muonfx.core.transform import check_extras
-from muonfx.core.visit import check_resolved_extras
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.store import IN_MEMORY
@@ -140,7 +140,8 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
             require_shards(binding.layout, tree.names(call.params), tree.leaves(call.params))
         _check_trees(binding, tx, local)
     if local.extras:
-        check_resolved_extras(binding.visits(tx, local.like), local.extras)
+        transforms = [visited.tx for visited in binding.visits(tx, local.like)]
+        check_values_of_extras(transforms, local.extras)
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
     if tx.treedef not in binding.likes:  # for `to_global` and `from_global`, which may be called without parameters
