@@ -22,7 +22,7 @@ from muonfx.core.chain import widest
 from muonfx.core.checks import specs_of, warn_caller
 from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.patterns import NamePatterns
-from muonfx.core.transform import Combinator, Locality, Transform, left_out, require_transform, transform
+from muonfx.core.transform import Combinator, Locality, Transform, require_transform, transform
 from muonfx.core.value import Memory, with_memory
 from muonfx.internal.display import format_list
 from muonfx.internal.wrappers import unwrapped
@@ -334,20 +334,10 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(labels=choice.routed_labels.without_shapes())
 
 
-def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
-    """Return the names that a `partition` does not update: the label is None, or its transform leaves them out."""
+def _left_out(tx: Transform, params: PyTree) -> set[str]:
+    """Return the names of the parameters to which a `partition` gives the label None."""
     labels = _label_chooser(tx.arguments["labels"])(params).value_of
-    transforms = tx.arguments["transforms"]
-    names = {name for name, label in labels.items() if label is None}
-    for label, leaves in _leaves_by_label(labels, transforms, params).items():
-        names |= left_out(transforms[label], leaves)
-    return names
-
-
-def _left_out_by_mask(tx: Transform, params: PyTree) -> set[str]:
-    """Return the names of the selected parameters that the inner transform of `masked` does not update."""
-    is_selected = _mask_chooser("masked: mask", tx.arguments["mask"])(params).value_of
-    return left_out(tx.arguments["inner"], _selected_leaves(is_selected, params))
+    return {name for name, label in labels.items() if label is None}
 
 
 def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
@@ -357,7 +347,7 @@ def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
 
 @transform(
     locality=lambda transforms, labels: widest(transforms.values()),
-    combinator=Combinator(own_locality=Locality.ELEMENT, leaves_out=_left_out_by_labels),
+    combinator=Combinator(own_locality=Locality.ELEMENT, leaves_out=_left_out),
     resolve=_resolve_partition,
 )
 @with_memory
@@ -428,7 +418,7 @@ def partition(
 
 @transform(
     locality=lambda inner, mask: inner.locality,
-    combinator=Combinator(own_locality=Locality.ELEMENT, leaves_out=_left_out_by_mask),
+    combinator=Combinator(own_locality=Locality.ELEMENT, leaves_out=lambda tx, params: set()),
     resolve=_resolve_masked,
     name_patterns=mask_patterns,
 )

@@ -93,27 +93,16 @@ class _Node:
         """
         if self.kind is None:  # a leaf of the structure, at which any subtree may be
             return [tree]
-        children = self._children_in(tree)
-        if children is None:
+        node, children = open_node(tree)
+        if self.kind in _DICTS and type(tree) in _DICTS and {*tree} == {*self.entries}:
+            # The types of dicts are interchangeable and are matched by key, as in optree.
+            children = [tree[entry] for entry in self.entries]
+        elif node is None or node.kind is not self.kind or node.entries != self.entries:
             raise ValueError(f"expected {self.kind.__name__} of {self.entries}, found {type(tree).__name__}")
         subtrees: list[PyTree] = []
         for structure, child in zip(self.children, children, strict=True):
             subtrees += structure.flatten_up_to(child)
         return subtrees
-
-    def _children_in(self, tree: PyTree) -> list[PyTree] | None:
-        """Return the children of a tree with this container and these entries; None if its container is another.
-
-        The types of dicts are interchangeable and are matched by key, as in optree.
-        """
-        if self.kind in _DICTS and type(tree) in _DICTS:
-            if len(tree) != len(self.entries) or not all(entry in tree for entry in self.entries):
-                return None
-            return [tree[entry] for entry in self.entries]
-        container, children = open_node(tree)
-        if container is None or container.kind is not self.kind or container.entries != self.entries:
-            return None
-        return children
 
 
 def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
