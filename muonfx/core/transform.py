@@ -420,9 +420,7 @@ class Transform(Recorded):
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             checks.check_structure("updates", updates, "params", params)
         check_extras(self, extras)
-        donation = Donation.of(donate)
-        if donation != NOTHING:
-            donation, updates, state = unshared(donation, updates, state, params)
+        donation, updates, state = unshared(Donation.of(donate), updates, state, params)
         new_updates, new_state = self.run(updates, state, params, donate=donation, **extras)
         if donation.state or torch.compiler.is_compiling():
             return new_updates, new_state

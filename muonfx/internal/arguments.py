@@ -89,17 +89,11 @@ def _python_number(value: Any, type_names: frozenset[str]) -> Any:
 
 
 def _words_for(type_names: frozenset[str]) -> str:
-    """Return words for the allowed types, such as "a number or a 0-d tensor or None" for {"float", "None"}.
-
-    Strings come first, then plain types, then others, such as "torch.dtype".
-    """
-    names = sorted(type_names)
-    words = [name.replace("'", '"') for name in names if _is_literal(name)]
-    words += [_PLAIN[name] for name in _PLAIN if name in type_names]
-    for name in names:
-        is_float_tensor = name == "Tensor" and "float" in type_names  # in the words "a number or a 0-d tensor"
-        if not (_is_literal(name) or name in _PLAIN or is_float_tensor):
-            words.append(name)
+    """Return words for the allowed types, such as "a number or a 0-d tensor or None" for {"float", "None"}."""
+    words: list[str] = []
+    for name in sorted(type_names, key=lambda name: (name == "None", name)):
+        if name != "Tensor" or "float" not in type_names:  # else in the words "a number or a 0-d tensor"
+            words.append(_PLAIN.get(name, name.replace("'", '"')))
     return " or ".join(words)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -49,11 +50,9 @@ class Table:
         head = list(map(printable, self.titles))
         body = _lines(self.rows, depth)
         foot = _lines(self.footers, depth)
-        widths = [0] * len(head)
-        for cells in [head, *body, *foot]:
-            for column, cell in enumerate(cells):
-                widths[column] = max(widths[column], len(cell))
-        lines = [self._aligned(cells, widths) for cells in [head, *body, *foot]]
+        rows = [head, *body, *foot]
+        widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+        lines = [self._aligned(cells, widths) for cells in rows]
         if foot:
             lines.insert(1 + len(body), "-" * max(map(len, lines)))
         if self.title:
@@ -63,7 +62,7 @@ class Table:
     def _aligned(self, cells: Sequence[str], widths: Sequence[int]) -> str:
         """Return one line of text in which each cell has the width of its column."""
         padded: list[str] = []
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=False)):
             if column in self.right:
                 padded.append(cell.rjust(width))
             else:
@@ -133,9 +132,6 @@ class Shown:
     def to_html(self) -> str:
         """Return the tables as an HTML fragment with its own CSS and without scripts."""
         return self.report().to_html()
-
-    def __str__(self) -> str:
-        return self.to_text()
 
     def __repr__(self) -> str:
         return self.to_text()
