@@ -101,32 +101,25 @@ def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, s
     >>> prefix_renaming(extra=["trace/fc.weight"], missing=["trace/model.fc.weight"])
     {'trace/*': 'trace/model.*'}
     """
-    extra_names = sorted(extra)
+    extra_names = sorted(extra)  # with one prefix more or less, both have one order
     missing_names = sorted(missing)
-    if sum(map(len, extra_names)) < sum(map(len, missing_names)):
-        return _added_prefix(extra_names, missing_names)
-    added = _added_prefix(missing_names, extra_names)
-    return {with_prefix: without_prefix for without_prefix, with_prefix in added.items()}
-
-
-def _added_prefix(short_names: Sequence[str], long_names: Sequence[str]) -> dict[str, str]:
-    """Return a renaming that adds one prefix to ``short_names`` and gives the sorted ``long_names``; else {}.
-
-    ["trace/fc.weight"] and ["trace/model.fc.weight"] give {"trace/*": "trace/model.*"}. The prefix ends at one of the
-    dots of the first long name, so each of them is tried.
-    """
-    if not long_names:
+    if len(extra_names) != len(missing_names):
         return {}
-    first_parameter = long_names[0].rpartition("/")[2]
-    components = first_parameter.split(".")
-    for length in range(1, len(components)):
-        prefix = ".".join(components[:length]) + "."
-        renamed: list[str] = []
-        renaming: dict[str, str] = {}
-        for name in short_names:
-            path, slash, parameter = name.rpartition("/")  # ("trace", "/", "fc.weight")
-            renamed.append(f"{path}{slash}{prefix}{parameter}")
-            renaming[f"{path}{slash}*"] = f"{path}{slash}{prefix}*"
-        if sorted(renamed) == long_names:
-            return renaming
-    return {}
+    renaming: dict[str, str] = {}
+    prefixes: set[tuple[str, str]] = set()
+    for extra_name, missing_name in zip(extra_names, missing_names, strict=True):
+        path, slash, parameter = extra_name.rpartition("/")  # ("trace", "/", "fc.weight")
+        new_path, _, new_parameter = missing_name.rpartition("/")
+        if path != new_path:
+            return {}
+        if new_parameter.endswith(f".{parameter}"):
+            prefix = ""
+            new_prefix = new_parameter.removesuffix(parameter)
+        elif parameter.endswith(f".{new_parameter}"):
+            prefix = parameter.removesuffix(new_parameter)
+            new_prefix = ""
+        else:
+            return {}
+        prefixes.add((prefix, new_prefix))
+        renaming[f"{path}{slash}{prefix}*"] = f"{path}{slash}{new_prefix}*"
+    return renaming if len(prefixes) == 1 else {}
