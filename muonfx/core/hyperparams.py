@@ -8,7 +8,6 @@ converts the leaves to tensors for ``torch.func.grad``, and for compiled steps w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -45,12 +44,10 @@ def _check_recorded(owner: str, tx: object) -> None:
     """Raise unless ``tx`` is a transform or schedule. ``owner`` is the name of the public function, for the error."""
     if isinstance(tx, Recorded):
         return
-    advice = ""
-    if isinstance(tx, torch.optim.Optimizer):
-        advice = f"; for a muonfx optimizer use {owner}(optimizer.tx), or its param_groups for current numbers"
-    elif isinstance(tx, FunctionType):
-        advice = "; call the factory to get a transform"
-    raise TypeError(f"{owner}: expected a transform, found {getattr(tx, '__name__', type(tx).__name__)}{advice}")
+    name = getattr(tx, "__name__", type(tx).__name__)  # of a factory that was not called, for example
+    raise TypeError(
+        f"{owner}: expected a transform, found {name}; call the factory, or for an optimizer use {owner}(optimizer.tx)"
+    )
 
 
 def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
