@@ -71,14 +71,9 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
 def copied_where_shared(params: list[Any], updates: list[Any]) -> list[Any]:
     """Return the list ``params`` with clones of the tensors that share memory with a tensor of either list."""
     leaves = [*params, *updates]
-    # A trace cannot compare memory; it only finds tensors that occur twice.
-    is_tracing = functorch_is_active() or is_traced()
-    shared = _repeated(leaves) if is_tracing else _sharing(leaves)
-    copies = list(params)
-    for index in shared:
-        if index < len(params):
-            copies[index] = params[index].clone()
-    return copies
+    is_tracing = functorch_is_active() or is_traced()  # memory cannot be compared then
+    find_shared = _repeated if is_tracing else _sharing
+    return _with_clones(params, find_shared(leaves), start=0)
 
 
 def _with_clones(values: PyTree, shared: set[int], *, start: int) -> PyTree:
