@@ -130,16 +130,9 @@ class _Chooser:
     def for_step(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
         """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step.
 
-        ``params`` may be None. The updates then give the names, shapes and dtypes. A function that chooses values may
-        read the shape of any parameter, so an update of None, which has no shape, is an error.
+        ``params`` may be None. The updates then give the names, shapes and dtypes.
         """
-        if params is not None:
-            return self(params).value_of
-        if callable(self.source):
-            for name, leaf in tree.named_leaves(updates):
-                if leaf is None:
-                    raise _unknown_shape(self.argument, name)
-        return self(updates).value_of
+        return self(updates if params is None else params).value_of
 
     def _choose(self, params: PyTree, names: list[str]) -> _Choice:
         """Return the value of each parameter, without the cache. Raise if one has no value or a wrong one.
@@ -199,14 +192,6 @@ def _whole_model(argument: str, model: torch.nn.Module) -> TypeError:
     return TypeError(
         f"{argument}: found the model {type(model).__name__}, expected a dict by parameter name: for partition, "
         "muonfx.default_labels(model)"
-    )
-
-
-def _unknown_shape(argument: str, name: str) -> ValueError:
-    """Return the error for a step without parameters, in which the update for ``name`` is None."""
-    return ValueError(
-        f"{argument}: found no parameters, and no gradient for {name!r}, so the function that chooses values cannot "
-        "read its shape; expected parameters: call update(updates, state, params)"
     )
 
 
