@@ -26,6 +26,7 @@ from muonfx.core.value import Recorded, make_factory
 from muonfx.internal.arguments import short_repr
 from muonfx.internal.tracing import is_wrapped, on_device_of
 from muonfx.tree import PyTree, device_of
+from muonfx.tree.elementwise import new_number
 
 __all__ = [
     "Scalar",
@@ -84,11 +85,8 @@ class Schedule(Recorded):
 
     def __call__(self, count: int | Tensor) -> Any:
         """Return the value at step ``count``; the first is 0. An int gives a float, a 0-d tensor gives a 0-d tensor."""
-        if isinstance(count, Tensor):
-            wide = torch.float32 if count.device.type == "mps" else torch.float64
-            step = count.to(wide)
-        else:
-            step = torch.tensor(float(count), dtype=torch.float64, device="cpu")
+        device = count.device if isinstance(count, Tensor) else torch.device("cpu")
+        step = new_number(count, device)
         value = self._as_tensor(on_device_of(self._built, step), step)
         if isinstance(count, Tensor) or value.requires_grad or is_wrapped(value):
             return value
@@ -334,8 +332,7 @@ def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]
 
     def build_at(count: Tensor) -> InitAndUpdate:
         """Return the functions for the numbers at step ``count``."""
-        dtype = torch.float32 if count.device.type == "mps" else torch.float64
-        numbers = {name: schedule(count).to(dtype) for name, schedule in schedules.items()}
+        numbers = {name: new_number(schedule(count), count.device) for name, schedule in schedules.items()}
         return build(numbers)
 
     def init(params: PyTree) -> ScheduledState:
