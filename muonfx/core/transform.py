@@ -297,19 +297,16 @@ class Transform(Recorded):
     @LazyOfStructure
     def locality(self) -> Locality:
         """How much of the tree one element of an update depends on: the element, its matrix, its leaf or all leaves."""
-        declared = self.declaration.locality
-        if isinstance(declared, Locality):
-            return declared
-        locality = self._call(declared, arguments_at(self, 0))
-        if not isinstance(locality, Locality):
-            raise TypeError(f"{self.name}: the declared locality must be a Locality, found {locality!r}")
-        return locality
+        return self._option(self.declaration.locality)
 
     @property
     def reads_params(self) -> bool:
         """True if ``init`` or ``update`` reads the values of the parameters, and not only their names and shapes."""
-        declared = self.declaration.reads_params
-        if isinstance(declared, bool):
+        return self._option(self.declaration.reads_params)
+
+    def _option(self, declared: Any) -> Any:
+        """Return a declared option. A function of the arguments is called with the numbers of step 0."""
+        if not callable(declared):
             return declared
         return self._call(declared, arguments_at(self, 0))
 
