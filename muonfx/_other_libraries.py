@@ -44,6 +44,9 @@ NAMES_HERE = {
 """A dict from names in Optax, ``torch.optim`` and the first Muon implementation to the muonfx code for the same."""
 
 ARGUMENTS_HERE = {
+    "lr": ("learning_rate",),
+    "learning_rate": ("lr",),
+    "wd": ("weight_decay",),
     "beta": ("decay", "momentum"),
     "momentum": ("decay",),
     "decay": ("momentum",),

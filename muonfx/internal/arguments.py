@@ -193,20 +193,13 @@ def is_symbolic(value: object) -> bool:
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" with the names in ``known`` that are similar to ``wrong``; "" if there are none."""
-    return _did_you_mean(closest(wrong, known))
+    return _did_you_mean(difflib.get_close_matches(wrong, list(known)))
 
 
 def _did_you_mean(names: Sequence[str]) -> str:
     if not names:
         return ""
     return f" (did you mean {' or '.join(map(repr, names))}?)"
-
-
-def closest(wrong: str, known: Iterable[str]) -> list[str]:
-    """Return up to three of the names ``known`` that are similar to ``wrong``, or whose initials match it, as "lr"."""
-    known = list(known)
-    initials = [name for name in known if wrong == _initials(name) or name == _initials(wrong)]
-    return initials or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
 
 
 def close_names(wrong: str, names: Iterable[str], level: str = ".") -> list[str]:
@@ -218,10 +211,8 @@ def close_names(wrong: str, names: Iterable[str], level: str = ".") -> list[str]
         for start in range(max(1, len(components) - length + 1)):
             window = level.join(components[start : start + length])
             name_with.setdefault(window, name)
-    close: dict[str, None] = {}  # a dict has no name twice and keeps the order
-    for window in difflib.get_close_matches(wrong.lower(), name_with):
-        close[name_with[window]] = None
-    return list(close)
+    similar = difflib.get_close_matches(wrong.lower(), name_with)
+    return list(dict.fromkeys([name_with[window] for window in similar]))  # each name once, in this order
 
 
 def hint(wrong: str, known: Iterable[str]) -> str:
@@ -256,10 +247,6 @@ def _code_with_argument(names: list[str], known: list[str]) -> str:
             if name in inner_arguments:
                 return f"{argument}={code.format(name)}"
     return ""
-
-
-def _initials(name: str) -> str:
-    return "".join(word[:1] for word in name.split("_")) if "_" in name else ""
 
 
 def bind(
