@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -229,28 +229,19 @@ def _mask_chooser(argument: str, mask: object, memory: Memory | None = None) -> 
     return _Chooser(argument, mask, "True or False", (bool,), memory)
 
 
-def _leaves_by_label(
-    labels: Mapping[str, str | None], transforms: Mapping[str, Transform], values: PyTree
-) -> dict[str, Any]:
-    """Return a dict from each label in ``transforms`` to a dict of the leaves with this label, by name.
+def _leaves_by_value(value_of: Mapping[str, Any], values: Iterable[Any], leaves: PyTree) -> dict[Any, Any]:
+    """Return a dict from each of some labels, or from True, to a dict of the leaves that have it, by name.
 
-    Labels ``{"w": "muon", "b": "adamw"}`` and values ``{"b": 1, "w": 2}`` give
-    ``{"muon": {"w": 2}, "adamw": {"b": 1}}``.
+    Labels ``{"w": "muon", "b": "adamw"}`` and leaves ``{"b": 1, "w": 2}`` give
+    ``{"muon": {"w": 2}, "adamw": {"b": 1}}``. If there are no leaves (None), each label has None.
     """
-    leaves_of: dict[str, dict[str, Any]] = {label: {} for label in transforms}
-    for (name, label), leaf in zip(labels.items(), tree.leaves(values), strict=True):
-        if label in leaves_of:
-            leaves_of[label][name] = leaf
+    if leaves is None:
+        return dict.fromkeys(values)
+    leaves_of: dict[Any, dict[str, Any]] = {value: {} for value in values}
+    for (name, value), leaf in zip(value_of.items(), tree.leaves(leaves), strict=True):
+        if value in leaves_of:
+            leaves_of[value][name] = leaf
     return leaves_of
-
-
-def _selected_leaves(is_selected: Mapping[str, bool], values: PyTree) -> dict[str, Any]:
-    """Return the leaves of a tree for which ``is_selected`` has True, by name."""
-    leaves: dict[str, Any] = {}
-    for (name, selected), leaf in zip(is_selected.items(), tree.leaves(values), strict=True):
-        if selected:
-            leaves[name] = leaf
-    return leaves
 
 
 def _require_transforms(transforms: object) -> None:
@@ -377,7 +368,7 @@ def partition(
         """Return the state of each group, by label. Check the labels, and warn of probable mistakes."""
         choice = choose_labels(params)
         _check_labels(choice, transforms, params)
-        params_of = _leaves_by_label(choice.value_of, transforms, params)
+        params_of = _leaves_by_value(choice.value_of, transforms, params)
         return {label: tx.functions.init(params_of[label]) for label, tx in transforms.items()}
 
     def update(
@@ -386,10 +377,8 @@ def partition(
         """Run each transform on the leaves of its group, which it receives as a flat dict by name."""
         label_of = choose_labels.for_step(updates, params)  # by parameter name
         _require_known_labels(label_of, transforms)
-        updates_of = _leaves_by_label(label_of, transforms, updates)
-        params_of: dict[str, Any] = dict.fromkeys(transforms)
-        if params is not None:
-            params_of = _leaves_by_label(label_of, transforms, params)
+        updates_of = _leaves_by_value(label_of, transforms, updates)
+        params_of = _leaves_by_value(label_of, transforms, params)
         new_updates: dict[str, Any] = dict.fromkeys(label_of)  # None for parameters with the label None
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():
@@ -440,15 +429,13 @@ def masked(
     def init(params: PyTree) -> PyTree:
         """Return the state of the inner transform for the selected parameters."""
         is_selected = choose(params).value_of
-        return inner.functions.init(_selected_leaves(is_selected, params))
+        return inner.functions.init(_leaves_by_value(is_selected, [True], params)[True])
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run the inner transform on the selected leaves. Return the other updates unchanged."""
         is_selected = choose.for_step(updates, params)  # by parameter name
-        selected_updates = _selected_leaves(is_selected, updates)
-        selected_params = None
-        if params is not None:
-            selected_params = _selected_leaves(is_selected, params)
+        selected_updates = _leaves_by_value(is_selected, [True], updates)[True]
+        selected_params = _leaves_by_value(is_selected, [True], params)[True]
         out, new_state = inner.run(selected_updates, state, selected_params, donate=donate, **extras)
         leaves, treedef = tree.flatten(updates)
         update_of = dict(zip(is_selected, leaves, strict=True))
