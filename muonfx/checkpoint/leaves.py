@@ -351,11 +351,6 @@ class StateSpec:
             return {}
         return product_dtypes(strip_transparent(self._tx), [dtype], device)
 
-    @property
-    def transform(self) -> Transform | None:
-        """The transform that will use the state; None if it is not known."""
-        return self._tx
-
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Return a state tree with the leaves of a dict by name, or None where the dict has no entry."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
