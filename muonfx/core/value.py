@@ -64,24 +64,6 @@ class Definition:
     declaration: object
     """Further options of the decorator; for `transform`, a `Declaration`."""
 
-    @classmethod
-    def of(cls, constructor: Callable[..., Any], declaration: object, name: str | None, transparent: bool) -> Self:
-        """Read the signature of a constructor. The other arguments are the options of its decorator."""
-        parameters = dict(inspect.signature(constructor).parameters)
-        kinds = [(argument, parameter.kind.name) for argument, parameter in parameters.items()]
-        module = constructor.__module__ or ""  # None for a function in a bare exec()
-        return cls(
-            constructor=constructor,
-            parameters=parameters,
-            kinds=tuple(kinds),
-            plain=_types_of_arguments(parameters, constructor),
-            name=name,
-            remembers=getattr(constructor, "takes_memory", False),
-            transparent=transparent,
-            is_ours=module.partition(".")[0] == _PACKAGE,
-            declaration=declaration,
-        )
-
     def as_float(self, name: str, value: Any) -> object:
         """Return the value of an argument, converted to float if it is an int and the annotation is float."""
         is_int = isinstance(value, int) and not isinstance(value, bool)
@@ -138,8 +120,20 @@ def make_factory(
 
     if name is not None:
         _check_public_name(name)
+    parameters = dict(inspect.signature(constructor).parameters)
+    module = constructor.__module__ or ""  # None for a function in a bare exec()
     factory = cast("Factory", call)
-    factory.definition = Definition.of(constructor, declaration, name, transparent)
+    factory.definition = Definition(
+        constructor=constructor,
+        parameters=parameters,
+        kinds=tuple([(argument, parameter.kind.name) for argument, parameter in parameters.items()]),
+        plain=_types_of_arguments(parameters, constructor),
+        name=name,
+        remembers=getattr(constructor, "takes_memory", False),
+        transparent=transparent,
+        is_ours=module.partition(".")[0] == _PACKAGE,
+        declaration=declaration,
+    )
     return factory
 
 
