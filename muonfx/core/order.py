@@ -130,8 +130,7 @@ def _positioned(member: str, tx: Transform) -> list[_Placed]:
 
 def _error(earlier: _Placed, later: _Placed) -> str:
     """Return an error message if the order of two transforms in a chain is wrong, else an empty string."""
-    later_is_rate = later.position == "learning_rate"
-    if earlier.position == "learning_rate" and later_is_rate:
+    if earlier.position == later.position == "learning_rate":
         return (
             f"found learning rates in {earlier.member!r} and {later.member!r}, expected one: each reverses the sign of "
             "the updates, so both together increase the loss. Remove one of them, or replace it by scale(...)"
@@ -141,15 +140,12 @@ def _error(earlier: _Placed, later: _Placed) -> str:
             f"{later.tx.name} comes after the learning rate in {earlier.member!r}, but it requires updates in the "
             f"direction of the gradient; put it before {earlier.member!r}"
         )
-    if earlier.position in _AFTER and (later_is_rate or later.position == "turns"):
-        reversal = "the learning rate" if later_is_rate else "the negative scale"
-        message = (
-            f"{earlier.tx.name} comes before {reversal} in {later.member!r}, but it requires the updates that are "
-            f"added to the parameters; put it after {later.member!r}"
+    if earlier.position in _AFTER and later.position in ("learning_rate", "turns"):
+        return (
+            f"{earlier.tx.name} comes before {later.tx.name} in {later.member!r}, which reverses the sign of the "
+            f"updates, but it requires the updates that are added to the parameters; put it after {later.member!r}, or "
+            f"move {later.tx.name} into it if it is a wrapper"
         )
-        if earlier.tx.children:
-            message += f", or move that into {earlier.tx.name}(...)"
-        return message
     return ""
 
 
