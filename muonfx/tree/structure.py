@@ -432,16 +432,16 @@ class Present:
     def _subtrees(self, tree: PyTree) -> list[Any]:
         """Return the subtree of another tree at each position, including those of None.
 
-        Raise ValueError if the other tree has another structure.
+        Raise ValueError or KeyError if the other tree has another structure.
         """
-        try:
-            if self._keys is None:
-                return subtrees(self._treedef, tree)
-            if isinstance(tree, _DICTS) and len(tree) == len(self._keys):
-                return [tree[key] for key in self._keys]
-        except (KeyError, ValueError):
-            pass  # as for another container or length
-        raise _other_structure(tree, names(self._tree(self._leaves)))
+        if self._keys is None:
+            return subtrees(self._treedef, tree)
+        if not isinstance(tree, _DICTS) or len(tree) != len(self._keys):
+            raise ValueError(
+                f"updates, state and params must have one structure: expected a dict of {format_list(self._keys)}, "
+                f"found a {type(tree).__name__} of {format_list(names(tree))}"
+            )
+        return [tree[key] for key in self._keys]
 
     def _tree(self, leaves: Sequence[object]) -> PyTree:
         """Build a tree with the structure of the tree given to `Present`, with one leaf for each position."""
@@ -471,13 +471,3 @@ class Present:
         """Return a list of the dotted names of the leaves that are not None."""
         all_names = names(self._tree(self._leaves)) if self._keys is None else self._keys
         return [all_names[index] for index in self._indices]
-
-
-def _other_structure(tree: PyTree, expected: list[str]) -> ValueError:
-    """Return the error for a tree that has another structure than the updates, whose leaves are ``expected``."""
-    names_of_tree = names(tree)
-    return ValueError(
-        f"expected a tree like the updates, with {len(expected)} leaves ({format_list(expected)}), found a "
-        f"{type(tree).__name__} with {len(names_of_tree)} leaves ({format_list(names_of_tree)}); updates, state and "
-        "params must have one structure"
-    )
