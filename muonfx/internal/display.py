@@ -133,6 +133,9 @@ class Shown:
         """Return the tables as an HTML fragment with its own CSS and without scripts."""
         return self.report().to_html()
 
+    def __str__(self) -> str:
+        return self.to_text()
+
     def __repr__(self) -> str:
         return self.to_text()
 
