@@ -294,7 +294,7 @@ _shape_and_dtype: Callable[[Any], LeafSpec] = operator.attrgetter("shape", "dtyp
 
 def specs_of(leaves: Sequence[Any]) -> list[LeafSpec]:
     """Return the shape and dtype of each leaf that is a tensor, else None."""
-    if PLAIN.issuperset(map(type, leaves)):
+    if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, leaves)):  # fast, but it cannot be traced
         return list(map(_shape_and_dtype, leaves))
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
 

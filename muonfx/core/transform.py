@@ -122,6 +122,9 @@ class MatrixWork:
     """Describes how a transform works on matrices, to save work between ranks; an option of `transform`.
 
     The default of each field is always correct.
+
+    >>> MatrixWork()
+    MatrixWork(rounds_to=None, on_stacks=None, cost=None)
     """
 
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None

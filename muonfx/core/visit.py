@@ -167,7 +167,7 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
 
 
 class _Call(NamedTuple):
-    """What a transform passes to one that it calls."""
+    """A call of an inner transform by the transform that contains it."""
 
     params: PyTree
     """The parameters that the inner transform receives."""
