@@ -58,30 +58,6 @@ def power_of_two(largest: Tensor) -> Tensor:
     return power.nan_to_num(nan=smallest_power).clamp(smallest_power, largest_power)
 
 
-def power_of_two_by_bits(largest: Tensor) -> Tensor:
-    """Return what `power_of_two` returns for nonzero numbers, in three operations instead of eight.
-
-    It reads the exponent from the bits of a number, for which torch has no derivative, and on 2.11 no `vmap`.
-
-    >>> power_of_two_by_bits(torch.tensor([5.0, 0.3, 1.0]))
-    tensor([0.2500, 4.0000, 1.0000])
-    """
-    # The bits of a number in [2^(E - bias), 2^(E - bias + 1)) are its mantissa and, above it, the biased exponent E.
-    # Its power is 2^(bias - E), whose biased exponent is 2 bias - E. Infinity and NaN get the smallest, which is 1.
-    if largest.dtype == torch.float64:
-        integer = torch.int64
-        mantissa_bits = 52
-        bias = 1023
-    else:
-        integer = torch.int32
-        mantissa_bits = 23
-        bias = 127
-    exponent_mask = (2 * bias + 1) << mantissa_bits
-    exponents = largest.view(integer).bitwise_and(exponent_mask)
-    exponents_of_powers = (2 * bias << mantissa_bits) - exponents
-    return exponents_of_powers.clamp_(min=1 << mantissa_bits).view(largest.dtype)
-
-
 def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
     """Return True if no number under- or overflows when it is cast from the dtype `held` to the dtype `compute`.
 
@@ -153,7 +129,7 @@ def normalize_by_powers_(batch: Tensor, safety: float, compute: torch.dtype) -> 
     minima = torch.stack([extreme.min for extreme in extremes])
     maxima = torch.stack([extreme.max for extreme in extremes])
     largest_magnitudes = torch.maximum(maxima, -minima).to(wide)
-    _multiply_(batch, power_of_two_by_bits(largest_magnitudes))
+    _multiply_(batch, power_of_two(largest_magnitudes))
     result = rounded_in_place(batch, compute)
     # Then multiply it by 1 / (safety * norm). Norms are taken by rows: for a whole bf16 matrix, CPUs make a wide copy.
     row_norms = torch.linalg.vector_norm(result, dim=-1, dtype=wide)
@@ -219,8 +195,6 @@ def _orthogonalized(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
     x = frobenius_normalized(x, plan.dtype, resolved.safety)
     if resolved.table is not None:  # coefficients in a tensor
         return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
-    if plan.method == "standard" and not resolved.row_scaling:
-        return standard_iteration(x, resolved.steps)
     gram = None
     if resolved.row_scaling:
         x, gram = row_normalized(x)
@@ -242,17 +216,6 @@ def in_place(
     )
     result = newton_schulz(x, plan.stages, products)
     return rounded_in_place(result, batch.dtype)
-
-
-def standard_iteration(x: Tensor, steps: Sequence[Step]) -> Tensor:
-    """Run Newton-Schulz with one Gram matrix per step: apply the polynomials `steps` to the singular values of `x`."""
-    for a, b, c in steps:
-        gram = torch.bmm(x, x.mT)
-        if c == 0:
-            x = torch.baddbmm(x, gram, x, beta=a, alpha=b)
-        else:
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
 
 
 def newton_schulz(x: Tensor, stages: Sequence[GramStage], on: Functional, gram: Tensor | None = None) -> Tensor:

@@ -14,8 +14,6 @@ from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.iteration import (
     normalize_by_powers_,
     normalize_in_fp64_,
-    power_of_two,
-    power_of_two_by_bits,
     unit_power,
 )
 from muonfx.polar.stability import TOLERANCE
@@ -227,13 +225,6 @@ def test_the_function_and_the_iteration_in_place_agree() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ normalization
-
-
-@given(st.floats(0, width=32, exclude_min=True, allow_subnormal=True) | st.sampled_from([math.inf, math.nan]))
-def test_the_power_of_two_by_bits_is_the_power_of_two(number: float) -> None:
-    for dtype in (torch.float32, torch.float64):
-        x = torch.tensor([number], dtype=dtype)
-        assert torch.equal(power_of_two_by_bits(x), power_of_two(x))
 
 
 @pytest.mark.parametrize(
