@@ -159,7 +159,7 @@ class Setting:
     @cached_property
     def intermediates(self) -> int:
         """Scratch bytes of Newton-Schulz for one matrix at a time."""
-        return max(self.cost(kind.shape).scratch_bytes for kind in self.model.matrices)
+        return max(self.cost(kind.shape).plan.scratch_bytes for kind in self.model.matrices)
 
     def state_of(self, kind: Kind) -> int:
         """Return the state bytes per element of a parameter: one momentum, or two moments."""

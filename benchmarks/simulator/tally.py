@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from benchmarks.simulator.mesh import Setting
+from benchmarks.simulator.operations import flops
 from muonfx.polar.cost import Cost
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET, Plan, RunPlan
@@ -67,7 +68,7 @@ class Tally(NamedTuple):
     @property
     def flops(self) -> list[float]:
         """Operations of Newton-Schulz by rank."""
-        return self.weighted(lambda _, cost: cost.flops)
+        return self.weighted(lambda _, cost: flops(cost.plan))
 
     @property
     def load(self) -> list[float]:

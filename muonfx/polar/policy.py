@@ -175,16 +175,16 @@ def explain(
     return plan(short, long, held, torch.device(device), resolved, method=method, dtype=dtype, products=products)
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """The inputs of a plan besides dtypes: the sides of the matrix, its device and the settings of the caller."""
 
     short: int
     long: int
     device: torch.device
     resolved: Polynomials
-    method: MethodLike
-    products: ProductsLike
-    portable: bool
+    method: MethodLike = "auto"
+    products: ProductsLike = "auto"
+    portable: bool = False
     """True for a plan that is equal on all machines: installed libraries and CPU features do not count."""
 
 
@@ -198,17 +198,12 @@ def plan(
     method: MethodLike = "auto",
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
-    portable: bool = False,
     differentiated: bool = False,
-    may_take_fp16: bool | None = None,
 ) -> Plan:
     """Return the `Plan` (dtype, method, products) for matrices of one shape and dtype `held`.
 
-    `resolved` are the coefficients. With `portable` and a given `dtype`, the result is equal on all machines. With
-    `differentiated`, the dtype "auto" is at least fp32. With `may_take_fp16`, fp16 may be taken instead of bf16; None:
-    where "auto" may take it on this device.
+    `resolved` are the coefficients. With `differentiated`, the dtype "auto" is at least fp32.
     """
-    request = _Request(short, long, device, resolved, method, products, portable)
     # The dtype of the products: the fastest one on the device, or a wider one for derivatives or for polynomials that
     # would diverge in it. A dtype given by the caller is taken as it is.
     fastest_dtype = compute_dtype(held, device, dtype)
@@ -216,29 +211,26 @@ def plan(
         fastest_dtype = wide_dtype(fastest_dtype)
     compute = stable_dtype(fastest_dtype, resolved, dtype)
     check_method(method, resolved)
+    request = Request(short, long, device, resolved, method, products)
     why_dtype = _why_dtype(held, device, dtype, compute != fastest_dtype, differentiated)
-    chosen = _plan_in(compute, request, why_dtype)
-
-    # Instead of bf16, fp16 is taken where it allows fewer stages.
-    if may_take_fp16 is None:
-        may_take_fp16 = dtype == "auto" and _has_fast_fp16(device)
-    if may_take_fp16 and compute == torch.bfloat16:
-        chosen = _in_fp16_if_better(chosen, request)
+    chosen = plan_in(compute, request, why_dtype)
+    if dtype == "auto" and compute == torch.bfloat16 and _has_fast_fp16(device):
+        chosen = in_fp16_if_better(chosen, request)
     if isinstance(method, tuple) and chosen.bound is not None and chosen.bound > TOLERANCE:
         _warn_of_stages(chosen.stages, chosen.dtype, chosen.bound)
     return chosen
 
 
-def _in_fp16_if_better(in_bf16: Plan, request: _Request) -> Plan:
-    """Return a plan with products in fp16 if it is better than the plan in bf16, else the plan in bf16."""
+def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
+    """Return a plan with products in fp16 if rounding in bf16 does not allow its stages, else the plan in bf16."""
     if request.short * request.long > LARGEST_IN_FP16:
         return in_bf16
-    in_fp16 = _plan_in(torch.float16, request, why_dtype="")
+    in_fp16 = plan_in(torch.float16, request)
     if not _is_better_in_fp16(in_fp16, in_bf16, request):
         return in_bf16
     _, why_method, why_products = in_fp16.reasons
-    reasons = (_why_fp16(in_fp16, in_bf16), why_method, why_products)
-    return replace(in_fp16, rounded_to=torch.bfloat16, reasons=reasons)
+    why_dtype = f"{len(in_fp16.stages)} stages, for which bf16 rounds too much; rounded to bf16 before and after"
+    return replace(in_fp16, rounded_to=torch.bfloat16, reasons=(why_dtype, why_method, why_products))
 
 
 def check_method(method: MethodLike, resolved: Polynomials) -> None:
@@ -265,7 +257,7 @@ def _check_lengths(lengths: tuple[int, ...], resolved: Polynomials) -> None:
         )
 
 
-def _plan_in(compute: torch.dtype, request: _Request, why_dtype: str) -> Plan:
+def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan:
     """Return the `Plan` for matrix products in the dtype `compute`; `why_dtype` is the reason for this dtype."""
     resolved = request.resolved
     rates = _rates(request.device, compute, request.portable)
@@ -285,7 +277,7 @@ def _has_fast_fp16(device: torch.device) -> bool:
     return device.type == "cuda" and cuda_capability(device.index)[0] >= 8
 
 
-def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, request: _Request) -> bool:
+def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, request: Request) -> bool:
     """Return True if a plan in fp16 has fewer stages than one in bf16, and takes less time.
 
     With equally many stages, it takes the same time, and is better only if bf16 rounds too much and fp16 rounds less.
@@ -300,14 +292,6 @@ def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, request: _Request) -> bool:
         return False
     device = request.device
     return work(in_fp16, device, portable=request.portable) < work(in_bf16, device, portable=request.portable)
-
-
-def _why_fp16(in_fp16: Plan, in_bf16: Plan) -> str:
-    """Return why "auto" takes fp16 instead of bf16, for `explain`."""
-    in_stages = f"{len(in_fp16.stages)} stages, which rounding in bf16 does not allow"
-    if len(in_fp16.stages) < len(in_bf16.stages):
-        in_stages = f"{len(in_fp16.stages)} stages, where rounding in bf16 requires {len(in_bf16.stages)}"
-    return f"{in_stages}; rounded to bf16 before and after"
 
 
 @called_once  # warns when it is traced
@@ -434,7 +418,7 @@ def _why_dtype(
     return f"fp32 on devices of type {device.type}"
 
 
-def _choose_products(compute: torch.dtype, rates: Rates, request: _Request) -> tuple[Products, Products, str]:
+def _choose_products(compute: torch.dtype, rates: Rates, request: Request) -> tuple[Products, Products, str]:
     """Return two choices, such as "blocks", for `X X^T` and for products of Gram matrices, and the reason as text."""
     requested = request.products
     if requested not in ("auto", "batched", "blocks"):
@@ -459,7 +443,7 @@ _Method = tuple[Literal["standard", "gram"], tuple[GramStage, ...], str]
 """The form of the iteration, its stages (steps with one Gram matrix each), and the reason for the form."""
 
 
-def _choose_method(compute: torch.dtype, rates: Rates, request: _Request, products: tuple[str, str]) -> _Method:
+def _choose_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
     """Return the method, its stages (steps with one Gram matrix each), and the reason as text.
 
     The standard form multiplies the whole matrix in every step, so each step is a stage. The Gram form takes several
@@ -481,7 +465,7 @@ def _choose_method(compute: torch.dtype, rates: Rates, request: _Request, produc
     return "gram", _gram_stages(restarts, request), "as given"
 
 
-def _cheaper_method(compute: torch.dtype, rates: Rates, request: _Request, products: tuple[str, str]) -> _Method:
+def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
     """Return the Gram form if rounding permits it and it costs less than the standard form, else the standard form."""
     resolved = request.resolved
     plain = standard(resolved.steps)
@@ -506,7 +490,7 @@ def _cheaper_method(compute: torch.dtype, rates: Rates, request: _Request, produ
     return "standard", plain, why
 
 
-def _gram_stages(restarts: tuple[int, ...], request: _Request) -> tuple[GramStage, ...]:
+def _gram_stages(restarts: tuple[int, ...], request: Request) -> tuple[GramStage, ...]:
     """Return the stages of the Gram form, with a new Gram matrix after the numbers of steps in `restarts`."""
     resolved = request.resolved
     short = max(fixed(request.short), 1)  # the centers of stages are constants of a traced graph
