@@ -69,34 +69,43 @@ class _SizedAxis(NamedTuple):
         return sum(self.part_sizes.values())
 
 
-class _Stack(NamedTuple):
-    """How one result of a pattern, a stack of matrices, is cut from a tensor of known shape.
+class _Axes:
+    """The axes of a tensor of known shape, outermost first. At most one of them is divided into parts.
 
-    For ``"(q=2 + k=3) in -> q in, in k"`` and the shape (5, 4), the second stack is
-    ``_Stack(divided_axis=0, start=2, sizes=[3, 4], order=[1, 0], shape=[4, 3])``.
+    For ``"(q=2 + k=3) in -> q in, in k"`` and the shape (5, 4), the axes are ``{"q": 2, "k": 3}`` and ``{"in": 4}``.
     """
 
-    divided_axis: int | None
-    """The axis of the tensor that is divided by ``+``; None if there is none."""
-    start: int
-    """The index on this axis at which the stack begins."""
-    sizes: list[int]
-    """The size of each axis within the stack, in the order of the axes in the tensor."""
-    order: list[int]
-    """The permutation of the axes from their order in the tensor to their order in the stack."""
-    shape: list[int]
+    def __init__(self, axes: list[_SizedAxis]) -> None:
+        self.sizes = [axis.size for axis in axes]
+        self.divided = 0  # the index of the axis with several parts; if there is none, any axis has its only part
+        self._index_of: dict[str, int] = {}  # {"q": 0, "k": 0, "in": 1} in the example
+        self._size_of: dict[str, int] = {}
+        for index, axis in enumerate(axes):
+            if len(axis.part_sizes) > 1:
+                self.divided = index
+            self._index_of |= dict.fromkeys(axis.part_sizes, index)
+            self._size_of |= axis.part_sizes
+        self.part_sizes = axes[self.divided].part_sizes
 
-    def cut(self, axes: Tensor) -> Tensor:
-        """Return this stack (..., rows, columns) from a tensor with one dim for each axis."""
-        if self.divided_axis is not None:
-            axes = axes.narrow(self.divided_axis, self.start, self.sizes[self.divided_axis])
-        return axes.permute(self.order).reshape(self.shape)
+    def part_of(self, result: list[Group]) -> str:
+        """Return the part of the divided axis that a result contains: "k" for ``in k``."""
+        (part,) = self.part_sizes.keys() & set(_names(result))
+        return part
 
-    def restore(self, matrices: Tensor) -> Tensor:
-        """Undo `cut`: return the part of the tensor that holds this stack, with one dim for each axis."""
-        sizes_in_stack = [self.sizes[axis] for axis in self.order]
-        inverse_order = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return matrices.reshape(sizes_in_stack).permute(inverse_order)
+    def order_of(self, result: list[Group]) -> list[int]:
+        """Return the permutation of the axes from their order in the tensor to their order in a result."""
+        return [self._index_of[name] for name in _names(result)]
+
+    def shape_of(self, result: list[Group]) -> list[int]:
+        """Return the shape of a result: the product of the sizes of the names in each dim."""
+        shape: list[int] = []
+        for group in result:
+            shape.append(prod([self._size_of[name] for name in group]))
+        return shape
+
+    def sizes_of(self, result: list[Group]) -> list[int]:
+        """Return the size of each name in a result."""
+        return [self._size_of[name] for name in _names(result)]
 
 
 @dataclass(frozen=True)
@@ -115,27 +124,30 @@ class Pattern:
         Raises:
             ValueError: the shape of the tensor does not fit the pattern.
         """
-        axes, results = self._sized(tensor.shape)
-        sizes = [axis.size for axis in axes]
-        tensor_axes = tensor.reshape(sizes)
+        sized_axes, results = self._sized(tensor.shape)
+        axes = _Axes(sized_axes)
+        parts = tensor.reshape(axes.sizes).split(list(axes.part_sizes.values()), dim=axes.divided)
+        part_of_name = dict(zip(axes.part_sizes, parts, strict=True))
         stacks: list[Tensor] = []
         for result in results:
-            stack = _stack_of(axes, result)
-            stacks.append(stack.cut(tensor_axes))
+            part = part_of_name[axes.part_of(result)]
+            stacks.append(part.permute(axes.order_of(result)).reshape(axes.shape_of(result)))
         return stacks
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape."""
-        axes, results = self._sized(shape)
-        stacks = [_stack_of(axes, result) for result in results]
-        part_at: dict[int, Tensor] = {}  # by the index on the divided axis at which the part begins
-        for stack, stacked_matrices in zip(stacks, matrices, strict=True):
-            part_at[stack.start] = stack.restore(stacked_matrices)
-        divided_axis = stacks[0].divided_axis  # the same for all stacks
-        if divided_axis is None:  # a single stack is the whole tensor
-            return part_at[0].reshape(shape)
-        parts = [part_at[start] for start in sorted(part_at)]
-        return torch.cat(parts, dim=divided_axis).reshape(shape)
+        sized_axes, results = self._sized(shape)
+        axes = _Axes(sized_axes)
+        part_of_name: dict[str, Tensor] = {}
+        for result, stack in zip(results, matrices, strict=True):
+            order = axes.order_of(result)
+            inverse_order = sorted(range(len(order)), key=order.__getitem__)
+            part = stack.reshape(axes.sizes_of(result)).permute(inverse_order)
+            part_of_name[axes.part_of(result)] = part
+        parts = [part_of_name[name] for name in axes.part_sizes]
+        if len(parts) == 1:  # the whole tensor, which is not copied
+            return parts[0].reshape(shape)
+        return torch.cat(parts, dim=axes.divided).reshape(shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return True if this pattern can divide a tensor of this shape into matrices."""
@@ -309,52 +321,6 @@ def _known_size(axis: Axis) -> int:
 def _size(axes: Sequence[_SizedAxis]) -> int:
     """Return the product of the sizes of some axes."""
     return prod([axis.size for axis in axes])
-
-
-def _stack_of(axes: list[_SizedAxis], result: list[Group]) -> _Stack:
-    """Return how one result of a pattern is cut from a tensor with these axes.
-
-    For ``"(q=2 + k=3) in -> q in, in k"``, the axes are ``{"q": 2, "k": 3}`` and ``{"in": 4}``. The second result,
-    ``[("in",), ("k",)]``, begins at index 2 of axis 0, because k follows q. It is
-    ``_Stack(divided_axis=0, start=2, sizes=[3, 4], order=[1, 0], shape=[4, 3])``.
-    """
-    names = _names(result)
-    axis_of_name: dict[str, int] = {}  # {"k": 0, "in": 1} in the example
-    size_of_name: dict[str, int] = {}
-    divided_axis = None
-    start = 0
-    for index, axis in enumerate(axes):
-        if len(axis.part_sizes) == 1:
-            (name,) = axis.part_sizes
-        else:
-            name, start = _selected_part(axis, names)
-            divided_axis = index
-        axis_of_name[name] = index
-        size_of_name[name] = axis.part_sizes[name]
-    shape: list[int] = []
-    for group in result:
-        shape.append(prod([size_of_name[name] for name in group]))
-    return _Stack(
-        divided_axis=divided_axis,
-        start=start,
-        sizes=list(size_of_name.values()),
-        order=[axis_of_name[name] for name in names],
-        shape=shape,
-    )
-
-
-def _selected_part(axis: _SizedAxis, names: list[str]) -> tuple[str, int]:
-    """Return which part of a divided axis a result has among its names, and the index on the axis at which it begins.
-
-    For the axis ``(k=3 + v=5)`` and the names of ``h v in``, this is ("v", 3).
-    """
-    (selected,) = axis.part_sizes.keys() & set(names)
-    start = 0
-    for name, size in axis.part_sizes.items():
-        if name == selected:
-            break
-        start += size
-    return selected, start
 
 
 def _names_in_matrices(results: Sequence[Sequence[Group]]) -> set[str]:
@@ -565,23 +531,17 @@ def _check_dims(dims: Sequence[Dim]) -> None:
 
 
 def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> None:
-    """Raise an error unless there is one result for each part, and every result has each other name once."""
+    """Raise an error unless there is one result for each part, and every result has each other name once.
+
+    The parts k and v of ``(h=8 (k=128 + v=64)) in`` require a result with h, k and in, and one with h, v and in.
+    """
     plain_names, part_names = _plain_and_part_names(dims)
+    expected = [sorted(plain_names)]
     if part_names:
-        _check_parts(part_names, results)
-    elif len(results) > 1:
-        raise _Malformed(
-            "found several results, but no parts on the left: write one result, or parts as in '(q=8 + k=8) in'"
-        )
-    for result in results:
-        names = _names(result)
-        selected_part = [name for name in part_names if name in names]
-        expected_names = sorted([*plain_names, *selected_part])
-        if sorted(names) != expected_names:
-            text = " ".join(map(_group_text, result))
-            raise _Malformed(
-                f"found the result {text!r}, expected each of {', '.join(expected_names)} in it once: correct it"
-            )
+        expected = [sorted([*plain_names, part]) for part in part_names]
+    if sorted([sorted(_names(result)) for result in results]) != sorted(expected):
+        texts = [f"one result with each of {', '.join(names)} once" for names in expected]
+        raise _Malformed(f"right of the arrow, write {' and '.join(texts)}, separated by commas")
 
 
 def _plain_and_part_names(dims: Sequence[Dim]) -> tuple[list[str], list[str]]:
@@ -599,27 +559,6 @@ def _plain_and_part_names(dims: Sequence[Dim]) -> tuple[list[str], list[str]]:
         else:
             part_names = [part.name for part in axis]
     return plain_names, part_names
-
-
-def _check_parts(part_names: list[str], results: Sequence[Sequence[Group]]) -> None:
-    """Raise an error unless each result has one of these parts, and each part is in one result."""
-    parts_of_results: list[str] = []
-    for result in results:
-        parts = set(part_names).intersection(_names(result))
-        if len(parts) != 1:
-            raise _wrong_parts(part_names)
-        parts_of_results += parts
-    if sorted(parts_of_results) != sorted(part_names):
-        raise _wrong_parts(part_names)
-
-
-def _wrong_parts(names: list[str]) -> _Malformed:
-    """Return an error for results that do not have one of these parts each."""
-    example = ", ".join(f"{name} in" for name in names)
-    return _Malformed(
-        f"the parts {' + '.join(names)} are matrices of their own: write one result for each after the arrow, "
-        f"separated by commas, as in {example!r}"
-    )
 
 
 def _names(groups: Iterable[Sequence[str]]) -> list[str]:
