@@ -20,7 +20,6 @@ from muonfx.compact.dtypes import Code, Format
 from muonfx.polar.coefficients import PRESETS
 from muonfx.sharding.layouts import Partition
 from muonfx.sharding.transform import Replicas
-from muonfx.transforms.monitor import METRICS
 from muonfx.transforms.scale import SHAPE_RULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,7 +125,6 @@ def test_what_type_checkers_take_for_correct_runs():
     ("literal", "registry"),
     [
         (mfx.ShapeRule, SHAPE_RULES),
-        (mfx.Metric, METRICS),
         (mfx.polar.CoefficientSet, PRESETS),
         (Format, FLOAT8),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from muonfx.core import Donation, Locality, extras, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.extras import InitAndUpdate
 from muonfx.internal.wrappers import unwrapped_optimizer
-from muonfx.transforms.clip import Sum, norm_of_squares, norm_over_leaves, squares_of_leaves
+from muonfx.transforms.clip import Sum, norm_of_squares, squares_of_leaves
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -34,55 +34,10 @@ class LeafMonitorState(NamedTuple):
     is_equal_on_all_ranks = True  # no field: read by the sharding layer, which would shard the value of a 0-d leaf
 
 
-def _size(u: Tensor) -> Tensor:
-    """Return the number of elements as a tensor, which can be added up over ranks."""
-    return torch.full((), float(u.numel()), dtype=torch.float32, device=u.device)
-
-
-def _rms(updates: PyTree, total: Sum) -> Tensor:
-    """Return the root mean square of all elements: their 2-norm, divided by the root of their number."""
-    number = total(tree.map(_size, updates))
-    return norm_over_leaves(updates, total) / number.clamp(min=1.0).sqrt()
-
-
-def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
-    """Return the mean relative distance of the leaves, flattened to matrices, from orthonormal matrices."""
-    device = device_of(updates)
-    errors: list[Tensor] = []
-    for u in tree.tensors(updates):
-        if u.ndim >= 2 and u.numel() > 0:
-            errors.append(_distance_from_orthonormal(u).to(device))
-    if not errors:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    return torch.stack(errors).mean()
-
-
-def _distance_from_orthonormal(u: Tensor) -> Tensor:
-    """Return ``|U U^T - I| / sqrt(r)`` for a leaf as a matrix U whose r rows are its shorter side."""
-    # A product rounds by the strides and the alignment of its factors, which copies have in common.
-    copy = u.reshape(u.shape[0], -1).clone(memory_format=torch.contiguous_format)
-    matrix = copy.to(ew.wide_dtype(u.dtype))
-    if matrix.shape[0] > matrix.shape[1]:
-        matrix = matrix.mT
-    gram = matrix @ matrix.mT
-    r = len(gram)
-    identity = torch.eye(r, dtype=gram.dtype, device=gram.device)
-    distance = torch.linalg.vector_norm(gram - identity)
-    return distance / r**0.5
-
-
 Metric = Literal["norm", "rms", "orthogonality_error"]
 """The name of a metric of `monitor`."""
 
-METRICS: dict[str, Callable[[PyTree, Sum], Tensor]] = {
-    "norm": norm_over_leaves,
-    "rms": _rms,
-    "orthogonality_error": _orthogonality_error,
-}
-"""The metrics of `monitor` by name: functions of a tree of updates and of ``sum_over_leaves``, a sum over all ranks."""
-
-_SUMS = {"norm", "rms"}
-"""The metrics that follow from sums over the elements, which can be added up over ranks."""
+_METRICS = get_args(Metric)
 
 
 @transform(locality=Locality.TREE, position="observer")
@@ -119,42 +74,56 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
         >>> mfx.metrics(state)
         {'grad/w/rms': tensor(3.5355)}
     """
-    if not metrics or not METRICS.keys() >= set(metrics):
-        raise ValueError(f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, METRICS))}")
+    if not metrics or not set(_METRICS).issuperset(metrics):
+        raise ValueError(f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, _METRICS))}")
 
     unique_metrics = list(dict.fromkeys(metrics))  # a metric that is given twice is measured once
 
-    # The sharding layer passes shards to an ``update`` with an argument such as ``sum_over_leaves``, and whole leaves
-    # to any other.
-    can_run_on_shards = _SUMS.issuperset(unique_metrics)
     if by_leaf:
-        return _monitor_of_leaves(name, unique_metrics, can_run_on_shards)
-    return _monitor_of_tree(name, unique_metrics, can_run_on_shards)
+        init, update = _monitor_of_leaves(name, unique_metrics)
+    else:
+        init, update = _monitor_of_tree(name, unique_metrics)
+    if "orthogonality_error" in unique_metrics:
+        return init, _on_whole_leaves(update)
+    return init, update
 
 
-def _monitor_of_tree(name: str, metrics: list[Metric], can_run_on_shards: bool) -> InitAndUpdate:
+def _on_whole_leaves(update: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Return an ``update`` without arguments such as ``sum_over_leaves``.
+
+    The sharding layer passes whole leaves to it, and shards to an ``update`` with such an argument.
+    """
+
+    def update_whole_leaves(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
+        return update(updates, state)
+
+    return update_whole_leaves
+
+
+def _monitor_of_tree(name: str, metrics: list[Metric]) -> InitAndUpdate:
     """Return the functions of a `monitor` that measures the whole tree."""
 
     def init(params: PyTree) -> MonitorState:
         zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
         return MonitorState({f"{name}/{metric}": zero.clone() for metric in metrics})
 
-    def update_on_shards(
-        updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
+    def update(
+        updates: PyTree,
+        state: MonitorState,
+        params: PyTree = None,
+        *,
+        sum_over_leaves: Sum = extras.sum_over_leaves,
+        donate: Donation = NOTHING,
     ):
         """Measure the updates, which are this rank's shards if ``sum_over_leaves`` adds up over ranks."""
+        sums = sum_over_leaves(_sums_of_leaves(updates))
         values: dict[str, Tensor] = {}
         for metric in metrics:
             key = f"{name}/{metric}"
-            value = METRICS[metric](updates, sum_over_leaves)
+            value = _measured(metric, updates, sums)
             values[key] = value.to(state.values[key])  # on the device of the state
         return updates, MonitorState(values)
 
-    def update(updates: PyTree, state: MonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return update_on_shards(updates, state, sum_over_leaves=extras.sum_over_leaves)
-
-    if can_run_on_shards:
-        return init, update_on_shards
     return init, update
 
 
@@ -162,7 +131,7 @@ def _unchanged(values: PyTree) -> PyTree:
     return values
 
 
-def _monitor_of_leaves(name: str, metrics: list[Metric], can_run_on_shards: bool) -> InitAndUpdate:
+def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
     """Return the functions of a `monitor` that measures each leaf separately."""
 
     def init(params: PyTree) -> LeafMonitorState:
@@ -173,7 +142,7 @@ def _monitor_of_leaves(name: str, metrics: list[Metric], can_run_on_shards: bool
             values[f"{name}/{metric}"] = {leaf_name: zero.clone() for leaf_name in tree.names(params)}
         return LeafMonitorState(values)
 
-    def update_on_shards(
+    def update(
         updates: PyTree,
         state: LeafMonitorState,
         params: PyTree = None,
@@ -188,20 +157,11 @@ def _monitor_of_leaves(name: str, metrics: list[Metric], can_run_on_shards: bool
             key = f"{name}/{metric}"
             values[key] = dict(state.values[key])  # a leaf without a gradient keeps its value
             for leaf_name, leaf in tree.named_leaves(updates):
-                if leaf is None:
-                    continue
-                if metric == "orthogonality_error":
-                    value = _orthogonality_error(leaf, extras.sum_over_leaves)
-                else:
-                    value = _value_of_sums(metric, sums_of[leaf_name])
-                values[key][leaf_name] = value.to(state.values[key][leaf_name])  # on the device of the state
+                if leaf is not None:
+                    value = _measured(metric, leaf, sums_of[leaf_name])
+                    values[key][leaf_name] = value.to(state.values[key][leaf_name])  # on the device of the state
         return updates, LeafMonitorState(values)
 
-    def update(updates: PyTree, state: LeafMonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return update_on_shards(updates, state)
-
-    if can_run_on_shards:
-        return init, update_on_shards
     return init, update
 
 
@@ -219,13 +179,46 @@ def _sums_of_leaves(updates: PyTree) -> PyTree:
     return tree.map(with_size, updates, squares_of_leaves(updates))
 
 
-def _value_of_sums(metric: Metric, sums: Tensor) -> Tensor:
-    """Return the "norm" or the "rms" of a leaf, of which ``sums`` are the three `_sums_of_leaves` over all ranks."""
+def _measured(metric: Metric, updates: PyTree, sums: Tensor) -> Tensor:
+    """Return a metric of a tree, or of a leaf. ``sums`` is the sum of its `_sums_of_leaves` over all ranks.
+
+    The sum over no leaves is 0, which has no dims.
+    """
+    if metric == "orthogonality_error":
+        return _orthogonality_error(updates)
+    if sums.ndim == 0:
+        return sums
     norm = norm_of_squares(sums[:2])
     if metric == "norm":
         return norm
     number = sums[2].float()
     return norm / number.clamp(min=1.0).sqrt()
+
+
+def _orthogonality_error(updates: PyTree) -> Tensor:
+    """Return the mean relative distance of the leaves, flattened to matrices, from orthonormal matrices."""
+    device = device_of(updates)
+    errors: list[Tensor] = []
+    for u in tree.tensors(updates):
+        if u.ndim >= 2 and u.numel() > 0:
+            errors.append(_distance_from_orthonormal(u).to(device))
+    if not errors:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.stack(errors).mean()
+
+
+def _distance_from_orthonormal(u: Tensor) -> Tensor:
+    """Return ``|U U^T - I| / sqrt(r)`` for a leaf as a matrix U whose r rows are its shorter side."""
+    # A product rounds by the strides and the alignment of its factors, which copies have in common.
+    copy = u.reshape(u.shape[0], -1).clone(memory_format=torch.contiguous_format)
+    matrix = copy.to(ew.wide_dtype(u.dtype))
+    if matrix.shape[0] > matrix.shape[1]:
+        matrix = matrix.mT
+    gram = matrix @ matrix.mT
+    r = len(gram)
+    identity = torch.eye(r, dtype=gram.dtype, device=gram.device)
+    distance = torch.linalg.vector_norm(gram - identity)
+    return distance / r**0.5
 
 
 def metrics(state: PyTree) -> dict[str, Tensor]:
