@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
@@ -325,7 +324,9 @@ def _not_a_tensor(function: Callable[..., object], result: object) -> TypeError:
 class Plan(NamedTuple):
     """The recorded operations that some outputs need, in order.
 
-    Every value has a number: first the operands (update, state and parameters), then the result of each operation.
+    A record is a list with one item for each value: None for an operand (the update, a tensor of the state, the
+    parameter), and an `Operation` for a result. The number of a value is its position. For ``step(u, s)`` with
+    ``s.trace`` and the line ``m = s.trace * 0.9 + u``, the record is ``[None, None, mul(1), add(2, 0)]``.
     """
 
     operations: list[tuple[int, Operation]]
@@ -353,109 +354,3 @@ class Plan(NamedTuple):
                     uses[operand] += 1
         operations.reverse()
         return cls(operations, uses)
-
-
-class Replacement(NamedTuple):
-    """The value that takes the place of an operand of the step: of the update, or of a field of the state."""
-
-    operand: int
-    """The number of the operand."""
-    value: int
-    """The number of the new value."""
-    has_shape_of_leaf: bool
-    """False if the value may be complex or have other shapes than the operand; see `has_shape_of_leaf`."""
-
-    @property
-    def is_unchanged(self) -> bool:
-        """True if the step returns the operand itself."""
-        return self.value == self.operand
-
-
-class StepPlan(NamedTuple):
-    """The recorded operations of a `leafwise` step, and the values that it returns."""
-
-    plan: Plan
-    update: Replacement
-    """The new update."""
-    state: list[Replacement | Tensor]
-    """For each field of the state, the new value; for a number that all leaves share, its new tensor."""
-
-    @property
-    def may_vary(self) -> bool:
-        """True if a scalar is a tensor. Its value may change, so the step is recorded again at the next call."""
-        return any(isinstance(scalar, Tensor) for scalar in self.plan.scalars)
-
-
-def record_step(
-    name: str,
-    declared: PyTree,
-    step: Callable[..., object],
-    numbers: Sequence[Tensor | None],
-    reads_params: bool,
-    extras: Mapping[str, object],
-) -> StepPlan:
-    """Call a `leafwise` step with placeholders, and return the operations that it records.
-
-    The record is a list with one item for each value: None for an operand of the step, and an `Operation` for a
-    result. For ``step(u, s)`` with ``s.trace`` and the line ``m = s.trace * 0.9 + u``, it is ``[None, None, mul(1),
-    add(2, 0)]``. Creating a `Leaf` appends an item, and its position is the number of the value.
-
-    Args:
-        name: the name of the transform, for errors.
-        declared: the declared state.
-        step: the step.
-        numbers: for each field of the state, the tensor of a number that all leaves share, which the step receives as
-            it is; None for a field with one tensor for each leaf.
-        reads_params: whether the step receives the parameter.
-        extras: the extra arguments of the step.
-    """
-    record: list[Operation | None] = []
-    update = Leaf(record)
-    fields: list[Any] = []  # of the state that the step receives: a placeholder, or the tensor of a shared number
-    for number in numbers:
-        if number is None:
-            fields.append(Leaf(record))
-        else:
-            fields.append(number)
-    containers = tree.flatten(declared)[1]
-    step_args = [update, tree.unflatten(containers, fields)]
-    if reads_params:
-        step_args.append(Leaf(record))
-    new_update, new_state = _update_and_state(name, step(*step_args, **extras))
-
-    outputs = [new_update]  # the placeholders that the step returns, for which the plan selects the operations
-    state: list[Replacement | Tensor] = []
-    for field, new_field in zip(fields, _new_fields(name, declared, numbers, new_state), strict=True):
-        if isinstance(field, Leaf):
-            outputs.append(new_field)
-            state.append(Replacement(field.index, new_field.index, has_shape_of_leaf(new_field)))
-        else:
-            state.append(new_field)  # the new tensor of a shared number
-    replacement = Replacement(update.index, new_update.index, has_shape_of_leaf(new_update))
-    return StepPlan(Plan.of(record, outputs), replacement, state)
-
-
-def _update_and_state(name: str, returned: object) -> tuple[Leaf, object]:
-    """Return the update and the state that a step returned. Raise an error if they are not a pair of these."""
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(f"{name}: the step must return (update, state), found a {type(returned).__name__}")
-    update, state = returned
-    if not isinstance(update, Leaf):
-        raise TypeError(f"{name}: the step returns an update of type {type(update).__name__}, not one made of operands")
-    return update, state
-
-
-def _new_fields(name: str, declared: PyTree, numbers: Sequence[Tensor | None], state: object) -> list[Any]:
-    """Return the fields of the state that a step returned. Raise an error unless it has the declared form."""
-    try:
-        fields = tree.subtrees(tree.flatten(declared)[1], state)
-    except ValueError as error:
-        raise TypeError(f"{name}: the step returns another state than declared. {error}") from error
-    for index, (number, field) in enumerate(zip(numbers, fields, strict=True)):
-        expected_type = Leaf if number is None else Tensor
-        if not isinstance(field, expected_type):
-            raise TypeError(
-                f"{name}: the step returns a {type(field).__name__} for {tree.names(declared)[index]!r} of its state, "
-                f"declared as {tree.leaves(declared)[index]!r}"
-            )
-    return fields

@@ -1,10 +1,9 @@
 """The decorator `leafwise`, which makes transforms from the arithmetic of one leaf.
 
-This arithmetic is a function, the step. It is called with a `Leaf` for each operand, a placeholder that records the
-operations on it. The call is repeated at each update only if the step reads tensors, such as a step count. A `StepPlan`
-contains the recorded operations that the update and the new state need. `Values` runs each of them once, on the lists
-of all leaves, with `muonfx.tree.elementwise`. The plan counts the uses of every value, so that `Values` overwrites only
-storage that is donated or no longer needed.
+This arithmetic is a function, the step. At each update it is called with a `Leaf` for each operand, a placeholder that
+records the operations on it. A `Plan` contains the recorded operations that the update and the new state need. `Values`
+runs each of them once, on the lists of all leaves, with `muonfx.tree.elementwise`. The plan counts the uses of every
+value, so that `Values` overwrites only storage that is donated or no longer needed.
 
 A step that calls ``sum_over_leaves`` needs the sum while it is recorded. The operations that the sum needs run then,
 without overwriting anything, and the rest of the step uses their results.
@@ -31,16 +30,8 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Position
 from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
-from muonfx.transforms._leaf import (
-    Leaf,
-    Operation,
-    Plan,
-    Replacement,
-    StepPlan,
-    has_shape_of_leaf,
-    record_step,
-)
-from muonfx.tree import Present, PyTree, device_of
+from muonfx.transforms._leaf import Leaf, Operation, Plan, has_shape_of_leaf
+from muonfx.tree import Present, PyTree, Structure, device_of
 from muonfx.tree import elementwise as ew
 
 P = ParamSpec("P")
@@ -347,10 +338,10 @@ def state_and_step(
     """
     if not (type(returned) is tuple and len(returned) == 2 and callable(returned[1])):
         raise TypeError(f"{caller} constructor returns a state and a step, found {returned!r}")
-    state = returned[0]
-    for name, item in tree.named_leaves(state):
+    for name, item in tree.named_leaves(returned[0]):
         if not isinstance(item, types):
-            raise _wrong_item(caller, name, item, types)
+            type_names = " and ".join([expected.__name__ for expected in types])
+            raise TypeError(f"{caller} constructor returns a state of {type_names}, found {item!r} at {name!r}")
         starts_at_params = isinstance(item, Slot) and item.start == "params"
         if starts_at_params and not reads_params:
             raise TypeError(
@@ -359,11 +350,11 @@ def state_and_step(
     return returned
 
 
-def _wrong_item(caller: str, name: str, item: object, types: tuple[type, ...]) -> TypeError:
-    """Return an error for an item of the declared state that has none of these types."""
-    type_names = [expected.__name__ for expected in types]
-    expected_names = f"{', '.join(type_names[:-1])} and {type_names[-1]}"
-    return TypeError(f"{caller} constructor returns a state of {expected_names}, found {item!r} at {name!r}")
+def update_and_state(name: str, returned: object) -> tuple[Any, Any]:
+    """Return the update and the state that a step returned. Raise an error if they are not a pair."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(f"{name}: the step must return (update, state), found a {type(returned).__name__}")
+    return returned
 
 
 def _extra_names(step: Step) -> tuple[str, ...]:
@@ -385,8 +376,6 @@ class _Formula:
         self._extra_names = _extra_names(step)
         """The names of the extra arguments of the step, such as "sum_over_leaves"."""
         self._reads_params = reads_params
-        self._saved_plan: StepPlan | None = None
-        """The recorded operations, if they are the same at every call."""
         self._fields: list[SlotTrees | SharedNumber] = []
         """The fields of the state in order: one tensor for each leaf, or one number for all."""
         for name_of_field, declared_field in tree.named_leaves(declared):
@@ -396,16 +385,11 @@ class _Formula:
                 self._fields.append(SharedNumber(declared_field))
 
     def functions(self) -> InitAndUpdate:
-        """Return ``init`` and ``update`` of the transform."""
-        if self._extra_names:
-            return self.init, self._update_with_extras()
-        return self.init, self.update
+        """Return ``init`` and ``update`` of the transform.
 
-    def _update_with_extras(self) -> Callable[..., tuple[PyTree, PyTree]]:
-        """Return an ``update`` that passes the extra arguments to the step, such as ``value``.
-
-        It receives them as ``**extras``. `Transform` reads from a signature which arguments a transform accepts, so the
-        signature is replaced: ``(updates, state, params=None, *, donate=NOTHING, value)``.
+        ``update`` receives the extra arguments of the step, such as ``value``, as ``**extras``. `Transform` reads from
+        a signature which arguments a transform accepts, so it is replaced: ``(updates, state, params=None, *,
+        donate=NOTHING, value)``.
         """
 
         def update(
@@ -415,11 +399,11 @@ class _Formula:
             return self._run(updates, state, params, donate, step_extras)
 
         if not torch.compiler.is_compiling():  # the signature was read when the transform was created
-            signature = inspect.signature(self.update)
-            parameters = list(signature.parameters.values())
+            signature = inspect.signature(update)
+            *parameters, _ = signature.parameters.values()
             parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._extra_names]
             update.__signature__ = signature.replace(parameters=parameters)
-        return update
+        return self.init, update
 
     def locality_of_transform(self, locality_of_step: Locality) -> Locality:
         """Return the locality of the transform: TREE if the step sums over leaves, else the locality of the step.
@@ -444,12 +428,6 @@ class _Formula:
         containers = tree.flatten(self._declared)[1]
         return tree.unflatten(containers, [field.init(params) for field in self._fields])
 
-    def update(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
-    ) -> tuple[PyTree, PyTree]:
-        """Return the new updates and the new state, for a step without extra arguments."""
-        return self._run(updates, state, params, donate, {})
-
     def _run(
         self, updates: PyTree, state: PyTree, params: PyTree, donate: Donation, extras: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
@@ -463,18 +441,34 @@ class _Formula:
         values = self._operands(updates, old_fields, params, donate)
         if "sum_over_leaves" in extras:
             extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
-        step_plan = self._plan(old_fields, extras)
-        values.run(step_plan.plan, overwrite=True)
+
+        record: list[Operation | None] = []
+        update = Leaf(record)
+        fields: list[Any] = []  # of the state that the step receives: a placeholder, or the tensor of a shared number
+        for field, old_field in zip(self._fields, old_fields, strict=True):
+            fields.append(old_field if isinstance(field, SharedNumber) else Leaf(record))
+        step_args = [update, tree.unflatten(containers, fields)]
+        if self._reads_params:
+            step_args.append(Leaf(record))
+        new_update, new_state = update_and_state(self._name, self._step(*step_args, **extras))
+        if not isinstance(new_update, Leaf):
+            update_type = type(new_update).__name__
+            raise TypeError(f"{self._name}: the step returns an update of type {update_type}, not one made of operands")
+        outputs = self._new_fields(containers, fields, new_state)
+        placeholders = [new_update, *[output for output in outputs if isinstance(output, Leaf)]]
+        values.run(Plan.of(record, placeholders), overwrite=True)
 
         # Before any output is taken: an operand that the step returns as it is may not give its storage to another.
-        for output in (step_plan.update, *step_plan.state):
-            if isinstance(output, Replacement) and output.is_unchanged:
-                values.keep(output.operand)
-        new_fields = [
-            self._new_field(field, output, old_field, values, donate)
-            for field, output, old_field in zip(self._fields, step_plan.state, old_fields, strict=True)
-        ]
-        new_updates = self._new_updates(step_plan.update, updates, values)
+        for operand, output in zip([update, *fields], [new_update, *outputs], strict=True):
+            if operand is output and isinstance(operand, Leaf):
+                values.keep(operand.index)
+        new_fields: list[PyTree] = []
+        for field, operand, output, old_field in zip(self._fields, fields, outputs, old_fields, strict=True):
+            if isinstance(field, SharedNumber):
+                new_fields.append(field.write(output, old_field))
+            else:
+                new_fields.append(self._new_tree(field, operand, output, old_field, values, donate))
+        new_updates = self._new_updates(update, new_update, updates, values)
         return new_updates, tree.unflatten(containers, new_fields)
 
     def _operands(self, updates: PyTree, old_fields: list[PyTree], params: PyTree, donate: Donation) -> Values:
@@ -493,53 +487,52 @@ class _Formula:
             values.add_operand(present.pick(params), may_write=False)
         return values
 
-    def _plan(self, old_fields: list[PyTree], extras: Mapping[str, object]) -> StepPlan:
-        """Return the recorded operations of the step. They are saved if they are the same at every call."""
-        # A compiled graph that reads the saved plan would be compiled again when it changes, so this comes first.
-        if not torch.compiler.is_compiling() and self._saved_plan is not None:
-            return self._saved_plan
-        numbers: list[Tensor | None] = []  # for each field, its 0-d tensor; None for a tree with a tensor for each leaf
-        for field, old_field in zip(self._fields, old_fields, strict=True):
-            numbers.append(old_field if isinstance(field, SharedNumber) else None)
-        step_plan = record_step(self._name, self._declared, self._step, numbers, bool(self._reads_params), extras)
-        # The scalars of a plan may depend on a step count, a loss or another tensor. Such a plan is for this call only.
-        has_numbers = any(number is not None for number in numbers)
-        may_vary = has_numbers or len(extras) > 0 or step_plan.may_vary
-        if not torch.compiler.is_compiling() and not may_vary:
-            self._saved_plan = step_plan
-        return step_plan
+    def _new_fields(self, containers: Structure, fields: list[Any], new_state: object) -> list[Any]:
+        """Return the fields of the state that a step returned. Raise an error unless it has the declared form."""
+        try:
+            new_fields = tree.subtrees(containers, new_state)
+        except ValueError as error:
+            raise TypeError(f"{self._name}: the step returns another state than declared. {error}") from error
+        for index, (field, new_field) in enumerate(zip(fields, new_fields, strict=True)):
+            expected_type = Leaf if isinstance(field, Leaf) else Tensor
+            if not isinstance(new_field, expected_type):
+                name, declared = tree.named_leaves(self._declared)[index]
+                raise TypeError(
+                    f"{self._name}: the step returns a {type(new_field).__name__} for {name!r} of its state, declared "
+                    f"as {declared!r}"
+                )
+        return new_fields
 
-    def _new_field(
-        self, field: SlotTrees | SharedNumber, output: Any, old_field: PyTree, values: Values, donate: Donation
+    def _new_tree(
+        self, field: SlotTrees, operand: Leaf, output: Leaf, old_field: PyTree, values: Values, donate: Donation
     ) -> PyTree:
-        """Return what the new state contains for a field: a tree of tensors, or one number for all leaves.
+        """Return what the new state contains for a field with a tensor for each leaf.
 
         Args:
             field: reads and writes the field.
-            output: what the step returns for it: a `Replacement`, or for a number that all leaves share, a 0-d tensor.
-            old_field: the old tree or number.
+            operand: the placeholder of the field that the step received.
+            output: the placeholder that it returned for the field.
+            old_field: the old tree.
             values: the values that have been computed.
             donate: whether the old state may be overwritten.
         """
-        if isinstance(field, SharedNumber):
-            return field.write(output, old_field)
-        if output.is_unchanged:
+        if output is operand:
             return old_field
-        values.check(output, f"{self._name}: the step returns a state")
-        new_tensors = values.take(output.value)
-        old_tensors = values.operands[output.operand]
+        values.check(operand, output, f"{self._name}: the step returns a state")
+        new_tensors = values.take(output.index)
+        old_tensors = values.operands[operand.index]
         # Donated tensors of the compute dtype were overwritten by the operations, where possible. If they were cast,
         # the operations worked on copies, and the results are written into the donated tensors here.
-        reuse = donate.state and values.was_cast(output.operand)
+        reuse = donate.state and values.was_cast(operand.index)
         return field.write(values.present, new_tensors, old_tensors, old_field, reuse=reuse)
 
-    def _new_updates(self, output: Replacement, updates: PyTree, values: Values) -> PyTree:
+    def _new_updates(self, operand: Leaf, output: Leaf, updates: PyTree, values: Values) -> PyTree:
         """Return the tree of the new updates, in the dtypes of the incoming updates."""
-        if output.is_unchanged:
+        if output is operand:
             return updates
-        values.check(output, f"{self._name}: the step returns an update")
-        new_tensors = values.take(output.value, copy_into=output.operand)
-        return values.present.fill(ew.cast_like(new_tensors, values.operands[output.operand]))
+        values.check(operand, output, f"{self._name}: the step returns an update")
+        new_tensors = values.take(output.index, copy_into=operand.index)
+        return values.present.fill(ew.cast_like(new_tensors, values.operands[operand.index]))
 
 
 def params_for(name: str, params: PyTree) -> PyTree:
@@ -664,12 +657,12 @@ class Values:
             if not self._remaining_uses[index] and index >= len(self.operands):
                 del self._computed[index]
 
-    def check(self, output: Replacement, beginning: str) -> None:
+    def check(self, operand: Leaf, output: Leaf, beginning: str) -> None:
         """Raise an error with this beginning if a value that the step returns is complex, or has the wrong shape."""
-        if output.has_shape_of_leaf:
+        if has_shape_of_leaf(output):
             return
-        old_tensors = self.operands[output.operand]
-        for index, (new, old) in enumerate(zip(self.read(output.value), old_tensors, strict=True)):
+        old_tensors = self.operands[operand.index]
+        for index, (new, old) in enumerate(zip(self.read(output.index), old_tensors, strict=True)):
             if new.is_complex():
                 raise TypeError(
                     f"{beginning} of {new.dtype} for {self.present.names()[index]!r}, expected real numbers; take "

@@ -20,7 +20,15 @@ from muonfx.core.patterns import NamePatterns
 from muonfx.core.transform import LeafCost, Position, arguments_at
 from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
-from muonfx.transforms.leafwise import Slot, SlotTrees, WideStateDtype, params_for, state_and_step, state_dtype
+from muonfx.transforms.leafwise import (
+    Slot,
+    SlotTrees,
+    WideStateDtype,
+    params_for,
+    state_and_step,
+    state_dtype,
+    update_and_state,
+)
 from muonfx.transforms.matrices import Matrices, MatrixView
 from muonfx.transforms.matrix_pattern import parse
 from muonfx.tree import PyTree, Structure
@@ -445,10 +453,7 @@ class _MatrixFormula:
         wide_update, *wide_fields_and_params = inputs
         state = tree.unflatten(containers, wide_fields_and_params[:number])
         params = wide_fields_and_params[number:]  # empty, or one stack
-        returned = self._step(wide_update, state, *params)
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            raise TypeError(f"{self._name}: the step must return (update, state), found a {type(returned).__name__}")
-        new_update, new_state = returned
+        new_update, new_state = update_and_state(self._name, self._step(wide_update, state, *params))
 
         # The transforms after this one may overwrite its updates, so a state that is the same tensor is copied.
         others = [*inputs, new_update]

@@ -300,7 +300,7 @@ def made(step: Any, state: Any = (), **options: Any) -> mfx.Transform:
         (lambda u, s: (u, (1.0,)), (mfx.Slot(),), r"returns a float for '0' of its state, declared as Slot"),
         (lambda u, s: (u, (u,)), (mfx.StepCount(),), r"returns a Leaf for '0' of its state, declared as StepCount"),
         (lambda u, s: (u, {"a": u}), (mfx.Slot(),), "bad: the step returns another state than declared.*tuple"),
-        (lambda u, s: (u, s), (1.0,), "bad: a leafwise .* a state of Slot, StepCount and Number, found 1.0 at '0'"),
+        (lambda u, s: (u, s), (1.0,), "bad: a leafwise .* a state of Slot and StepCount and Number, found 1.0 at '0'"),
         (lambda u, s: (u, s), {"p": mfx.Slot(start="params")}, "'p' starts at the parameters declares reads_params"),
         (None, (), "bad: a leafwise constructor returns a state and a step, found"),
     ],
