@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonfx import tree
 from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
@@ -31,9 +33,10 @@ class FactoredRmsState(NamedTuple):
     """Running squares of all elements, like the parameters; shape (0,) if factored."""
 
 
-class _MeanSquares(NamedTuple):
-    """The mean squares of one parameter. An unused one has the shape (0,)."""
+class _Result(NamedTuple):
+    """The update of one leaf and its new mean squares. An unused mean square has the shape (0,)."""
 
+    update: Tensor
     v_row: Tensor
     v_col: Tensor
     v: Tensor
@@ -85,13 +88,16 @@ def scale_by_factored_rms(
 
     def init(params: PyTree) -> FactoredRmsState:
         """Return mean squares of zero: of rows and columns for a factored parameter, else of all elements."""
-        present = Present(params)
-        states = [_zeros(param, min_dim_size_to_factor, dtype) for param in present.pick(params)]
+
+        def zeros(param: Tensor, *, field: int) -> Tensor:
+            shape = _shapes(param.shape, min_dim_size_to_factor)[field]
+            return param.new_zeros(shape, dtype=state_dtype(dtype, param.dtype))
+
         return FactoredRmsState(
             count=ew.new_count(device_of(params)),
-            v_row=present.fill([s.v_row for s in states]),
-            v_col=present.fill([s.v_col for s in states]),
-            v=present.fill([s.v for s in states]),
+            v_row=tree.map(functools.partial(zeros, field=0), params),
+            v_col=tree.map(functools.partial(zeros, field=1), params),
+            v=tree.map(functools.partial(zeros, field=2), params),
         )
 
     def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -99,22 +105,17 @@ def scale_by_factored_rms(
         count = state.count + 1
         t = ew.new_number(count, count.device)
         beta = 1.0 - torch.pow(t, -decay_rate)
+        step = functools.partial(_step, beta=beta, eps=eps, min_size=min_dim_size_to_factor)
         present = Present(updates)  # the leaves that have a gradient; the others keep their state
         leaves = present.pick(updates)
         old_rows = present.pick(state.v_row)
         old_columns = present.pick(state.v_col)
-        old_states = map(_MeanSquares, old_rows, old_columns, present.pick(state.v))
-        new_leaves: list[Tensor] = []
-        new_states: list[_MeanSquares] = []
-        for leaf, old_state in zip(leaves, old_states, strict=True):
-            new_leaf, new_state = _step(leaf, old_state, beta, eps, min_dim_size_to_factor)
-            new_leaves.append(new_leaf)
-            new_states.append(new_state)
-        return present.fill(new_leaves), FactoredRmsState(
+        results = list(map(step, leaves, old_rows, old_columns, present.pick(state.v)))
+        return present.fill([result.update for result in results]), FactoredRmsState(
             count=count,
-            v_row=present.fill([s.v_row for s in new_states], state.v_row),
-            v_col=present.fill([s.v_col for s in new_states], state.v_col),
-            v=present.fill([s.v for s in new_states], state.v),
+            v_row=present.fill([result.v_row for result in results], state.v_row),
+            v_col=present.fill([result.v_col for result in results], state.v_col),
+            v=present.fill([result.v for result in results], state.v),
         )
 
     return init, update
@@ -137,57 +138,48 @@ def _factored_dims(shape: Sequence[int], min_size: int) -> tuple[int, int] | Non
     return second, largest
 
 
-def _zeros(param: Tensor, min_size: int, dtype_option: WideStateDtype) -> _MeanSquares:
-    """Return mean squares of zero for a parameter. Those that it does not need are empty, of shape (0,).
+def _shapes(shape: Sequence[int], min_size: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Return the shapes of ``v_row``, ``v_col`` and ``v`` for a parameter. A mean square that is not used has (0,).
 
-    A factored parameter of shape (4, 8) has ``v_row`` of shape (4,) and ``v_col`` of shape (8,); any other has ``v`` of
-    its own shape.
+    >>> _shapes((4, 8), 4), _shapes((4, 8), 128)
+    (((4,), (8,), (0,)), ((0,), (0,), (4, 8)))
     """
-    dtype = state_dtype(dtype_option, param.dtype)
-    dims = _factored_dims(param.shape, min_size)
-    empty = param.new_zeros((0,), dtype=dtype)
+    dims = _factored_dims(shape, min_size)
     if dims is None:
-        v = param.new_zeros(param.shape, dtype=dtype)
-        return _MeanSquares(v_row=empty, v_col=empty.clone(), v=v)  # two states never share storage
+        return (0,), (0,), shape
     second, largest = dims
-    row_shape = _without(param.shape, largest)
-    column_shape = _without(param.shape, second)
-    return _MeanSquares(
-        v_row=param.new_zeros(row_shape, dtype=dtype),
-        v_col=param.new_zeros(column_shape, dtype=dtype),
-        v=empty,
-    )
+    return _without(shape, largest), _without(shape, second), (0,)
 
 
-def _step(leaf: Tensor, s: _MeanSquares, beta: Tensor, eps: Scalar, min_size: int) -> tuple[Tensor, _MeanSquares]:
+def _step(
+    leaf: Tensor, v_row: Tensor, v_col: Tensor, v: Tensor, *, beta: Tensor, eps: Scalar, min_size: int
+) -> _Result:
     """Return the update of one leaf and its new mean squares: v of all elements, or r and c of rows and columns.
 
     Args:
         leaf: the gradient g.
-        s: the mean squares before this step. Unused ones are returned as copies.
+        v_row: the mean squares r of rows before this step. Unused mean squares are returned as copies.
+        v_col: the mean squares c of columns.
+        v: the squares of all elements.
         beta: the decay rate of the averages, 0-d.
         eps: added to each square.
         min_size: the shortest dim that is factored.
     """
-    wide = ew.wide_dtype(leaf.dtype, s.v.dtype)
+    wide = ew.wide_dtype(leaf.dtype, v.dtype)
     beta = beta.to(wide)
     g = leaf.to(wide).contiguous()  # strides would change the rounding of the means
     square = g.square() + ew.scalar_like(eps, g)  # a 0-d leaf would be promoted to the dtype of a tensor eps
     dims = _factored_dims(leaf.shape, min_size)
     if dims is None:
-        v = _average(s.v, square, beta)
-        u = g * v.rsqrt()
-        return u.to(leaf.dtype), _MeanSquares(
-            v_row=s.v_row.clone(),
-            v_col=s.v_col.clone(),
-            v=v.to(s.v.dtype),
-        )
+        new_v = _average(v, square, beta)
+        u = g * new_v.rsqrt()
+        return _Result(u.to(leaf.dtype), v_row.clone(), v_col.clone(), new_v.to(v.dtype))
 
     # r has all dims of the leaf except the largest, and c all except the second largest. The mean square of element
     # (i, j) is about r_i c_j / mean(r).
     second, largest = dims
-    r = _average(s.v_row, square.mean(largest), beta)
-    c = _average(s.v_col, square.mean(second), beta)
+    r = _average(v_row, square.mean(largest), beta)
+    c = _average(v_col, square.mean(second), beta)
     second_in_r = second
     if second > largest:  # r has one dim less in front of it
         second_in_r = second - 1
@@ -195,11 +187,7 @@ def _step(leaf: Tensor, s: _MeanSquares, beta: Tensor, eps: Scalar, min_size: in
     row_factor = relative_r.rsqrt().unsqueeze(largest)
     column_factor = c.rsqrt().unsqueeze(second)
     u = g * row_factor * column_factor
-    return u.to(leaf.dtype), _MeanSquares(
-        v_row=r.to(s.v_row.dtype),
-        v_col=c.to(s.v_col.dtype),
-        v=s.v.clone(),
-    )
+    return _Result(u.to(leaf.dtype), r.to(v_row.dtype), c.to(v_col.dtype), v.clone())
 
 
 def _average(stored: Tensor, value: Tensor, beta: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         if isinstance(is_last, Tensor) and (is_traced() or is_wrapped(is_last)):
             return outcomes.select(is_last, accumulated)  # Python cannot read the tensor in a graph or in torch.func
         if not torch.compiler.is_compiling():  # a compiled graph cannot read the counts of gradients
-            outcomes = outcomes._replace(updated_leaves=_ever_seen(updates, accumulated))
+            outcomes = outcomes._replace(updated_leaves=_ever_seen(updates, params, accumulated))
         if is_last:
             return outcomes.step(accumulated, donate)
         return outcomes.wait(accumulated)
@@ -158,19 +158,20 @@ def _indices_by_path(updates: PyTree) -> list[int]:
     return [index for _, index in sorted(keys_and_indices)]
 
 
-def _ever_seen(updates: PyTree, accumulated: AccumulateState) -> PyTree:
-    """Return the gradients, with the sum in place of each None whose parameter had a gradient earlier in the group.
+def _ever_seen(updates: PyTree, params: PyTree, accumulated: AccumulateState) -> PyTree:
+    """Return the gradients, with another tensor in place of each None whose parameter had a gradient in the group.
 
-    With gradients ``{"a": g, "b": None}`` and counts of 2 for "a" and 1 for "b", the result has the sum of "b".
+    This tensor is the parameter, or its sum if no parameters were given. With gradients ``{"a": g, "b": None}`` and
+    counts of 2 for "a" and 1 for "b", the result has the parameter "b".
     """
     leaves, treedef = tree.flatten(updates)
     if all(leaf is not None for leaf in leaves):
         return updates
-    sums = tree.leaves(accumulated.sums)
+    stand_ins = tree.leaves(accumulated.sums if params is None else params)
     counts = accumulated.seen.tolist()  # sorted by path, and on the CPU, so tolist() does not sync
     for index, count in zip(_indices_by_path(updates), counts, strict=True):
         if leaves[index] is None and count > 0:
-            leaves[index] = sums[index]
+            leaves[index] = stand_ins[index]
     return tree.unflatten(treedef, leaves)
 
 
@@ -187,7 +188,7 @@ class _Outcomes(NamedTuple):
     inner: Transform
     updates: PyTree
     updated_leaves: PyTree
-    """A tree with some tensor for each leaf that gets an update, and None for every other leaf."""
+    """A tree with a tensor in the dtype of the gradient for each leaf that gets an update, and None for all others."""
     mean: bool
     params: PyTree
     extras: dict[str, object]
@@ -201,7 +202,7 @@ class _Outcomes(NamedTuple):
             wide_gradients = [total / _scalar_for(number, total) for total in sums]
         else:
             wide_gradients = ew.clone(sums)
-        gradients = present.fill(ew.cast(wide_gradients, self._gradient_dtypes(present, sums)))
+        gradients = present.fill(ew.cast_like(wide_gradients, present.pick(self.updated_leaves)))
 
         donation = Donation(updates=donate.state, state=donate.state)  # the gradients are new tensors
         out, inner_state = self.inner.run(gradients, accumulated.inner, self.params, donate=donation, **self.extras)
@@ -212,17 +213,6 @@ class _Outcomes(NamedTuple):
             sums=present.fill(zeros, accumulated.sums),
             inner=inner_state,
         )
-
-    def _gradient_dtypes(self, present: Present, sums: list[Tensor]) -> list[torch.dtype]:
-        """Return the dtype of each gradient, or of its parameter or sum if the gradient is None in this call."""
-        dtypes = [total.dtype for total in sums]
-        for values in (self.params, self.updates):
-            if values is None:  # no parameters were given
-                continue
-            for index, leaf in enumerate(present.pick(values)):
-                if leaf is not None:
-                    dtypes[index] = leaf.dtype
-        return dtypes
 
     def wait(self, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
         """Return updates of zero and the state with the accumulated gradients."""
