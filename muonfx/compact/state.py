@@ -57,9 +57,9 @@ class Holder:
         """Return a tree with ``encode(leaf)`` for each leaf of another, and with first seeds for rounding."""
         present = Present(values)
         leaves = list(map(encode, present.pick(values)))
-        codes = _codes(leaves)
+        codes = [leaf.codes for leaf in leaves]
         code_tree = present.fill(codes)
-        scale_tree = present.fill(_scales(leaves))
+        scale_tree = present.fill([leaf.scales for leaf in leaves])
         if self.seed is None:
             return QuantizedState(code_tree, scale_tree)
         keys = keys_of(f"{self.seed}/{self.role}", present.names(), codes)
@@ -78,22 +78,13 @@ class Holder:
 
         The leaves of ``state`` at other positions, at which a parameter has no gradient, stay.
         """
-        if not isinstance(state, KeyedQuantizedState):
+        if isinstance(state, KeyedQuantizedState):
+            leaves = list(map(self.codec.encode, values, present.pick(state.keys)))
+        else:
             leaves = list(map(self.codec.encode, values))
-            codes = present.fill(_codes(leaves), state.codes)
-            scales = present.fill(_scales(leaves), state.scales)
+        codes = present.fill([leaf.codes for leaf in leaves], state.codes)
+        scales = present.fill([leaf.scales for leaf in leaves], state.scales)
+        if not isinstance(state, KeyedQuantizedState):
             return QuantizedState(codes, scales)
-        keys = present.pick(state.keys)
-        leaves = list(map(self.codec.encode, values, keys))
-        codes = present.fill(_codes(leaves), state.codes)
-        scales = present.fill(_scales(leaves), state.scales)
-        next_keys = [key + 1 for key in keys]
+        next_keys = [key + 1 for key in present.pick(state.keys)]
         return KeyedQuantizedState(codes, scales, present.fill(next_keys, state.keys))
-
-
-def _codes(leaves: list[Encoded]) -> list[Tensor]:
-    return [leaf.codes for leaf in leaves]
-
-
-def _scales(leaves: list[Encoded]) -> list[Tensor]:
-    return [leaf.scales for leaf in leaves]
