@@ -171,7 +171,7 @@ def with_safety(value: CoefficientsLike, safety: float) -> Coefficients:
     ((1.0, -0.125, 0.0), (2.0, -1.0, 0.0))
     """
     base = coefficients(value)
-    if not (math.isfinite(safety) and safety > 0):
+    if not 0 < safety < math.inf:
         raise ValueError(f"with_safety: safety is {safety!r}, expected a finite number above 0, such as 1.01")
     head = tuple((a / safety, b / safety**3, c / safety**5) for a, b, c in base.steps[:-1])
     return replace(base, steps=(*head, base.steps[-1]))
@@ -189,11 +189,16 @@ def step_indices(length: int, steps: int | None) -> list[int]:
     """Return the index of the polynomial for each step; from step `length` on, the last polynomial is repeated."""
     if steps is None:
         return list(range(length))
-    if not isinstance(steps, int) or isinstance(steps, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"steps: found {steps!r}, expected an int of at least 1, or None for the set's own length")
-    if steps < 1:
-        raise ValueError(f"steps: found {steps}, expected at least 1, or None for the set's own length")
+    require_steps(steps)
     return [min(i, length - 1) for i in range(steps)]
+
+
+def require_steps(steps: int) -> None:
+    """Raise an error unless a number of steps is an int of at least 1."""
+    if not isinstance(steps, int) or isinstance(steps, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"steps: found {steps!r}, expected an int of at least 1")
+    if steps < 1:
+        raise ValueError(f"steps: found {steps}, expected at least 1")
 
 
 _KELLER: Step = (3.4445, -4.7750, 2.0315)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from muonfx.polar.coefficients import Coefficients, Step
+from muonfx.polar.coefficients import Coefficients, Step, require_steps
 
 _TAYLOR: Step = (1.875, -1.25, 0.375)
 """The limit of the best quintic as its interval shrinks to the point 1, where its value is 1 and its first two
@@ -41,7 +41,13 @@ def fit_coefficients(
     >>> round(fit_coefficients(2, 0.1, cushion=0).steps[0][0], 4)
     5.6037
     """
-    _check_arguments(steps, lower, cushion, safety)
+    require_steps(steps)
+    if not 0 < lower < 1:
+        raise ValueError(f"lower: found {lower!r}, expected a number in (0, 1)")
+    if not 0 <= cushion < 1:
+        raise ValueError(f"cushion: found {cushion!r}, expected a number in [0, 1)")
+    if not 1 <= safety < math.inf:
+        raise ValueError(f"safety: found {safety!r}, expected a finite number of at least 1")
     low = lower  # the previous polynomials map singular values into [low, high]
     high = 1.0
     fitted: list[Step] = []
@@ -69,24 +75,8 @@ def fit_coefficients(
     )
 
 
-def _check_arguments(steps: int, lower: float, cushion: float, safety: float) -> None:
-    """Raise an error if an argument of `fit_coefficients` is outside its range."""
-    if not isinstance(steps, int) or isinstance(steps, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"fit_coefficients: steps is {steps!r}, expected an int of at least 1")
-    if steps < 1:
-        raise ValueError(f"fit_coefficients: steps is {steps}, expected at least 1")
-    if not 0 < lower < 1:
-        raise ValueError(f"fit_coefficients: lower is {lower!r}, expected a number in (0, 1)")
-    if not 0 <= cushion < 1:
-        raise ValueError(f"fit_coefficients: cushion is {cushion!r}, expected a number in [0, 1)")
-    if not (math.isfinite(safety) and safety >= 1):
-        raise ValueError(f"fit_coefficients: safety is {safety!r}, expected a finite number of at least 1")
-
-
 def best_quintic(low: float, high: float) -> Step:
     """Return `(a, b, c)` of the odd quintic polynomial closest to 1 on `[low, high]`, by the Remez algorithm."""
-    if not 0 < low < high:
-        raise ValueError(f"best_quintic: found [{low!r}, {high!r}], expected 0 < low < high")
     if low > (1 - 5e-6) * high:  # the four points coincide in double precision: the limit, scaled to this point
         middle = (low + high) / 2
         return _TAYLOR[0] / middle, _TAYLOR[1] / middle**3, _TAYLOR[2] / middle**5

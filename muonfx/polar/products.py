@@ -72,8 +72,8 @@ class Buffered(Functional):
         tall: bool,
         how: str,
         small: str,
-        workspace: Workspace | None = None,
-        results: Workspace | None = None,
+        workspace: Workspace,
+        results: Workspace,
     ) -> None:
         """Allocate one spare batch. Small matrices are allocated when they are first needed.
 
@@ -82,16 +82,16 @@ class Buffered(Functional):
             tall: True if its matrices have more rows than columns.
             how: how the Gram matrix of the batch is computed: "batched", "blocks" or "quack".
             small: how products of small matrices are computed, with the same choices.
-            workspace: provides memory for small matrices; None: new memory.
-            results: provides memory for batches, in which results may be returned; None: new memory.
+            workspace: provides memory for small matrices.
+            results: provides memory for batches, in which results may be returned.
         """
         self._tall = tall
         self._how = how
         self._small = small
         # Two batches take turns: `weighted` writes into the spare one, and its argument becomes the spare.
-        self._spare = (results or Workspace()).empty(x.shape, x.dtype, x.device)
+        self._spare = results.empty(x.shape, x.dtype, x.device)
         # Small matrices, (b, n, n).
-        self._workspace = workspace or Workspace()
+        self._workspace = workspace
         self._n = min(x.shape[-2:])
         self._free: list[Tensor] = []  # buffers that `keep` has released
         self._lent: list[Tensor] = []  # buffers that are in use

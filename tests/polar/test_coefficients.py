@@ -177,7 +177,7 @@ def test_composition_is_symmetric_about_one_and_better_than_the_published_sets(l
     ],
 )
 def test_ranges_are_checked(arguments: dict, word: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"fit_coefficients: {word} is"):
+    with pytest.raises(error, match=f"^{word}: found"):
         fit_coefficients(**arguments)
 
 

@@ -19,6 +19,7 @@ from muonfx.polar import PRESETS, explain, orthogonalize, policy, quack
 from muonfx.polar.iteration import newton_schulz
 from muonfx.polar.products import Buffered, Functional
 from muonfx.polar.stages import staged
+from muonfx.polar.workspace import Workspace
 from tests.processes import run_python
 
 CPU = torch.device("cpu")
@@ -96,7 +97,8 @@ def test_the_whole_iteration_is_that_of_torch(installed: Any, tall: bool, dtype:
     x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(dtype)
     stages = staged(PRESETS["quintic"].steps, (2, 3), 1 / n, 2.0)
     batch = (x.mT if tall else x).contiguous().clone()
-    result = newton_schulz(batch, stages, Buffered(batch, tall=tall, how="quack", small="quack"))
+    on = Buffered(batch, tall=tall, how="quack", small="quack", workspace=Workspace(), results=Workspace())
+    result = newton_schulz(batch, stages, on)
     expected = newton_schulz(x, stages, Functional())
     assert ((result.mT if tall else result) - expected).norm() < 0.02 * expected.norm()
     assert len(installed.calls) > 2 * len(stages)
