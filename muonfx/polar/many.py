@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -319,14 +318,7 @@ def _run(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
     if not xs:
         return []
     results = list(xs)
-    if job.in_one_batch:
-        pieces = _pieces(xs, overwrite, results, job.kind, limit=None)
-        _run_batch(pieces, results, job)
-        return results
-    is_small = job.kind.tall is None  # large matrices keep their memory order: they are wide or tall
-    if is_small and {x.ndim for x in xs} == {2}:
-        return _run_single_matrices(xs, overwrite, job)  # many small tensors: the general way takes too many calls
-    limit = _most_in_a_batch(job)
+    limit = None if job.in_one_batch else _most_in_a_batch(job)
     pieces = _pieces(xs, overwrite, results, job.kind, limit)
     for batch in _packed(pieces, limit):
         _run_batch(batch, results, job)
@@ -399,52 +391,6 @@ def _consists_of_results(batch: list[_Piece], results: list[Tensor], kind: _Kind
         if is_transposed or piece.destination is not None:
             return False
     return True
-
-
-def _run_single_matrices(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
-    """Orthogonalize small matrices `(m, n)` of one kind, in batches, with few calls for each. Return their results.
-
-    `overwrite` is True for each matrix that its result overwrites.
-    """
-    limit = _most_in_a_batch(job)
-    wide = [x if x.shape[0] == job.kind.short else x.mT for x in xs]
-    any_is_tall = not all(map(is_, wide, xs))
-    # A view keeps the whole batch in memory. If some results are copied out of the batch, all are. Copied are results
-    # that overwrite their input, and results of tall matrices, which are transposed.
-    must_copy = any(overwrite) or any_is_tall
-    results: list[Tensor] = []
-    for start in range(0, len(xs), limit):
-        batch = slice(start, start + limit)
-        results += _run_stack(xs[batch], wide[batch], overwrite[batch], job, must_copy)
-    return results
-
-
-def _run_stack(xs: list[Tensor], wide: list[Tensor], overwrite: list[bool], job: _Job, must_copy: bool) -> list[Tensor]:
-    """Orthogonalize matrices as one stack, and return their results; all temporary tensors are freed at the end.
-
-    Args:
-        xs: the matrices `(m, n)`.
-        wide: for each matrix, itself if it is wide, else its transpose.
-        overwrite: True for each matrix that its result overwrites.
-        job: the plan and the settings.
-        must_copy: True if new results may not be views of the stack.
-    """
-    # Contiguous also if there is one tall matrix: sums of transposed memory round in another order.
-    stack = torch.stack(wide) if len(wide) > 1 else aligned(wide[0])[None]
-    ys = outside_autocast(as_function, stack, job.plan, job.resolved).to(job.kind.dtype).unbind()
-    results: list[Tensor] = []
-    destinations: list[Tensor] = []
-    values: list[Tensor] = []
-    for x, wide_x, y, is_overwritten in zip(xs, wide, ys, overwrite, strict=True):
-        if is_overwritten:
-            results.append(x)
-            destinations.append(wide_x)  # x itself, or its transpose in the same memory
-            values.append(y)
-        else:
-            results.append(_result_like(x, y, must_copy))
-    if destinations:
-        torch._foreach_copy_(destinations, values)
-    return results
 
 
 def _most_in_a_batch(job: _Job) -> int:
@@ -549,8 +495,10 @@ def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
     return max(1, (3 * rows * columns + 4 * rows * rows) * wide)
 
 
-def _packed(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
+def _packed(pieces: list[_Piece], limit: int | None) -> list[list[_Piece]]:
     """Distribute pieces, none of which has more than `limit` matrices, over batches of at most `limit` matrices."""
+    if limit is None:
+        return [pieces]
     batches: list[list[_Piece]] = []
     room = 0  # in the last batch
     for piece in pieces:
