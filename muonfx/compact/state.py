@@ -6,12 +6,11 @@ name of its parameter (``trace.codes.blocks.0.up.weight``), which checkpoints, l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from muonfx.compact.codec import Codec, Encoded
+from muonfx.compact.codec import Codec
 from muonfx.compact.dtypes import QuantizedDtype
 from muonfx.compact.noise import keys_of
 from muonfx.tree import Present, PyTree
@@ -37,26 +36,24 @@ class KeyedQuantizedState(NamedTuple):
     """For each parameter, the seed of its next rounding: 0-d int64, increased by one at every write."""
 
 
-class Holder:
+class QuantizedTrees:
     """Creates, reads and writes one tree of a transform's state, such as its momenta, in a quantized dtype."""
 
-    def __init__(self, dtype: QuantizedDtype, role: str, *, signed: bool) -> None:
+    reads_copies = True
+
+    def __init__(
+        self, dtype: QuantizedDtype, role: str, *, signed: bool, start: Literal["zeros", "params"] = "zeros"
+    ) -> None:
         signed_codec, unsigned_codec, self.seed = dtype.resolved
         self.codec: Codec = signed_codec if signed else unsigned_codec
         self.role = role  # such as "mu": two trees of one parameter get different noise
+        self.start = start
 
-    def zeros(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
-        """Return a tree of zeros in eight bits, in the shapes of the parameters."""
-        return self._fresh(params, self.codec.zeros)
-
-    def of(self, values: PyTree) -> QuantizedState | KeyedQuantizedState:
-        """Encode a tree of tensors in eight bits, rounded to nearest."""
-        return self._fresh(values, self.codec.encode)
-
-    def _fresh(self, values: PyTree, encode: Callable[[Tensor], Encoded]) -> QuantizedState | KeyedQuantizedState:
-        """Return a tree with ``encode(leaf)`` for each leaf of another, and with first seeds for rounding."""
-        present = Present(values)
-        leaves = list(map(encode, present.pick(values)))
+    def init(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
+        """Return a tree of zeros, or of the parameters rounded to nearest, with first seeds for rounding."""
+        encode = self.codec.zeros if self.start == "zeros" else self.codec.encode
+        present = Present(params)
+        leaves = list(map(encode, present.pick(params)))
         codes = [leaf.codes for leaf in leaves]
         code_tree = present.fill(codes)
         scale_tree = present.fill([leaf.scales for leaf in leaves])
@@ -72,11 +69,17 @@ class Holder:
         return list(map(self.codec.decode, codes, scales))
 
     def write(
-        self, present: Present, values: list[Tensor], state: QuantizedState | KeyedQuantizedState
+        self,
+        present: Present,
+        values: list[Tensor],
+        old: list[Tensor],
+        state: QuantizedState | KeyedQuantizedState,
+        *,
+        reuse: bool,
     ) -> QuantizedState | KeyedQuantizedState:
         """Return ``state`` with new ``values`` encoded in eight bits, one for each position in ``present``.
 
-        The leaves of ``state`` at other positions, at which a parameter has no gradient, stay.
+        The leaves of ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten.
         """
         if isinstance(state, KeyedQuantizedState):
             leaves = list(map(self.codec.encode, values, present.pick(state.keys)))

@@ -4,10 +4,6 @@ Each module contains one family of transforms. The page "Variants of Muon" shows
 `scion` and `lora_labels` choose transforms for each kind of parameter.
 """
 
-import sys
-from types import ModuleType
-from typing import Any, NoReturn
-
 from muonfx.contrib.adafactor import FactoredRmsState, scale_by_factored_rms
 from muonfx.contrib.dion import DionState, scale_by_dion
 from muonfx.contrib.dion2 import Dion2State, scale_by_dion2
@@ -43,23 +39,6 @@ __all__ = [
     "scale_by_prodigy", "scale_by_shampoo", "scale_by_soap", "schedule_free", "schedule_free_eval_params", "scion",
 ]
 # fmt: on
-
-
-class _Family(ModuleType):
-    """A module of one family of transforms. Calling it names the transform, as in ``muonfx.contrib.soap()``."""
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise TypeError with the names of the public functions of this module."""
-        functions: list[str] = []
-        for name in __all__:
-            value = globals()[name]
-            if callable(value) and value.__module__ == self.__name__ and not name.endswith("State"):
-                functions.append(f"muonfx.contrib.{name}(...)")
-        raise TypeError(f"{self.__name__} is a module, expected a transform: call {' or '.join(functions)}")
-
-
-for _name in ("adafactor", "dion", "dion2", "directions", "lora", "norms", "plateau", "prodigy", "shampoo", "soap"):
-    sys.modules[f"{__name__}.{_name}"].__class__ = _Family
 
 
 def __dir__() -> list[str]:

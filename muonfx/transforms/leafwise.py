@@ -17,14 +17,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_not
-from typing import Any, Literal, ParamSpec, cast, overload
+from typing import Any, Literal, ParamSpec, overload
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.compact import QuantizedDtype
-from muonfx.compact.state import Holder
+from muonfx.compact.state import QuantizedTrees
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Position
@@ -137,31 +137,41 @@ class Number:
             raise ValueError(f"Number: start must be a number, found {self.start!r}")
 
 
-class SlotTrees:
+class PlainTrees:
     """Creates, reads and writes the state tree that a `Slot` declares: one tensor for each parameter."""
 
-    def __init__(self, slot: Slot, role: str) -> None:
-        self._slot = slot
-        self._holder = Holder(slot.dtype, role, signed=slot.signed) if isinstance(slot.dtype, QuantizedDtype) else None
-        self.reads_copies = self._holder is not None
+    reads_copies = False
+
+    def __init__(self, dtype: WideStateDtype, start: Literal["zeros", "params"]) -> None:
+        self._dtype = dtype
+        self._start = start
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state tree for these parameters."""
-        is_zero = self._slot.start == "zeros"
-        if self._holder is not None:
-            return self._holder.zeros(params) if is_zero else self._holder.of(params)
-        dtype = cast("WideStateDtype", self._slot.dtype)
-        return zeros(params, dtype) if is_zero else copies(params, dtype)
+        if self._start == "zeros":
+            return zeros(params, self._dtype)
+        return copies(params, self._dtype)
 
     def read(self, present: Present, state: PyTree) -> list[Tensor]:
         """Return the tensors of a state tree that belong to the leaves ``present`` (leaves that are not None)."""
-        return present.pick(state) if self._holder is None else self._holder.read(present, state)
+        return present.pick(state)
 
     def write(self, present: Present, values: list[Tensor], old: list[Tensor], state: PyTree, *, reuse: bool) -> PyTree:
         """Return a state tree with new values at the leaves ``present``; if ``reuse``, stored in ``old``."""
-        if self._holder is not None:
-            return self._holder.write(present, values, state)
         return present.fill(ew.store(values, old, reuse=reuse), state)
+
+
+SlotTrees = PlainTrees | QuantizedTrees
+
+
+def slot_trees(slot: Slot, role: str) -> SlotTrees:
+    """Return what creates, reads and writes the state tree of a slot. ``role`` is its name in the state, such as "mu".
+
+    Trees of a quantized dtype are decoded to copies when they are read.
+    """
+    if isinstance(slot.dtype, QuantizedDtype):
+        return QuantizedTrees(slot.dtype, role, signed=slot.signed, start=slot.start)
+    return PlainTrees(slot.dtype, slot.start)
 
 
 class SharedNumber:
@@ -380,7 +390,7 @@ class _Formula:
         """The fields of the state in order: one tensor for each leaf, or one number for all."""
         for name_of_field, declared_field in tree.named_leaves(declared):
             if isinstance(declared_field, Slot):
-                self._fields.append(SlotTrees(declared_field, name_of_field))
+                self._fields.append(slot_trees(declared_field, name_of_field))
             else:
                 self._fields.append(SharedNumber(declared_field))
 
@@ -477,7 +487,7 @@ class _Formula:
         values = Values(present)
         values.add_operand(present.pick(updates), may_write=donate.updates)
         for field, old_field in zip(self._fields, old_fields, strict=True):
-            if isinstance(field, SlotTrees):
+            if not isinstance(field, SharedNumber):
                 may_write = donate.state or field.reads_copies
                 values.add_operand(field.read(present, old_field), may_write=may_write)
         if self._reads_params:

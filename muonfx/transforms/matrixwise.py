@@ -22,9 +22,9 @@ from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
 from muonfx.transforms.leafwise import (
     Slot,
-    SlotTrees,
     WideStateDtype,
     params_for,
+    slot_trees,
     state_and_step,
     state_dtype,
     update_and_state,
@@ -328,7 +328,7 @@ class _SlotStates:
     """Creates, reads and writes the state tree that a `Slot` declares, and divides it into matrices for the step."""
 
     def __init__(self, slot: Slot, role: str) -> None:
-        self._trees = SlotTrees(slot, role)
+        self._trees = slot_trees(slot, role)
 
     def init(self, matrices: Matrices) -> PyTree:
         return self._trees.init(matrices.values)
