@@ -52,7 +52,7 @@ ON_PIECES = frozenset({"sum_over_leaves", "sum_over_shards", "shard", "max_over_
 _ALWAYS_SUPPLIED = frozenset({"sum_over_leaves"})
 """Extra arguments that `Transform.run` supplies if the caller does not, so that they are never required."""
 
-_OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace"}
+_OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace", "apply_to_params"}
 """Extra arguments that muonfx supplies to an update, so that a training loop need not."""
 
 

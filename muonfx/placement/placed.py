@@ -258,16 +258,11 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     """
     entries = chain_entries(visited.tx)
     assert entries is not None
-    members = dict(zip(entries, visited.calls, strict=True))
-    groups = _groups(members, where)
-    *earlier_groups, last_group = groups
+    groups = _groups(dict(zip(entries, visited.calls, strict=True)), where)
     rewritten: dict[str, Transform] = {}  # by the number of the group
-    for group in earlier_groups:
-        result = _place_group(group, visited.params, where, applies=False)
-        if applies and result.extras.takes_all:
-            result = without_apply(result)
-        rewritten[str(len(rewritten))] = result
-    rewritten[str(len(rewritten))] = _place_group(last_group, visited.params, where, applies=applies)
+    for index, group in enumerate(groups):
+        is_last = index == len(groups) - 1
+        rewritten[str(index)] = _place_group(group, visited.params, where, applies=applies and is_last)
     return in_groups(as_chain(rewritten), tuple(map(list, groups)))
 
 
@@ -369,24 +364,6 @@ def applying(tx: Transform):
         apply_to_params(params, updates)
         _, treedef = tree.flatten(updates)
         return tree.unflatten(treedef, [None] * treedef.num_leaves), state
-
-    return tx.functions.init, update
-
-
-@stand_in
-def without_apply(tx: Transform):
-    """Run a transform with all extra arguments but ``apply_to_params``, which it would pass on to inner transforms."""
-
-    def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree = None,
-        *,
-        donate: Donation = NOTHING,
-        apply_to_params: ApplyToParams | None = None,
-        **extras: Any,
-    ):
-        return tx.run(updates, state, params, donate=donate, **extras)
 
     return tx.functions.init, update
 
