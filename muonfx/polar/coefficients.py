@@ -102,25 +102,23 @@ def _are_ascending_counts(numbers: Sequence[object]) -> bool:
 def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
     """Return `(a, b)` or `(a, b, c)` as a triple of floats, with `c = 0` if it is missing.
 
-    Raise if the step is no sequence of two or three finite numbers. Errors begin with the name of the coefficients and
-    the index `i` of the step.
+    Raise if the step is no sequence of two or three finite numbers. `i` is the index of the step, for errors.
     """
-    where = f"coefficients {name!r}, step {i}"
-    # A common mistake is one flat list of numbers, so that a "step" is a number.
-    if not isinstance(step, Sequence) or isinstance(step, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"{where}: found {step!r}, expected a sequence (a, b) or (a, b, c), one for each step")
-    if len(step) not in (2, 3):
-        raise ValueError(f"{where}: found {len(step)} numbers, {step!r}; expected (a, b) or (a, b, c)")
-    for number in step:
-        if isinstance(number, str | torch.Tensor):  # `float` would accept both, and detach a tensor
-            raise TypeError(
-                f"{where}: found {type(number).__name__} {number!r}, expected a Python number; "
-                "to differentiate or map over coefficients, pass them all as one tensor of shape (steps, 3)"
-            )
-        if not math.isfinite(fixed(number)):
-            raise ValueError(f"{where}: found {number!r} in {step!r}, expected finite numbers")
+    # A common mistake is one flat list of numbers, so that a "step" is a number. `float` would accept a text, and would
+    # detach a tensor.
+    if not isinstance(step, Sequence) or any(isinstance(number, str | torch.Tensor) for number in step):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(_wrong_step(step, i, name))
+    if len(step) not in (2, 3) or not all(math.isfinite(fixed(number)) for number in step):
+        raise ValueError(_wrong_step(step, i, name))
     c = step[2] if len(step) == 3 else 0.0
     return float(step[0]), float(step[1]), float(c)
+
+
+def _wrong_step(step: object, i: int, name: str) -> str:
+    return (
+        f"coefficients {name!r}, step {i}: found {step!r}, expected finite Python numbers (a, b) or (a, b, c) for each "
+        "step; to differentiate or map over coefficients, pass them all as one tensor of shape (steps, 3)"
+    )
 
 
 def coefficients(value: CoefficientsLike) -> Coefficients:

@@ -235,26 +235,22 @@ def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
 
 def check_method(method: MethodLike, resolved: Polynomials) -> None:
     """Raise an error unless `method` is a known name or the numbers of steps of stages, and fits the coefficients."""
-    if isinstance(method, tuple):
-        _check_lengths(method, resolved)
-    elif method not in ("auto", "standard", "gram"):
+    if not isinstance(method, tuple) and method not in ("auto", "standard", "gram"):
         raise ValueError(
             f"method: found {method!r}, expected 'auto', 'standard' or 'gram', or the steps of each stage: (2, 3)"
         )
-    if resolved.table is not None and method not in ("auto", "standard"):
-        raise ValueError(f"method: found {method!r} with a tensor of coefficients, which only the standard form takes")
-
-
-def _check_lengths(lengths: tuple[int, ...], resolved: Polynomials) -> None:
-    """Raise an error unless the lengths of stages, such as (2, 3), are positive and add up to the number of steps."""
-    are_counts = bool(lengths) and all(type(length) is int and length > 0 for length in lengths)
-    if not are_counts:
-        raise ValueError(f"method: found {lengths!r}, expected numbers of steps of at least 1, such as (2, 3)")
-    if resolved.table is None and sum(lengths) != len(resolved.steps):
-        raise ValueError(
-            f"method: found {lengths!r}, {sum(lengths)} steps, expected stages of {len(resolved.steps)} steps in "
-            "all, as many as the coefficients have or as steps= gives"
-        )
+    if resolved.table is not None:
+        if method not in ("auto", "standard"):
+            raise ValueError(
+                f"method: found {method!r} with a tensor of coefficients, which only the standard form takes"
+            )
+    elif isinstance(method, tuple):
+        are_counts = all(type(length) is int and length > 0 for length in method)
+        if not are_counts or sum(method) != len(resolved.steps):
+            raise ValueError(
+                f"method: found {method!r}, expected numbers of steps of at least 1 that add up to "
+                f"{len(resolved.steps)}, such as (2, 3) for 5: as many as the coefficients have or as steps= gives"
+            )
 
 
 def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan:

@@ -46,7 +46,7 @@ def test_stages_that_round_too_much_are_taken_with_a_warning_and_shown() -> None
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ((2, 2), "4 steps, expected stages of 5 steps"),
+        ((2, 2), "expected numbers of steps of at least 1 that add up to 5"),
         ((), "expected numbers of steps of at least 1"),
         ((2, 0, 3), "expected numbers of steps of at least 1"),
         ((2.0, 3), "expected numbers of steps of at least 1"),
