@@ -219,42 +219,29 @@ class BucketedState:
         self._targets: dict[int, Tensor] = {}
         self._transfer: BucketTransfer | None = None
         if store != IN_MEMORY and not store.is_direct(device):  # else the update uses the state where it is
-            moving = [index for index, leaf in enumerate(self._leaves) if moves(leaf, parameters[index])]
-            self._start_transfer(moving)
+            self._start_transfer(parameters)
 
-    def _start_transfer(self, moving: list[int]) -> None:
+    def _start_transfer(self, parameters: Sequence[str | None]) -> None:
         """Allocate the memory of the next state in the store, and start to load the first bucket.
 
-        `moving` has the indices of the leaves that are loaded before the update and written back after it.
+        A leaf whose parameter is in no bucket is not updated, and stays where it is.
         """
-        self._allocate_targets(moving)
-        for index in moving:
+        missing: list[int] = []  # leaves for which the store needs new tensors
+        for index, leaf in enumerate(self._leaves):
             bucket_index = self._bucket_of[index]
-            if bucket_index != _NO_BUCKET:
-                self._moving[bucket_index].append(index)
+            if bucket_index == _NO_BUCKET or not moves(leaf, parameters[index]):
                 continue
-            # No bucket updates this leaf. Its next value is the leaf itself if it is donated, else a copy.
-            leaf = self._leaves[index]
-            target = self._targets[index]
-            if target is not leaf:
-                self._new_leaves[index] = target.copy_(leaf)
-                release(target)
-        if any(self._moving):
-            leaves_of_buckets = [_take(self._leaves, indices) for indices in self._moving]
-            self._transfer = BucketTransfer(self._device, leaves_of_buckets, on_disk=self._store.on_disk)
-
-    def _allocate_targets(self, moving: list[int]) -> None:
-        """Allocate new tensors for moving leaves, except for donated leaves in the store, which are overwritten."""
-        missing: list[int] = []
-        for index in moving:
-            leaf = self._leaves[index]
+            self._moving[bucket_index].append(index)
             if self._donate.state and self._store.has(leaf, self._device):
-                self._targets[index] = leaf
+                self._targets[index] = leaf  # it is overwritten
             else:  # not donated, or loaded from a checkpoint and not in the store yet
                 missing.append(index)
         specs = [tree.spec(self._leaves[index]) for index in missing]
         new_tensors = self._store.allocate(specs, self._device)
         self._targets.update(zip(missing, new_tensors, strict=True))
+        if any(self._moving):
+            leaves_of_buckets = [_take(self._leaves, indices) for indices in self._moving]
+            self._transfer = BucketTransfer(self._device, leaves_of_buckets, on_disk=self._store.on_disk)
 
     @property
     def may_write_state(self) -> bool:
