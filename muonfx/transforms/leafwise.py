@@ -452,34 +452,43 @@ class _Formula:
         if "sum_over_leaves" in extras:
             extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
 
+        operands, outputs = self._call_step(containers, old_fields, extras)
+        placeholders = [output for output in outputs if isinstance(output, Leaf)]
+        values.run(Plan.of(operands[0].record, placeholders), overwrite=True)
+
+        # Before any output is taken: an operand that the step returns as it is may not give its storage to another.
+        for operand, output in zip(operands, outputs, strict=True):
+            if isinstance(operand, Leaf) and output.index == operand.index:
+                values.keep(operand.index)
+        new_fields: list[PyTree] = []
+        for field, operand, output, old_field in zip(self._fields, operands[1:], outputs[1:], old_fields, strict=True):
+            if isinstance(field, SharedNumber):
+                new_fields.append(field.write(output, old_field))
+            else:
+                new_fields.append(self._new_tree(field, operand, output, old_field, values, donate))
+        new_updates = self._new_updates(operands[0], outputs[0], updates, values)
+        return new_updates, tree.unflatten(containers, new_fields)
+
+    def _call_step(
+        self, containers: Structure, old_fields: list[PyTree], extras: dict[str, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Call the step, which records its operations. Return its operands and what it returns for each of them.
+
+        They are the placeholder of the update, and then for each field of the state a placeholder, or the tensor of a
+        number that all leaves share.
+        """
         record: list[Operation | None] = []
-        update = Leaf(record)
-        fields: list[Any] = []  # of the state that the step receives: a placeholder, or the tensor of a shared number
+        operands: list[Any] = [Leaf(record)]
         for field, old_field in zip(self._fields, old_fields, strict=True):
-            fields.append(old_field if isinstance(field, SharedNumber) else Leaf(record))
-        step_args = [update, tree.unflatten(containers, fields)]
+            operands.append(old_field if isinstance(field, SharedNumber) else Leaf(record))
+        step_args = [operands[0], tree.unflatten(containers, operands[1:])]
         if self._reads_params:
             step_args.append(Leaf(record))
         new_update, new_state = update_and_state(self._name, self._step(*step_args, **extras))
         if not isinstance(new_update, Leaf):
             update_type = type(new_update).__name__
             raise TypeError(f"{self._name}: the step returns an update of type {update_type}, not one made of operands")
-        outputs = self._new_fields(containers, fields, new_state)
-        placeholders = [new_update, *[output for output in outputs if isinstance(output, Leaf)]]
-        values.run(Plan.of(record, placeholders), overwrite=True)
-
-        # Before any output is taken: an operand that the step returns as it is may not give its storage to another.
-        for operand, output in zip([update, *fields], [new_update, *outputs], strict=True):
-            if operand is output and isinstance(operand, Leaf):
-                values.keep(operand.index)
-        new_fields: list[PyTree] = []
-        for field, operand, output, old_field in zip(self._fields, fields, outputs, old_fields, strict=True):
-            if isinstance(field, SharedNumber):
-                new_fields.append(field.write(output, old_field))
-            else:
-                new_fields.append(self._new_tree(field, operand, output, old_field, values, donate))
-        new_updates = self._new_updates(update, new_update, updates, values)
-        return new_updates, tree.unflatten(containers, new_fields)
+        return operands, [new_update, *self._new_fields(containers, operands[1:], new_state)]
 
     def _operands(self, updates: PyTree, old_fields: list[PyTree], params: PyTree, donate: Donation) -> Values:
         """Return the operands of the step: the updates, each field with a tensor for each leaf, and the parameters."""
@@ -526,7 +535,7 @@ class _Formula:
             values: the values that have been computed.
             donate: whether the old state may be overwritten.
         """
-        if output is operand:
+        if output.index == operand.index:
             return old_field
         values.check(operand, output, f"{self._name}: the step returns a state")
         new_tensors = values.take(output.index)
@@ -538,7 +547,7 @@ class _Formula:
 
     def _new_updates(self, operand: Leaf, output: Leaf, updates: PyTree, values: Values) -> PyTree:
         """Return the tree of the new updates, in the dtypes of the incoming updates."""
-        if output is operand:
+        if output.index == operand.index:
             return updates
         values.check(operand, output, f"{self._name}: the step returns an update")
         new_tensors = values.take(output.index, copy_into=operand.index)
