@@ -232,8 +232,6 @@ class _Member(NamedTuple):
     roles: tuple[str, ...]
     shape: tuple[int, ...]
     """The full shape of the parameter, not of a shard."""
-    is_present: bool
-    """False if the leaf is None, as in a tree with the parameters of another label of a `partition`."""
 
     def factor_indices(self, device: torch.device | str) -> Tensor:
         """Return `AttentionHeads.places` in a shape that broadcasts to the parameter: (rows, 1) or (rows,)."""
@@ -285,12 +283,12 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
     leaves = dict(tree.named_leaves(params))
     members: list[_Member] = []
     for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
+        if leaves[name] is None:  # a parameter of another label of a `partition`
+            continue
         for attention in attentions:
             module, roles = attention.module_of(plain_name)
             if roles:
-                leaf = leaves[name]
-                shape = () if leaf is None else tuple(leaf.shape)
-                members.append(_Member(name, module, attention, roles, shape, is_present=leaf is not None))
+                members.append(_Member(name, module, attention, roles, tuple(leaves[name].shape)))
                 break  # the first `AttentionHeads` that matches a parameter is used
     return members
 
@@ -298,7 +296,7 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
 def _resolve(tx: Transform, params: PyTree) -> Transform:
     """Return the transform with the names and full shapes of its parameters, so that it also works on shards."""
     members = _members(_as_tuple(tx.arguments["heads"]), params)
-    return tx.replace(heads=tuple(member for member in members if member.is_present))
+    return tx.replace(heads=tuple(members))
 
 
 def _patterns(tx: Transform) -> list[NamePatterns]:
@@ -381,8 +379,7 @@ def qk_clip(
         members = _members(all_heads, params)
         _check_pairs(members)
         for member in members:
-            if member.is_present:
-                member.factor_indices("meta")  # raises if the heads do not fit
+            member.factor_indices("meta")  # raises if the heads do not fit
         return EmptyState()
 
     def update(
