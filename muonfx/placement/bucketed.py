@@ -27,7 +27,6 @@ from muonfx.placement.buckets import (
     moves,
     sizes_of,
     store_away,
-    stored_again,
 )
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.tree import PyTree, Structure
@@ -222,10 +221,6 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
             bucketed.write_back(0, new_own_state)
             new_updates = bucketed.copied_from_buffers(new_updates)
             stored_own_state = bucketed.end()
-        # An inner transform returns a stored state, so this copies only what the wrapper itself has replaced, such as
-        # a state that it has chosen from the old and the new one.
-        for index, inner_state in enumerate(inner_states):
-            new_inner_states[index] = stored_again(store, device, inner_state, new_inner_states[index], donate)
         return new_updates, division.merge(stored_own_state, new_inner_states)
 
     return init, update

@@ -76,35 +76,11 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
     for index, (leaf, parameter) in enumerate(zip(leaves, parameters, strict=True)):
         if moves(leaf, parameter) and not leaf.is_meta and not store.has(leaf, device):
             indices.append(index)
-    return tree.unflatten(treedef, _copied(store, device, leaves, indices))
-
-
-def stored_again(store: Store, device: torch.device, state: PyTree, new_state: PyTree, donate: Donation) -> PyTree:
-    """Return the new state, with copies in host memory or on disk where the old state was stored there.
-
-    A wrapper, which is a transform that calls others, may return new tensors. These are copied to the store. If the
-    wrapper returns a tensor of the old state, it is copied too, because the caller may keep the old state; a donated
-    state is not copied.
-    """
-    new_leaves, treedef = tree.flatten(new_state)
-    indices: list[int] = []
-    for index, (old_leaf, new_leaf) in enumerate(zip(tree.leaves(state), new_leaves, strict=True)):
-        was_stored = isinstance(old_leaf, Tensor) and old_leaf.ndim > 0 and store.has(old_leaf, device)
-        if not was_stored:
-            continue
-        caller_may_keep_it = new_leaf is old_leaf and not donate.state
-        if caller_may_keep_it or not store.has(new_leaf, device):
-            indices.append(index)
-    return tree.unflatten(treedef, _copied(store, device, new_leaves, indices))
-
-
-def _copied(store: Store, device: torch.device, leaves: list[Any], indices: list[int]) -> list[Any]:
-    """Replace the leaves with the given indices by copies in a store, and return all leaves."""
     targets = store.allocate([tree.spec(leaves[index]) for index in indices], device)
     for index, target in zip(indices, targets, strict=True):
         leaves[index] = target.copy_(leaves[index])
         release(target)
-    return leaves
+    return tree.unflatten(treedef, leaves)
 
 
 def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:

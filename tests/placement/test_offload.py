@@ -344,8 +344,8 @@ def test_a_state_from_elsewhere_comes_home(home: str):
         grads = drawn(0) | {"c.w": None}
         updates, state = tx.update(grads, state, PARAMS, donate=GIVEN_STATE)
         assert all_bits({n: updates[n] for n in ("a.w", "b.w")}) == all_bits({n: wanted[n] for n in ("a.w", "b.w")})
-        if home == "disk":  # also what had no gradient
-            assert all(on_disk([leaf for leaf in mfx.tree.tensors(state) if leaf.ndim]))
+        if home == "disk":  # but for the momentum without a gradient, which stays where it is
+            assert on_disk([leaf for leaf in mfx.tree.tensors(state) if leaf.ndim]).count(False) == 1
         del state
 
 
