@@ -18,9 +18,10 @@ from torch import Tensor
 
 from benchmarks.simulator.bounds import lower_bound
 from benchmarks.simulator.models import Kind, Model
+from muonfx import polar
 from muonfx.core import Transform
 from muonfx.core.partition import partition
-from muonfx.polar.cost import Cost, newton_schulz_cost
+from muonfx.polar.cost import newton_schulz_cost
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import Partition, replicated, zero
 from muonfx.sharding.plan.assignment import Plan, plan_for
@@ -136,7 +137,7 @@ class Setting:
         """The parameters that Muon updates."""
         return tuple(own for own in self.parameters.values() if own.kind.muon)
 
-    def cost(self, shape: tuple[int, ...]) -> Cost:
+    def cost(self, shape: tuple[int, ...]) -> polar.Plan:
         """Return the cost of one matrix."""
         rows, columns = shape
         return newton_schulz_cost((rows, columns), self.device, dtype=self.dtype)
@@ -159,7 +160,7 @@ class Setting:
     @cached_property
     def intermediates(self) -> int:
         """Scratch bytes of Newton-Schulz for one matrix at a time."""
-        return max(self.cost(kind.shape).plan.scratch_bytes for kind in self.model.matrices)
+        return max(self.cost(kind.shape).scratch_bytes for kind in self.model.matrices)
 
     def state_of(self, kind: Kind) -> int:
         """Return the state bytes per element of a parameter: one momentum, or two moments."""

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from benchmarks.simulator.mesh import Mesh, Setting
 from benchmarks.simulator.tally import Scheme, Tally, Wire
-from muonfx.polar.cost import Cost
+from muonfx import polar
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET
 
 __all__ = ["PEERS"]
@@ -266,9 +266,9 @@ class Work:
             self._by_shape[shape] = Ledger(self._ranks)
         self._by_shape[shape].add(ranks, times)
 
-    def by_rank(self, copies: int = 1) -> dict[tuple[int, Cost], list[float]]:
+    def by_rank(self, copies: int = 1) -> dict[tuple[int, polar.Plan], list[float]]:
         """Return the number of matrices by short side and cost, with the ranks repeated `copies` times."""
-        work: dict[tuple[int, Cost], list[float]] = {}
+        work: dict[tuple[int, polar.Plan], list[float]] = {}
         for shape, ledger in self._by_shape.items():
             done = work.setdefault((min(shape), self._on.cost(shape)), [0.0] * self._ranks * copies)
             done[:] = [a + b for a, b in zip(done, ledger.by_rank() * copies, strict=True)]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.simulator.mesh import Setting
 from benchmarks.simulator.operations import flops
-from muonfx.polar.cost import Cost
+from muonfx import polar
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET, Plan, RunPlan
 from muonfx.sharding.plan.matrix_shards import MatrixShard
@@ -35,7 +35,7 @@ class Tally(NamedTuple):
     """The costs of a scheme."""
 
     wires: list[Wire]
-    work: dict[tuple[int, Cost], list[float]]
+    work: dict[tuple[int, polar.Plan], list[float]]
     """Number of matrices that each rank computes, by short side and cost."""
     state: list[float]
     """Bytes of momentum and moments, by rank."""
@@ -49,7 +49,7 @@ class Tally(NamedTuple):
         """Bytes by rank, over all wires."""
         return [sum(of_rank) for of_rank in zip(*(wire.sent for wire in self.wires), strict=True)]
 
-    def weighted(self, weight: Callable[[int, Cost], float]) -> list[float]:
+    def weighted(self, weight: Callable[[int, polar.Plan], float]) -> list[float]:
         """Return the sum over each rank's matrices of a function of short side and cost.
 
         >>> from muonfx.polar.cost import newton_schulz_cost
@@ -68,7 +68,7 @@ class Tally(NamedTuple):
     @property
     def flops(self) -> list[float]:
         """Operations of Newton-Schulz by rank."""
-        return self.weighted(lambda _, cost: flops(cost.plan))
+        return self.weighted(lambda _, cost: flops(cost))
 
     @property
     def load(self) -> list[float]:
@@ -116,8 +116,8 @@ def _by_block(run: RunPlan) -> dict[int, list[MatrixShard]]:
     return found
 
 
-def _work(on: Setting, run: RunPlan) -> dict[tuple[int, Cost], list[float]]:
-    work: dict[tuple[int, Cost], list[float]] = {}
+def _work(on: Setting, run: RunPlan) -> dict[tuple[int, polar.Plan], list[float]]:
+    work: dict[tuple[int, polar.Plan], list[float]] = {}
     counts = Counter[tuple[int | None, tuple[int, ...]]]()
     for shard in run.shards:
         counts[shard.owner, shard.shape[-2:]] += prod(shard.shape[:-2])

@@ -7,7 +7,6 @@ computes each matrix without communication.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +15,6 @@ from muonfx.polar import policy
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
-
-
-class Cost(NamedTuple):
-    """The cost of orthogonalizing one matrix by Newton-Schulz."""
-
-    load: float
-    """The estimated time, in operations: the number that full matrix products do in this time, where a multiply-add
-    counts as two. Matrices are distributed over ranks by this number."""
-    plan: policy.Plan
-    """The dtype, the method and the products whose time was estimated."""
 
 
 def newton_schulz_cost(
@@ -38,11 +27,12 @@ def newton_schulz_cost(
     method: policy.MethodLike = "auto",
     products: ProductsLike = "auto",
     may_take_fp16: bool = False,
-) -> Cost:
-    """Return the cost of `muonfx.polar.orthogonalize` for one matrix, with the dtype, method and products of `explain`.
+) -> policy.Plan:
+    """Return the plan of `muonfx.polar.orthogonalize` for one matrix, whose `load` is the estimated cost.
 
-    Unlike `explain`, it assumes the same hardware on all machines, so that all ranks compute the same cost. With
-    `may_take_fp16`, products in bf16 may be in fp16 instead, as with the dtype "auto" on CUDA.
+    Unlike `explain`, it assumes the same hardware on all machines, so that all ranks compute the same cost. Matrices
+    are distributed over ranks by their loads. With `may_take_fp16`, products in bf16 may be in fp16 instead, as with
+    the dtype "auto" on CUDA.
     """
     resolved = polynomials(coefficients, steps)
     policy.check_method(method, resolved)
@@ -52,7 +42,7 @@ def newton_schulz_cost(
         products = "batched"
     short, long = sorted(shape)
     request = policy.Request(short, long, torch.device(device), resolved, method, products, portable=True)
-    return _cost(request, dtype, may_take_fp16)
+    return _plan(request, dtype, may_take_fp16)
 
 
 def _with_numbers(table: Tensor, indices: tuple[int, ...]) -> Polynomials:
@@ -62,11 +52,9 @@ def _with_numbers(table: Tensor, indices: tuple[int, ...]) -> Polynomials:
 
 
 @functools.lru_cache(maxsize=65536)  # a model has few shapes and many matrices
-def _cost(request: policy.Request, dtype: torch.dtype, may_take_fp16: bool) -> Cost:
-    """Return the cost of one matrix for products in a dtype. Cached."""
+def _plan(request: policy.Request, dtype: torch.dtype, may_take_fp16: bool) -> policy.Plan:
+    """Return the plan for one matrix and products in a dtype. Cached."""
     plan = policy.plan_in(dtype, request)
     if may_take_fp16 and dtype == torch.bfloat16:
-        plan = policy.in_fp16_if_better(plan, request)
-    # Not the operation count: halved products save less time than operations, and memory passes take time too.
-    load = 2 * policy.work(plan, request.device, portable=True)
-    return Cost(load, plan)
+        return policy.in_fp16_if_better(plan, request)
+    return plan

@@ -23,6 +23,7 @@ neither batch size, values nor time, so the same matrix always gets the same res
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -100,6 +101,17 @@ class Plan(Shown):
     tensor. "auto" and "gram" accept up to 1.125."""
     rounded_to: torch.dtype | None = None
     """The dtype to which a matrix and its result are rounded, if it is not `dtype`: bf16 where "auto" takes fp16."""
+    rates: Rates = UNKNOWN
+    """The speed of the device at these products, by which they were chosen."""
+
+    @functools.cached_property
+    def load(self) -> float:
+        """The estimated time for one matrix, in operations: the number that full matrix products do in this time.
+
+        A multiply-add counts as two operations. This is not the operation count of the plan: halved products save less
+        time than operations, and memory passes take time too.
+        """
+        return 2 * _cost(self.stages, *self.shape, self.rates, (self.products, self.small_products))
 
     @property
     def at_once(self) -> int | None:
@@ -226,7 +238,7 @@ def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
     if request.short * request.long > LARGEST_IN_FP16:
         return in_bf16
     in_fp16 = plan_in(torch.float16, request)
-    if not _is_better_in_fp16(in_fp16, in_bf16, request):
+    if not _is_better_in_fp16(in_fp16, in_bf16):
         return in_bf16
     _, why_method, why_products = in_fp16.reasons
     why_dtype = f"{len(in_fp16.stages)} stages, for which bf16 rounds too much; rounded to bf16 before and after"
@@ -264,7 +276,7 @@ def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan
         bound = largest(resolved.steps, restarts_of(stages), resolved.safety, compute)
     shape = (request.short, request.long)
     reasons = (why_dtype, why_method, why_products)
-    return Plan(shape, compute, method, stages, products, small_products, reasons, bound)
+    return Plan(shape, compute, method, stages, products, small_products, reasons, bound, rates=rates)
 
 
 @called_once  # hardware queries cannot be traced
@@ -273,7 +285,7 @@ def _has_fast_fp16(device: torch.device) -> bool:
     return device.type == "cuda" and cuda_capability(device.index)[0] >= 8
 
 
-def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, request: Request) -> bool:
+def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan) -> bool:
     """Return True if a plan in fp16 has fewer stages than one in bf16, and takes less time.
 
     With equally many stages, it takes the same time, and is better only if bf16 rounds too much and fp16 rounds less.
@@ -286,8 +298,7 @@ def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan, request: Request) -> bool:
         return in_bf16.bound > TOLERANCE and in_fp16.bound < in_bf16.bound
     if fp16_stages > bf16_stages or in_fp16.bound > TOLERANCE:
         return False
-    device = request.device
-    return work(in_fp16, device, portable=request.portable) < work(in_bf16, device, portable=request.portable)
+    return in_fp16.load < in_bf16.load
 
 
 @called_once  # warns when it is traced
@@ -494,12 +505,6 @@ def _gram_stages(restarts: tuple[int, ...], request: Request) -> tuple[GramStage
     # The mean eigenvalue of the first Gram matrix: its trace is the squared Frobenius norm, 1 / safety^2.
     mean = None if resolved.row_scaling else 1 / (short * resolved.safety**2)
     return staged(resolved.steps, restarts, mean, long / short)
-
-
-def work(plan: Plan, device: torch.device, *, portable: bool = False) -> float:
-    """Estimate the time to orthogonalize one matrix, as the number of multiply-adds of full products in this time."""
-    rates = _rates(device, plan.dtype, portable)
-    return _cost(plan.stages, *plan.shape, rates, (plan.products, plan.small_products))
 
 
 def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
