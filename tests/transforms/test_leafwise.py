@@ -158,19 +158,6 @@ def test_a_number_that_is_a_tensor_is_read_at_every_call():
     assert tx.update({"w": torch.ones(2)}, ())[0]["w"].tolist() == [4.0, 4.0]
 
 
-def test_a_step_of_numbers_is_asked_once():
-    asked = []
-
-    def step(u: mfx.Leaf, s: Any):
-        asked.append(1)
-        return u * 2.0, s
-
-    tx = made(step)
-    for _ in range(3):
-        tx.update(GRADS, ())
-    assert asked == [1]
-
-
 def test_a_sum_over_leaves_skips_gradients_of_none_and_is_a_plain_sum():
     grads = {"a": torch.tensor([3.0, 0.0]), "b": None, "c": torch.tensor(4.0)}
     tx, params = by_a_norm_over_all_leaves(0.0), {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(())}
