@@ -201,9 +201,8 @@ def test_hopper_and_blackwell_are_capable(
 def test_batched_products_and_plans_for_all_ranks_test_nothing(installed: Any) -> None:
     orthogonalize(torch.randn(SHAPE), products="batched", dtype=torch.bfloat16)
     mfx.orthogonalize(dtype=torch.bfloat16)
-    plan = policy.plan(
-        *(*SHAPE, torch.float32, CPU, policy.polynomials("keller", None)), dtype=torch.bfloat16, portable=True
-    )
+    request = policy.Request(*SHAPE, CPU, policy.polynomials("keller", None), portable=True)
+    plan = policy.plan_in(torch.bfloat16, request)
     assert plan.products == "batched"
     assert not installed.calls
 
