@@ -7,9 +7,9 @@ others, for example in the next backward pass, and its error names the missing r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -27,45 +27,18 @@ PATIENCE = timedelta(seconds=20)
 _WITHOUT_STORE = ("fake", "mpi")
 """Backends whose groups have no key-value store: torch's pretended ranks, and MPI. Their ranks do not wait here."""
 
-_barriers_passed: dict[tuple[str, str], int] = {}
-"""How many barriers this rank has passed: from (name of the group, purpose), such as "checkpoint.save", to a count."""
+_barriers_passed: Counter[tuple[str, str]] = Counter()
+"""How many barriers this rank has passed, by name of the group and purpose, such as "checkpoint.save"."""
 
 
-@dataclass(frozen=True)
-class _Barrier:
-    """The next barrier of the ranks of a group for a purpose, such as "checkpoint.save"."""
+def _prefix(group: dist.ProcessGroup, purpose: str) -> str:
+    """Return the start of the keys of the next barrier: "muonfx/checkpoint.save/2" after two for this purpose."""
+    return f"muonfx/{purpose}/{_barriers_passed[group.group_name, purpose]}"
 
-    group: dist.ProcessGroup
-    purpose: str
 
-    @property
-    def store(self) -> dist.Store:
-        """The key-value store that the ranks share."""
-        return self.group.get_group_store()
-
-    @property
-    def number(self) -> int:
-        """The number of barriers for this purpose that this rank has passed."""
-        return _barriers_passed.get((self.group.group_name, self.purpose), 0)
-
-    @property
-    def prefix(self) -> str:
-        """The start of the keys of this barrier: "muonfx/checkpoint.save/2" after two barriers for this purpose."""
-        return f"muonfx/{self.purpose}/{self.number}"
-
-    @property
-    def keys(self) -> list[str]:
-        """The key that each rank sets when it arrives, such as "muonfx/checkpoint.save/2/0" for rank 0."""
-        return [f"{self.prefix}/{rank}" for rank in range(dist.get_world_size(self.group))]
-
-    @property
-    def failure_key(self) -> str:
-        """The key of the text of an error, such as "muonfx/checkpoint.save/2/failed"."""
-        return f"{self.prefix}/failed"
-
-    def end(self) -> None:
-        """Count the barrier as passed, so that the next barrier for this purpose has other keys."""
-        _barriers_passed[self.group.group_name, self.purpose] = self.number + 1
+def _keys_of_ranks(group: dist.ProcessGroup, prefix: str) -> list[str]:
+    """Return the key that each rank sets when it arrives, such as "muonfx/checkpoint.save/2/0" for rank 0."""
+    return [f"{prefix}/{rank}" for rank in range(dist.get_world_size(group))]
 
 
 def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
@@ -76,20 +49,20 @@ def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
     """
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
-    barrier = _Barrier(group, purpose)
-    store = barrier.store
-    key_of_rank = barrier.keys[dist.get_rank(group)]
-    failure_key = barrier.failure_key  # of this barrier; after `end`, the attribute is the key of the next one
+    store = group.get_group_store()
+    prefix = _prefix(group, purpose)
+    keys = _keys_of_ranks(group, prefix)
+    key_of_rank = keys[dist.get_rank(group)]
     with collective(purpose):
         store.set(key_of_rank, "")
         try:
-            _require_all(barrier, _timeout(group))
+            _require_all(store, keys, purpose, _timeout(group))
         except BaseException:  # also KeyboardInterrupt: this rank has not arrived, and may call this again
             store.delete_key(key_of_rank)
             raise
-        barrier.end()  # on all ranks, also if one has failed: they pass the next barrier together
-        if store.check([failure_key]):
-            text = store.get(failure_key).decode()
+        _barriers_passed[group.group_name, purpose] += 1  # on all ranks, also if one has failed
+        if store.check([f"{prefix}/failed"]):
+            text = store.get(f"{prefix}/failed").decode()
             raise ShardingError(f"nothing was changed on any rank:\n{text}")
 
 
@@ -97,12 +70,12 @@ def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseExceptio
     """Let the ranks that wait in `wait_for_all`, or will, raise this rank's error at once. This rank does not wait."""
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
-    barrier = _Barrier(group, purpose)
-    text = f"rank {dist.get_rank(group)}: {type(problem).__name__}: {problem}"
-    barrier.store.set(barrier.failure_key, text)
-    for key in barrier.keys:  # also the keys of other ranks, so that no rank waits for another that is late
-        barrier.store.set(key, "")
-    barrier.end()
+    store = group.get_group_store()
+    prefix = _prefix(group, purpose)
+    store.set(f"{prefix}/failed", f"rank {dist.get_rank(group)}: {type(problem).__name__}: {problem}")
+    for key in _keys_of_ranks(group, prefix):  # also of other ranks, so that no rank waits for another that is late
+        store.set(key, "")
+    _barriers_passed[group.group_name, purpose] += 1
 
 
 @contextmanager
@@ -112,7 +85,7 @@ def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generato
     Without the report, they would wait until the timeout of the group. `find_group` returns their group, and is called
     after an error only; None if this rank constructs alone.
     """
-    passed_before = dict(_barriers_passed)
+    passed_before = Counter(_barriers_passed)
     try:
         yield
     except Exception as error:
@@ -121,31 +94,30 @@ def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generato
             raise
         key = group.group_name, CONSTRUCTING
         # If this rank has passed the barrier in the block, no rank waits for it there any more.
-        if _barriers_passed.get(key) == passed_before.get(key):
+        if _barriers_passed[key] == passed_before[key]:
             report_failure(group, CONSTRUCTING, error)
         raise
 
 
-def _require_all(barrier: _Barrier, timeout: timedelta) -> None:
+def _require_all(store: dist.Store, keys: Sequence[str], purpose: str, timeout: timedelta) -> None:
     """Wait until each rank has set its key. Warn after `PATIENCE`, and raise after the timeout."""
-    missing = _missing(barrier, min(PATIENCE, timeout))
+    missing = _missing(store, keys, min(PATIENCE, timeout))
     if missing and timeout > PATIENCE:
         # The warning shows the line of the caller of the public function.
-        warnings.warn(f"{barrier.purpose} waits for {missing}: all ranks must call it together", stacklevel=5)
-        missing = _missing(barrier, timeout - PATIENCE)
+        warnings.warn(f"{purpose} waits for {missing}: all ranks must call it together", stacklevel=5)
+        missing = _missing(store, keys, timeout - PATIENCE)
     if missing:
         raise ShardingError(
-            f"nothing was changed: all ranks must call {barrier.purpose} together, but {missing} did not within "
-            f"{timeout}"
+            f"nothing was changed: all ranks must call {purpose} together, but {missing} did not within {timeout}"
         )
 
 
-def _missing(barrier: _Barrier, patience: timedelta) -> str:
+def _missing(store: dist.Store, keys: Sequence[str], patience: timedelta) -> str:
     """Wait until each rank has set its key. Return a text of the ranks that have not, or "" if all have."""
     try:
-        barrier.store.wait(barrier.keys, patience)
+        store.wait(list(keys), patience)
     except RuntimeError:  # DistStoreError of most stores
-        absent = [rank for rank, key in enumerate(barrier.keys) if not barrier.store.check([key])]
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if absent:
             return listed(absent)
     return ""
