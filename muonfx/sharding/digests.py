@@ -65,15 +65,15 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def checksums(tensors: Mapping[K, Tensor | None]) -> dict[K, int]:
-    """Return the checksum of each tensor, and 0 for one without values: None, on the meta device, or fake.
+def checksums(tensors: Mapping[K, object]) -> dict[K, int]:
+    """Return the checksum of each tensor, and 0 for a leaf without values: None, on the meta device, or fake.
 
     It syncs once for each device.
     """
     checksum_of = dict.fromkeys(tensors, 0)
     sums_on: dict[torch.device, dict[K, Tensor]] = {}
     for key, tensor in tensors.items():
-        if tensor is not None and not tensor.is_meta and not isinstance(tensor, FakeTensor):
+        if isinstance(tensor, Tensor) and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             sums_on.setdefault(tensor.device, {})[key] = checksum(tensor)
     for sum_of in sums_on.values():
         numbers = torch.stack(list(sum_of.values())).tolist()

@@ -40,18 +40,8 @@ from muonfx.tree import PyTree
 T = TypeVar("T")
 
 
-class _Leaf(NamedTuple):
-    """One leaf of a tree: its value on this rank, and the groups of ranks that must have the same value."""
-
-    name: str
-    value: Tensor | None
-    """The leaf on this rank."""
-    groups: Sequence[Sequence[int]]
-    """Groups of two or more ranks; the ranks of a group must hold equal values. Their order is equal on all ranks."""
-
-    def has_replica_on(self, rank: int) -> bool:
-        """Return True if another rank must have the same value as this rank."""
-        return any(rank in ranks for ranks in self.groups)
+Groups = Sequence[Sequence[int]]
+"""Groups of two or more ranks that must hold equal values of a leaf, in the same order on all ranks."""
 
 
 class _Difference(NamedTuple):
@@ -67,8 +57,10 @@ def verify_params(layout: Layout, local: PyTree, problem: Exception | None = Non
 
     Set `may_fail` if any rank may pass an error. Then the ranks communicate even if there are no replicas.
     """
-    leaves = _leaves_of_layout(layout, local)
-    difference = _find_difference("comparing parameters", leaves, layout, problem, may_fail=may_fail)
+    values = dict(tree.named_leaves(local))
+    difference = _find_difference(
+        "comparing parameters", values, _replicas_of_layout(layout), layout, problem, may_fail=may_fail
+    )
     if difference is None:
         return
     name, text = difference
@@ -91,14 +83,13 @@ def verify_params(layout: Layout, local: PyTree, problem: Exception | None = Non
 def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -> None:
     """Raise on all ranks if replicas of a tensor in the optimizer state differ in any bit. Syncs with the device."""
     placements = describe_state(binding, tx, like)
-    values = tree.leaves(state)
+    values = dict(tree.named_leaves(state))
     if len(placements) != len(values):
         return  # the state of another transform: the check of the state reports it
-    leaves: list[_Leaf] = []
-    for name, value, placement in zip(tree.names(state), values, placements, strict=True):
-        tensor = value if isinstance(value, Tensor) else None
-        leaves.append(_Leaf(name, tensor, _groups_of(binding.layout, placement)))
-    difference = _find_difference("comparing states", leaves, binding.layout)
+    groups_of: dict[str, Groups] = {}
+    for name, placement in zip(values, placements, strict=True):
+        groups_of[name] = _replicas_of_leaf(binding.layout, placement)
+    difference = _find_difference("comparing states", values, groups_of, binding.layout)
     if difference is not None:
         raise ShardingError(
             f"nothing was changed: {difference.name!r} of the state {difference.text}, expected equal values on these "
@@ -108,7 +99,8 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
 
 def warn_of_gradients(layout: Layout, local: PyTree) -> None:
     """Warn if gradients of replicated parameters differ between ranks, for example because of a missing all-reduce."""
-    difference = _find_difference("comparing gradients", _leaves_of_layout(layout, local), layout)
+    gradients = dict(tree.named_leaves(local))
+    difference = _find_difference("comparing gradients", gradients, _replicas_of_layout(layout), layout)
     if difference is not None and layout.group is not None:
         warn_together(
             f"the gradient of {difference.name!r} {difference.text}, expected equal values, because the parameter is "
@@ -118,12 +110,12 @@ def warn_of_gradients(layout: Layout, local: PyTree) -> None:
         )
 
 
-def _leaves_of_layout(layout: Layout, local: PyTree) -> list[_Leaf]:
-    value_of = dict(tree.named_leaves(local))
-    return [_Leaf(name, value_of.get(name), cut.copies) for name, cut in layout.cuts.items()]
+def _replicas_of_layout(layout: Layout) -> dict[str, Groups]:
+    """Return by parameter name the groups of ranks that hold the same shard."""
+    return {name: cut.copies for name, cut in layout.cuts.items()}
 
 
-def _groups_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Sequence[int]]:
+def _replicas_of_leaf(layout: Layout, placement: LeafPlacement | None) -> Groups:
     """Return the groups of ranks that must hold equal values of one leaf of the state."""
     if placement is None:
         return []
@@ -135,12 +127,23 @@ def _groups_of(layout: Layout, placement: LeafPlacement | None) -> Sequence[Sequ
 
 
 def _find_difference(
-    what: str, leaves: Sequence[_Leaf], layout: Layout, problem: Exception | None = None, *, may_fail: bool = False
+    what: str,
+    values: Mapping[str, Any],
+    groups_of: Mapping[str, Groups],
+    layout: Layout,
+    problem: Exception | None = None,
+    *,
+    may_fail: bool = False,
 ) -> _Difference | None:
     """Find the first leaf whose replicas differ. Return the same on each rank, or None.
 
-    If a rank passes an error (`problem`), all ranks raise. Set `may_fail` if any rank may pass one: the ranks then
-    communicate even if no leaf has replicas.
+    Args:
+        what: the name of the operation in errors.
+        values: the leaves on this rank by name, tensors or None.
+        groups_of: for each leaf by name, the groups of ranks that must hold equal values.
+        layout: the layout of the parameters.
+        problem: an error of this rank, which all ranks raise.
+        may_fail: True if any rank may pass an error. The ranks then communicate even if no leaf has replicas.
     """
     group = layout.group
     if group is None or layout.size == 1:
@@ -149,8 +152,12 @@ def _find_difference(
         return None
     checksum_of: dict[str, int] = {}
     if problem is None:  # with an error, all ranks raise before values are compared
-        checksum_of = checksums({leaf.name: leaf.value for leaf in leaves if leaf.has_replica_on(layout.rank)})
-    compared = _checksums_by_group(leaves, checksum_of, layout.rank)
+        replicas: dict[str, Any] = {}
+        for name, groups in groups_of.items():
+            if any(layout.rank in ranks for ranks in groups):
+                replicas[name] = values.get(name)
+        checksum_of = checksums(replicas)
+    compared = _checksums_by_group(groups_of, checksum_of, layout.rank)
     if not compared:  # no leaf has replicas, which is the same on all ranks
         if not may_fail:
             return None
@@ -159,18 +166,18 @@ def _find_difference(
     agreement = agree(what, group, problem, compared=compared)
     if all(agreement.are_equal):
         return None
-    return _first_difference(leaves, all_objects(checksum_of, group, what))
+    return _first_difference(groups_of, all_objects(checksum_of, group, what))
 
 
-def _checksums_by_group(leaves: Sequence[_Leaf], checksum_of: Mapping[str, int], rank: int) -> list[object]:
+def _checksums_by_group(groups_of: Mapping[str, Groups], checksum_of: Mapping[str, int], rank: int) -> list[object]:
     """Return, for each group of ranks, the checksums of its leaves, or `NO_VALUE` if this rank is not in the group.
 
     The order of groups is the same on all ranks. A leaf without a checksum has None.
     """
     checksums_of_group: dict[tuple[int, ...], list[int | None]] = {}
-    for leaf in leaves:
-        for ranks in leaf.groups:
-            checksums_of_group.setdefault(tuple(ranks), []).append(checksum_of.get(leaf.name))
+    for name, groups in groups_of.items():
+        for ranks in groups:
+            checksums_of_group.setdefault(tuple(ranks), []).append(checksum_of.get(name))
     compared: list[object] = []
     for ranks, values in checksums_of_group.items():
         if rank in ranks:
@@ -180,28 +187,16 @@ def _checksums_by_group(leaves: Sequence[_Leaf], checksum_of: Mapping[str, int],
     return compared
 
 
-def _first_difference(leaves: Sequence[_Leaf], checksums_of_rank: Sequence[Mapping[str, int]]) -> _Difference | None:
-    """Compare the checksums of all ranks. Return the first leaf that differs, and how many other leaves do."""
-    differences: list[_Difference] = []
-    for leaf in leaves:
-        text = _ranks_that_differ(leaf, checksums_of_rank)
-        if text is not None:
-            differences.append(_Difference(leaf.name, text))
-    if not differences:
-        return None
-    first = differences[0]
-    if len(differences) == 1:
-        return first
-    return _Difference(first.name, f"{first.text} (and {len(differences) - 1} other leaves differ)")
-
-
-def _ranks_that_differ(leaf: _Leaf, checksums_of_rank: Sequence[Mapping[str, int]]) -> str | None:
-    """Return which replicas of a leaf differ, such as "has other values on rank 1 than on rank 0"; None if none do."""
-    for first, *replicas in leaf.groups:
-        expected = checksums_of_rank[first][leaf.name]
-        different = [rank for rank in replicas if checksums_of_rank[rank][leaf.name] != expected]
-        if different:
-            return f"has other values on {listed(different)} than on rank {first}"
+def _first_difference(
+    groups_of: Mapping[str, Groups], checksums_of_rank: Sequence[Mapping[str, int]]
+) -> _Difference | None:
+    """Compare the checksums of all ranks. Return the first leaf that differs, and the ranks that differ."""
+    for name, groups in groups_of.items():
+        for first, *replicas in groups:
+            expected = checksums_of_rank[first][name]
+            different = [rank for rank in replicas if checksums_of_rank[rank][name] != expected]
+            if different:
+                return _Difference(name, f"has other values on {listed(different)} than on rank {first}")
     return None
 
 
