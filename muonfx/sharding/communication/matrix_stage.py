@@ -44,7 +44,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,42 +147,9 @@ class MatrixStage:
             find_parameters: returns, for each leaf of the state, the name of its parameter or None. It is called only
                 if the state is divided into buckets.
         """
-        # 1. This rank's shards by parameter name.
-        leaves, treedef = tree.flatten(call.updates)
-        local_updates = dict(zip(tree.names(call.updates), leaves, strict=True))
-        local_params: dict[str, Any] | None = None
-        if call.params is not None and self.reads_params:
-            local_params = dict(tree.named_leaves(call.params))
-        # 2. The matrices that are sent together, and the state of each of these buckets.
-        buckets = self.plan.local_buckets(local_updates)
-        bucketed_state: BucketedState | None = None
-        is_divided = len(buckets) > 1 or self.store != IN_MEMORY
-        if is_divided:
-            device = device_of(call.updates, call.params)
-            names = [bucket.computed_names for bucket in buckets]
-            bucketed_state = BucketedState(self.store, device, call.state, find_parameters(), names, call.donate)
-        # 3. Gather, compute and scatter each bucket.
-        step = _Step(
-            stage=self,
-            call=call,
-            treedef=treedef,
-            local_updates=local_updates,
-            local_params=local_params,
-            buckets=buckets,
-            bucketed_state=bucketed_state,
-        )
-        return step.run()
+        return _Step(self, call, find_parameters).run()
 
 
-class _Gathers(NamedTuple):
-    """The messages with which the matrices of one bucket are gathered."""
-
-    updates: _Gather
-    params: _Gather | None
-    """None if the transforms do not read parameters."""
-
-
-@dataclass(eq=False)
 class _Step:
     """One step of a matrix stage.
 
@@ -190,78 +157,82 @@ class _Step:
     results of the previous one are scattered.
     """
 
-    stage: MatrixStage
-    call: Arguments
-    treedef: tree.Structure
-    """The structure of the updates."""
-    local_updates: dict[str, Any]
-    """This rank's shards of the updates, by parameter name."""
-    local_params: dict[str, Any] | None
-    """This rank's shards of the parameters, by name; None if the transforms do not read them."""
-    buckets: list[Bucket]
-    bucketed_state: BucketedState | None
-    """Loads and stores the state of each bucket; None if the only bucket takes the whole state."""
+    def __init__(self, stage: MatrixStage, call: Arguments, find_parameters: Callable[[], list[str | None]]) -> None:
+        """Find this rank's shards and the buckets of the step. The arguments are as in `MatrixStage.update`."""
+        self._stage = stage
+        self._call = call
+        leaves, self._treedef = tree.flatten(call.updates)
+        # This rank's shards of the updates, by parameter name, and of the parameters, if the transforms read them.
+        self._local_updates: dict[str, Any] = dict(zip(tree.names(call.updates), leaves, strict=True))
+        self._local_params: dict[str, Any] | None = None
+        if call.params is not None and stage.reads_params:
+            self._local_params = dict(tree.named_leaves(call.params))
+        # The matrices that are sent together. If there are several buckets, each takes a part of the state.
+        self._buckets = stage.plan.local_buckets(self._local_updates)
+        self._bucketed_state: BucketedState | None = None
+        if len(self._buckets) > 1 or stage.store != IN_MEMORY:
+            device = device_of(call.updates, call.params)
+            names = [bucket.computed_names for bucket in self._buckets]
+            self._bucketed_state = BucketedState(stage.store, device, call.state, find_parameters(), names, call.donate)
 
     def run(self) -> tuple[PyTree, PyTree]:
         """Gather, compute and scatter all buckets. Return this rank's updates and the next state."""
-        state = self.call.state
+        state = self._call.state
         updated_shards: dict[str, Tensor] = {}  # by parameter name; each scatter adds the shards of its bucket
-        for name, leaf in self.local_updates.items():
+        for name, leaf in self._local_updates.items():
             if leaf is not None and not leaf.numel():  # without elements on this rank: nothing is written to it
                 updated_shards[name] = leaf
-        gathers = self._start_gathers(self.buckets[0])
+        gathers = self._start_gathers(self._buckets[0])
         scatter: _Scatter | None = None
-        with self.bucketed_state or nullcontext():
-            for index, bucket in enumerate(self.buckets):
-                may_write = self.call.donate.updates or gathers.updates.is_in_new_memory
-                updates, params = self._wait_for(gathers)
-                if index + 1 < len(self.buckets):
-                    gathers = self._start_gathers(self.buckets[index + 1])  # while this bucket is computed
-                results, state = self._compute(index, updates, params, state, may_write=may_write)
-                del updates, params  # free the gathered matrices
+        with self._bucketed_state or nullcontext():
+            for index, bucket in enumerate(self._buckets):
+                may_write = self._call.donate.updates or gathers[0].is_in_new_memory
+                gathered = [self._as_tree(gather.wait()) for gather in gathers]
+                if index + 1 < len(self._buckets):
+                    gathers = self._start_gathers(self._buckets[index + 1])  # while this bucket is computed
+                results, state = self._compute(index, gathered, state, may_write=may_write)
+                del gathered  # free the gathered matrices
                 if scatter is not None:  # wait for the previous bucket, so that this one reuses its buffers
                     scatter.wait()
-                scatter = _Scatter(self.stage, bucket, results, self.local_updates, updated_shards)
+                scatter = _Scatter(self._stage, bucket, results, self._local_updates, updated_shards)
                 del results
         if scatter is not None:
             scatter.wait()
-        if self.bucketed_state is not None:
-            state = self.bucketed_state.end()
+        if self._bucketed_state is not None:
+            state = self._bucketed_state.end()
         return self._as_tree(updated_shards), state
 
-    def _start_gathers(self, bucket: Bucket) -> _Gathers:
+    def _start_gathers(self, bucket: Bucket) -> list[_Gather]:
         """Start to gather the updates of a bucket and, if the transforms read them, the parameters."""
-        updates = _Gather(self.stage, bucket, self.local_updates)
-        if self.local_params is None:
-            return _Gathers(updates, None)
-        return _Gathers(updates, _Gather(self.stage, bucket, self.local_params, as_params=True))
-
-    def _wait_for(self, gathers: _Gathers) -> tuple[PyTree, PyTree]:
-        """Return the gathered updates and parameters of a bucket, as trees. Parameters may be None."""
-        updates = self._as_tree(gathers.updates.wait())
-        if gathers.params is None:
-            return updates, None
-        return updates, self._as_tree(gathers.params.wait())
+        gathers = [_Gather(self._stage, bucket, self._local_updates)]
+        if self._local_params is not None:
+            gathers.append(_Gather(self._stage, bucket, self._local_params, as_params=True))
+        return gathers
 
     def _as_tree(self, values: Mapping[str, Tensor]) -> PyTree:
         """Return a tree like the updates, with None for each name that is not in `values`."""
-        return tree.unflatten(self.treedef, map(values.get, self.local_updates))
+        return tree.unflatten(self._treedef, map(values.get, self._local_updates))
 
     def _compute(
-        self, index: int, updates: PyTree, params: PyTree, state: PyTree, *, may_write: bool
+        self, index: int, gathered: list[PyTree], state: PyTree, *, may_write: bool
     ) -> tuple[dict[str, Tensor | None], PyTree]:
         """Run the transforms on the gathered matrices of a bucket. Return the results by name, and the next state.
 
-        With `may_write`, the transforms may overwrite the updates.
+        `gathered` has the updates and, if the transforms read them, the parameters. With `may_write`, the transforms
+        may overwrite the updates.
         """
-        run = self.stage.tx.run
-        extras = self.call.extras
-        if self.bucketed_state is None:
-            donate = Donation(may_write, self.call.donate.state)
+        updates = gathered[0]
+        params: PyTree = None
+        if self._local_params is not None:
+            params = gathered[1]
+        run = self._stage.tx.run
+        extras = self._call.extras
+        if self._bucketed_state is None:
+            donate = Donation(may_write, self._call.donate.state)
             out, state = run(updates, state, params, donate=donate, **extras)
         else:
-            out = self.bucketed_state.run(index, run, updates, params, extras, may_write=may_write)
-        results = dict(zip(self.local_updates, tree.leaves(out), strict=True))
+            out = self._bucketed_state.run(index, run, updates, params, extras, may_write=may_write)
+        results = dict(zip(self._local_updates, tree.leaves(out), strict=True))
         return results, state
 
 
