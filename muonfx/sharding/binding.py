@@ -26,7 +26,6 @@ from muonfx.placement.store import Store
 from muonfx.sharding.communication.agree import warn_together
 from muonfx.sharding.communication.collectives import all_reduce, gathered
 from muonfx.sharding.communication.matrix_stage import MatrixStage
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
@@ -101,9 +100,7 @@ class Binding:
     placements: dict[Hashable, list[Any]] = field(default_factory=dict)
     """The results of `muonfx.sharding.state.describe_state`."""
     facts: dict[Hashable, Any] = field(default_factory=dict)
-    """The facts that all steps share, for `muonfx.sharding.facts.facts_of_step`."""
-    digests_of_dtypes: dict[Hashable, str] = field(default_factory=dict)
-    """By the dtypes of the parameters: their digest, which `muonfx.sharding.facts.facts_of_step` compares."""
+    """The facts that all steps share, for `muonfx.sharding.facts.facts_of_step`, also by the parameters' dtypes."""
     expected_states: dict[Hashable, Any] = field(default_factory=dict)
     """The structure, shapes and dtypes that a state must have, also by the dtypes of the parameters."""
     _visits: dict[Hashable, tuple[Visit, ...]] = field(default_factory=dict)
@@ -167,16 +164,13 @@ class Binding:
 
     def global_like(self, params: PyTree) -> PyTree:
         """Return a meta tensor with the global shape of each parameter. `params` has parameters or their shards."""
-        specs = self.layout.specs
         leaves, treedef = tree.flatten(params)
         meta: list[Tensor | None] = []
         for name, leaf in zip(tree.names(params), leaves, strict=True):
-            if name in specs:
-                meta.append(torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta"))
-            elif leaf is None:
+            if leaf is None and name not in self.layout.specs:
                 meta.append(None)
             else:
-                raise ShardingError(f"{name!r} is not a parameter of {self.layout!r}")
+                meta.append(self.layout.meta([name])[name])
         return tree.unflatten(treedef, meta)
 
     def local_like(self, params: PyTree) -> PyTree:

@@ -57,6 +57,8 @@ class _ConstantFacts(NamedTuple):
 
     transforms: str
     """The digest of `facts_of_transforms`."""
+    dtypes: str
+    """The digest of the dtypes of the parameters."""
     state_size: int
     """The number of leaves of the state."""
     shared_state: dict[str, int]
@@ -79,7 +81,7 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
         _TRANSFORMS: constant.transforms,
         _ORDER: f"number {progress.serial} of the group",
         _HAS_PARAMS: call.params is not None,
-        _DTYPES: _digest_of_dtypes(binding, call.params),
+        _DTYPES: constant.dtypes,
         _LOADS: f"{loaded} since the last step",
         _COMPLETED: progress.completed,
         _NUMBERS: numbers,
@@ -88,22 +90,28 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
     }
 
 
+def facts_as_texts(binding: Binding, tx: Transform, call: Arguments, facts: Facts) -> Facts:
+    """Return `facts_of_step` for an error, with the texts of which it has digests. Called only if the ranks differ."""
+    dtypes = {name: str(leaf.dtype) for name, leaf in tree.named_leaves(call.params) if leaf is not None}
+    return {**facts_of_transforms(binding, tx, call.like), **facts, _DTYPES: dtypes}
+
+
 def _constant_facts(binding: Binding, tx: Transform, call: Arguments) -> _ConstantFacts:
-    """Return the facts that are the same in each step, computed once for a transform and the names of the leaves.
+    """Return the facts that are the same in each step, computed once for a transform and the leaves of its arguments.
 
     The values of counters and of other leaves without a parameter are compared at each step, so their indices among the
     leaves of the state are stored: ``{"2.scale_by_adam.count": 4}``.
     """
-    key = tx.treedef, tuple(tree.names(call.like))
+    dtypes = tuple([getattr(leaf, "dtype", None) for leaf in tree.leaves(call.params)])
+    key = tx.treedef, tuple(tree.names(call.like)), dtypes
     if key not in binding.facts:
         placements = describe_state(binding, tx, call.like)
-        names = tree.names(binding.init(tx, binding.local_like(call.like)))
         shared_state: dict[str, int] = {}
         for index, placement in enumerate(placements):
             if placement is not None and placement.name is None:
-                shared_state[names[index]] = index
+                shared_state[placement.path] = index
         transforms = digest(facts_of_transforms(binding, tx, call.like))
-        binding.facts[key] = _ConstantFacts(transforms, len(placements), shared_state)
+        binding.facts[key] = _ConstantFacts(transforms, digest(dtypes), len(placements), shared_state)
     return binding.facts[key]
 
 
@@ -116,19 +124,6 @@ def _leaves_without_parameter(constant: _ConstantFacts, state: PyTree) -> dict[s
     if len(leaves) != constant.state_size:
         return {"": f"{len(leaves)} leaves"}
     return {name: leaves[index] for name, index in constant.shared_state.items()}
-
-
-def _digest_of_dtypes(binding: Binding, params: PyTree) -> str:
-    """Return a digest of the dtypes of this rank's parameters, computed once for each combination of dtypes."""
-    dtypes = tuple([None if leaf is None else leaf.dtype for leaf in tree.leaves(params)])
-    if dtypes not in binding.digests_of_dtypes:
-        binding.digests_of_dtypes[dtypes] = digest(dtypes)
-    return binding.digests_of_dtypes[dtypes]
-
-
-def facts_of_dtypes(params: PyTree) -> Facts:
-    """Return the dtype of each of this rank's parameters by name, for the error if their digests differ."""
-    return {_DTYPES: {name: str(leaf.dtype) for name, leaf in tree.named_leaves(params) if leaf is not None}}
 
 
 def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
@@ -222,13 +217,12 @@ def _text_of_argument(value: object) -> str:
 
 
 def _texts_of_state(binding: Binding, tx: Transform, local: PyTree) -> dict[str, str]:
-    """Return the shape, dtype and owners of each leaf of the state: ``"(4, 4) torch.float32, owners [0]"``."""
-    names = tree.names(binding.init(tx, binding.local_like(local)))
-    texts = dict.fromkeys(names, "None")
-    for name, placed in zip(names, describe_state(binding, tx, local), strict=True):
-        if placed is not None:
-            owners = [shard.owner for shard in placed.shards]
-            texts[name] = f"{placed.shape} {placed.dtype}, owners {owners}"
+    """Return the shape, dtype and owners of each tensor of the state: ``"(4, 4) torch.float32, owners [0]"``."""
+    texts: dict[str, str] = {}
+    for placement in describe_state(binding, tx, local):
+        if placement is not None:
+            owners = [shard.owner for shard in placement.shards]
+            texts[placement.path] = f"{placement.shape} {placement.dtype}, owners {owners}"
     return texts
 
 
@@ -268,21 +262,14 @@ def _map_values(function: Callable[[Any], T], values: Mapping[str, Any]) -> dict
     return {name: function(value) for name, value in values.items()}
 
 
-class _Text(str):
-    """A description of a tensor, whose ``repr`` has no quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
 def _comparable(value: object) -> object:
     """Return a value for ranks to compare: a number, or a description of a tensor. It never syncs with a GPU."""
     if not isinstance(value, Tensor):
         return value
     # Values on a device are compared when replicas are verified.
     if value.device.type != "cpu" or value.numel() > SMALL:
-        return _Text(f"a tensor {tuple(value.shape)} of {value.dtype}")
-    return _Text(f"{value.tolist()} of {value.dtype}")
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    return f"{value.tolist()} of {value.dtype}"
 
 
 def _comparable_numbers(tx: Transform) -> dict[str, object]:
@@ -302,7 +289,7 @@ def _comparable_extra(value: Any) -> object:
         return _map_values(_kind_of_leaf, dict(tree.named_leaves(value)))
     if value is None or isinstance(value, bool | int | float | str | Tensor):
         return _comparable(value)
-    return _Text(type(value).__qualname__)
+    return type(value).__qualname__
 
 
 def _kind_of_leaf(leaf: object) -> object:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.internal.arguments import did_you_mean, plain_arguments
+from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.sharding.communication.meshes import cuts_on_meshes, group_of_meshes
 from muonfx.sharding.errors import ShardingError
@@ -23,7 +25,6 @@ from muonfx.sharding.shards.cut import (
     Cut,
     Intervals,
     Whole,
-    cuts_by_shape,
     equal_intervals,
     equal_parts,
     one_behind_another,
@@ -66,7 +67,8 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
         )
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    cuts = cuts_by_shape(specs, lambda shape: Whole(shape, size))
+    whole = functools.cache(Whole)  # parameters of one shape share a partition, with its remembered values
+    cuts = {name: whole(spec.shape, size) for name, spec in specs.items()}
     return Layout("replicated", specs, cuts, size, rank, process_group)
 
 
@@ -159,18 +161,20 @@ def flat(
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
     # 1. The order of the parameters in the buffer.
+    if starts is not None:
+        _require_each_once("starts", list(starts), specs)
     if order is not None:
         order = list(order)
     elif starts is not None:
-        order = _order_by_starts(starts, specs)
+        # Of two parameters with the same start, the empty parameter is first.
+        order = sorted(specs, key=lambda name: (starts[name], prod(specs[name].shape)))
     else:
         _require_sorted_dict(params, specs)
         order = list(specs)
-    _require_each_once(order, specs)
+    _require_each_once("order", order, specs)
     # 2. Their positions, and the intervals of the ranks.
     if starts is None:
         starts = one_behind_another(specs, order)
-    _require_parameters(starts, specs)
     _check_cuts(cuts, size)
     _check_buffer(specs, order, starts, cuts[-1])
     intervals: dict[str, Cut] = {}
@@ -259,12 +263,6 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 # -------------------------------------------------------------------------------------------------------- flat buffers
 
 
-def _order_by_starts(starts: Mapping[str, int], specs: Mapping[str, Spec]) -> list[str]:
-    """Return parameter names in the order of their positions in a flat buffer. A name without a position is first."""
-    # Of two parameters with the same start, the empty parameter is first.
-    return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
-
-
 def _require_sorted_dict(params: PyTree, specs: Mapping[str, Spec]) -> None:
     """Raise ValueError unless `params` is a flat dict in the order of `specs`, which are sorted by name.
 
@@ -281,20 +279,17 @@ def _require_sorted_dict(params: PyTree, specs: Mapping[str, Spec]) -> None:
         )
 
 
-def _require_each_once(order: Sequence[str], specs: Mapping[str, Spec]) -> None:
-    if sorted(order) == sorted(specs):
+def _require_each_once(argument: str, names: Sequence[str], specs: Mapping[str, Spec]) -> None:
+    """Raise ValueError unless the names of an argument, "order" or "starts", are those of the parameters."""
+    if sorted(names) == sorted(specs):
         return
-    wrong = sorted(set(order) ^ set(specs))
+    wrong = sorted(set(names) ^ set(specs))
     if not wrong:
-        wrong = sorted({name for name in order if order.count(name) > 1})
-    raise ValueError(f"order: found {format_list(wrong)} missing, unknown or repeated, expected every parameter once")
-
-
-def _require_parameters(starts: Mapping[str, int], specs: Mapping[str, Spec]) -> None:
-    unknown = sorted(starts.keys() - specs.keys())
-    if unknown:
-        close = did_you_mean(unknown[0], specs)
-        raise ValueError(f"starts: {unknown[0]!r} is not a parameter{close}; there are {format_list(list(specs))}")
+        wrong = [name for name, times in Counter(names).items() if times > 1]
+    raise ValueError(
+        f"{argument}: found {format_list(wrong)} missing, unknown or repeated, expected every parameter once; there "
+        f"are {format_list(list(specs))}"
+    )
 
 
 def _check_cuts(cuts: Sequence[int], size: int) -> None:
@@ -310,8 +305,8 @@ def _check_buffer(specs: Mapping[str, Spec], order: Sequence[str], starts: Mappi
     end = 0
     previous = "the beginning"  # the parameter before, as errors name it
     for name in order:
-        start = starts.get(name)
-        if start is None or start < end:
+        start = starts[name]
+        if start < end:
             raise ValueError(f"starts: {name!r} begins at {start}, expected {end} or more, where {previous} ends")
         end = start + prod(specs[name].shape)
         previous = repr(name)

@@ -39,6 +39,7 @@ from muonfx.sharding.shards.dtensors import (
     parameter_like,
 )
 from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.sharding.shards.remembered import remembered
 from muonfx.tree import PyTree
 from muonfx.tree.members import parameters_of
 
@@ -64,6 +65,8 @@ class LeafPlacement:
     """For an owned leaf, the matrices of the parameter that this rank computes; None if it computes none."""
     local: tuple[int, ...] | None = None
     """The shape of the leaf on this rank; None if the leaf is None on this rank."""
+    path: str = ""
+    """The name of the leaf in the state, such as "2.scale_by_adam.count"."""
 
 
 def _placements(binding: Binding, root: Visit) -> PyTree:
@@ -156,12 +159,12 @@ def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlace
         warnings.simplefilter("ignore")
         placements = _placements(binding, root_visit(tx, binding.global_like(params)))
     described: list[LeafPlacement | None] = []
-    for placement, local_leaf in zip(tree.leaves(placements), tree.leaves(local_state), strict=True):
+    for (path, local_leaf), placement in zip(tree.named_leaves(local_state), tree.leaves(placements), strict=True):
         if not isinstance(placement, LeafPlacement):
             described.append(None)
             continue
         local_shape = None if local_leaf is None else tuple(local_leaf.shape)
-        described.append(replace(placement, local=local_shape))
+        described.append(replace(placement, local=local_shape, path=path))
     return described
 
 
@@ -305,7 +308,7 @@ def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local
         assert local is not None
         placements = [Replicate()] * mesh.ndim
     elif len(placement.shards) == 1:  # one rank computes all matrices: a mesh of this rank
-        mesh = _mesh_of_owner(layout, placement.shards[0].the_owner)
+        mesh = _mesh_of_owner(layout, mesh.device_type, placement.shards[0].the_owner)
         placements = [Replicate()]
         if local is not None:
             local = local.view(shape)
@@ -321,16 +324,14 @@ def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local
     return dtensor_of(local, mesh, placements, shape, stride)
 
 
-def _mesh_of_owner(layout: Layout, owner: int) -> DeviceMesh:
+@remembered
+def _mesh_of_owner(layout: Layout, device_type: str, owner: int) -> DeviceMesh:
     """Return a mesh of one rank. It needs no process group."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    if owner not in layout.mesh_of_owner:
-        assert layout.group is not None
-        device_type = next(iter(layout.dtensors.values())).mesh.device_type
-        global_rank = dist.get_global_rank(layout.group, owner)
-        layout.mesh_of_owner[owner] = DeviceMesh(device_type, [global_rank], _init_backend=False)
-    return layout.mesh_of_owner[owner]
+    assert layout.group is not None
+    global_rank = dist.get_global_rank(layout.group, owner)
+    return DeviceMesh(device_type, [global_rank], _init_backend=False)
 
 
 def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard], shape: Sequence[int]) -> bool:

@@ -7,9 +7,8 @@ global form, for checkpoints, in which each leaf records its position in the who
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple, ParamSpec, cast
+from typing import Any, Literal, ParamSpec
 
 import torch
 
@@ -23,7 +22,7 @@ from muonfx.internal.tracing import without_transforms
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams
-from muonfx.placement.store import IN_MEMORY, Store
+from muonfx.placement.store import Store
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.communication.agreed_call import agreed_call, next_serial, verify_ranks
 from muonfx.sharding.communication.replicas import verify_params
@@ -33,6 +32,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.shards.dtensors import PLAIN, local_tree, to_dtensors, transform_problem
 from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import require_layout
 from muonfx.sharding.state import (
     LeafPlacement,
@@ -135,83 +135,59 @@ def sharded(
     settings = Settings(replicas, bucket_bytes)
     with construction(lambda: layout.group):  # an error is reported to the other ranks, which may wait for this one
         settings.check()
-    functions = _ShardedFunctions(
-        tx=tx, inner=inner_of(tx), layout=layout, settings=settings, store=store_of(tx), memory=_memory
-    )
-    # A compiled graph cannot contain these collectives.
-    init = torch.compiler.disable(functions.init)
-    update = torch.compiler.disable(functions.update)
-    return cast("InitAndUpdate", (init, update))
+    inner = inner_of(tx)  # without offload
+    store = store_of(tx)
 
-
-@dataclass(frozen=True, eq=False)
-class _ShardedFunctions:
-    """The functions `init` and `update` of a sharded transform."""
-
-    tx: Transform
-    """The transform that was passed to `sharded`, which may be offloaded."""
-    inner: Transform
-    """The same transform without offload."""
-    layout: Layout
-    settings: Settings
-    store: Store
-    """Where the state is between steps."""
-    memory: Memory
-    """The memory of the sharded transform between calls, with its `Progress`."""
-
-    def init(self, params: PyTree) -> PyTree:
-        """Return this rank's initial state. All ranks call this together, unless all parameters are meta tensors."""
-        params = without_left_out(self.tx, params)
-        binding = bind(self.layout, self.settings, self.store)
+    @torch.compiler.disable  # a compiled graph cannot contain these collectives
+    def init(params: PyTree) -> PyTree:
+        params = without_left_out(tx, params)
+        binding = bind(layout, settings, store)
         local = local_tree(params)
         are_meta = [tensor.is_meta for tensor in tree.tensors(local)]
         if are_meta and all(are_meta):  # only the structure of the state: no communication
-            return binding.init(self.inner, local)
-        progress = self.memory.setdefault(_PROGRESS, Progress())
+            return binding.init(inner, local)
+        progress = _memory.setdefault(_PROGRESS, Progress())
         # An equal transform that is built again for a later step, without `init`, continues with this progress.
-        binding.progress_of[self.inner.treedef] = progress
+        binding.progress_of[inner.treedef] = progress
         # A call inside `torch.func.grad`, for example, is an error. The ranks raise it together, after the first
         # collective, for which the transforms of torch.func are suspended.
         problem = transform_problem("init of a sharded transform", params)
         with without_transforms():
-            state = init_sharded(binding, progress, self.inner, params, problem)
-        if not self.layout.dtensors:
+            state = init_sharded(binding, progress, inner, params, problem)
+        if not layout.dtensors:
             return state
-        return state_to_dtensors(binding, self.inner, params, state)
+        return state_to_dtensors(binding, inner, params, state)
 
+    # The step runs on local tensors: the arguments are converted from DTensors before it, and the results after it.
+    @torch.compiler.disable
     @torch.no_grad()
     def update(
-        self,
         updates: PyTree,
         state: PyTree,
         params: PyTree = None,
         *,
         donate: Any = NOTHING,  # checked later, with the trees, so that its error is raised on all ranks
-        check: bool = False,
+        check: bool = False,  # whether the trees are compared with each other, as in `Transform.update`
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
-        """Return this rank's updates and next state. They have DTensors where the arguments do.
-
-        The step runs on local tensors: the arguments are converted from DTensors before it, and the results after it.
-        With ``check``, the trees of the arguments are compared with each other, as in `Transform.update`.
-        """
-        inner = self.inner
-        binding = bind(self.layout, self.settings, self.store)
-        params = without_left_out(self.tx, params)
+        binding = bind(layout, settings, store)
+        params = without_left_out(tx, params)
         call = Arguments(updates, state, params, donate, extras)
-        if self.layout.dtensors:
+        if layout.dtensors:
             call = call._replace(state=without_dtensors(binding, inner, call.like, state))
         # A call inside `torch.func.grad`, for example, is an error, which `step_sharded` raises on all ranks.
         problem = transform_problem("update of a sharded transform", call)
         with without_transforms():
-            progress = _progress_of(self.memory, binding, inner)
+            progress = _progress_of(_memory, binding, inner)
             out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
-        if self.layout.dtensors:
+        if layout.dtensors:
             caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
             if not PLAIN.issuperset(map(type, caller_leaves)):  # the caller uses DTensors
-                out = to_dtensors(self.layout, out, updates)
+                out = to_dtensors(layout, out, updates)
                 new_state = state_to_dtensors(binding, inner, updates, new_state, state)
         return out, new_state
+
+    return init, update
 
 
 _PROGRESS = "progress"
@@ -304,12 +280,10 @@ def step_sharded(
     return out, new_state
 
 
-def bind(layout: Layout, settings: Settings, store: Store = IN_MEMORY) -> Binding:
-    """Return the `Binding`, which runs transforms over the ranks of a layout with these settings. Cached."""
-    key = settings, store
-    if key not in layout.bindings:
-        layout.bindings[key] = Binding(layout, settings, store)
-    return layout.bindings[key]
+@remembered
+def bind(layout: Layout, settings: Settings, store: Store) -> Binding:
+    """Return the `Binding`, which runs transforms over the ranks of a layout with these settings."""
+    return Binding(layout, settings, store)
 
 
 # --------------------------------------------------------------------------------------------------- global states
@@ -403,18 +377,11 @@ def settings_of(tx: Sharded) -> Settings:
     return Settings(*[tx.arguments[name] for name in Settings._fields])
 
 
-class Bound(NamedTuple):
-    """A sharded transform, with the binding that runs it."""
+def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
+    """Return the `Binding` of a sharded transform, the transform in it, and `params` or meta tensors like them.
 
-    binding: Binding
-    inner: Transform
-    """The transform that was passed to `sharded`, without offload."""
-    like: PyTree
-    """This rank's parameters, or meta tensors like them."""
-
-
-def binding_of(tx: Transform, params: PyTree) -> Bound:
-    """Return the `Binding` of a sharded transform, its inner transform, and `params` or meta tensors like them."""
+    The second is the transform that was passed to `sharded`, without offload.
+    """
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx: found {tx!r}, expected a transform that muonfx.sharding.sharded returned")
     whole_tx = tx.arguments["tx"]
@@ -424,4 +391,4 @@ def binding_of(tx: Transform, params: PyTree) -> Bound:
         params = binding.likes.get(inner.treedef)  # the shapes of the parameters of an earlier call
     if params is None:
         params = binding.local_like(tx.layout.meta())
-    return Bound(binding, inner, params)
+    return binding, inner, params

@@ -106,8 +106,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: sharding.flat(AB, 1, order=["a", "b"], cuts=[0, 12], starts={"a": 0, "b": 3}), "'b'"),
     (lambda: sharding.flat(BA, 1, cuts=[0, 5]), r"order: found None, .* pass order=list\(params\)"),
     (lambda: sharding.flat(LISTS, 1, cuts=[0, 5]), r"order: found None, .* pass order=list\(params\)"),
-    (lambda: sharding.flat(BA, 1, cuts=[0, 8], starts={"bb": 0, "b": 0, "a": 4, "none": 4}), "'bb' is not a parameter"),
-    (lambda: sharding.flat(BA, 1, cuts=[0, 8], starts={"b": 0, "none": 4}), "starts: 'a' begins at None"),
+    (lambda: sharding.flat(BA, 1, cuts=[0, 8], starts={"bb": 0, "b": 0, "a": 4, "none": 4}), "starts: found 'bb'"),
+    (lambda: sharding.flat(BA, 1, cuts=[0, 8], starts={"b": 0, "none": 4}), "starts: found 'a'"),
     (
         lambda: sharding.flat(BA, 1, cuts=[0, 8], starts={"b": 0, "a": 1, "none": 4}),
         "starts: 'a' begins at 1, expected 2 or more, where 'b' ends",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from muonfx.sharding.communication.differences import Facts, difference_text, er
 from muonfx.sharding.communication.messages import all_objects, collective, host_device
 from muonfx.sharding.digests import digest
 from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable
 
 _ERROR = 2
@@ -174,28 +175,24 @@ UNPLACED = 64
 
 
 class LeafAgreement(NamedTuple):
-    """Which leaves of a tree the ranks have. All attributes are equal on all ranks."""
+    """Which leaves of a tree only some ranks have. All attributes are equal on all ranks."""
 
-    codes: Sequence[int]
-    """For each leaf, the code of its dtype, plus `UNPLACED` for some gradients; 0 if it is None on all ranks."""
-    missing: list[int]
-    """The indices of the leaves that are None on some ranks only."""
-    codes_of_rank: list[list[int]]
-    """For each rank, the codes of its own leaves; empty if all ranks have the same."""
+    missing: Mapping[int, Sequence[int]]
+    """For each leaf that is None on some ranks only, by its index: its code on each rank."""
     is_requested: bool
     """True if any rank passed a `request`."""
 
     def dtype_of(self, index: int) -> torch.dtype:
-        """Return the dtype of a leaf that at least one rank has, by its index."""
-        return DTYPES[self.codes[index] % UNPLACED - 1]
+        """Return the dtype of a leaf of `missing`, which at least one rank has."""
+        return DTYPES[max(self.missing[index]) % UNPLACED - 1]
 
     def is_unplaced(self, index: int) -> bool:
         """Return True if a leaf is a gradient with other DTensor placements than its parameter, such as Partial."""
-        return self.codes[index] > UNPLACED
+        return max(self.missing[index]) > UNPLACED
 
     def ranks_with(self, index: int) -> set[int]:
         """Return the ranks on which a leaf of `missing` is a tensor."""
-        return {rank for rank, codes in enumerate(self.codes_of_rank) if codes[index] != _NONE}
+        return {rank for rank, code in enumerate(self.missing[index]) if code != _NONE}
 
 
 def agree_on_leaves(
@@ -228,26 +225,26 @@ def agree_on_leaves(
     codes = bytearray(map(_code_of, leaves))  # one number for each leaf: its dtype, and if it is `unplaced`
     for name in unplaced:
         codes[names.index(name)] += UNPLACED
-    if layout.group is None or layout.size == 1:
+    if layout.size == 1:
         if problem is not None:
             raise problem
-        if layout.size > 1:
-            raise _without_group(layout)
-        return LeafAgreement(codes, [], [], request)
+        return LeafAgreement({}, request)
+    group = require_group(layout)
     agreement = agree(
         what,
-        layout.group,
+        group,
         problem,
         same=(_tree_digest(layout, tuple(names)), same),
         compared=[codes],
         explain=lambda: {**_facts_of_tree(layout, names), **explain()},
         request=request,
     )
+    missing: dict[int, Sequence[int]] = {}
     (have_equal_codes,) = agreement.are_equal
-    if have_equal_codes:
-        return LeafAgreement(codes, [], [], agreement.is_requested)
-    codes_of_rank = _codes_of_all_ranks(codes, layout.size, layout.rank, layout.group)
-    return _merge_codes(names, codes_of_rank, agreement.is_requested)
+    if not have_equal_codes:
+        codes_of_rank = _codes_of_all_ranks(codes, layout.rank, group)
+        missing = _missing_on_some(names, codes_of_rank)
+    return LeafAgreement(missing, agreement.is_requested)
 
 
 def _facts_of_tree(layout: ShardTable, names: Sequence[str]) -> Facts:
@@ -259,11 +256,10 @@ def _facts_of_tree(layout: ShardTable, names: Sequence[str]) -> Facts:
     }
 
 
+@remembered
 def _tree_digest(layout: ShardTable, names: tuple[str, ...]) -> str:
-    """Return a hash of the layout and of the names of a tree's leaves, which must be equal on all ranks. Cached."""
-    if names not in layout.tree_digests:
-        layout.tree_digests[names] = digest((layout.digest, list(layout.specs), names))
-    return layout.tree_digests[names]
+    """Return a hash of the layout and of the names of a tree's leaves, which must be equal on all ranks."""
+    return digest((layout.digest, list(layout.specs), names))
 
 
 def _code_of(leaf: object) -> int:
@@ -273,39 +269,39 @@ def _code_of(leaf: object) -> int:
     return _NONE
 
 
-def _without_group(layout: ShardTable) -> ShardingError:
-    return ShardingError(
-        f"{layout!r} was created with a number of ranks and has no process group, expected a process group: create it "
-        "in the running job, or use assemble() in one process"
-    )
+def require_group(layout: ShardTable) -> dist.ProcessGroup:
+    """Return the process group of a layout. Raise ShardingError if it was created with a number of ranks instead."""
+    if layout.group is None:
+        raise ShardingError(
+            f"{layout!r} was created with a number of ranks and has no process group, expected a process group: create "
+            "it in the running job, after init_process_group. Without a group it supports plan_for, shard and assemble"
+        )
+    return layout.group
 
 
-def _codes_of_all_ranks(codes: bytearray, size: int, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
+def _codes_of_all_ranks(codes: bytearray, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
     """Send the codes of the leaves of this rank to all ranks. Return the codes of each rank."""
-    table = torch.zeros(size, len(codes), dtype=torch.uint8, device=host_device(group))
+    table = torch.zeros(group.size(), len(codes), dtype=torch.uint8, device=host_device(group))
     table[rank] = torch.tensor(list(codes), dtype=torch.uint8)
     with collective("comparing leaves"):
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
     return table.tolist()
 
 
-def _merge_codes(names: Sequence[str], codes_of_rank: list[list[int]], is_requested: bool) -> LeafAgreement:
-    """Compare the codes of the leaves of all ranks. Raise if a leaf has different dtypes or placements.
+def _missing_on_some(names: Sequence[str], codes_of_rank: list[list[int]]) -> dict[int, Sequence[int]]:
+    """Return the leaves that only some ranks have, as in `LeafAgreement`. Raise if a leaf has different dtypes.
 
     ``codes_of_rank[r][i]`` is the code of leaf i on rank r: 0 (`_NONE`) if it is None, else the code of its dtype, plus
     `UNPLACED` for some gradients.
     """
-    merged: list[int] = []
-    missing: list[int] = []
-    for index, name in enumerate(names):
-        codes_of_leaf = {codes[index] for codes in codes_of_rank}
-        codes_of_tensors = codes_of_leaf - {_NONE}
-        if len(codes_of_tensors) > 1:
+    missing: dict[int, Sequence[int]] = {}
+    codes_of_leaves = zip(*codes_of_rank, strict=True)
+    for index, (name, codes) in enumerate(zip(names, codes_of_leaves, strict=True)):
+        if len(set(codes) - {_NONE}) > 1:
             raise ShardingError(
                 f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks, "
                 "expected equal ones: load and shard the model in the same way on all ranks"
             )
-        merged.append(max(codes_of_leaf))  # the code of the tensor if any rank has one, because it is larger than 0
-        if len(codes_of_leaf) > 1:  # None on some ranks, a tensor on the others
-            missing.append(index)
-    return LeafAgreement(merged, missing, codes_of_rank, is_requested)
+        if len(set(codes)) > 1:  # None on some ranks, a tensor on the others
+            missing[index] = codes
+    return missing

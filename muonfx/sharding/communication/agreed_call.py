@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from muonfx import tree
 from muonfx.core import Donation, Transform, checks
 from muonfx.core.extras import check_values_of_extras
@@ -12,23 +10,15 @@ from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.store import IN_MEMORY
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.communication.agree import LeafAgreement, agree, agree_on_leaves
+from muonfx.sharding.communication.agree import LeafAgreement, agree, agree_on_leaves, require_group
 from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.communication.missing_gradients import complete_gradients
 from muonfx.sharding.communication.replicas import verify_params, verify_state, warn_of_gradients
 from muonfx.sharding.communication.waiting import CONSTRUCTING, wait_for_all
 from muonfx.sharding.digests import digest
-from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.facts import facts_of_binding, facts_of_dtypes, facts_of_step, facts_of_transforms
+from muonfx.sharding.facts import facts_as_texts, facts_of_binding, facts_of_step
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import (
-    PLAIN,
-    LocalGradients,
-    local_gradients,
-    local_of,
-    local_tree,
-    require_shards,
-)
+from muonfx.sharding.shards.dtensors import local_tree, require_shards, unplaced_shards
 from muonfx.tree import PyTree
 
 
@@ -51,14 +41,14 @@ def agreed_call(
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem
-        return _checked_call(binding, tx, call, check=check).arguments
+        local, _ = _checked_call(binding, tx, call, check=check)
+        return local
     # 1. In the first step without `init`: the ranks have the same transform and parameters.
     if progress.serial is None:
         verify_ranks(binding, tx, call.like, problem)
         progress.serial = next_serial(layout)
     # 2. In every step, with one all-reduce: the ranks make the same call.
-    local_call, agreement = _agree_on_call(binding, progress, tx, call, problem, check=check)
-    local = local_call.arguments
+    local, unplaced, agreement = _agree_on_call(binding, progress, tx, call, problem, check=check)
     # 3. In the first step after `init` or a load on any rank: the replicas have equal values.
     compares_replicas = agreement.is_requested
     if compares_replicas:
@@ -66,7 +56,7 @@ def agreed_call(
             verify_params(layout, local.params)
         verify_state(binding, tx, local.like, local.state)
     # 4. Gradients that are None on some ranks, or partial sums.
-    if agreement.missing or local_call.gradients.unplaced:
+    if agreement.missing or unplaced:
         completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
         local = local._replace(updates=completed)
     if compares_replicas:
@@ -83,58 +73,46 @@ def _agree_on_call(
     problem: Exception | None,
     *,
     check: bool,
-) -> tuple[_LocalCall, LeafAgreement]:
+) -> tuple[Arguments, list[str], LeafAgreement]:
     """Check a call on this rank, and that all ranks make the same call.
 
-    Return the call with local tensors, and which gradients other ranks have.
+    Return the call with local tensors, the names of gradients that are partial sums, and which gradients other ranks
+    have.
     """
     layout = binding.layout
     assert layout.group is not None
     try:
         if problem is not None:
             raise problem
-        local_call = _checked_call(binding, tx, call, check=check)
-        local = local_call.arguments
+        local, unplaced = _checked_call(binding, tx, call, check=check)
         facts = facts_of_step(binding, progress, tx, local)
     except Exception as error:  # perhaps on this rank only: `agree` raises it on all ranks together
         agree("a step", layout.group, error)
         raise
-
-    def facts_as_texts() -> Facts:
-        """Return `facts` for an error, with the texts of which it has digests. Called only if the ranks differ."""
-        return {**facts_of_transforms(binding, tx, local.like), **facts, **facts_of_dtypes(local.params)}
-
     agreement = agree_on_leaves(
         "a step",
-        local_call.names,
-        local_call.gradients.tensors,
+        tree.names(local.updates),
+        tree.leaves(local.updates),
         layout,
-        unplaced=local_call.gradients.unplaced,
+        unplaced=unplaced,
         same=facts,
-        explain=facts_as_texts,
+        explain=lambda: facts_as_texts(binding, tx, local, facts),
         request=progress.needs_verification(local.state),
     )
-    return local_call, agreement
+    return local, unplaced, agreement
 
 
-class _LocalCall(NamedTuple):
-    """The arguments of `update` on this rank, with local tensors in place of DTensors."""
-
-    arguments: Arguments
-    names: list[str]
-    """The name of each gradient, in the order of the leaves of the updates."""
-    gradients: LocalGradients
-    """The gradients in the same order, and the names of the partial sums among them."""
-
-
-def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _LocalCall:
+def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> tuple[Arguments, list[str]]:
     """Raise if this rank's arguments of `update` are wrong. Return them with local tensors in place of DTensors.
 
-    With `check`, the trees of updates, params and state are also compared with each other.
+    Also return the names of the gradients with other DTensor placements than their parameters, such as Partial. With
+    `check`, the trees of updates, params and state are also compared with each other.
     """
     check_extras(tx, call.extras)
-    local_call = _local_call(binding.layout, call)
-    local = local_call.arguments
+    local_updates = local_tree(call.updates)
+    checks.check_floating("updates", local_updates)
+    unplaced = unplaced_shards(binding.layout, tree.names(call.updates), tree.leaves(call.updates))
+    local = Arguments(local_updates, call.state, local_tree(call.params), Donation.of(call.donate), call.extras)
     if check:
         if call.params is not None:
             require_shards(binding.layout, tree.names(call.params), tree.leaves(call.params))
@@ -146,24 +124,7 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
         require_room(binding.store, local.state, local.like, local.donate)
     if tx.treedef not in binding.likes:  # for `to_global` and `from_global`, which may be called without parameters
         binding.likes[tx.treedef] = meta_like(local.like)
-    return local_call
-
-
-def _local_call(layout: Layout, call: Arguments) -> _LocalCall:
-    """Replace the DTensors of a call by their local tensors. Raise if a gradient does not fit the layout."""
-    leaves, treedef = tree.flatten(call.updates)
-    names = tree.names(call.updates)
-    if not checks.all_usable(list(map(local_of, leaves))):
-        checks.check_floating("updates", local_tree(call.updates))
-    gradients = local_gradients(layout, names, leaves)
-    updates = call.updates
-    if not PLAIN.issuperset(map(type, leaves)):  # some gradients are DTensors
-        updates = tree.unflatten(treedef, gradients.tensors)
-    params = call.params
-    if layout.dtensors:  # else no parameter is a DTensor, and the tree is not flattened
-        params = local_tree(params)
-    local = Arguments(updates, call.state, params, Donation.of(call.donate), call.extras)
-    return _LocalCall(local, names, gradients)
+    return local, unplaced
 
 
 def _check_trees(binding: Binding, tx: Transform, local: Arguments) -> None:
@@ -210,11 +171,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
             raise problem
         _checked_parameters(binding, tx, params)
         return
-    if layout.group is None:
-        raise ShardingError(
-            f"{layout!r} was created with a number of ranks and has no process group, expected a process group: create "
-            "it in the running job, after init_process_group. Without a group it supports plan_for and inspection only"
-        )
+    group = require_group(layout)
     facts: Facts = {}
     if problem is None:
         try:
@@ -222,8 +179,8 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
             facts = facts_of_binding(binding, tx, local)
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = error
-    wait_for_all(layout.group, CONSTRUCTING)  # names a rank that never arrives; the collective would only time out
-    agree("binding a transform to a layout", layout.group, problem, same=digest(facts), explain=lambda: facts)
+    wait_for_all(group, CONSTRUCTING)  # names a rank that never arrives; the collective would only time out
+    agree("binding a transform to a layout", group, problem, same=digest(facts), explain=lambda: facts)
 
 
 def _checked_parameters(binding: Binding, tx: Transform, params: PyTree) -> PyTree:

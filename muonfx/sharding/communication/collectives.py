@@ -17,8 +17,9 @@ from muonfx.sharding.communication.agree import DTYPES, agree_on_leaves
 from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
-from muonfx.sharding.shards.dtensors import is_dtensor, local_of, require_shards, transform_problem
+from muonfx.sharding.shards.dtensors import is_dtensor, require_shards, transform_problem
 from muonfx.sharding.shards.position import boxes_in
+from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -29,26 +30,23 @@ BUCKET = 1 << 25
 
 def gathered(layout: ShardTable, local: PyTree) -> PyTree:
     """Gather this rank's shards to whole tensors on every rank, without derivatives. None stays None."""
-    leaves, treedef = tree.flatten(local)
-    names = tree.names(local)
     problem = transform_problem("layout.gather", local)
-    with without_transforms():
-        _agree_to_gather(layout, names, leaves, problem, chosen=[])
-        shards = {name: local_of(leaf) for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
-        wholes = _gather(layout, [*shards], [*shards.values()])
-    whole_of = dict(zip(shards, wholes, strict=True))
-    return tree.unflatten(treedef, map(whole_of.get, names))
+    with without_transforms(), torch.no_grad():
+        return gathered_with_derivatives(layout, local, None, problem)
 
 
-def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequence[str] | None) -> PyTree:
+def gathered_with_derivatives(
+    layout: ShardTable, local: PyTree, chosen: Sequence[str] | None, problem: Exception | None = None
+) -> PyTree:
     """Gather this rank's shards to whole tensors on every rank. Gradients flow from whole tensors to the shards.
 
-    Leaves whose names are not in `chosen` are returned unchanged. None: gather all leaves.
+    Leaves whose names are not in `chosen` are returned unchanged. None: gather all leaves. `problem` is an error that
+    this rank already has; it is raised on all ranks.
     """
     leaves, treedef = tree.flatten(local)
     names = tree.names(local)
     with without_transforms():
-        _agree_to_gather(layout, names, leaves, chosen=sorted(chosen or []))
+        _agree_to_gather(layout, names, leaves, problem, chosen=sorted(chosen or []))
     shards: dict[str, Tensor] = {}
     for name, leaf in zip(names, leaves, strict=True):
         if leaf is None or (chosen is not None and name not in chosen):
@@ -66,7 +64,7 @@ def _agree_to_gather(
     layout: ShardTable,
     names: Sequence[str],
     leaves: Sequence[Any],
-    problem: Exception | None = None,
+    problem: Exception | None,
     *,
     chosen: list[str],
 ) -> None:
@@ -97,10 +95,10 @@ def _agree_to_gather(
         same=chosen,
         explain=lambda: {"arguments": str(chosen)},  # for the error if `chosen` differs between ranks
     )
-    if agreement.missing:  # equal on all ranks, so all of them raise
+    for index in agreement.missing:  # equal on all ranks, so all of them raise
         raise ShardingError(
-            f"{names[agreement.missing[0]]!r} is None on some ranks, expected a shard on all ranks or None on all: "
-            "pass the shard of every rank"
+            f"{names[index]!r} is None on some ranks, expected a shard on all ranks or None on all: pass the shard of "
+            "every rank"
         )
 
 
@@ -284,21 +282,17 @@ def _exchange_and_average(
     layout: ShardTable, outgoing: Sequence[Sequence[Tensor]], targets: Sequence[Tensor], wire: Tensor
 ) -> None:
     """Send ``outgoing[r]`` to each rank r. Write the means over all ranks of the received tensors to `targets`."""
-    if layout.group is None:
-        _average_each(outgoing, targets)
+    if layout.group is None:  # one rank
+        copied(outgoing[0], targets)
         return
     numel = sum(map(Tensor.numel, targets))
     expected = [numel] * layout.size
     messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
     shapes = [target.shape for target in targets]  # each rank sends tensors of these shapes
-    _average_each(messages.arrived([shapes] * layout.size), targets)
-    messages.end()
-
-
-def _average_each(tensors_of_rank: Sequence[Sequence[Tensor]], targets: Sequence[Tensor]) -> None:
-    """Write the mean over ranks of the tensors with the same index to each target."""
-    for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
+    received = messages.arrived([shapes] * layout.size)
+    for target, *tensors in zip(targets, *received, strict=True):
         _average(tensors, target)
+    messages.end()
 
 
 def _are_on_all_ranks(layout: ShardTable, names: Sequence[str]) -> bool:
@@ -310,13 +304,12 @@ def _are_on_all_ranks(layout: ShardTable, names: Sequence[str]) -> bool:
     return True
 
 
+@remembered
 def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
-    """Return a layout in which the named parameters are split equally over the same ranks. Cached."""
-    if names not in layout.equal_parts:
-        specs = {name: layout.specs[name] for name in names}
-        cuts = equal_intervals(specs, layout.size)
-        layout.equal_parts[names] = replace(layout, kind="flat", specs=specs, cuts=cuts, dtensors={})
-    return layout.equal_parts[names]
+    """Return a layout in which the named parameters are split equally over the same ranks."""
+    specs = {name: layout.specs[name] for name in names}
+    cuts = equal_intervals(specs, layout.size)
+    return replace(layout, kind="flat", specs=specs, cuts=cuts, dtensors={})
 
 
 def _average(tensors: Sequence[Tensor], target: Tensor) -> None:

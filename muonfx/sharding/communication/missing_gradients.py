@@ -12,14 +12,14 @@ from muonfx.sharding.communication.agree import LeafAgreement
 from muonfx.sharding.communication.replicas import Send, send_copies
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import is_dtensor, is_placed_like, local_of
+from muonfx.sharding.shards.dtensors import is_dtensor, local_of
 from muonfx.tree import PyTree
 
 
 def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement, device: torch.device) -> PyTree:
     """Return the local gradients. A gradient that only other ranks have is zero, or a copy of a replica's gradient.
 
-    ``agreement.missing`` has the indices of the gradients that are None on some ranks only. It is equal on all ranks.
+    ``agreement.missing`` has the gradients that are None on some ranks only. It is equal on all ranks.
     """
     leaves, treedef = tree.flatten(updates)
     names = tree.names(updates)
@@ -27,7 +27,11 @@ def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement
     # on others because their losses do not use the parameter.
     for index in agreement.missing:
         if agreement.is_unplaced(index):
-            raise _partial_on_some_ranks(names[index])
+            raise ShardingError(
+                f"nothing was changed on any rank: the gradient of {names[index]!r} is a partial DTensor on some ranks "
+                "and None on others, expected a gradient on all of them: use the parameter in the loss of every rank, "
+                "or redistribute its gradient before step()"
+            )
     gradients = [_local_gradient(layout, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
     for index in agreement.missing:
         name = names[index]
@@ -39,19 +43,12 @@ def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement
     return tree.unflatten(treedef, gradients)
 
 
-def _partial_on_some_ranks(name: str) -> ShardingError:
-    return ShardingError(
-        f"nothing was changed on any rank: the gradient of {name!r} is a partial DTensor on some ranks and None on "
-        "others, expected a gradient on all of them: use the parameter in the loss of every rank, or redistribute its "
-        "gradient before step()"
-    )
-
-
 def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
     """Return the local tensor of a gradient, with the placements of its parameter."""
-    spec = layout.dtensors.get(name)
-    if spec is not None and is_dtensor(leaf) and not is_placed_like(leaf, spec):
-        leaf = leaf.redistribute(placements=spec.placements)
+    if is_dtensor(leaf):
+        placements = layout.dtensors[name].placements
+        if leaf.placements != placements:
+            leaf = leaf.redistribute(placements=placements)
     return local_of(leaf)
 
 

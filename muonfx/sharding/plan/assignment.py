@@ -38,6 +38,7 @@ from muonfx.sharding.plan.matrix_shards import (
     unassigned_shards,
     with_ranks_of_their_own,
 )
+from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable, require_layout
 from muonfx.tree import Spec
 
@@ -114,7 +115,6 @@ class RunPlan:
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
     rank: int = field(default=0, repr=False, compare=False)
-    _wire_dtypes: dict[torch.dtype, WireDtypes] = field(default_factory=dict, repr=False, compare=False)
     _local_buckets: dict[frozenset[str], list[Bucket]] = field(default_factory=dict, repr=False, compare=False)
     """A cache of the last `local_buckets`, by the names of the parameters whose update is None."""
 
@@ -185,12 +185,11 @@ class RunPlan:
                     sent[transfer.sender] += transfer.numel * wire.updates.itemsize
         return sent
 
+    @remembered
     def wire_dtypes(self, dtype: torch.dtype) -> WireDtypes:
         """Return the dtypes of the messages for matrices of a dtype."""
-        if dtype not in self._wire_dtypes:
-            (_, first), (_, last) = self.run[0], self.run[-1]
-            self._wire_dtypes[dtype] = WireDtypes(self._narrowed(first, dtype), self._narrowed(last, dtype))
-        return self._wire_dtypes[dtype]
+        (_, first), (_, last) = self.run[0], self.run[-1]
+        return WireDtypes(self._narrowed(first, dtype), self._narrowed(last, dtype))
 
     def _narrowed(self, tx: Transform, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype to which a transform rounds its input and result, if it is narrower than `dtype`."""

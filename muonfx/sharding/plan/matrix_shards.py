@@ -24,6 +24,7 @@ from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.shards.boxes import Box, boxes_of_interval, numel_of
 from muonfx.sharding.shards.cut import Cut
 from muonfx.sharding.shards.position import ShardPosition, ShardView
+from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable
 
 
@@ -286,23 +287,10 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
     if matrix is None:
         return [_whole_parameter(name, cut)]
     numel = prod(matrix)
-    if numel not in cut.ranges_of_stack:  # parameters with the same shape and partition share a cut
-        cut.ranges_of_stack[numel] = _ranges(cut, numel)
-    ranges: list[_Range] = cut.ranges_of_stack[numel]
     shards: list[UnassignedShard] = []
-    for matrices in ranges:
-        count = matrices.stop - matrices.first
-        shards.append(
-            UnassignedShard(
-                name,
-                start=matrices.first * numel,
-                stop=matrices.stop * numel,
-                shape=(count, *matrix),
-                candidates=matrices.candidates,
-                complete=matrices.complete,
-                one_each=matrices.one_each,
-            )
-        )
+    for first, stop, candidates, complete, one_each in _ranges(cut, numel):
+        shape = (stop - first, *matrix)
+        shards.append(UnassignedShard(name, first * numel, stop * numel, shape, candidates, complete, one_each))
     return shards
 
 
@@ -364,6 +352,7 @@ class _Holders(NamedTuple):
     """The ranks that hold the largest part of the matrix."""
 
 
+@remembered  # parameters with the same shape and partition share a cut
 def _ranges(cut: Cut, numel: int) -> list[_Range]:
     """Divide a stack of matrices, with `numel` elements per matrix, among the ranks that hold elements of them.
 

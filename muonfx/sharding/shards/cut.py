@@ -8,9 +8,10 @@ its cached values.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -20,6 +21,7 @@ import torch
 
 from muonfx.sharding.digests import digest
 from muonfx.sharding.shards.position import ShardPosition, Span
+from muonfx.sharding.shards.remembered import remembered
 from muonfx.tree import Spec
 
 if TYPE_CHECKING:
@@ -34,23 +36,19 @@ class Cut:
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
         self.size = size
-        self._position_of: dict[int, ShardPosition] = {}  # a cache: from a rank to its shard
-        self.ranges_of_stack: dict[int, Any] = {}
-        """A cache for plans: from the number of elements of a matrix to the ranges of the stack that ranks compute."""
 
     def _at(self, rank: int) -> ShardPosition:
-        """Return which elements of the tensor a rank holds. Subclasses implement this; ``cut[rank]`` caches it."""
+        """Return which elements of the tensor a rank holds. Subclasses implement this; ``cut[rank]`` remembers it."""
         raise NotImplementedError
 
-    @cached_property
-    def key(self) -> tuple[object, ...]:
-        """A tuple that describes how the tensor is split over all ranks. Two partitions are equal if their keys are."""
+    def _key(self) -> tuple[object, ...]:
+        """Return a tuple that describes how the tensor is split over all ranks."""
         raise NotImplementedError
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of `key`. Ranks compare it to check that they split the tensor in the same way."""
-        return digest(self.key)
+        """A short hash of the partition. Ranks compare it to check that they split the tensor in the same way."""
+        return digest(self._key())
 
     def _ranks(self) -> Iterable[int]:
         """Return, in ascending order, all ranks that may hold elements of the tensor. Other ranks are never visited."""
@@ -90,16 +88,9 @@ class Cut:
         """The ranks that hold at least one element of the tensor, in ascending order."""
         return tuple(sorted(itertools.chain.from_iterable(self.holders.values())))
 
+    @remembered
     def __getitem__(self, rank: int) -> ShardPosition:
-        if rank not in self._position_of:
-            self._position_of[rank] = self._at(range(self.size)[rank])  # a negative rank counts from the last
-        return self._position_of[rank]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Cut) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+        return self._at(range(self.size)[rank])  # a negative rank counts from the last
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.shape} over {self.size} ranks>"
@@ -118,9 +109,7 @@ class Whole(Cut):
             return self._whole
         return ShardPosition.interval(self.shape, 0, 0)
 
-    @cached_property
-    def key(self) -> tuple[object, ...]:
-        """A tuple of the shape, the number of ranks, and the ranks that hold the tensor."""
+    def _key(self) -> tuple[object, ...]:
         return "whole", self.shape, self.size, self._owners
 
     def _ranks(self) -> Iterable[int]:
@@ -145,9 +134,7 @@ class Intervals(Cut):
         """Convert a position in the buffer to an index in the flattened tensor, or to the nearer end of the tensor."""
         return min(max(position - self.start, 0), prod(self.shape))
 
-    @cached_property
-    def key(self) -> tuple[object, ...]:
-        """A tuple of the shape, the number of ranks, the ranks that hold elements, and where their intervals end."""
+    def _key(self) -> tuple[object, ...]:
         first, stop = self._first_and_stop
         ends = tuple([cut - self.start for cut in self.cuts[first + 1 : stop]])
         return "intervals", self.shape, self.size, first, stop, ends
@@ -174,9 +161,7 @@ class Listed(Cut):
     def _at(self, rank: int) -> ShardPosition:
         return self._positions[rank]
 
-    @cached_property
-    def key(self) -> tuple[object, ...]:
-        """A tuple of the shape and the shards of all ranks."""
+    def _key(self) -> tuple[object, ...]:
         return "listed", self.shape, self._positions
 
 
@@ -197,9 +182,9 @@ class MeshCoordinates:
         return cls(shape, [coordinates_of.get(rank) for rank in ranks])
 
     @cached_property
-    def key(self) -> tuple[object, ...]:
-        """A tuple that identifies the coordinates: the shape of the mesh, and a hash of them."""
-        return self.shape, digest(self.coordinates)
+    def digest(self) -> str:
+        """A hash of the coordinates of all ranks."""
+        return digest(self.coordinates)
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -224,34 +209,28 @@ class OnMesh(Cut):
         for mesh_dim, (placement, size) in enumerate(zip(self.placements, mesh.shape, strict=True)):
             if size > 1 and not placement.is_replicate():
                 self._mesh_dims_of[placement.dim].append(mesh_dim)
-        # A cache for each dim, because a 512 x 8 mesh that splits two dims has 512 + 8 entries, but 4096 shards.
-        self._splits: dict[tuple[int, ...], list[tuple[Span, ...]]] = {}
-        """From a dim and all coordinates of a rank but the last to the index ranges of each part; see `_spans_of`."""
-        self._position_at: dict[tuple[int, ...], ShardPosition] = {}
-        """From the coordinates along the mesh dims that split the tensor to the shard: equal for all replicas."""
 
     def _at(self, rank: int) -> ShardPosition:
-        """Return the position of a rank's shard. Replicas have the same coordinates along splitting mesh dims."""
         coordinates = self.mesh.coordinates[rank]
         if coordinates is None:  # the rank is not on the mesh and holds nothing
             return ShardPosition.interval(self.shape, 0, 0)
-        key = tuple([coordinates[mesh_dim] for mesh_dim in self._splitting_mesh_dims])
-        if key not in self._position_at:
-            spans_by_dim: list[tuple[Span, ...]] = []
-            for dim, mesh_dims in enumerate(self._mesh_dims_of):
-                coordinates_of_dim = [coordinates[mesh_dim] for mesh_dim in mesh_dims]
-                spans_by_dim.append(self._spans_of(dim, coordinates_of_dim))
-            self._position_at[key] = ShardPosition.grid(spans_by_dim)
-        return self._position_at[key]
+        coordinates_of_dims: list[tuple[int, ...]] = []
+        for mesh_dims in self._mesh_dims_of:
+            coordinates_of_dims.append(tuple([coordinates[mesh_dim] for mesh_dim in mesh_dims]))
+        return self._position_at(tuple(coordinates_of_dims))
 
-    @cached_property
-    def _splitting_mesh_dims(self) -> list[int]:
-        return sorted(itertools.chain.from_iterable(self._mesh_dims_of))
+    @remembered
+    def _position_at(self, coordinates_of_dims: Sequence[tuple[int, ...]]) -> ShardPosition:
+        """Return the shard at some coordinates along the mesh dims that split each dim of the tensor.
+
+        Replicas have the same coordinates along these mesh dims, and share the shard.
+        """
+        return ShardPosition.grid(list(map(self._spans_of, range(len(self.shape)), coordinates_of_dims)))
 
     def _ranks(self) -> Iterable[int]:
         return self.mesh.ranks
 
-    def _spans_of(self, dim: int, coordinates: Sequence[int]) -> tuple[Span, ...]:
+    def _spans_of(self, dim: int, coordinates: tuple[int, ...]) -> tuple[Span, ...]:
         """Return the index ranges (start, end) along one tensor dim that a rank holds.
 
         `coordinates` are its coordinates along the mesh dims that split this tensor dim. Each of these mesh dims splits
@@ -262,23 +241,25 @@ class OnMesh(Cut):
         if not coordinates:
             return ((0, self.shape[dim]),)
         *outer, part = coordinates
-        key = (dim, *outer)
-        if key not in self._splits:
-            spans = self._spans_of(dim, outer) or [(0, 0)]
-            indices = torch.cat([torch.arange(start, stop) for start, stop in spans])
-            mesh_dim = self._mesh_dims_of[dim][len(outer)]
-            parts_of_indices = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
-            self._splits[key] = list(map(_spans, parts_of_indices))
-        parts = self._splits[key]
+        parts = self._parts_of(dim, tuple(outer))
         if part < len(parts):
             return parts[part]
         return ()  # there are fewer parts than ranks
 
-    @cached_property
-    def key(self) -> tuple[object, ...]:
-        """A tuple of the shape, the mesh, and the DTensor placements that split the tensor, such as ``Shard(0)``."""
-        placements = tuple([(mesh_dim, repr(self.placements[mesh_dim])) for mesh_dim in self._splitting_mesh_dims])
-        return "on a mesh", self.shape, self.mesh.key, placements
+    # Remembered for each dim: a 512 x 8 mesh that splits two dims has 512 + 8 parts, but 4096 shards.
+    @remembered
+    def _parts_of(self, dim: int, outer: tuple[int, ...]) -> list[tuple[Span, ...]]:
+        """Return the index ranges of each part into which the mesh dim after the `outer` ones splits their range."""
+        spans = self._spans_of(dim, outer) or [(0, 0)]
+        indices = torch.cat([torch.arange(start, stop) for start, stop in spans])
+        mesh_dim = self._mesh_dims_of[dim][len(outer)]
+        parts_of_indices = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
+        return list(map(_spans, parts_of_indices))
+
+    def _key(self) -> tuple[object, ...]:
+        splitting_mesh_dims = sorted(itertools.chain.from_iterable(self._mesh_dims_of))
+        placements = tuple([(mesh_dim, repr(self.placements[mesh_dim])) for mesh_dim in splitting_mesh_dims])
+        return "on a mesh", self.shape, self.mesh.shape, self.mesh.digest, placements
 
 
 def _split(placement: Placement, indices: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -310,20 +291,17 @@ def cuts_of_dtensors(
     Raises:
         TypeError: a placement is neither Shard nor Replicate.
     """
-    shared: dict[Hashable, Cut] = {}  # parameters with the same shape and placements share one partition
+    # Parameters with the same shape and placements share one partition, with its remembered values.
+    whole = functools.cache(Whole)
+    on_mesh = functools.cache(OnMesh)
     cuts: dict[str, Cut] = {}
     for name, spec in specs.items():
         dtensor = dtensors.get(name)
         if dtensor is None:
-            key: Hashable = spec.shape
-            if key not in shared:
-                shared[key] = Whole(spec.shape, size)
+            cuts[name] = whole(spec.shape, size)
         else:
-            key = spec.shape, dtensor.mesh, dtensor.placements
-            if key not in shared:
-                _require_shard_or_replicate(name, dtensor.placements)
-                shared[key] = OnMesh(spec.shape, coordinates_on[dtensor.mesh], dtensor.placements)
-        cuts[name] = shared[key]
+            _require_shard_or_replicate(name, dtensor.placements)
+            cuts[name] = on_mesh(spec.shape, coordinates_on[dtensor.mesh], dtensor.placements)
     return cuts
 
 
@@ -352,14 +330,12 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
 
 def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     """Return a dict of partitions by name: each parameter is flattened and split equally, with a shorter last shard."""
-    return cuts_by_shape(specs, lambda shape: Intervals(shape, 0, _equal_cuts(prod(shape), size)))
 
+    @functools.cache  # parameters of one shape share a partition, with its remembered values
+    def intervals(shape: tuple[int, ...]) -> Cut:
+        return Intervals(shape, 0, _equal_cuts(prod(shape), size))
 
-def cuts_by_shape(specs: Mapping[str, Spec], cut_of: Callable[[tuple[int, ...]], Cut]) -> dict[str, Cut]:
-    """Return the partition of each parameter, by name. Parameters of one shape share it, with its cached values."""
-    shapes = {spec.shape for spec in specs.values()}
-    cut_of_shape = {shape: cut_of(shape) for shape in shapes}
-    return {name: cut_of_shape[spec.shape] for name, spec in specs.items()}
+    return {name: intervals(spec.shape) for name, spec in specs.items()}
 
 
 def _equal_cuts(numel: int, size: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from muonfx import tree
 from muonfx.internal.tracing import functorch_is_active, is_wrapped
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.flat_shard import FlatShard
+from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
@@ -64,56 +65,46 @@ def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:
 
 def require_shards(layout: ShardTable, names: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raise unless each leaf is None or this rank's shard, and each DTensor has the placements of its parameter."""
+    unplaced = unplaced_shards(layout, names, leaves)
+    if unplaced:
+        name = unplaced[0]
+        leaf = leaves[names.index(name)]
+        raise _wrong_placements(layout, name, leaf)
+
+
+def unplaced_shards(layout: ShardTable, names: Sequence[str], leaves: Sequence[Any]) -> list[str]:
+    """Return the names of DTensors that have other placements than their parameter, such as a gradient with Partial.
+
+    Raise unless each other leaf is None or this rank's shard.
+    """
+    unplaced: list[str] = []
     for name, leaf in zip(names, leaves, strict=True):
-        if leaf is None or _fitting_tensor(layout, name, leaf) is not None:
+        if leaf is None or _fits_at_first_sight(layout, name, leaf):
             continue
         position = layout.position(name)
-        local = _require_tensor(name, leaf)
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
         if is_dtensor(leaf):
-            _require_placements(layout, name, leaf)
-        if not position.fits(local):
-            raise _wrong_shape(name, local.shape, position.shape)
-
-
-class LocalGradients(NamedTuple):
-    """The gradients of a tree on this rank, in order."""
-
-    tensors: list[Tensor | None]
-    """The local tensor of each gradient."""
-    unplaced: list[str]
-    """The names of the gradients whose DTensor placements differ from their parameter's, such as Partial."""
-
-
-def local_gradients(layout: ShardTable, names: Sequence[str], gradients: Sequence[Any]) -> LocalGradients:
-    """Return the local tensors of gradients. Raise unless each is None or has the shape of this rank's shard.
-
-    A gradient may also be a DTensor with other placements than its parameter. Its name is then listed as `unplaced`.
-    """
-    tensors: list[Tensor | None] = []
-    unplaced: list[str] = []
-    for name, gradient in zip(names, gradients, strict=True):
-        if gradient is None:
-            tensors.append(None)
-            continue
-        local = _fitting_tensor(layout, name, gradient)  # a fast test; a gradient that passes it is placed as expected
-        if local is None:
-            local = _checked_gradient(layout, name, gradient)
-            if not is_placed_like(gradient, layout.dtensors.get(name)):
+            # Its local shape depends on its placements. Under Partial, for example, it is the shape of the parameter.
+            whole_shape = layout.specs[name].shape
+            if tuple(leaf.shape) != whole_shape:
+                raise _wrong_shape(name, leaf.shape, whole_shape)
+            if name not in layout.dtensors:
+                raise _wrong_placements(layout, name, leaf)
+            if not _are_equal(leaf._spec, layout.dtensors[name]):
                 unplaced.append(name)
-        tensors.append(local)
-    return LocalGradients(tensors, unplaced)
+        elif not position.fits(leaf):
+            raise _wrong_shape(name, leaf.shape, position.shape)
+    return unplaced
 
 
-def _fitting_tensor(layout: ShardTable, name: str, leaf: Any) -> Tensor | None:
-    """Return the local tensor of a leaf that fits at first sight, as nearly all do. Return None for others."""
-    local = leaf
+def _fits_at_first_sight(layout: ShardTable, name: str, leaf: Any) -> bool:
+    """Return True for a leaf that is this rank's shard, by a fast test that nearly all leaves pass."""
     if type(leaf) not in PLAIN:
-        local = getattr(leaf, "_local_tensor", None)
-        if local is None or not _are_equal(leaf._spec, layout.dtensors.get(name)):
-            return None
-    if local.shape == layout.expected_shapes.get(name):
-        return local
-    return None
+        if not is_dtensor(leaf) or not _are_equal(leaf._spec, layout.dtensors.get(name)):
+            return False
+        leaf = leaf._local_tensor
+    return leaf.shape == layout.expected_shapes.get(name)
 
 
 def _are_equal(spec: DTensorSpec, expected: DTensorSpec | None) -> bool:
@@ -125,37 +116,12 @@ def _are_equal(spec: DTensorSpec, expected: DTensorSpec | None) -> bool:
     return spec.placements == expected.placements and spec.mesh == expected.mesh and spec.shape == expected.shape
 
 
-def _checked_gradient(layout: ShardTable, name: str, gradient: object) -> Tensor:
-    """Return the local tensor of a gradient. Raise if it is no tensor, or has another shape than expected."""
-    position = layout.position(name)
-    local = _require_tensor(name, gradient)
-    if is_dtensor(gradient):
-        # Its local shape depends on its placements. Under Partial, for example, it is the shape of the parameter.
-        whole_shape = layout.specs[name].shape
-        if tuple(gradient.shape) != whole_shape:
-            raise _wrong_shape(name, gradient.shape, whole_shape)
-    elif not position.fits(local):
-        raise _wrong_shape(name, local.shape, position.shape)
-    return local
-
-
-def _require_tensor(name: str, leaf: object) -> Tensor:
-    local = local_of(leaf)
-    if not isinstance(local, Tensor):
-        raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
-    return local
-
-
-def _require_placements(layout: ShardTable, name: str, leaf: Any) -> None:
-    """Raise unless a DTensor has the mesh and the placements of its parameter."""
-    spec = layout.dtensors.get(name)
-    if spec is None:
-        expected = "a plain tensor"
-    elif leaf.placements == spec.placements and leaf.device_mesh == spec.mesh:
-        return
-    else:
+def _wrong_placements(layout: ShardTable, name: str, leaf: Any) -> ShardingError:
+    expected = "a plain tensor"
+    if name in layout.dtensors:
+        spec = layout.dtensors[name]
         expected = f"{spec.placements} on {spec.mesh}"
-    raise ShardingError(
+    return ShardingError(
         f"{name!r} has the placements {leaf.placements} on {leaf.device_mesh}, expected {expected} as in the layout: "
         "create a new layout after changing placements"
     )
@@ -163,17 +129,9 @@ def _require_placements(layout: ShardTable, name: str, leaf: Any) -> None:
 
 def _wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> ShardingError:
     return ShardingError(
-        f"{name!r} has a local shape {tuple(shape)}, expected {tuple(expected)} under the layout: shard the tree with "
+        f"{name!r} has the shape {tuple(shape)}, expected {tuple(expected)} under the layout: shard the tree with "
         "layout.shard(...) of this layout"
     )
-
-
-def is_placed_like(leaf: object, spec: DTensorSpec | None) -> bool:
-    """Return False if a gradient is a DTensor with other placements than its parameter (`spec`), such as Partial."""
-    leaf_spec = getattr(leaf, "_spec", None)
-    if spec is None or leaf_spec is None or leaf_spec is spec:
-        return True
-    return leaf_spec.placements == spec.placements
 
 
 def transform_problem(operation: str, *values: PyTree) -> ShardingError | None:
@@ -226,13 +184,16 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
     """Build a DTensor from a local tensor, with the mesh and placements of the parameter with this name."""
     if is_dtensor(leaf):
         return leaf
-    key = name, leaf.dtype
-    if key in layout.dtensor_specs:
-        return _with_spec(leaf, layout.dtensor_specs[key])
+    return _with_spec(leaf, _spec_of(layout, name, leaf.dtype))
+
+
+@remembered
+def _spec_of(layout: ShardTable, name: str, dtype: torch.dtype) -> DTensorSpec:
+    """Return the spec of a DTensor of a dtype that is placed like a parameter."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     parameter = layout.dtensors[name]
-    dtensor = dtensor_of(leaf, parameter.mesh, parameter.placements, parameter.shape, parameter.stride)
-    layout.dtensor_specs[key] = dtensor._spec
-    return dtensor
+    return DTensorSpec(parameter.mesh, parameter.placements, TensorMeta(parameter.shape, parameter.stride, dtype))
 
 
 def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> PyTree:

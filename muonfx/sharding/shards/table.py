@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,10 @@ from muonfx.sharding.digests import digest
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import Cut
 from muonfx.sharding.shards.position import ShardPosition, ShardView
+from muonfx.sharding.shards.remembered import remembered
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
@@ -46,19 +46,6 @@ class ShardTable:
     """The names of parameters with different meshes on different ranks; their shards are assumed to be replicas."""
     buffers: Buffers = field(default_factory=Buffers)
     """Reusable memory for the messages between the ranks of this layout."""
-
-    # Caches of values that follow from the layout. Each is filled by the function that needs it.
-    bindings: dict[Hashable, Any] = field(default_factory=dict, init=False)
-    """From (settings, store) to the `Binding` that runs transforms on this layout."""
-    equal_parts: dict[tuple[str, ...], ShardTable] = field(default_factory=dict, init=False)
-    """From names of parameters to a layout in which these parameters are split equally."""
-    dtensor_specs: dict[tuple[str, torch.dtype], DTensorSpec] = field(default_factory=dict, init=False)
-    """From (name of a parameter, dtype) to the spec of a DTensor that is placed like this parameter."""
-    mesh_of_owner: dict[int, DeviceMesh] = field(default_factory=dict, init=False)
-    """From a rank to the mesh of this rank alone, for the DTensors of the state that it alone holds."""
-    tree_digests: dict[tuple[str, ...], str] = field(default_factory=dict, init=False)
-    """From the names of a tree's leaves to a hash of them and of the layout, which must be equal on all ranks."""
-    _views: dict[str, list[ShardView]] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
         stage = "" if self.stage is None else f", stage {self.stage}"
@@ -110,12 +97,11 @@ class ShardTable:
         """A hash of the shards of all ranks. Ranks compare it to check that they have the same layout."""
         return digest([(name, cut.digest) for name, cut in self.cuts.items()])[:12]
 
+    @remembered
     def views(self, name: str) -> list[ShardView]:
         """Return where each box (rectangular part) of this rank's shard of a parameter is in the local tensor."""
-        if name not in self._views:
-            position = self.position(name)
-            self._views[name] = [position.view(box) for box in position.boxes]
-        return self._views[name]
+        position = self.position(name)
+        return list(map(position.view, position.boxes))
 
     def holders(self, name: str) -> Mapping[ShardPosition, Sequence[int]]:
         """Return a dict from the position of each distinct nonempty shard of a parameter to the ranks that hold it."""

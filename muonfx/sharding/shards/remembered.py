@@ -1,0 +1,34 @@
+"""`remembered`: a decorator for values that follow from a layout, a plan or a partition, and are computed once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def remembered(function: F) -> F:
+    """Decorate a method, or a function of an object, so that the object remembers each result by the other arguments.
+
+    >>> class Table:
+    ...     @remembered
+    ...     def row(self, name):
+    ...         print("computing", name)
+    ...         return [name]
+    >>> table = Table()
+    >>> table.row("w"), table.row("w")
+    computing w
+    (['w'], ['w'])
+    """
+    attribute = f"_remembered_{function.__qualname__}"
+
+    @functools.wraps(function)
+    def call(owner: Any, *arguments: Any) -> Any:
+        results = vars(owner).setdefault(attribute, {})
+        if arguments not in results:
+            results[arguments] = function(owner, *arguments)
+        return results[arguments]
+
+    return cast("F", call)
