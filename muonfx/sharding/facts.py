@@ -24,7 +24,7 @@ from muonfx.core.transform import within
 from muonfx.core.value import Recorded, parts_of
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.placed import execution_of
-from muonfx.placement.store import IN_MEMORY
+from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.digests import digest
@@ -179,7 +179,7 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         **facts_of_transforms(binding, tx, local),
         _NUMBERS: _comparable_numbers(tx),
         "settings": repr(binding.settings),
-        "stores of the state": _text_of_store(binding),
+        "stores of the state": _facts_of_store(binding.store),
         "settings of torch": _settings_of_torch(),
         # Machines may resolve "auto" differently; an explicit dtype or choice of products is the same everywhere.
         _AUTO_DTYPES: product_dtypes(tx, dtypes, device),
@@ -231,13 +231,9 @@ def _versions() -> dict[str, str]:
     return {"muonfx": str(getattr(package, "__version__", "unknown")), "torch": str(torch.__version__)}
 
 
-def _text_of_store(binding: Binding) -> str:
-    """Return where the state is between steps, such as "in memory with the parameters"."""
-    store = binding.store
-    if store == IN_MEMORY:
-        return "in memory with the parameters"
-    medium = "on disk" if store.on_disk else "in host memory"
-    return f"offloaded, {medium}, in buckets of {store.bucket_bytes} bytes"
+def _facts_of_store(store: Store) -> dict[str, object]:
+    """Return where the state is between steps. Ranks may have folders with different names."""
+    return {"offloaded": store != IN_MEMORY, "on disk": store.on_disk, "bucket_bytes": store.bucket_bytes}
 
 
 def _settings_of_torch() -> dict[str, str]:
@@ -263,9 +259,11 @@ def _map_values(function: Callable[[Any], T], values: Mapping[str, Any]) -> dict
 
 
 def _comparable(value: object) -> object:
-    """Return a value for ranks to compare: a number, or a description of a tensor. It never syncs with a GPU."""
-    if not isinstance(value, Tensor):
+    """Return a value for ranks to compare: a number or text, or a description. It never syncs with a GPU."""
+    if value is None or isinstance(value, bool | int | float | str):
         return value
+    if not isinstance(value, Tensor):
+        return type(value).__qualname__
     # Values on a device are compared when replicas are verified.
     if value.device.type != "cpu" or value.numel() > SMALL:
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
@@ -283,13 +281,11 @@ def _comparable_numbers(tx: Transform) -> dict[str, object]:
 
 
 def _comparable_extra(value: Any) -> object:
-    """Return a value for ranks to compare, for an extra argument: a number, a description, or one for each leaf."""
+    """Return a value for ranks to compare, for an extra argument: as in `_comparable`, or one for each leaf."""
     # A transform that takes a mapping, such as `qk_clip`, reduces its values over ranks: they may differ.
     if isinstance(value, Mapping):
         return _map_values(_kind_of_leaf, dict(tree.named_leaves(value)))
-    if value is None or isinstance(value, bool | int | float | str | Tensor):
-        return _comparable(value)
-    return type(value).__qualname__
+    return _comparable(value)
 
 
 def _kind_of_leaf(leaf: object) -> object:

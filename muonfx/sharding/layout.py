@@ -66,23 +66,14 @@ class Layout(ShardTable):
         """
 
         def shard_of(name: str, leaf: Tensor) -> Tensor:
-            position = self.position(name, rank)
-            self._require_whole(name, leaf)
-            return position.cut(leaf.detach())
+            self.require_whole(name, leaf)
+            return self.position(name, rank).cut(leaf.detach())
 
         problem = transform_problem("layout.shard", whole)
         if problem is not None:
             raise problem
         with without_transforms():
             return map_named(shard_of, whole)
-
-    def _require_whole(self, name: str, leaf: Tensor) -> None:
-        """Raise unless a leaf has the global shape of its parameter."""
-        if tuple(leaf.shape) != self.specs[name].shape:
-            raise ShardingError(
-                f"{name!r} has shape {tuple(leaf.shape)}, expected {self.specs[name].shape}, the global shape in "
-                f"{self!r}: pass whole tensors"
-            )
 
     def assemble(self, locals_: Sequence[PyTree]) -> PyTree:
         """Put the shards of all ranks together to whole tensors, in one process. It is the inverse of `shard`.
@@ -97,17 +88,13 @@ class Layout(ShardTable):
         """
         if len(locals_) != self.size:
             raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
-        names = tree.names(locals_[0])
-        shards_of_rank = [dict(zip(names, tree.leaves(local), strict=True)) for local in locals_]
-
-        def whole_of(name: str, leaf: Tensor) -> Tensor:
-            whole = leaf.new_zeros(self.specs[name].shape)
-            for position, holders in self.holders(name).items():
-                shard = shards_of_rank[holders[0]][name]  # all holders have equal values
-                position.paste(shard, whole)
-            return whole
-
-        return map_named(whole_of, locals_[0])
+        wholes = map_named(lambda name, leaf: leaf.new_zeros(self.specs[name].shape), locals_[0])
+        whole_leaves = tree.named_leaves(wholes)
+        for rank, local in enumerate(locals_):
+            for (name, whole), shard in zip(whole_leaves, tree.leaves(local), strict=True):
+                if whole is not None:
+                    self.position(name, rank).paste(shard, whole)
+        return wholes
 
     def gather(self, local: T) -> T:
         """Gather the shards of all ranks to whole tensors on every rank. All ranks must call this together.

@@ -217,9 +217,10 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     device = tree.device_of(grads)
     problem: Exception | None = transform_problem("layout.reduce_scatter", grads)
     with without_transforms():
-        # An error is raised on all ranks together by `agree_on_leaves`, so that no rank waits for another.
-        for name, leaf in zip(names, leaves, strict=True):
-            problem = _problem_of_gradient(layout, name, leaf) or problem
+        try:
+            _require_gradients(layout, names, leaves)
+        except Exception as error:  # perhaps on this rank only: raised on all ranks together
+            problem = error
         agreement = agree_on_leaves("reducing gradients", names, leaves, layout, problem)
         gradients: dict[str, Tensor] = {}
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
@@ -233,20 +234,15 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     return tree.unflatten(treedef, map(shard_of.get, names))
 
 
-def _problem_of_gradient(layout: ShardTable, name: str, gradient: Any) -> Exception | None:
-    """Return the error of a gradient that does not fit the layout, to be raised on all ranks together; else None."""
-    if name not in layout.specs:
-        return ShardingError(f"{name!r} is not a parameter of {layout!r}")
-    if gradient is None:
-        return None
-    if gradient.dtype not in DTYPES:
-        return ShardingError(f"the gradient of {name!r} has dtype {gradient.dtype}, expected a floating dtype")
-    if tuple(gradient.shape) != layout.specs[name].shape:
-        return ShardingError(
-            f"the gradient of {name!r} has shape {tuple(gradient.shape)}, expected {layout.specs[name].shape}, the "
-            "global shape of the parameter: pass unsharded gradients"
-        )
-    return None
+def _require_gradients(layout: ShardTable, names: Sequence[str], gradients: Sequence[Any]) -> None:
+    """Raise unless each gradient is a whole floating tensor or None."""
+    layout.require(names)
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is None:
+            continue
+        if gradient.dtype not in DTYPES:
+            raise ShardingError(f"the gradient of {name!r} has dtype {gradient.dtype}, expected a floating dtype")
+        layout.require_whole(name, gradient)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping, Sequence
 
 from muonfx.internal.display import format_list
@@ -73,9 +74,7 @@ _LONGEST = 400
 
 def _around_difference(first: str, second: str) -> tuple[str, str]:
     """Shorten two long texts to the part around the first character that differs."""
-    common = 0
-    while common < min(len(first), len(second)) and first[common] == second[common]:
-        common += 1
+    common = len(os.path.commonprefix([first, second]))
     return _excerpt(first, common), _excerpt(second, common)
 
 

@@ -87,6 +87,15 @@ class ShardTable:
                     "parameters that you pass"
                 )
 
+    def require_whole(self, name: str, tensor: Tensor) -> None:
+        """Raise ShardingError unless a tensor has the global shape of the parameter of this name."""
+        self.require([name])
+        if tuple(tensor.shape) != self.specs[name].shape:
+            raise ShardingError(
+                f"{name!r} has shape {tuple(tensor.shape)}, expected {self.specs[name].shape}, the global shape in "
+                f"{self!r}: pass whole tensors"
+            )
+
     @cached_property
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """A dict from parameter name to the shape of this rank's shard."""
