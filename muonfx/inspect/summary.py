@@ -19,7 +19,7 @@ from muonfx.optimizer import TransformOptimizer
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import local_of
 from muonfx.sharding.shards.flat_shard import FlatShard
-from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, without_dtensors
+from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, local_state
 from muonfx.sharding.transform import Sharded, binding_of, check_local, is_global
 from muonfx.tree import PyTree
 
@@ -334,7 +334,7 @@ def _summarize(tx: Transform, state: PyTree, *, params: PyTree, local_params: Py
     layout = binding.layout
     placements = describe_state(binding, inner_tx, local_params)
     if not is_global(state):
-        state = without_dtensors(binding, inner_tx, local_params, state)
+        state = local_state(binding, inner_tx, local_params, state)
     check_local(layout, placements, state)
     summaries: list[LeafSummary] = []
     for path, placement, leaf in zip(tree.paths(state), placements, tree.leaves(state), strict=True):

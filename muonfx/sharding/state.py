@@ -8,7 +8,7 @@ each inner transform, never by the names of fields.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.chain import chain_entries
-from muonfx.core.visit import Placeholder, Visit, fixed, is_wrapper, record_calls, root_visit
-from muonfx.placement.arguments import meta_like
+from muonfx.core.visit import Path, Visit, fixed
 from muonfx.placement.placed import execution_of, matrix_stages
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.layout import Layout
@@ -35,7 +33,6 @@ from muonfx.sharding.shards.dtensors import (
     global_shard,
     is_dtensor,
     local_of,
-    local_tree,
     parameter_like,
 )
 from muonfx.sharding.shards.flat_shard import FlatShard
@@ -69,69 +66,73 @@ class LeafPlacement:
     """The name of the leaf in the state, such as "2.scale_by_adam.count"."""
 
 
-def _placements(binding: Binding, root: Visit) -> PyTree:
-    """Return a tree like the state of a transform, with a `LeafPlacement` (ranks and shapes) for each leaf."""
-    plans: dict[Visit, RunPlan] = {}
+def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
+    """Return a list with the placement (ranks and shapes) of each leaf of a state. A leaf that is None has None."""
+    key = tx.treedef, tuple(tree.names(params))
+    if key not in binding.placements:
+        binding.placements[key] = _describe(binding, tx, params)
+    return binding.placements[key]
+
+
+def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
+    """Compute the placements from states on meta tensors: of each transform alone, and of this rank's shards."""
+    local_state = binding.init(tx, binding.local_like(params))
+    visits = binding.visits(tx, params)
+    plan_of: dict[Visit, RunPlan] = {}
     if not binding.holds_all:
-        for stage in matrix_stages(root):
+        for stage in matrix_stages(visits[0]):
             plan = binding.plan(run_of(stage), stage[0].params)
-            plans |= dict.fromkeys(stage, plan)
-    return _of_visit(binding, root, plans)
+            plan_of |= dict.fromkeys(stage, plan)
+    placement_at: dict[Path, LeafPlacement] = {}
+    with warnings.catch_warnings():  # the first `init` has already warned
+        warnings.simplefilter("ignore")
+        # Outer transforms come first: the state of an inner transform is a part of theirs, and is described again.
+        for visited in visits:
+            placement_at |= _placements(binding, visited, plan_of.get(visited))
+    described: list[LeafPlacement | None] = []
+    for path, (name, leaf) in zip(tree.paths(local_state), tree.named_leaves(local_state), strict=True):
+        if path in placement_at:
+            local_shape = None if leaf is None else tuple(leaf.shape)
+            described.append(replace(placement_at[path], local=local_shape, path=name))
+        else:
+            described.append(None)
+    return described
 
 
-def _of_visit(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) -> PyTree:
-    """Return `_placements` for one transform and the transforms that it calls.
+def _placements(binding: Binding, visited: Visit, plan: RunPlan | None) -> dict[Path, LeafPlacement]:
+    """Return the placement of each tensor in the state of one transform, by its path in the outermost state.
 
-    `visited` has a transform, the parameters that it receives, and a `Visit` of each transform that it calls. `plans`
-    has the owners of each matrix stage.
+    `plan` has the owners of matrices if the transform needs whole matrices.
     """
-    entries = chain_entries(visited.tx)
-    if entries is not None:  # the state of a chain is a dict by member
-        states = [_of_visit(binding, member, plans) for member in visited.calls]
-        return dict(zip(entries, states, strict=True))
-    if is_wrapper(visited.tx):
-        return _of_wrapper(binding, visited, plans)
-    # A transform that calls no others.
+    if visited.state is None:  # its caller may store the state in any form, and has described it
+        return {}
     state = fixed(visited).functions.init(visited.params)
+    params = visited.params
     if execution_of(visited) == "whole tree" and not binding.holds_all:
         # It runs on the gathered tree, so its whole state is equal on all ranks: no leaf belongs to a parameter.
-        return _of_leaves(state, params={})
+        params = {}
     if getattr(state, "is_equal_on_all_ranks", False):
         # The class of the state declares it, for example `LeafMonitorState`. Shapes do not suffice: the value of a 0-d
         # parameter has the shape of a state that is sharded like the parameter.
-        return _of_leaves(state, params={})
-    return _of_leaves(state, visited.params, plans.get(visited))
-
-
-def _of_wrapper(binding: Binding, visited: Visit, plans: Mapping[Visit, RunPlan]) -> PyTree:
-    """Return `_placements` for a transform that has a state of its own and calls others, such as `accumulate`."""
-    # The recorded state has a placeholder for the state of each transform that it calls.
-    recorded = record_calls(visited.tx, visited.params)
-    leaves, treedef = tree.flatten(_of_leaves(recorded.state, visited.params))
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Placeholder):
-            leaves[position] = _of_visit(binding, visited.calls[leaf.index], plans)
-    return tree.unflatten(treedef, leaves)
-
-
-def _of_leaves(state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
-    """Return a tree like ``state`` with a `LeafPlacement` for each tensor; ``plan`` has the owners of matrices."""
-    leaves, treedef = tree.flatten(state)
+        params = {}
+    leaves = tree.leaves(state)
     names: Sequence[str | None] = [None] * len(leaves)
     if tree.leaves(params):
         names = parameters_of(state, params)
     shape_of = {name: leaf.shape for name, leaf in tree.named_leaves(params) if leaf is not None}
-    for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+    placements: dict[Path, LeafPlacement] = {}
+    for path, name, leaf in zip(tree.paths(state), names, leaves, strict=True):
         if not isinstance(leaf, Tensor):
             continue
         if name is not None and plan is not None:
-            leaves[index] = _placement_on_owners(plan, name, leaf)
+            placement = _placement_on_owners(plan, name, leaf)
         elif name in shape_of and leaf.shape != shape_of[name]:
             # A leaf of another shape than its parameter's is equal on all ranks, like a leaf without a parameter.
-            leaves[index] = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
+            placement = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
         else:
-            leaves[index] = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
-    return tree.unflatten(treedef, leaves)
+            placement = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
+        placements[*visited.state, *path] = placement
+    return placements
 
 
 def _placement_on_owners(plan: RunPlan, name: str, leaf: Tensor) -> LeafPlacement:
@@ -142,30 +143,6 @@ def _placement_on_owners(plan: RunPlan, name: str, leaf: Tensor) -> LeafPlacemen
         if shard.owner in (None, plan.rank):
             shard_of_rank = shard
     return LeafPlacement(name, tuple(leaf.shape), leaf.dtype, owned=True, shards=shards, shard=shard_of_rank)
-
-
-def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Return a list with the placement (ranks and shapes) of each leaf of a state. A leaf that is None has None."""
-    key = tx.treedef, tuple(tree.names(params))
-    if key not in binding.placements:
-        binding.placements[key] = _describe(binding, tx, params)
-    return binding.placements[key]
-
-
-def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Compute the placements from two states on meta tensors: of one process, and of this rank for the local shapes."""
-    local_state = binding.init(tx, binding.local_like(params))
-    with warnings.catch_warnings():  # the first `init` has already warned
-        warnings.simplefilter("ignore")
-        placements = _placements(binding, root_visit(tx, binding.global_like(params)))
-    described: list[LeafPlacement | None] = []
-    for (path, local_leaf), placement in zip(tree.named_leaves(local_state), tree.leaves(placements), strict=True):
-        if not isinstance(placement, LeafPlacement):
-            described.append(None)
-            continue
-        local_shape = None if local_leaf is None else tuple(local_leaf.shape)
-        described.append(replace(placement, local=local_shape, path=path))
-    return described
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
@@ -206,13 +183,11 @@ def leaf_to_dtensor(binding: Binding, placement: LeafPlacement | None, leaf: Ten
     return parameter_like(layout, placement.name, leaf)
 
 
-def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """Replace each DTensor in an optimizer state by the local tensor that `update` uses on this rank.
+def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
+    """Replace each DTensor and `FlatShard` in a state by the local tensor that `update` uses on this rank.
 
-    The leaf of a matrix that another rank computes becomes None: its DTensor has no elements on this rank.
+    The leaf of a matrix that another rank computes becomes None: here its DTensor or `FlatShard` has no elements.
     """
-    if not binding.layout.dtensors:
-        return state
     leaves, treedef = tree.flatten(state)
     if PLAIN.issuperset(map(type, leaves)):
         return state
@@ -220,14 +195,16 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
     if len(placements) != len(leaves):
         return tree.map(local_of, state)  # the state of another transform: the check of the state reports it
     for index, (placement, leaf) in enumerate(zip(placements, leaves, strict=True)):
-        if not is_dtensor(leaf):
+        is_flat = isinstance(leaf, FlatShard)
+        if not is_flat and not is_dtensor(leaf):
             continue
-        local = local_of(leaf)
-        if placement is None or not placement.owned:  # as on all ranks, or sharded like its parameter
+        local = leaf.data if is_flat else local_of(leaf)
+        is_in_other_shape = is_flat or (placement is not None and placement.owned)
+        if placement is None or not is_in_other_shape:
             leaves[index] = local
         elif placement.local is None:  # other ranks compute the matrices of its parameter
             leaves[index] = None
-        else:  # the matrices that this rank computes, in the shape in which it does
+        else:  # in the shape in which this rank computes
             leaves[index] = local.view(placement.local)
     return tree.unflatten(treedef, leaves)
 
@@ -268,24 +245,6 @@ def interval_of(placement: LeafPlacement, shard: MatrixShard) -> tuple[int, int]
     start = shard.start * leaf_numel // param_numel
     stop = shard.stop * leaf_numel // param_numel
     return start, stop
-
-
-def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree) -> PyTree:
-    """Convert a state from its form for checkpoints to the local tensors of this rank. It undoes `global_state`."""
-    local_params = meta_like(local_tree(params))
-    meta_leaves = tree.leaves(binding.init(tx, local_params))  # the shapes on this rank
-    leaves, treedef = tree.flatten(values)
-    for index, (meta_leaf, leaf) in enumerate(zip(meta_leaves, leaves, strict=True)):
-        if meta_leaf is None:
-            leaves[index] = None
-        elif isinstance(leaf, FlatShard):
-            leaves[index] = leaf.data.view(meta_leaf.shape)
-        else:
-            leaves[index] = local_of(leaf)
-    state = tree.unflatten(treedef, leaves)
-    if binding.layout.dtensors:
-        return state_to_dtensors(binding, tx, params, state)
-    return state
 
 
 # ------------------------------------------------------------------------------------------------------ state of owners

@@ -40,7 +40,6 @@ from muonfx.sharding.state import (
     global_state,
     local_state,
     state_to_dtensors,
-    without_dtensors,
 )
 from muonfx.tree import PyTree
 
@@ -174,7 +173,7 @@ def sharded(
         params = without_left_out(tx, params)
         call = Arguments(updates, state, params, donate, extras)
         if layout.dtensors:
-            call = call._replace(state=without_dtensors(binding, inner, call.like, state))
+            call = call._replace(state=local_state(binding, inner, call.like, state))
         # A call inside `torch.func.grad`, for example, is an error, which `step_sharded` raises on all ranks.
         problem = transform_problem("update of a sharded transform", call)
         with without_transforms():
@@ -318,7 +317,7 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     binding, inner, like = binding_of(tx, params)
     if is_global(state):
         return state
-    plain_state = without_dtensors(binding, inner, like, state)
+    plain_state = local_state(binding, inner, like, state)
     check_local(binding.layout, describe_state(binding, inner, like), plain_state)
     return global_state(binding, inner, like, plain_state)
 
@@ -346,7 +345,10 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     """
     binding, inner, like = binding_of(tx, params)
     _progress_of(tx.structure.memory, binding, inner).load()
-    return local_state(binding, inner, like, without_dtensors(binding, inner, like, state))
+    state = local_state(binding, inner, like, state)
+    if tx.arguments["layout"].dtensors:
+        return state_to_dtensors(binding, inner, like, state)
+    return state
 
 
 def is_global(values: PyTree) -> bool:

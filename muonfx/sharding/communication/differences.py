@@ -74,7 +74,7 @@ _LONGEST = 400
 
 def _around_difference(first: str, second: str) -> tuple[str, str]:
     """Shorten two long texts to the part around the first character that differs."""
-    common = len(os.path.commonprefix([first, second]))
+    common = len(os.path.commonprefix([first, second]))  # noqa: RUF071  # of characters
     return _excerpt(first, common), _excerpt(second, common)
 
 

@@ -35,40 +35,27 @@ def group_of_meshes(ranks_of: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.Proc
     return group
 
 
-class CutsOnMeshes(NamedTuple):
-    """How DTensors are partitioned over all ranks."""
-
-    cuts: dict[str, Cut]
-    """The partition of each parameter, by name."""
-    on_several_meshes: tuple[str, ...]
-    """The names of the parameters that have different meshes on different ranks."""
-
-
 def cuts_on_meshes(
     specs: Mapping[str, Spec],
     dtensors: Mapping[str, DTensorSpec],
     ranks_of: Mapping[DeviceMesh, tuple[int, ...]],
     group: dist.ProcessGroup,
-) -> CutsOnMeshes:
-    """Return the partition of each parameter. If the meshes have different ranks, all ranks call this together."""
+) -> tuple[dict[str, Cut], tuple[str, ...]]:
+    """Return the partition of each parameter by name, and the names of those that have several meshes.
+
+    If the meshes have different ranks, a parameter may have the mesh of ranks 0 and 2 on these two ranks, and the mesh
+    of ranks 1 and 3 on the other two. All ranks then call this together.
+    """
     ranks = dist.get_process_group_ranks(group)
     coordinates_on = {mesh: MeshCoordinates.of(mesh, ranks) for mesh in ranks_of}
+    different_meshes: set[DeviceMesh] = set()
     have_different_ranks = len(set(ranks_of.values())) > 1
     if have_different_ranks:
-        cuts_on_several = _cuts_on_several_meshes(specs, dtensors, ranks_of, coordinates_on, group)
-        if cuts_on_several is not None:
-            return cuts_on_several
+        placements = _digest_of_placements(specs, dtensors, coordinates_on)
+        coordinates_on, different_meshes = _coordinates_of_all_ranks(placements, ranks_of, coordinates_on, group)
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks))
-    return CutsOnMeshes(cuts, on_several_meshes=())
-
-
-class _MeshOnRank(NamedTuple):
-    """The description of one mesh that a rank sends to the others."""
-
-    ranks: str
-    """The digest of the ranks on the mesh."""
-    coordinates: tuple[int, ...] | None
-    """The coordinates of the sending rank on the mesh."""
+    on_several_meshes = [name for name, dtensor in dtensors.items() if dtensor.mesh in different_meshes]
+    return cuts, tuple(on_several_meshes)
 
 
 class _Message(NamedTuple):
@@ -76,44 +63,42 @@ class _Message(NamedTuple):
 
     placements: str
     """The digest of the parameters, of their placements, and of the shapes of the meshes."""
-    meshes: list[_MeshOnRank]
+    ranks: list[str]
+    """For each mesh, the digest of the ranks on it."""
+    coordinates: list[tuple[int, ...] | None]
+    """For each mesh, the coordinates of the sending rank."""
 
 
-def _cuts_on_several_meshes(
-    specs: Mapping[str, Spec],
-    dtensors: Mapping[str, DTensorSpec],
+def _coordinates_of_all_ranks(
+    placements: str,
     ranks_of: Mapping[DeviceMesh, tuple[int, ...]],
-    coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
+    coordinates_on: dict[DeviceMesh, MeshCoordinates],
     group: dist.ProcessGroup,
-) -> CutsOnMeshes | None:
-    """Return each parameter's partition, when ranks may have different meshes for it.
+) -> tuple[dict[DeviceMesh, MeshCoordinates], set[DeviceMesh]]:
+    """Return the coordinates of all ranks on this rank's meshes, and the meshes that have other ranks elsewhere.
 
-    For example, a parameter has the mesh of ranks 0 and 2 on these two ranks, and the mesh of ranks 1 and 3 on the
-    other two. A rank has coordinates on its own meshes only, so all ranks send theirs. The first mesh of a rank
-    corresponds to the first meshes of the other ranks, and so on. Return None if anything but the ranks on these meshes
-    differs between ranks.
+    A rank has coordinates on its own meshes only, so all ranks send theirs. The first mesh of a rank corresponds to the
+    first meshes of the other ranks, and so on. If anything but the ranks on these meshes differs between ranks (their
+    `placements`, a digest), return `coordinates_on` unchanged.
     """
     # 1. All ranks send their coordinates on their meshes.
     rank = dist.get_rank(group)
-    message = _Message(_digest_of_placements(specs, dtensors, coordinates_on), meshes=[])
-    for mesh, ranks in ranks_of.items():
-        message.meshes.append(_MeshOnRank(digest(ranks), coordinates_on[mesh].coordinates[rank]))
+    ranks_on_meshes = list(map(digest, ranks_of.values()))
+    coordinates_of_rank = [coordinates_on[mesh].coordinates[rank] for mesh in ranks_of]
     wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
+    message = _Message(placements, ranks_on_meshes, coordinates_of_rank)
     messages: list[_Message] = all_objects(message, group, "finding out who holds what")
-    if any(received.placements != message.placements for received in messages):
-        return None
+    if any(received.placements != placements for received in messages):
+        return coordinates_on, set()
     # 2. Each rank has, on each mesh, the coordinates that it sent.
-    coordinates_of_all_ranks: dict[DeviceMesh, MeshCoordinates] = {}
+    all_coordinates: dict[DeviceMesh, MeshCoordinates] = {}
     different_meshes: set[DeviceMesh] = set()
     for index, mesh in enumerate(ranks_of):
-        mesh_on_each_rank = [received.meshes[index] for received in messages]
-        coordinates = [mesh_on_rank.coordinates for mesh_on_rank in mesh_on_each_rank]
-        coordinates_of_all_ranks[mesh] = MeshCoordinates(coordinates_on[mesh].shape, coordinates)
-        if len({mesh_on_rank.ranks for mesh_on_rank in mesh_on_each_rank}) > 1:
+        coordinates = [received.coordinates[index] for received in messages]
+        all_coordinates[mesh] = MeshCoordinates(coordinates_on[mesh].shape, coordinates)
+        if len({received.ranks[index] for received in messages}) > 1:
             different_meshes.add(mesh)
-    cuts = cuts_of_dtensors(specs, dtensors, coordinates_of_all_ranks, len(messages))
-    on_several_meshes = [name for name, dtensor in dtensors.items() if dtensor.mesh in different_meshes]
-    return CutsOnMeshes(cuts, tuple(on_several_meshes))
+    return all_coordinates, different_meshes
 
 
 def _digest_of_placements(
