@@ -26,7 +26,6 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.cost import run_of
 from muonfx.sharding.plan.matrix_shards import MatrixShard
-from muonfx.sharding.shards.boxes import Box
 from muonfx.sharding.shards.dtensors import (
     PLAIN,
     dtensor_of,
@@ -305,15 +304,10 @@ def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard],
             return False
     if tuple(shape[:1]) != tuple(spec.shape[:1]):
         return False
-    boxes_of: dict[int | None, tuple[Box, ...]] = {shard.owner: shard.position.boxes for shard in shards}
-    if len(boxes_of) < len(shards):  # a rank computes several ranges
+    owners = {shard.owner for shard in shards}
+    if len(owners) < len(shards):  # a rank computes several ranges
         return False
-    for rank in range(layout.size):
-        held_boxes = layout.position(name, rank).boxes
-        computed_boxes = boxes_of.get(rank, ())
-        if held_boxes != computed_boxes:
-            return False
-    return True
+    return all(shard.route == "local" for shard in shards)
 
 
 def _empty_on(mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
