@@ -37,11 +37,10 @@ _WORD_BYTES = 4
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
     """Return the int64 weights of `checksum`: pseudo-random odd numbers, one for each 32-bit word of a pass."""
-    # Constants and shifts as int64: a shift keeps the sign, which is masked away.
-    z = torch.arange(1, WORDS + 1, dtype=torch.int64, device=device) * (0x9E3779B97F4A7C15 - (1 << 64))
-    z = (z ^ (z >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
-    z = (z ^ (z >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
-    return z ^ (z >> 31 & (1 << 33) - 1) | 1
+    generator = torch.Generator().manual_seed(0)  # the same numbers on all ranks
+    limits = torch.iinfo(torch.int64)
+    numbers = torch.randint(limits.min, limits.max, (WORDS,), generator=generator, dtype=torch.int64, device="cpu")
+    return (numbers | 1).to(device)
 
 
 @torch.no_grad()

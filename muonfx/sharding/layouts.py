@@ -42,7 +42,7 @@ Group = dist.ProcessGroup | int | None
 """A process group; or None, for the default group; or a number of ranks, for a layout without processes."""
 
 
-def replicated(params: PyTree = None, group: Group = None) -> Layout:
+def replicated(params: PyTree, group: Group = None) -> Layout:
     """Build the layout in which every rank holds every parameter, as under `DistributedDataParallel`.
 
     The gradients passed to a transform must already be averaged over the ranks. By default a matrix is orthogonalized
@@ -54,17 +54,12 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
             processes.
 
     Raises:
-        TypeError: ``params`` is missing, or a group was passed in its place.
+        TypeError: a leaf of ``params`` is no tensor, for example because a group was passed in its place.
         ShardingError: ``group`` is None, and torch.distributed is not initialized.
 
     >>> replicated({"w": torch.zeros(2)}, 4)
     <replicated of 1 parameters over 4 ranks>
     """
-    if params is None or isinstance(params, int | dist.ProcessGroup):
-        raise TypeError(
-            f"params: found {params!r}, expected the parameters: write replicated(params) or "
-            "replicated(params, group), with params=dict(model.named_parameters()) for a model"
-        )
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
     whole = functools.cache(Whole)  # parameters of one shape share a partition, with its remembered values

@@ -132,14 +132,8 @@ def _numel(tensors: Sequence[Tensor]) -> int:
 
 def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy each tensor in `sources` into the tensor in `targets` at the same index, in one fused call."""
-    nonempty_sources: list[Tensor] = []
-    nonempty_targets: list[Tensor] = []
-    for source, target in zip(sources, targets, strict=True):
-        if source is not target and source.numel():
-            nonempty_sources.append(source)
-            nonempty_targets.append(target)
-    if nonempty_sources:
-        torch._foreach_copy_(nonempty_targets, nonempty_sources)
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
