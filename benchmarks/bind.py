@@ -139,7 +139,8 @@ def bind(case: dict[str, Any]) -> dict[str, Any]:
     layout.digest  # noqa: B018  ranks compare it when they bind
     made = time.perf_counter()
     shards = 0
-    for plan in sharded_transform.bind(layout, sharded_transform.settings_of(tx)).plans.values():
+    binding, _, _ = sharded_transform.binding_of(tx, local)
+    for plan in binding.plans.values():
         for shard in plan.shards:
             shard.local_transfers(rank)
             shards += shard.owner == rank

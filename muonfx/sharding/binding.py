@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,26 @@ from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.plan.matrix_shards import on_stacks
 from muonfx.sharding.shards.dtensors import map_named
 from muonfx.tree import PyTree
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def by_structure(function: F) -> F:
+    """Decorate a function of a binding, a transform and parameters, whose result follows from structures and names.
+
+    The binding remembers each result, by the tree structure of the transform and the names of the parameters.
+    """
+    attribute = f"_by_structure_{function.__qualname__}"
+
+    @functools.wraps(function)
+    def call(binding: Binding, tx: Transform, params: PyTree) -> Any:
+        results = vars(binding).setdefault(attribute, {})
+        key = tx.treedef, tuple(tree.names(params))
+        if key not in results:
+            results[key] = function(binding, tx, params)
+        return results[key]
+
+    return cast("F", call)
 
 
 @dataclass(eq=False)
@@ -96,14 +116,9 @@ class Binding:
     progress_of: dict[Hashable, Progress] = field(default_factory=dict)
     """A dict from the tree structure of a transform to the progress of the one that was initialized last."""
 
-    # Caches, by the tree structure of a transform and the names of the parameters. Each is filled by its only user.
-    placements: dict[Hashable, list[Any]] = field(default_factory=dict)
-    """The results of `muonfx.sharding.state.describe_state`."""
-    facts: dict[Hashable, Any] = field(default_factory=dict)
-    """The facts that all steps share, for `muonfx.sharding.facts.facts_of_step`, also by the parameters' dtypes."""
+    # Caches, by the tree structure of a transform and the names of the parameters; see also `by_structure`.
     expected_states: dict[Hashable, Any] = field(default_factory=dict)
     """The structure, shapes and dtypes that a state must have, also by the dtypes of the parameters."""
-    _visits: dict[Hashable, tuple[Visit, ...]] = field(default_factory=dict)
     plans: dict[Hashable, RunPlan] = field(default_factory=dict)
     """The results of `plan`, by names of parameters, transforms and device."""
     _warned: set[Hashable] = field(default_factory=set)
@@ -126,12 +141,10 @@ class Binding:
         """Return this rank's initial state for a transform. `params` has local tensors; on meta, nothing is sent."""
         return self.placed(tx, params).functions.init(params)
 
+    @by_structure
     def visits(self, tx: Transform, params: PyTree) -> tuple[Visit, ...]:
         """Return a `Visit` of a transform and of each transform that it calls, for the global parameters."""
-        key = tx.treedef, tuple(tree.names(params))
-        if key not in self._visits:
-            self._visits[key] = tuple(visit(tx, self.global_like(params)))
-        return self._visits[key]
+        return tuple(visit(tx, self.global_like(params)))
 
     def on_owners(self, tx: Transform) -> Transform:
         """Return a transform that runs ``tx``, which needs whole matrices, with each matrix on one rank (its owner)."""

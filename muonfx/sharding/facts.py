@@ -25,9 +25,10 @@ from muonfx.core.value import Recorded, parts_of
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.placed import execution_of
 from muonfx.placement.store import IN_MEMORY, Store
-from muonfx.sharding.binding import Binding, Progress
+from muonfx.sharding.binding import Binding, Progress, by_structure
 from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.digests import digest
+from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.state import describe_state
 from muonfx.tree import PyTree
 
@@ -53,12 +54,10 @@ _COUNTERS = "numbers in their states"
 
 
 class _ConstantFacts(NamedTuple):
-    """Facts that are the same in all steps of a transform, and computed once for each tree of parameters."""
+    """Facts that are the same in all steps of a transform."""
 
     transforms: str
     """The digest of `facts_of_transforms`."""
-    dtypes: str
-    """The digest of the dtypes of the parameters."""
     state_size: int
     """The number of leaves of the state."""
     shared_state: dict[str, int]
@@ -70,18 +69,19 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
 
     `call` has local tensors. `progress` counts the steps of the transform or optimizer that is stepped.
     """
-    constant = _constant_facts(binding, tx, call)
+    constant = _constant_facts(binding, tx, call.like)
     counters = _leaves_without_parameter(constant, call.state)
     steps = [int(leaf) for leaf in counters.values() if _is_host_counter(leaf)]
     step = max(steps, default=progress.completed)  # the largest counter of the state, for the schedules
     numbers = {**_comparable_numbers(tx), **_values_of_schedules(tx, step)}
     extras = dict(sorted(call.extras.items()))
+    dtypes = [getattr(leaf, "dtype", None) for leaf in tree.leaves(call.params)]
     loaded = "loaded" if progress.has_loaded else "not loaded"
     return {
         _TRANSFORMS: constant.transforms,
         _ORDER: f"number {progress.serial} of the group",
         _HAS_PARAMS: call.params is not None,
-        _DTYPES: constant.dtypes,
+        _DTYPES: _digest_of_dtypes(binding, tuple(dtypes)),
         _LOADS: f"{loaded} since the last step",
         _COMPLETED: progress.completed,
         _NUMBERS: numbers,
@@ -96,23 +96,24 @@ def facts_as_texts(binding: Binding, tx: Transform, call: Arguments, facts: Fact
     return {**facts_of_transforms(binding, tx, call.like), **facts, _DTYPES: dtypes}
 
 
-def _constant_facts(binding: Binding, tx: Transform, call: Arguments) -> _ConstantFacts:
-    """Return the facts that are the same in each step, computed once for a transform and the leaves of its arguments.
+@by_structure
+def _constant_facts(binding: Binding, tx: Transform, params: PyTree) -> _ConstantFacts:
+    """Return the facts that are the same in each step of a transform.
 
     The values of counters and of other leaves without a parameter are compared at each step, so their indices among the
     leaves of the state are stored: ``{"2.scale_by_adam.count": 4}``.
     """
-    dtypes = tuple([getattr(leaf, "dtype", None) for leaf in tree.leaves(call.params)])
-    key = tx.treedef, tuple(tree.names(call.like)), dtypes
-    if key not in binding.facts:
-        placements = describe_state(binding, tx, call.like)
-        shared_state: dict[str, int] = {}
-        for index, placement in enumerate(placements):
-            if placement is not None and placement.name is None:
-                shared_state[placement.path] = index
-        transforms = digest(facts_of_transforms(binding, tx, call.like))
-        binding.facts[key] = _ConstantFacts(transforms, digest(dtypes), len(placements), shared_state)
-    return binding.facts[key]
+    placements = describe_state(binding, tx, params)
+    shared_state: dict[str, int] = {}
+    for index, placement in enumerate(placements):
+        if placement is not None and placement.name is None:
+            shared_state[placement.path] = index
+    return _ConstantFacts(digest(facts_of_transforms(binding, tx, params)), len(placements), shared_state)
+
+
+@remembered
+def _digest_of_dtypes(binding: Binding, dtypes: tuple[torch.dtype | None, ...]) -> str:
+    return digest(dtypes)
 
 
 def _leaves_without_parameter(constant: _ConstantFacts, state: PyTree) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.visit import Path, Visit, fixed
 from muonfx.placement.placed import execution_of, matrix_stages
-from muonfx.sharding.binding import Binding
+from muonfx.sharding.binding import Binding, by_structure
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.cost import run_of
@@ -65,16 +65,12 @@ class LeafPlacement:
     """The name of the leaf in the state, such as "2.scale_by_adam.count"."""
 
 
+@by_structure
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Return a list with the placement (ranks and shapes) of each leaf of a state. A leaf that is None has None."""
-    key = tx.treedef, tuple(tree.names(params))
-    if key not in binding.placements:
-        binding.placements[key] = _describe(binding, tx, params)
-    return binding.placements[key]
+    """Return a list with the placement (ranks and shapes) of each leaf of a state. A leaf that is None has None.
 
-
-def _describe(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Compute the placements from states on meta tensors: of each transform alone, and of this rank's shards."""
+    It is found from states on meta tensors: of each transform alone, and of this rank's shards.
+    """
     local_state = binding.init(tx, binding.local_like(params))
     visits = binding.visits(tx, params)
     plan_of: dict[Visit, RunPlan] = {}
