@@ -17,10 +17,10 @@ from muonfx.internal.display import Report, Row, Shown, Table, format_bytes, for
 from muonfx.internal.wrappers import unwrapped_optimizer
 from muonfx.optimizer import TransformOptimizer
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import local_of
+from muonfx.sharding.shards.dtensors import local_of, local_tree
 from muonfx.sharding.shards.flat_shard import FlatShard
-from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, local_state
-from muonfx.sharding.transform import Sharded, binding_of, check_local, is_global
+from muonfx.sharding.state import LeafPlacement, check_state, describe_state, interval_of, local_state
+from muonfx.sharding.transform import Sharded, binding_of
 from muonfx.tree import PyTree
 
 
@@ -333,9 +333,8 @@ def _summarize(tx: Transform, state: PyTree, *, params: PyTree, local_params: Py
     binding, inner_tx, local_params = binding_of(tx, local_params)
     layout = binding.layout
     placements = describe_state(binding, inner_tx, local_params)
-    if not is_global(state):
-        state = local_state(binding, inner_tx, local_params, state)
-    check_local(layout, placements, state)
+    state = local_state(binding, inner_tx, local_params, state)
+    check_state(binding, inner_tx, local_tree(local_params), state, with_dtypes=False)
     summaries: list[LeafSummary] = []
     for path, placement, leaf in zip(tree.paths(state), placements, tree.leaves(state), strict=True):
         summaries.append(_sharded_leaf(layout, path, placement, leaf))

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Transform
+from muonfx.core import Transform, checks
 from muonfx.core.visit import Path, Visit, fixed
+from muonfx.placement.arguments import meta_like
 from muonfx.placement.placed import execution_of, matrix_stages
 from muonfx.sharding.binding import Binding, by_structure
 from muonfx.sharding.layout import Layout
@@ -138,6 +139,18 @@ def _placement_on_owners(plan: RunPlan, name: str, leaf: Tensor) -> LeafPlacemen
         if shard.owner in (None, plan.rank):
             shard_of_rank = shard
     return LeafPlacement(name, tuple(leaf.shape), leaf.dtype, owned=True, shards=shards, shard=shard_of_rank)
+
+
+def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *, with_dtypes: bool) -> None:
+    """Raise unless a state is one that `init` returns on this rank for parameters like ``like``, local tensors."""
+    leaves = tree.leaves(like)
+    if any(leaf is None for leaf in leaves):
+        return  # without its shape, the state that `init` returns cannot be computed
+    key = tx.treedef, tuple(tree.names(like)), tuple([leaf.dtype for leaf in leaves])
+    if key not in binding.expected_states:  # most steps have the same: `init` is called once, on meta tensors
+        meta_state = binding.init(tx, meta_like(like))
+        binding.expected_states[key] = checks.ExpectedState.of(meta_state)
+    checks.check_state_like(tx.name, state, binding.expected_states[key], with_dtypes=with_dtypes)
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:

@@ -6,8 +6,7 @@ global form, for checkpoints, in which each leaf records its position in the who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import prod
+from collections.abc import Callable
 from typing import Any, Literal, ParamSpec
 
 import torch
@@ -27,20 +26,13 @@ from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.communication.agreed_call import agreed_call, next_serial, verify_ranks
 from muonfx.sharding.communication.replicas import verify_params
 from muonfx.sharding.communication.waiting import construction
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.shards.dtensors import PLAIN, local_tree, to_dtensors, transform_problem
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import require_layout
-from muonfx.sharding.state import (
-    LeafPlacement,
-    describe_state,
-    global_state,
-    local_state,
-    state_to_dtensors,
-)
+from muonfx.sharding.state import check_state, global_state, local_state, state_to_dtensors
 from muonfx.tree import PyTree
 
 P = ParamSpec("P")
@@ -305,7 +297,7 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
     Raises:
         TypeError: ``tx`` is not sharded.
-        ShardingError: the state does not fit ``tx`` and its layout; the message names a leaf.
+        ValueError: the state does not fit ``tx`` and its layout; the message names a leaf.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.ones(2, 2)}
@@ -318,7 +310,7 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     if is_global(state):
         return state
     plain_state = local_state(binding, inner, like, state)
-    check_local(binding.layout, describe_state(binding, inner, like), plain_state)
+    check_state(binding, inner, local_tree(like), plain_state, with_dtypes=False)
     return global_state(binding, inner, like, plain_state)
 
 
@@ -355,23 +347,6 @@ def is_global(values: PyTree) -> bool:
     """Return True if any leaf of a tree is a `FlatShard` (a shard with its position), as `to_global` returns."""
     # A global tree without a FlatShard has DTensors and whole tensors only, which `to_global` leaves unchanged.
     return any(isinstance(leaf, FlatShard) for leaf in tree.leaves(values))
-
-
-def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
-    """Raise unless the leaves of a state have the shapes on this rank that `described` lists, one item per leaf."""
-    advice = "create it with init of this transform under this layout, or load it from a checkpoint"
-    leaves = tree.leaves(state)
-    if len(leaves) != len(described):
-        raise ShardingError(f"the state has {len(leaves)} leaves, expected {len(described)}: {advice}")
-    for name, leaf, placement in zip(tree.names(state), leaves, described, strict=True):
-        if leaf is None or placement is None or placement.local is None:
-            continue
-        are_empty = not leaf.numel() and not prod(placement.local)
-        if tuple(leaf.shape) != placement.local and not are_empty:
-            raise ShardingError(
-                f"state: {name!r} has shape {tuple(leaf.shape)}, expected {placement.local} on this rank under "
-                f"{layout!r}: {advice}"
-            )
 
 
 def settings_of(tx: Sharded) -> Settings:

@@ -199,6 +199,6 @@ def test_a_state_of_another_layout_is_refused_on_all_ranks(here: Here, tmp_path:
             else mfx.checkpoint.load(tmp_path / "good", like=state, tx=sharded)
         ),
     ):
-        with pytest.raises(mfx.checkpoint.CheckpointError, match=f"rank 1: .*{said.get(what, 'leaves, expected')}"):
+        with pytest.raises(mfx.checkpoint.CheckpointError, match=f"rank 1: .*{said.get(what, 'it does not fit')}"):
             use()
     assert not (tmp_path / "bad").exists()

@@ -19,6 +19,7 @@ from muonfx.sharding.digests import digest
 from muonfx.sharding.facts import facts_as_texts, facts_of_binding, facts_of_step
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import local_tree, require_shards, unplaced_shards
+from muonfx.sharding.state import check_state
 from muonfx.tree import PyTree
 
 
@@ -116,7 +117,9 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
     if check:
         if call.params is not None:
             require_shards(binding.layout, tree.names(call.params), tree.leaves(call.params))
-        _check_trees(binding, tx, local)
+            checks.check_updates_fit(local.params, local.updates)
+        # Without parameters, the dtypes of the state are unknown.
+        check_state(binding, tx, local.like, local.state, with_dtypes=local.params is not None)
     if local.extras:
         transforms = [visited.tx for visited in binding.visits(tx, local.like)]
         check_values_of_extras(transforms, local.extras)
@@ -125,26 +128,6 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
     if tx.treedef not in binding.likes:  # for `to_global` and `from_global`, which may be called without parameters
         binding.likes[tx.treedef] = meta_like(local.like)
     return local, unplaced
-
-
-def _check_trees(binding: Binding, tx: Transform, local: Arguments) -> None:
-    """Raise unless the updates fit the parameters, and the state is one that `init` returns for them.
-
-    `local` has local tensors. If it has no parameters, only the shapes of the state are compared, not its dtypes.
-    """
-    if local.params is not None:
-        checks.check_updates_fit(local.params, local.updates)
-    leaves = tree.leaves(local.like)  # of the parameters or, without them, of the updates
-    if any(leaf is None for leaf in leaves):
-        return  # without its shape, the state that `init` returns cannot be computed
-    names = tuple(tree.names(local.updates))
-    dtypes = tuple([leaf.dtype for leaf in leaves])
-    key = tx.treedef, names, dtypes
-    if key not in binding.expected_states:  # most steps have the same: `init` is called once, on meta tensors
-        meta_state = binding.init(tx, meta_like(local.like))
-        binding.expected_states[key] = checks.ExpectedState.of(meta_state)
-    expected = binding.expected_states[key]
-    checks.check_state_like(tx.name, local.state, expected, with_dtypes=local.params is not None)
 
 
 _serials: dict[str, int] = {}
