@@ -163,32 +163,28 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
     if old is not None:
         old_leaves = tree.leaves(old)
     placements = describe_state(binding, tx, params)
-    for index, (placement, leaf, old_leaf) in enumerate(zip(placements, leaves, old_leaves, strict=True)):
-        old_local = getattr(old_leaf, "_local_tensor", None)  # None if the old leaf is not a DTensor
-        was_updated_in_place = leaf is not None and leaf is old_local
-        if was_updated_in_place:
-            leaves[index] = old_leaf
-        else:
-            leaves[index] = leaf_to_dtensor(binding, placement, leaf)
-    return tree.unflatten(treedef, leaves)
+    converted: list[Any] = []
+    for placement, leaf, old_leaf in zip(placements, leaves, old_leaves, strict=True):
+        converted.append(leaf_to_dtensor(binding, placement, leaf, old_leaf))
+    return tree.unflatten(treedef, converted)
 
 
-def leaf_to_dtensor(binding: Binding, placement: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
+def leaf_to_dtensor(
+    binding: Binding, placement: LeafPlacement | None, leaf: Tensor | None, old_leaf: object = None
+) -> Tensor | None:
     """Turn one leaf of an optimizer state into a DTensor if its parameter is one. `placement` has its ranks.
 
     A leaf that is None on this rank becomes a DTensor without elements if other ranks have it.
     """
     layout = binding.layout
-    if placement is None or placement.name is None:  # a leaf without a parameter, such as a counter
-        return leaf
-    if placement.name not in layout.dtensors or is_dtensor(leaf):
+    if placement is None or placement.name not in layout.dtensors or is_dtensor(leaf):
         return leaf
     is_on_other_ranks = placement.owned and placement.local is None
     if leaf is None and not is_on_other_ranks:  # the transform has no state for this parameter
         return None
     if leaf is None or placement.owned:
         return _owned_to_dtensor(layout, placement, placement.name, leaf)
-    return parameter_like(layout, placement.name, leaf)
+    return parameter_like(layout, placement.name, leaf, old_leaf)
 
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:

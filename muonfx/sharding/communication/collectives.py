@@ -13,7 +13,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.buckets import cut_into_buckets
-from muonfx.sharding.communication.agree import DTYPES, agree_on_leaves
+from muonfx.sharding.communication.agree import DTYPES, LeafAgreement, agree_on_leaves
 from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
@@ -45,8 +45,26 @@ def gathered_with_derivatives(
     """
     leaves, treedef = tree.flatten(local)
     names = tree.names(local)
+    required = sorted(chosen or [])
     with without_transforms():
-        _agree_to_gather(layout, names, leaves, problem, chosen=sorted(chosen or []))
+        agreement = agree_on_shards(
+            "gathering leaves",
+            names,
+            leaves,
+            layout,
+            problem,
+            same=required,
+            explain=lambda: {"arguments": str(required)},  # for the error if `chosen` differs between ranks
+        )
+    # The following is equal on all ranks, so all of them raise.
+    unknown = sorted(set(required) - set(names))
+    if unknown:
+        raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
+    for index in agreement.missing:
+        raise ShardingError(
+            f"{names[index]!r} is None on some ranks, expected a shard on all ranks or None on all: pass the shard of "
+            "every rank"
+        )
     shards: dict[str, Tensor] = {}
     for name, leaf in zip(names, leaves, strict=True):
         if leaf is None or (chosen is not None and name not in chosen):
@@ -60,46 +78,24 @@ def gathered_with_derivatives(
     return tree.unflatten(treedef, map(whole_of.get, names, leaves))
 
 
-def _agree_to_gather(
-    layout: ShardTable,
+def agree_on_shards(
+    what: str,
     names: Sequence[str],
     leaves: Sequence[Any],
+    layout: ShardTable,
     problem: Exception | None,
-    *,
-    chosen: list[str],
-) -> None:
-    """Raise on all ranks unless all of them gather the same leaves, and have the shard of each.
+    **options: Any,
+) -> LeafAgreement:
+    """Raise on all ranks unless each leaf is None or the shard of its rank. Else return which leaves are missing.
 
-    Args:
-        layout: the layout of the parameters.
-        names: the names of all leaves.
-        leaves: the leaves in the same order.
-        problem: an error that this rank already has. It is raised on all ranks together, because the others would wait
-            for a rank that raises alone.
-        chosen: the names that the caller passed, which must be equal on all ranks.
+    The arguments are those of `agree_on_leaves`.
     """
     if problem is None:
         try:
             require_shards(layout, names, leaves)
-            unknown = sorted(set(chosen) - set(names))
-            if unknown:
-                raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = error
-    agreement = agree_on_leaves(
-        "gathering leaves",
-        names,
-        leaves,
-        layout,
-        problem,
-        same=chosen,
-        explain=lambda: {"arguments": str(chosen)},  # for the error if `chosen` differs between ranks
-    )
-    for index in agreement.missing:  # equal on all ranks, so all of them raise
-        raise ShardingError(
-            f"{names[index]!r} is None on some ranks, expected a shard on all ranks or None on all: pass the shard of "
-            "every rank"
-        )
+    return agree_on_leaves(what, names, leaves, layout, problem, **options)
 
 
 def all_reduce(layout: ShardTable, values: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> None:

@@ -19,8 +19,8 @@ from muonfx.core import Transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.communication.agree import NO_VALUE, agree, agree_on_leaves, warn_together
-from muonfx.sharding.communication.collectives import BUCKET, in_buckets
+from muonfx.sharding.communication.agree import NO_VALUE, agree, warn_together
+from muonfx.sharding.communication.collectives import BUCKET, agree_on_shards, in_buckets
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.communication.messages import (
     all_objects,
@@ -33,7 +33,7 @@ from muonfx.sharding.communication.messages import (
 from muonfx.sharding.digests import checksums
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import local_of, require_shards, transform_problem
+from muonfx.sharding.shards.dtensors import local_of, transform_problem
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
@@ -234,7 +234,12 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
     names = tree.names(params)
     problem = transform_problem("broadcast", params)
     with without_transforms():
-        _agree_to_broadcast(layout, names, leaves, problem)
+        agreement = agree_on_shards("broadcasting parameters", names, leaves, layout, problem)
+        for index in agreement.missing:  # equal on all ranks, so all of them raise
+            if layout.cuts[names[index]].copies:
+                raise ShardingError(
+                    f"{names[index]!r} is None on some ranks, expected a tensor on all ranks that hold it"
+                )
         if layout.group is None or layout.size == 1:
             return params
         replicas: dict[str, Tensor] = {}
@@ -246,19 +251,6 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
             replicas[name] = local_of(leaves[index]).detach()
         _overwrite_replicas(replicas, layout)
         return tree.unflatten(treedef, leaves)
-
-
-def _agree_to_broadcast(layout: Layout, names: Sequence[str], leaves: Sequence[Any], problem: Exception | None) -> None:
-    """Raise on all ranks if one of them has an error (`problem`), a wrong leaf, or None where others have a replica."""
-    if problem is None:
-        try:
-            require_shards(layout, names, leaves)
-        except Exception as error:  # perhaps on this rank only: raised on all ranks together
-            problem = error
-    agreement = agree_on_leaves("broadcasting parameters", names, leaves, layout, problem)
-    for index in agreement.missing:  # equal on all ranks, so all of them raise
-        if layout.cuts[names[index]].copies:
-            raise ShardingError(f"{names[index]!r} is None on some ranks, expected a tensor on all ranks that hold it")
 
 
 def _overwrite_replicas(local: Mapping[str, Tensor], layout: Layout) -> None:

@@ -180,10 +180,15 @@ def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     return kind.__new__(kind, local.detach() if local.requires_grad else local, spec, requires_grad=False)
 
 
-def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
-    """Build a DTensor from a local tensor, with the mesh and placements of the parameter with this name."""
+def parameter_like(layout: ShardTable, name: str, leaf: Tensor, old: object = None) -> DTensor:
+    """Build a DTensor from a local tensor, with the mesh and placements of the parameter with this name.
+
+    If `old` is a DTensor of the same tensor, which was then updated in place, return it: a new one takes time.
+    """
     if is_dtensor(leaf):
         return leaf
+    if is_dtensor(old) and old._local_tensor is leaf:
+        return old
     return _with_spec(leaf, _spec_of(layout, name, leaf.dtype))
 
 
@@ -196,17 +201,14 @@ def _spec_of(layout: ShardTable, name: str, dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(parameter.mesh, parameter.placements, TensorMeta(parameter.shape, parameter.stride, dtype))
 
 
-def to_dtensors(layout: ShardTable, local: PyTree, existing: PyTree = None) -> PyTree:
-    """Turn each shard of a DTensor parameter into a DTensor. If `existing` has one of the same tensor, return that."""
-    existing_leaves: dict[str, Any] = dict(tree.named_leaves(existing))
+def to_dtensors(layout: ShardTable, local: PyTree, old: PyTree = None) -> PyTree:
+    """Turn each shard of a DTensor parameter into a DTensor. If `old` has one of the same tensor, return that."""
+    old_leaf_of = dict(tree.named_leaves(old))
 
-    def to_dtensor(name: str, leaf: Tensor) -> Tensor | None:
+    def to_dtensor(name: str, leaf: Tensor) -> Tensor:
         if name not in layout.dtensors:
             return leaf
-        dtensor = existing_leaves.get(name)
-        if getattr(dtensor, "_local_tensor", None) is leaf:  # it was updated in place
-            return dtensor
-        return parameter_like(layout, name, leaf)
+        return parameter_like(layout, name, leaf, old_leaf_of.get(name))
 
     return map_named(to_dtensor, local)
 
