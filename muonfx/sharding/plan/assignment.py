@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from math import prod
@@ -32,7 +32,6 @@ from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.matrix_shards import (
     LocalTransfers,
     MatrixShard,
-    UnassignedShard,
     matrices_of,
     on_stacks,
     unassigned_shards,
@@ -215,17 +214,17 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     run_on_stacks = on_stacks(run, {name: shapes[name] for name in matrices})
     cost_of = RunCost(run_on_stacks, device.type, compute)
     # 1. The whole matrices of each parameter, with the ranks that may compute them.
-    divided: list[UnassignedShard] = []
+    divided: list[MatrixShard] = []
     for name, spec in specs.items():
         for shard in unassigned_shards(matrices.get(name), name, layout):
             cost = cost_of(name, shard.shape, spec.dtype)
-            divided.append(shard._replace(cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
+            divided.append(replace(shard, cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
     # 2. One of these ranks, or every rank.
     unassigned = with_ranks_of_their_own(divided, layout.size)
     owner_of = _owners(unassigned, layout.size, Machine.of(device.type, compute), settings)
     shards: list[MatrixShard] = []
     for index, shard in enumerate(unassigned):
-        shards.append(shard.assigned_to(owner_of.get(index), layout.cuts[shard.name]))
+        shards.append(replace(shard, owner=owner_of.get(index)))
     # 3. The matrices that are sent together.
     limit = max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)
     return RunPlan(
@@ -240,7 +239,7 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     )
 
 
-def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
+def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
     """Choose the rank that computes each matrix shard. Return it by the index of the shard.
 
     A shard that all ranks hold is split or not. If it is split, one rank computes it and sends the result to the
@@ -283,13 +282,11 @@ def _owners(shards: Sequence[UnassignedShard], size: int, machine: Machine, sett
     return best
 
 
-def _seconds_to_compute(shard: UnassignedShard, machine: Machine) -> float:
+def _seconds_to_compute(shard: MatrixShard, machine: Machine) -> float:
     return machine.computing(shard.cost, prod(shard.shape[:-2]))
 
 
-def _seconds_of_step(
-    shards: Sequence[UnassignedShard], owner_of: Mapping[int, int], size: int, machine: Machine
-) -> float:
+def _seconds_of_step(shards: Sequence[MatrixShard], owner_of: Mapping[int, int], size: int, machine: Machine) -> float:
     """Estimate the seconds in which the busiest rank computes its shards. Every rank computes those without owner."""
     loads = [0.0] * size
     by_every_rank = 0.0

@@ -3,7 +3,7 @@
 A `MatrixShard` is the shard of a parameter that one rank, its *owner*, computes: some whole matrices. The layout
 divides the same parameter into other shards, which the ranks hold. A `Transfer` is the overlap of a matrix shard with
 one of these shards, which is sent to the owner and back. `LocalTransfers` say where one rank has the elements that it
-sends and receives. An `UnassignedShard` is a matrix shard for which no owner is chosen yet.
+sends and receives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -83,7 +83,7 @@ class LocalTransfers(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """Some whole matrices of one parameter, and the rank that computes them (the owner; None means every rank)."""
+    """Some whole matrices of one parameter, and the rank that computes them (the owner)."""
 
     name: str
     start: int
@@ -91,13 +91,24 @@ class MatrixShard:
     stop: int
     shape: tuple[int, ...]
     """The shape in which the owner computes: the parameter's own, or (count, rows, columns) for a stack of matrices."""
-    whole: tuple[int, ...]
-    """The shape of the whole parameter."""
-    owner: int | None
-    cost: float
-    """The estimated cost, in floating-point operations of dense matrix products that take the same time."""
-    cut: Cut = field(repr=False)
+    cut: Cut
     """The partition of the parameter over the ranks that hold it."""
+    candidates: tuple[int, ...]
+    """The ranks of which one is chosen as the owner."""
+    complete: bool
+    """True if each candidate holds all of these matrices."""
+    one_each: bool = False
+    """True if a rank may compute at most one of the parameter's shards that have this flag."""
+    cost: float = 0.0
+    """The estimated cost, in floating-point operations of dense matrix products that take the same time."""
+    nbytes: int = 0
+    owner: int | None = None
+    """The rank that computes the matrices. None: every rank, or none is chosen yet."""
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.cut.shape
 
     @property
     def numel(self) -> int:
@@ -229,43 +240,6 @@ class MatrixShard:
         return f"cut into {len(list(self.transfers))} shards; the owner holds {fraction:.0%}"
 
 
-class UnassignedShard(NamedTuple):
-    """Some matrices of one parameter, and the ranks (`candidates`) of which one will compute them."""
-
-    name: str
-    start: int
-    """The index of the first element in the flattened parameter."""
-    stop: int
-    shape: tuple[int, ...]
-    """The shape in which the owner will compute."""
-    candidates: tuple[int, ...]
-    complete: bool
-    """True if each candidate rank holds all of these matrices."""
-    one_each: bool = False
-    """True if a rank may compute at most one of the parameter's shards that have this flag."""
-    cost: float = 0.0
-    """The estimated operations to compute these matrices, as in `MatrixShard`."""
-    nbytes: int = 0
-
-    @property
-    def numel(self) -> int:
-        """The number of elements in these matrices."""
-        return self.stop - self.start
-
-    def assigned_to(self, owner: int | None, cut: Cut) -> MatrixShard:
-        """Return the same matrices with the rank that computes them. None: every rank."""
-        return MatrixShard(
-            name=self.name,
-            start=self.start,
-            stop=self.stop,
-            shape=self.shape,
-            whole=cut.shape,
-            owner=owner,
-            cost=self.cost,
-            cut=cut,
-        )
-
-
 def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
     """Return (rows, columns) by parameter name, for parameters that all transforms treat as a stack of matrices."""
     matrices = [stacked(tx, shapes)[1] for _, tx in run]
@@ -278,7 +252,7 @@ def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
     return tuple([(name, stacked(tx, shapes)[0]) for name, tx in run])
 
 
-def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTable) -> list[UnassignedShard]:
+def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTable) -> list[MatrixShard]:
     """Return the shards of a parameter to assign to ranks: ranges of a stack of matrices, or the whole parameter.
 
     `matrix` is the shape of each matrix of the stack; None for a parameter that is no stack.
@@ -287,24 +261,24 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
     if matrix is None:
         return [_whole_parameter(name, cut)]
     numel = prod(matrix)
-    shards: list[UnassignedShard] = []
+    shards: list[MatrixShard] = []
     for first, stop, candidates, complete, one_each in _ranges(cut, numel):
         shape = (stop - first, *matrix)
-        shards.append(UnassignedShard(name, first * numel, stop * numel, shape, candidates, complete, one_each))
+        shards.append(MatrixShard(name, first * numel, stop * numel, shape, cut, candidates, complete, one_each))
     return shards
 
 
-def _whole_parameter(name: str, cut: Cut) -> UnassignedShard:
+def _whole_parameter(name: str, cut: Cut) -> MatrixShard:
     """Return a parameter as one shard. Its candidates are the ranks that hold it whole or, if none does, a part."""
     candidates = tuple(range(cut.size))  # for a parameter without elements
     if cut.complete:
         candidates = cut.complete
     elif cut.taking_part:
         candidates = cut.taking_part
-    return UnassignedShard(name, 0, prod(cut.shape), cut.shape, candidates, complete=bool(cut.complete))
+    return MatrixShard(name, 0, prod(cut.shape), cut.shape, cut, candidates, complete=bool(cut.complete))
 
 
-def with_ranks_of_their_own(shards: Sequence[UnassignedShard], size: int) -> list[UnassignedShard]:
+def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[MatrixShard]:
     """Choose one rank for each shard with the flag ``one_each``. Return all shards, the others unchanged.
 
     The matrices of a stack have different ranks: if matrices 0 and 1 of "w" have the candidates 0 to 3, and rank 0 has
@@ -324,7 +298,7 @@ def with_ranks_of_their_own(shards: Sequence[UnassignedShard], size: int) -> lis
         by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
         owners = sorted(by_load[: len(indices)])
         for index, owner in zip(indices, owners, strict=True):
-            assigned[index] = shards[index]._replace(candidates=(owner,))
+            assigned[index] = replace(shards[index], candidates=(owner,))
             loads[owner] += shards[index].cost
     return assigned
 
