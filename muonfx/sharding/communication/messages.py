@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from itertools import chain, groupby
 from math import prod
 from typing import Any
@@ -166,20 +167,18 @@ def split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor
     return views
 
 
-class collective:
-    """A context manager around a torch.distributed call. It turns an error into a `ShardingError` that names `what`."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, ShardingError):
-            raise ShardingError(
-                f"{self.what} failed: another rank has ended, or did not start the same call within the timeout of the "
-                f"process group: {error}. See the error of that rank, or raise the timeout of the group"
-            ) from error
+@contextmanager
+def collective(what: str) -> Generator[None]:
+    """Turn an error of the torch.distributed calls in a ``with`` block into a `ShardingError` that names `what`."""
+    try:
+        yield
+    except ShardingError:
+        raise
+    except RuntimeError as error:
+        raise ShardingError(
+            f"{what} failed: another rank has ended, or did not start the same call within the timeout of the "
+            f"process group: {error}. See the error of that rank, or raise the timeout of the group"
+        ) from error
 
 
 def host_device(group: dist.ProcessGroup) -> torch.device:

@@ -28,7 +28,7 @@ from muonfx.internal.display import Report, Table
 from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.plan.balance import Item, assign
 from muonfx.sharding.plan.bucket import Bucket
-from muonfx.sharding.plan.cost import Run, RunCost, runs_of
+from muonfx.sharding.plan.cost import Run, cost_of_run, runs_of
 from muonfx.sharding.plan.matrix_shards import (
     LocalTransfers,
     MatrixShard,
@@ -212,7 +212,7 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     shapes = {name: spec.shape for name, spec in specs.items()}
     matrices = matrices_of(run, shapes)
     run_on_stacks = on_stacks(run, {name: shapes[name] for name in matrices})
-    cost_of = RunCost(run_on_stacks, device.type, compute)
+    cost_of = cost_of_run(run_on_stacks, device.type, compute)
     # 1. The whole matrices of each parameter, with the ranks that may compute them.
     divided: list[MatrixShard] = []
     for name, spec in specs.items():

@@ -27,26 +27,31 @@ _PER_ELEMENT = 10.0
 """The operations of one transform for each element, in addition to the cost that it declares."""
 
 
-class RunCost:
-    """Estimates the operations for one parameter in neighbouring transforms that need whole matrices (a run)."""
+CostOf = Callable[[str, tuple[int, ...], torch.dtype], float]
+"""The type of a function from the name, shape and dtype of a parameter, or of some of its matrices, to operations."""
 
-    def __init__(self, run: Run, device: str, compute: torch.dtype) -> None:
-        """Bind the declared costs of the transforms to a device type, such as "cuda", and the dtype of products."""
-        self._per_element = 0.0
-        # Bound to the transforms once, because a plan computes the cost of tens of thousands of matrices.
-        self._declared: list[Callable[[str, tuple[int, ...], torch.dtype], float]] = []
-        for _, tx in run:
-            for inner in within(tx):
-                self._per_element += _PER_ELEMENT
-                if inner.declaration.matrices.cost is not None:
-                    self._declared.append(inner.declaration.matrices.cost(inner, device, compute))
 
-    def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
-        """Return the estimated operations for an update of this shape: a whole parameter, or some of its matrices."""
-        total = self._per_element * prod(shape)
-        for cost in self._declared:
-            total += cost(name, tuple(shape), dtype)
+def cost_of_run(run: Run, device: str, compute: torch.dtype) -> CostOf:
+    """Return a function that estimates the operations for one parameter in neighbouring transforms (a run).
+
+    The declared costs of the transforms are bound once to a device type, such as "cuda", and the dtype of products,
+    because a plan computes the cost of tens of thousands of matrices.
+    """
+    per_element = 0.0
+    declared: list[CostOf] = []
+    for _, tx in run:
+        for inner in within(tx):
+            per_element += _PER_ELEMENT
+            if inner.declaration.matrices.cost is not None:
+                declared.append(inner.declaration.matrices.cost(inner, device, compute))
+
+    def cost_of(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+        total = per_element * prod(shape)
+        for cost in declared:
+            total += cost(name, shape, dtype)
         return total
+
+    return cost_of
 
 
 def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, list[str]]]:
@@ -68,7 +73,7 @@ def costs_of(specs: Mapping[str, Spec], tx: Transform | None) -> dict[str, float
         return {name: _newton_schulz_cost(spec) for name, spec in specs.items()}
     costs = dict.fromkeys(specs, 0.0)
     for run, names in runs_of(tx, meta_of(specs)):
-        cost_of = RunCost(run, "cpu", torch.float32)
+        cost_of = cost_of_run(run, "cpu", torch.float32)
         for name in names:
             costs[name] += cost_of(name, specs[name].shape, specs[name].dtype)
     return costs
