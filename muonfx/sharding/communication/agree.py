@@ -11,18 +11,20 @@ import struct
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonfx import tree
 from muonfx.sharding.communication.differences import Facts, difference_text, errors_by_rank, first_difference, listed
 from muonfx.sharding.communication.messages import all_objects, collective, host_device
 from muonfx.sharding.digests import digest
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable
+from muonfx.tree import PyTree
 
 _ERROR = 2
 """The first number of the message of a rank that has an error. It is larger than 1, the first number of a request."""
@@ -197,8 +199,7 @@ class LeafAgreement(NamedTuple):
 
 def agree_on_leaves(
     what: str,
-    names: Sequence[str],
-    leaves: Sequence[Any],
+    values: PyTree,
     layout: ShardTable,
     problem: Exception | None = None,
     *,
@@ -213,8 +214,7 @@ def agree_on_leaves(
 
     Args:
         what: the name of the call, which must be equal on all ranks.
-        names: the names of the leaves, which must be equal on all ranks.
-        leaves: the leaves on this rank.
+        values: the tree on this rank. The names of its leaves must be equal on all ranks.
         layout: the layout of the parameters, which must be equal on all ranks.
         problem: an error that this rank already has; it is raised on all ranks.
         unplaced: the names of the gradients with other DTensor placements than their parameters, such as Partial.
@@ -222,7 +222,9 @@ def agree_on_leaves(
         explain: as in `agree`, returns texts for the error if `same` differs.
         request: as in `agree`.
     """
-    codes = bytearray(map(_code_of, leaves))  # one number for each leaf: its dtype, and if it is `unplaced`
+    names = tree.names(values)
+    # One number for each leaf: its dtype, and if it is `unplaced`.
+    codes = bytearray(map(_code_of, tree.leaves(values)))
     for name in unplaced:
         codes[names.index(name)] += UNPLACED
     if layout.size == 1:

@@ -92,8 +92,7 @@ def _agree_on_call(
         raise
     agreement = agree_on_leaves(
         "a step",
-        tree.names(local.updates),
-        tree.leaves(local.updates),
+        local.updates,
         layout,
         unplaced=unplaced,
         same=facts,
@@ -112,11 +111,11 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
     check_extras(tx, call.extras)
     local_updates = local_tree(call.updates)
     checks.check_floating("updates", local_updates)
-    unplaced = unplaced_shards(binding.layout, tree.names(call.updates), tree.leaves(call.updates))
+    unplaced = unplaced_shards(binding.layout, call.updates)
     local = Arguments(local_updates, call.state, local_tree(call.params), Donation.of(call.donate), call.extras)
     if check:
         if call.params is not None:
-            require_shards(binding.layout, tree.names(call.params), tree.leaves(call.params))
+            require_shards(binding.layout, call.params)
             checks.check_updates_fit(local.params, local.updates)
         # Without parameters, the dtypes of the state are unknown.
         check_state(binding, tx, local.like, local.state, with_dtypes=local.params is not None)
@@ -169,7 +168,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
 def _checked_parameters(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
     """Raise unless the parameters are this rank's shards. Return them as local tensors."""
     checks.check_params(params)
-    require_shards(binding.layout, tree.names(params), tree.leaves(params))
+    require_shards(binding.layout, params)
     local = local_tree(params)
     binding.likes[tx.treedef] = meta_like(local)
     return local

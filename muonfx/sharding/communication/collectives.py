@@ -49,8 +49,7 @@ def gathered_with_derivatives(
     with without_transforms():
         agreement = agree_on_shards(
             "gathering leaves",
-            names,
-            leaves,
+            local,
             layout,
             problem,
             same=required,
@@ -79,12 +78,7 @@ def gathered_with_derivatives(
 
 
 def agree_on_shards(
-    what: str,
-    names: Sequence[str],
-    leaves: Sequence[Any],
-    layout: ShardTable,
-    problem: Exception | None,
-    **options: Any,
+    what: str, values: PyTree, layout: ShardTable, problem: Exception | None, **options: Any
 ) -> LeafAgreement:
     """Raise on all ranks unless each leaf is None or the shard of its rank. Else return which leaves are missing.
 
@@ -92,10 +86,10 @@ def agree_on_shards(
     """
     if problem is None:
         try:
-            require_shards(layout, names, leaves)
+            require_shards(layout, values)
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = error
-    return agree_on_leaves(what, names, leaves, layout, problem, **options)
+    return agree_on_leaves(what, values, layout, problem, **options)
 
 
 def all_reduce(layout: ShardTable, values: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> None:
@@ -214,10 +208,10 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     problem: Exception | None = transform_problem("layout.reduce_scatter", grads)
     with without_transforms():
         try:
-            _require_gradients(layout, names, leaves)
+            _require_gradients(layout, grads)
         except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = error
-        agreement = agree_on_leaves("reducing gradients", names, leaves, layout, problem)
+        agreement = agree_on_leaves("reducing gradients", grads, layout, problem)
         gradients: dict[str, Tensor] = {}
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if leaf is not None:
@@ -230,10 +224,10 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     return tree.unflatten(treedef, map(shard_of.get, names))
 
 
-def _require_gradients(layout: ShardTable, names: Sequence[str], gradients: Sequence[Any]) -> None:
+def _require_gradients(layout: ShardTable, grads: PyTree) -> None:
     """Raise unless each gradient is a whole floating tensor or None."""
-    layout.require(names)
-    for name, gradient in zip(names, gradients, strict=True):
+    layout.require(tree.names(grads))
+    for name, gradient in tree.named_leaves(grads):
         if gradient is None:
             continue
         if gradient.dtype not in DTYPES:

@@ -234,7 +234,7 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
     names = tree.names(params)
     problem = transform_problem("broadcast", params)
     with without_transforms():
-        agreement = agree_on_shards("broadcasting parameters", names, leaves, layout, problem)
+        agreement = agree_on_shards("broadcasting parameters", params, layout, problem)
         for index in agreement.missing:  # equal on all ranks, so all of them raise
             if layout.cuts[names[index]].copies:
                 raise ShardingError(

@@ -63,22 +63,19 @@ def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def require_shards(layout: ShardTable, names: Sequence[str], leaves: Sequence[Any]) -> None:
+def require_shards(layout: ShardTable, values: PyTree) -> None:
     """Raise unless each leaf is None or this rank's shard, and each DTensor has the placements of its parameter."""
-    unplaced = unplaced_shards(layout, names, leaves)
-    if unplaced:
-        name = unplaced[0]
-        leaf = leaves[names.index(name)]
-        raise _wrong_placements(layout, name, leaf)
+    for name in unplaced_shards(layout, values):
+        raise _wrong_placements(layout, name, dict(tree.named_leaves(values))[name])
 
 
-def unplaced_shards(layout: ShardTable, names: Sequence[str], leaves: Sequence[Any]) -> list[str]:
+def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
     """Return the names of DTensors that have other placements than their parameter, such as a gradient with Partial.
 
     Raise unless each other leaf is None or this rank's shard.
     """
     unplaced: list[str] = []
-    for name, leaf in zip(names, leaves, strict=True):
+    for name, leaf in tree.named_leaves(values):
         if leaf is None or _fits_at_first_sight(layout, name, leaf):
             continue
         position = layout.position(name)
