@@ -39,9 +39,10 @@ The buffers belong to `Exchange`, which takes their memory from the layout.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -268,13 +269,14 @@ class _Gather:
         for rank, boxes in enumerate(self._bucket.outgoing):
             for name, view in boxes:
                 outgoing[rank].append(view.of(self._local_shards[name]))
-        gathered = self._bucket.gathered
+        shards = [self._local_shards[local.shard.name] for local in self._bucket.gathered]
+        dtypes = {shard.dtype for shard in shards}
         return Exchange(
             self._layout,
             outgoing,
             self._bucket.expected,
-            dtype=_common_dtype(gathered, self._local_shards, self._wire_dtype),
-            device=self._local_shards[gathered[0].shard.name].device,
+            dtype=functools.reduce(torch.promote_types, map(self._wire_dtype, dtypes)),
+            device=shards[0].device,
             what="gathering matrices",
         )
 
@@ -335,19 +337,6 @@ class _Gather:
                 for name, box in zip(names, view.of_each(stack), strict=True):
                     boxes_of[name][-1].append(box)
         return boxes_of
-
-
-def _common_dtype(
-    transfers: Iterable[LocalTransfers],
-    local_shards: Mapping[str, Any],
-    wire_dtype_of: Callable[[torch.dtype], torch.dtype],
-) -> torch.dtype:
-    """Return the narrowest dtype to which the wire dtypes of some shards on this rank can all be promoted."""
-    dtypes = {local_shards[local.shard.name].dtype for local in transfers}
-    common, *others = map(wire_dtype_of, dtypes)
-    for dtype in others:
-        common = torch.promote_types(common, dtype)
-    return common
 
 
 def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
@@ -426,13 +415,14 @@ class _Scatter:
                 boxes = boxes_in(local.shard.as_shard(result), views)
                 for rank in transfer.ranks:
                     outgoing[rank] += boxes
-        any_update = self._local_updates[returned[0].shard.name]  # all are on one device
+        updates = [self._local_updates[local.shard.name] for local in returned]  # all are on one device
+        dtypes = {update.dtype for update in updates}
         return Exchange(
             layout,
             outgoing,
             self._bucket.expected_results,
-            dtype=_common_dtype(returned, self._local_updates, self._wire_dtype),
-            device=any_update.device,
+            dtype=functools.reduce(torch.promote_types, map(self._wire_dtype, dtypes)),
+            device=updates[0].device,
             what="returning matrices",
         )
 

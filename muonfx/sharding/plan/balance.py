@@ -27,7 +27,7 @@ class _Load(NamedTuple):
     """The items that are assigned to a rank so far. Loads are ordered by cost, then by size, then by rank."""
 
     cost: float
-    size: int
+    size: float
     rank: int
 
     def plus(self, item: Item) -> _Load:
@@ -115,14 +115,9 @@ def _assign_by_cost(items: Mapping[int, Item], loads: list[_Load], mean_size: in
 
 def _assign_by_size(items: Mapping[int, Item], loads: Sequence[_Load]) -> dict[int, int]:
     """Assign each item, which has no cost, to the rank with the smallest size so far. Return the rank by index."""
-    heap = [(load.size, load.cost, load.rank) for load in loads]
-    heapq.heapify(heap)
-    owner_of: dict[int, int] = {}
-    for index, item in items.items():
-        size, cost, rank = heap[0]
-        owner_of[index] = rank
-        heapq.heapreplace(heap, (size + item.size, cost, rank))
-    return owner_of
+    by_size = [_Load(load.size, load.cost, load.rank) for load in loads]  # ordered by size, then by cost
+    queue = _Queue(by_size, range(len(by_size)))
+    return {index: queue.assign(Item(item.size, 0)) for index, item in items.items()}
 
 
 class _Queue:
