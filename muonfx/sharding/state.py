@@ -73,15 +73,15 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
     It is found from states on meta tensors: of each transform alone, and of this rank's shards.
     """
     local_state = binding.init(tx, binding.local_like(params))
-    visits = binding.visits(tx, params)
     plan_of: dict[Visit, RunPlan] = {}
-    if not binding.holds_all:
-        for stage in matrix_stages(visits[0]):
-            plan = binding.plan(run_of(stage), stage[0].params)
-            plan_of |= dict.fromkeys(stage, plan)
     placement_at: dict[Path, LeafPlacement] = {}
     with warnings.catch_warnings():  # the first `init` has already warned
         warnings.simplefilter("ignore")
+        visits = binding.visits(tx, params)
+        if not binding.holds_all:
+            for stage in matrix_stages(visits[0]):
+                plan = binding.plan(run_of(stage), stage[0].params)
+                plan_of |= dict.fromkeys(stage, plan)
         # Outer transforms come first: the state of an inner transform is a part of theirs, and is described again.
         for visited in visits:
             placement_at |= _placements(binding, visited, plan_of.get(visited))
