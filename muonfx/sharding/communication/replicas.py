@@ -83,13 +83,13 @@ def verify_params(layout: Layout, local: PyTree, problem: Exception | None = Non
 def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -> None:
     """Raise on all ranks if replicas of a tensor in the optimizer state differ in any bit. Syncs with the device."""
     placements = describe_state(binding, tx, like)
-    values = dict(tree.named_leaves(state))
-    if len(placements) != len(values):
+    named_leaves = tree.named_leaves(state)
+    if len(placements) != len(named_leaves):
         return  # the state of another transform: the check of the state reports it
     groups_of: dict[str, Groups] = {}
-    for name, placement in zip(values, placements, strict=True):
+    for (name, _), placement in zip(named_leaves, placements, strict=True):
         groups_of[name] = _replicas_of_leaf(binding.layout, placement)
-    difference = _find_difference("comparing states", values, groups_of, binding.layout)
+    difference = _find_difference("comparing states", dict(named_leaves), groups_of, binding.layout)
     if difference is not None:
         raise ShardingError(
             f"nothing was changed: {difference.name!r} of the state {difference.text}, expected equal values on these "
