@@ -105,8 +105,6 @@ def zero(
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"stage: found {stage!r}, expected 1, 2 or 3")
-    if partition not in ("whole", "flat", "each"):
-        raise ValueError(f"partition: found {partition!r}, expected 'whole', 'flat' or 'each'")
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
     if partition == "flat":

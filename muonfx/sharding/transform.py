@@ -7,12 +7,13 @@ global form, for checkpoints, in which each leaf records its position in the who
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 
 from muonfx import tree
 from muonfx.core import Donation, InitAndUpdate, Transform
+from muonfx.core.checks import positive_int
 from muonfx.core.donation import NOTHING, unshared
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import Declaration, Outermost, patterns_in, require_transform, without_left_out
@@ -27,7 +28,7 @@ from muonfx.sharding.communication.agreed_call import agreed_call, next_serial, 
 from muonfx.sharding.communication.replicas import verify_params
 from muonfx.sharding.communication.waiting import construction
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.plan.assignment import Settings
+from muonfx.sharding.plan.assignment import Replicas, Settings
 from muonfx.sharding.shards.dtensors import PLAIN, local_tree, to_dtensors, transform_problem
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.remembered import remembered
@@ -36,9 +37,6 @@ from muonfx.sharding.state import check_state, global_state, local_state, state_
 from muonfx.tree import PyTree
 
 P = ParamSpec("P")
-
-Replicas = Literal["auto", "split", "everyone"]
-"""Which ranks orthogonalize a matrix that all ranks hold; see the argument ``replicas`` of `sharded`."""
 
 
 class Sharded(Outermost):
@@ -123,9 +121,9 @@ def sharded(
             "tx: found a sharded transform, expected a transform for whole tensors: pass tx.arguments['tx']"
         )
     require_layout(layout)
-    settings = Settings(replicas, bucket_bytes)
     with construction(lambda: layout.group):  # an error is reported to the other ranks, which may wait for this one
-        settings.check()
+        positive_int("bucket_bytes", bucket_bytes)
+    settings = Settings(replicas, bucket_bytes)
     inner = inner_of(tx)  # without offload
     store = store_of(tx)
 

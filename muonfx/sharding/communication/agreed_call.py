@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from muonfx import tree
 from muonfx.core import Donation, Transform, checks
 from muonfx.core.extras import check_values_of_extras
@@ -129,14 +131,14 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
     return local, unplaced
 
 
-_serials: dict[str, int] = {}
+_serials: Counter[str] = Counter()
 """How many sharded transforms and optimizers have been created for each process group, by the group's name."""
 
 
 def next_serial(layout: Layout) -> int:
     """Count the sharded transforms and optimizers of a process group, and return the next number: 1, 2, ..."""
     name = "" if layout.group is None else layout.group.group_name
-    _serials[name] = _serials.get(name, 0) + 1
+    _serials[name] += 1
     return _serials[name]
 
 

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from muonfx.core import Transform
+from muonfx.core.checks import positive_int
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import patterns_in, require_transform
 from muonfx.core.value import strip_transparent
+from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.display import Report, Table
 from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.plan.balance import Item, assign
@@ -71,20 +73,17 @@ class Machine(NamedTuple):
         return nbytes / self.bandwidth + exchanges * self.latency
 
 
+Replicas = Literal["auto", "split", "everyone"]
+"""Which ranks orthogonalize a matrix that all ranks hold; see the argument ``replicas`` of `sharded`."""
+
+
 class Settings(NamedTuple):
     """The arguments ``replicas`` and ``bucket_bytes`` of `sharded`, which decide where matrices are computed."""
 
-    replicas: str = "auto"
+    replicas: Replicas = "auto"
     """Who computes a matrix that all ranks hold: "split" is one rank, "everyone" every rank, "auto" the faster way."""
     bucket_bytes: int = 1 << 28
     """The approximate memory for one exchange of matrices, message buffers included; a larger matrix is sent alone."""
-
-    def check(self) -> None:
-        """Raise ValueError if a setting has an unknown value."""
-        if self.replicas not in ("auto", "split", "everyone"):
-            raise ValueError(f"replicas: found {self.replicas!r}, expected 'auto', 'split' or 'everyone'")
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes: found {self.bucket_bytes!r}, expected an int of 1 or more")
 
 
 class WireDtypes(NamedTuple):
@@ -440,14 +439,23 @@ def _table_of_run(run: RunPlan) -> Table:
     return Table(titles, rows, right=(2, 4, 5), title=f"run of {names} in {buckets}")
 
 
-def plan_for(tx: Transform, layout: ShardTable, *, device: torch.device | str = "cpu", **settings: Any) -> Plan:
+@plain_arguments
+def plan_for(
+    tx: Transform,
+    layout: ShardTable,
+    *,
+    device: torch.device | str = "cpu",
+    replicas: Replicas = "auto",
+    bucket_bytes: int = 1 << 28,
+) -> Plan:
     """Return which rank will compute which matrix under `sharded`. Only shapes are needed, no communication.
 
     Args:
         tx: the transform, sharded or not.
         layout: the layout of the parameters, with or without processes.
         device: the type of device of the training run. The dtype "auto" counts as bf16 on CUDA, else as fp32.
-        **settings: the arguments ``replicas`` and ``bucket_bytes`` of `sharded`.
+        replicas: as in `sharded`.
+        bucket_bytes: as in `sharded`.
 
     Raises:
         TypeError: ``tx`` is not a transform, or ``layout`` is not a layout.
@@ -463,10 +471,10 @@ def plan_for(tx: Transform, layout: ShardTable, *, device: torch.device | str = 
     """
     require_transform("tx", tx)
     require_layout(layout)
-    chosen = Settings(**settings)
-    chosen.check()
+    positive_int("bucket_bytes", bucket_bytes)
+    settings = Settings(replicas, bucket_bytes)
     meta = layout.meta()
     warn_of_unmatched(patterns_in(tx), meta)
     runs = runs_of(strip_transparent(tx), meta)
-    plans = [plan_run(run, names, layout, torch.device(device), chosen) for run, names in runs]
+    plans = [plan_run(run, names, layout, torch.device(device), settings) for run, names in runs]
     return Plan(tuple(plans), layout.size)
