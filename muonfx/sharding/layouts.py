@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.core.checks import positive_int
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.sharding.communication.meshes import cuts_on_meshes, group_of_meshes
@@ -42,6 +43,7 @@ Group = dist.ProcessGroup | int | None
 """A process group; or None, for the default group; or a number of ranks, for a layout without processes."""
 
 
+@plain_arguments
 def replicated(params: PyTree, group: Group = None) -> Layout:
     """Build the layout in which every rank holds every parameter, as under `DistributedDataParallel`.
 
@@ -239,8 +241,7 @@ def _require_fit(name: str, local: Tensor, position: ShardPosition) -> None:
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     """Return the number of ranks in a group, this process's rank in it, and the process group (None for an int)."""
     if isinstance(group, int):
-        if isinstance(group, bool) or group < 1:
-            raise ValueError(f"group: found {group!r}, expected a process group or a number of ranks, 1 or more")
+        positive_int("group, a number of ranks,", group)
         return group, 0, None
     if group is None:
         if not dist.is_initialized():

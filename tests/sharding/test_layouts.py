@@ -114,7 +114,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: sharding.zero(AB, 2, stage=4), "stage"),
     (lambda: sharding.zero(AB, 2, partition="rows"), "partition"),
-    (lambda: sharding.zero(AB, 0), "group: found 0"),
+    (lambda: sharding.zero(AB, 0), "group, a number of ranks, must be an int of 1 or more, found 0"),
     (lambda: sharding.replicated(4), "params must be a tensor or None, found int"),
     (lambda: sharding.zero(AB, 2).shard({"other": torch.zeros(2, 2)}), "'other'"),
     (lambda: sharding.zero(AB, 2).shard({"a": torch.zeros(2, 3)}), r"'a' has shape \(2, 3\)"),
