@@ -53,17 +53,17 @@ class Exchange:
         self._own_tensors = list(outgoing[layout.rank])
         send_sizes = list(map(_numel, outgoing))
         send_sizes[layout.rank] = 0
-        receive_sizes = list(expected)
-        receive_sizes[layout.rank] = 0
+        self._receive_sizes = list(expected)
+        self._receive_sizes[layout.rank] = 0
         self._send_buffer = layout.buffers.take(sum(send_sizes), dtype, device)
         to_others = [tensors for rank, tensors in enumerate(outgoing) if rank != layout.rank]
         _pack(list(chain.from_iterable(to_others)), self._send_buffer)
-        self._receive_buffer = layout.buffers.take(sum(receive_sizes), dtype, device)
+        self._receive_buffer = layout.buffers.take(sum(self._receive_sizes), dtype, device)
         with collective(what):
             self._work: Any = dist.all_to_all_single(
                 self._receive_buffer,
                 self._send_buffer,
-                receive_sizes,
+                self._receive_sizes,
                 send_sizes,
                 group=layout.group,
                 async_op=True,
@@ -88,14 +88,11 @@ class Exchange:
         self._buffers.give_back(self._send_buffer)
         del self._send_buffer
         received: list[list[Tensor]] = []
-        start = 0  # of the message of a rank in the receive buffer
-        for rank, shapes_of_rank in enumerate(shapes):
+        for rank, message in enumerate(self._receive_buffer.split(self._receive_sizes)):
             if rank == self._rank:
                 received.append(self._own_tensors)
-                continue
-            stop = start + sum(map(prod, shapes_of_rank))
-            received.append(split_buffer(self._receive_buffer[start:stop], shapes_of_rank))
-            start = stop
+            else:
+                received.append(split_buffer(message, shapes[rank]))
         del self._own_tensors
         return received
 
