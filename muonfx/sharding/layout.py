@@ -14,10 +14,9 @@ from typing import TypeVar
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.communication.collectives import gathered, gathered_with_derivatives, reduce_scattered
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.shards.dtensors import global_shard, is_dtensor, map_named, transform_problem
+from muonfx.sharding.shards.dtensors import global_shard, is_dtensor, map_named, outside_transforms
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
@@ -69,10 +68,9 @@ class Layout(ShardTable):
             self.require_whole(name, leaf)
             return self.position(name, rank).cut(leaf.detach())
 
-        problem = transform_problem("layout.shard", whole)
-        if problem is not None:
-            raise problem
-        with without_transforms():
+        with outside_transforms("layout.shard", whole) as problem:
+            if problem is not None:
+                raise problem
             return map_named(shard_of, whole)
 
     def assemble(self, locals_: Sequence[PyTree]) -> PyTree:

@@ -18,7 +18,6 @@ from muonfx.core.donation import NOTHING, unshared
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import Declaration, Outermost, patterns_in, require_transform, without_left_out
 from muonfx.core.value import Memory, make_factory, with_memory
-from muonfx.internal.tracing import without_transforms
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams
@@ -29,7 +28,7 @@ from muonfx.sharding.communication.replicas import verify_params
 from muonfx.sharding.communication.waiting import construction
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Replicas, Settings
-from muonfx.sharding.shards.dtensors import PLAIN, local_tree, to_dtensors, transform_problem
+from muonfx.sharding.shards.dtensors import PLAIN, local_tree, outside_transforms, to_dtensors
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import require_layout
@@ -140,8 +139,7 @@ def sharded(
         binding.progress_of[inner.treedef] = progress
         # A call inside `torch.func.grad`, for example, is an error. The ranks raise it together, after the first
         # collective, for which the transforms of torch.func are suspended.
-        problem = transform_problem("init of a sharded transform", params)
-        with without_transforms():
+        with outside_transforms("init of a sharded transform", params) as problem:
             state = init_sharded(binding, progress, inner, params, problem)
         if not layout.dtensors:
             return state
@@ -165,8 +163,7 @@ def sharded(
         if layout.dtensors:
             call = call._replace(state=local_state(binding, inner, call.like, state))
         # A call inside `torch.func.grad`, for example, is an error, which `step_sharded` raises on all ranks.
-        problem = transform_problem("update of a sharded transform", call)
-        with without_transforms():
+        with outside_transforms("update of a sharded transform", call) as problem:
             progress = _progress_of(_memory, binding, inner)
             out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
         if layout.dtensors:

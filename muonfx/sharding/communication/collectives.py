@@ -17,7 +17,7 @@ from muonfx.sharding.communication.agree import DTYPES, LeafAgreement, agree_on_
 from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
-from muonfx.sharding.shards.dtensors import is_dtensor, require_shards, transform_problem
+from muonfx.sharding.shards.dtensors import is_dtensor, outside_transforms, require_shards
 from muonfx.sharding.shards.position import boxes_in
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable
@@ -30,8 +30,7 @@ BUCKET = 1 << 25
 
 def gathered(layout: ShardTable, local: PyTree) -> PyTree:
     """Gather this rank's shards to whole tensors on every rank, without derivatives. None stays None."""
-    problem = transform_problem("layout.gather", local)
-    with without_transforms(), torch.no_grad():
+    with outside_transforms("layout.gather", local) as problem, torch.no_grad():
         return gathered_with_derivatives(layout, local, None, problem)
 
 
@@ -205,8 +204,7 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     leaves, treedef = tree.flatten(grads)
     names = tree.names(grads)
     device = tree.device_of(grads)
-    problem: Exception | None = transform_problem("layout.reduce_scatter", grads)
-    with without_transforms():
+    with outside_transforms("layout.reduce_scatter", grads) as problem:
         try:
             _require_gradients(layout, grads)
         except Exception as error:  # perhaps on this rank only: raised on all ranks together

@@ -17,7 +17,6 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.arguments import plain_arguments
-from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.communication.agree import NO_VALUE, agree, warn_together
 from muonfx.sharding.communication.collectives import BUCKET, agree_on_shards, in_buckets
@@ -33,7 +32,7 @@ from muonfx.sharding.communication.messages import (
 from muonfx.sharding.digests import checksums
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import local_of, transform_problem
+from muonfx.sharding.shards.dtensors import local_of, outside_transforms
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
@@ -232,8 +231,7 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
     """
     leaves, treedef = tree.flatten(params)
     names = tree.names(params)
-    problem = transform_problem("broadcast", params)
-    with without_transforms():
+    with outside_transforms("broadcast", params) as problem:
         agreement = agree_on_shards("broadcasting parameters", params, layout, problem)
         for index in agreement.missing:  # equal on all ranks, so all of them raise
             if layout.cuts[names[index]].copies:

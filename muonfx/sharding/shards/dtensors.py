@@ -7,7 +7,8 @@ DTensor that this rank holds. Updates run on local tensors only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from muonfx import tree
-from muonfx.internal.tracing import functorch_is_active, is_wrapped
+from muonfx.internal.tracing import functorch_is_active, is_wrapped, without_transforms
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.remembered import remembered
@@ -131,22 +132,24 @@ def _wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> Sh
     )
 
 
-def transform_problem(operation: str, *values: PyTree) -> ShardingError | None:
-    """Return an error if a leaf of some trees is inside a torch.func transform such as `grad`; else None.
+@contextmanager
+def outside_transforms(operation: str, *values: PyTree) -> Generator[Exception | None]:
+    """Suspend the transforms of torch.func, such as `grad`, in a ``with`` block, so that tensors in it are plain.
 
-    Ranks raise it together, after the first collective. `operation` is its name in the error, such as "layout.gather".
+    Yield an error if a leaf of some trees is inside such a transform, else None. Ranks raise it together, after the
+    first collective. `operation` is its name in the error, such as "layout.gather".
     """
-    if not functorch_is_active():
-        return None
-    for leaf in tree.leaves(values):
-        local = local_of(leaf)
-        if isinstance(local, Tensor) and is_wrapped(local):
-            return ShardingError(
+    problem: Exception | None = None
+    if functorch_is_active():
+        local_leaves = map(local_of, tree.leaves(values))
+        if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in local_leaves):
+            problem = ShardingError(
                 f"{operation}: found a tensor of a torch.func transform (grad, vjp, jvp, vmap), expected a plain "
                 f"tensor, because {operation} has no derivative and no batching rule: call it outside the transform; "
                 "only layout.all_gather can be called inside"
             )
-    return None
+    with without_transforms():
+        yield problem
 
 
 # ------------------------------------------------------------------------------------------------------ build DTensors
