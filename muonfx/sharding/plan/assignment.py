@@ -325,19 +325,14 @@ def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: in
         dtype = specs[shards[index].name].dtype
         indices_of_dtype[dtype].append(index)
     buckets: list[tuple[int, ...]] = []
-    for dtype, indices in indices_of_dtype.items():
-        on_every_rank: dict[int, int] = {}  # from the index of a shard that every rank computes to its bytes
-        on_owner: dict[int, dict[int, int]] = {}  # for each owner, from the index of a shard to its bytes
+    for indices in indices_of_dtype.values():
+        nbytes_on: dict[int | None, dict[int, int]] = {}  # for each owner, from the index of a shard to its bytes
         for index in indices:
-            owner = shards[index].owner
-            nbytes = shards[index].numel * dtype.itemsize
-            if owner is None:
-                on_every_rank[index] = nbytes
-            else:
-                on_owner.setdefault(owner, {})[index] = nbytes
+            nbytes_on.setdefault(shards[index].owner, {})[index] = shards[index].nbytes
         # Shards that every rank computes have their own buckets: in a batch with others the last bit could differ.
-        buckets += map(tuple, cut_into_buckets(on_every_rank, limit))
-        buckets += _one_of_each_owner([cut_into_buckets(nbytes_of, limit) for nbytes_of in on_owner.values()])
+        nbytes_on_every_rank = nbytes_on.pop(None, {})
+        buckets += map(tuple, cut_into_buckets(nbytes_on_every_rank, limit))
+        buckets += _one_of_each_owner([cut_into_buckets(nbytes, limit) for nbytes in nbytes_on.values()])
     return buckets
 
 
