@@ -1,8 +1,8 @@
 """Find which ranks hold each leaf of a sharded optimizer state, and convert the state for checkpoints and back.
 
 A leaf is sharded like its parameter, or each owner (the rank that computes a matrix) has it for its matrices, or it is
-equal on all ranks, such as a counter. This placement is found by running `init` on meta tensors, with a placeholder for
-each inner transform, never by the names of fields.
+equal on all ranks, such as a counter. This placement is found by running the `init` of each transform on meta tensors,
+never by the names of fields.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
 
     It is found from states on meta tensors: of each transform alone, and of this rank's shards.
     """
-    local_state = binding.init(tx, binding.local_like(params))
+    state_on_rank = binding.init(tx, binding.local_like(params))
     plan_of: dict[Visit, RunPlan] = {}
     placement_at: dict[Path, LeafPlacement] = {}
     with warnings.catch_warnings():  # the first `init` has already warned
@@ -86,7 +86,7 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
         for visited in visits:
             placement_at |= _placements(binding, visited, plan_of.get(visited))
     described: list[LeafPlacement | None] = []
-    for path, (name, leaf) in zip(tree.paths(local_state), tree.named_leaves(local_state), strict=True):
+    for path, (name, leaf) in zip(tree.paths(state_on_rank), tree.named_leaves(state_on_rank), strict=True):
         if path in placement_at:
             local_shape = None if leaf is None else tuple(leaf.shape)
             described.append(replace(placement_at[path], local=local_shape, path=name))
