@@ -62,8 +62,8 @@ def replicated(params: PyTree, group: Group = None) -> Layout:
     >>> replicated({"w": torch.zeros(2)}, 4)
     <replicated of 1 parameters over 4 ranks>
     """
-    size, rank, process_group = _ranks(group)
     specs = specs_of(params)
+    size, rank, process_group = _ranks(group)
     whole = functools.cache(Whole)  # parameters of one shape share a partition, with its remembered values
     cuts = {name: whole(spec.shape, size) for name, spec in specs.items()}
     return Layout("replicated", specs, cuts, size, rank, process_group)
