@@ -10,7 +10,6 @@ from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
-from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
@@ -31,7 +30,6 @@ from muonfx.sharding.shards.cut import (
     one_behind_another,
 )
 from muonfx.sharding.shards.dtensors import is_dtensor
-from muonfx.sharding.shards.position import ShardPosition
 from muonfx.sharding.shards.table import specs_of
 from muonfx.tree import PyTree, Spec
 
@@ -203,14 +201,10 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     >>> dist.destroy_process_group()
     """
     # 1. The mesh and placements of each DTensor, and the group of all ranks on the meshes.
-    local_tensors: dict[str, Tensor] = {}
-    dtensors: dict[str, DTensorSpec] = {}
-    for name, leaf in tree.named_leaves(params):
-        if is_dtensor(leaf):
-            local_tensors[name] = leaf._local_tensor
-            dtensors[name] = leaf._spec
-    if not dtensors:
+    leaves = {name: leaf for name, leaf in tree.named_leaves(params) if is_dtensor(leaf)}
+    if not leaves:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
+    dtensors: dict[str, DTensorSpec] = {name: leaf._spec for name, leaf in leaves.items()}
     meshes = dict.fromkeys([spec.mesh for spec in dtensors.values()])
     ranks_of = {mesh: tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
     if group is None:
@@ -222,20 +216,16 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     # 2. The shards that all ranks hold. The shards of this rank must have the shapes of its local tensors.
     specs = specs_of(params)
     cuts, on_several_meshes = cuts_on_meshes(specs, dtensors, ranks_of, group)
-    for name, local in local_tensors.items():
-        _require_fit(name, local, cuts[name][rank])
+    for name, leaf in leaves.items():
+        position = cuts[name][rank]
+        if not position.fits(leaf._local_tensor):
+            raise ShardingError(
+                f"{name!r} has a local shape {tuple(leaf._local_tensor.shape)}, expected {position.shape} from its "
+                "placements and full shape: create it with distribute_tensor or fully_shard"
+            )
     return Layout(
         "from_dtensors", specs, cuts, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several_meshes
     )
-
-
-def _require_fit(name: str, local: Tensor, position: ShardPosition) -> None:
-    """Raise unless the local tensor of a DTensor has the shape of its shard."""
-    if not position.fits(local):
-        raise ShardingError(
-            f"{name!r} has a local shape {tuple(local.shape)}, expected {position.shape} from its placements and full "
-            "shape: create it with distribute_tensor or fully_shard"
-        )
 
 
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
@@ -262,11 +252,8 @@ def _require_sorted_dict(params: PyTree, specs: Mapping[str, Spec]) -> None:
 
     For any other tree it is not known whether the buffer has the order of the tree or the sorted order.
     """
-    names_in_dict: list[str] = []
-    if isinstance(params, Mapping):
-        names_in_dict = [str(name) for name in params if name in specs]
     sorted_names = list(specs)
-    if names_in_dict != sorted_names:
+    if not isinstance(params, Mapping) or [name for name in params if name in specs] != sorted_names:
         raise ValueError(
             "order: found None, expected the names in their order in the buffer, because params is not a dict with "
             f"sorted names; they are {format_list(sorted_names)}: pass order=list(params) or order=sorted(params)"

@@ -363,7 +363,7 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
 
 
 def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[int, int]) -> list[_Range]:
-    """Divide neighbouring matrices of a stack, which the same ranks hold, among these ranks.
+    """Divide neighbouring matrices of a stack, which the same ranks hold, among these ranks. Return each matrix alone.
 
     1. With at least as many matrices as ranks, each rank computes an equal range of them.
     2. With fewer matrices, `with_ranks_of_their_own` chooses a different rank for each matrix later, by load
@@ -376,32 +376,20 @@ def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[in
     count = len(neighbours)
     ranks = neighbours[0].ranks
     complete = neighbours[0].complete
+    owners: list[int] = []  # of each matrix
     if count >= len(ranks):
-        return _equal_ranges(first, count, ranks, complete)
-    ranges: list[_Range] = []
-    candidates = set(ranks).intersection(*[holders.most for holders in neighbours])
-    hold_no_other_matrix = all(num_matrices[rank] == count for rank in candidates)
-    if len(candidates) >= max(count, 2) and hold_no_other_matrix:
-        for index in range(first, first + count):
-            ranges.append(_Range(index, index + 1, tuple(sorted(candidates)), complete, one_each=True))
+        for index, rank in enumerate(ranks):
+            start = count * index // len(ranks)
+            stop = count * (index + 1) // len(ranks)
+            owners += [rank] * (stop - start)
     else:
-        for index, holders in enumerate(neighbours, first):
-            ranges.append(_Range(index, index + 1, holders.most[:1], complete))
-    return ranges
-
-
-def _equal_ranges(first: int, count: int, ranks: Sequence[int], complete: bool) -> list[_Range]:
-    """Divide `count` matrices into one range for each rank, of about equal lengths.
-
-    >>> [(matrices.first, matrices.stop) for matrices in _equal_ranges(10, 5, ranks=[0, 1], complete=True)]
-    [(10, 12), (12, 15)]
-    """
-    ranges: list[_Range] = []
-    for index, owner in enumerate(ranks):
-        start = first + count * index // len(ranks)
-        stop = first + count * (index + 1) // len(ranks)
-        ranges.append(_Range(start, stop, (owner,), complete))
-    return ranges
+        candidates = set(ranks).intersection(*[holders.most for holders in neighbours])
+        hold_no_other_matrix = all(num_matrices[rank] == count for rank in candidates)
+        if len(candidates) >= max(count, 2) and hold_no_other_matrix:
+            ranks_of_each = tuple(sorted(candidates))
+            return [_Range(first + i, first + i + 1, ranks_of_each, complete, one_each=True) for i in range(count)]
+        owners = [holders.most[0] for holders in neighbours]
+    return [_Range(index, index + 1, (owner,), complete) for index, owner in enumerate(owners, first)]
 
 
 def _append(ranges: list[_Range], added: _Range) -> None:
