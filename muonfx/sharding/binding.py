@@ -206,7 +206,7 @@ class Binding:
         """
         totals = self._totals(values)
         _, treedef = tree.flatten(values)
-        return tree.unflatten(treedef, [totals.get(name) for name in tree.names(values)])
+        return tree.unflatten(treedef, map(totals.get, tree.names(values)))
 
     def _totals(self, values: PyTree) -> dict[str, Tensor]:
         """Return by name the sum over ranks of each leaf of a tree that is not None. The leaves have one shape."""

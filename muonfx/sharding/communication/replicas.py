@@ -240,30 +240,22 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
                 )
         if layout.group is None or layout.size == 1:
             return params
-        replicas: dict[str, Tensor] = {}
+        on_all_ranks: list[Tensor] = []
+        on_some_ranks: dict[str, Tensor] = {}
         for index, name in enumerate(names):
-            if leaves[index] is None or not layout.cuts[name].copies:  # no other rank holds this shard
+            copies = layout.cuts[name].copies
+            if leaves[index] is None or not copies:  # no other rank holds this shard
                 continue
             if not donate:
                 leaves[index] = leaves[index].detach().clone()
-            replicas[name] = local_of(leaves[index]).detach()
-        _overwrite_replicas(replicas, layout)
+            local = local_of(leaves[index]).detach()
+            if len(copies[0]) == layout.size:
+                on_all_ranks.append(local)
+            else:
+                on_some_ranks[name] = local
+        _broadcast_from_first_rank(on_all_ranks, layout.group)
+        _send_from_first_holders(on_some_ranks, layout)
         return tree.unflatten(treedef, leaves)
-
-
-def _overwrite_replicas(local: Mapping[str, Tensor], layout: Layout) -> None:
-    """Overwrite shards with the values of the lowest rank that holds them. `local` has this rank's shards by name."""
-    on_all_ranks: list[Tensor] = []
-    on_some_ranks: dict[str, Tensor] = {}
-    for name, tensor in local.items():
-        first_holders = layout.cuts[name].copies[0]
-        if len(first_holders) == layout.size:
-            on_all_ranks.append(tensor)
-        else:
-            on_some_ranks[name] = tensor
-    assert layout.group is not None
-    _broadcast_from_first_rank(on_all_ranks, layout.group)
-    _send_from_first_holders(on_some_ranks, layout)
 
 
 def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from muonfx.sharding.plan.matrix_shards import LocalTransfers
 from muonfx.sharding.shards.position import ShardView
-
-
-class OutgoingBox(NamedTuple):
-    """A box of this rank's shard of a parameter that another rank needs."""
-
-    name: str
-    """The name of the parameter."""
-    view: ShardView
-    """Where the box is in this rank's shard."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,13 +63,13 @@ class Bucket:
         return list(groups.values())
 
     @cached_property
-    def outgoing(self) -> list[list[OutgoingBox]]:
-        """For each rank, the boxes of this rank's shards to send to it."""
-        outgoing: list[list[OutgoingBox]] = [[] for _ in range(self.size)]
+    def outgoing(self) -> list[list[tuple[str, ShardView]]]:
+        """For each rank, the boxes to send to it: the name of a parameter, and where the box is in its local shard."""
+        outgoing: list[list[tuple[str, ShardView]]] = [[] for _ in range(self.size)]
         for local in self.gathered:
             if local.sends:
                 for view in local.local_views:
-                    outgoing[local.shard.the_owner].append(OutgoingBox(local.shard.name, view))
+                    outgoing[local.shard.the_owner].append((local.shard.name, view))
         return outgoing
 
     @cached_property
