@@ -333,7 +333,7 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     Six matrices of 16 elements, of which rank 0 holds the first 40 elements (two matrices and half of the third):
 
     >>> from muonfx.sharding.shards.cut import Intervals
-    >>> ranges = _ranges(Intervals((6, 4, 4), start=0, cuts=(0, 40, 96)), numel=16)
+    >>> ranges = _ranges(Intervals((6, 4, 4), start=0, cuts=(0, 40, 96)), 16)
     >>> [(matrices.first, matrices.stop, matrices.candidates) for matrices in ranges]
     [(0, 3, (0,)), (3, 6, (1,))]
     """
