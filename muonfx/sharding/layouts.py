@@ -159,8 +159,9 @@ def flat(
     if order is not None:
         order = list(order)
     elif starts is not None:
+        start_of = starts
         # Of two parameters with the same start, the empty parameter is first.
-        order = sorted(specs, key=lambda name: (starts[name], prod(specs[name].shape)))
+        order = sorted(specs, key=lambda name: (start_of[name], prod(specs[name].shape)))
     else:
         _require_sorted_dict(params, specs)
         order = list(specs)

@@ -177,7 +177,9 @@ def leaf_to_dtensor(
     A leaf that is None on this rank becomes a DTensor without elements if other ranks have it.
     """
     layout = binding.layout
-    if placement is None or placement.name not in layout.dtensors or is_dtensor(leaf):
+    if placement is None or placement.name is None:  # a leaf without a parameter, such as a counter
+        return leaf
+    if placement.name not in layout.dtensors or is_dtensor(leaf):
         return leaf
     is_on_other_ranks = placement.owned and placement.local is None
     if leaf is None and not is_on_other_ranks:  # the transform has no state for this parameter
