@@ -10,7 +10,7 @@ from muonfx.core.checks import at_least, in_unit_interval
 from muonfx.core.partition import partition
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform, within
-from muonfx.internal.arguments import accepted_types, check_plain, close_names, plain_arguments
+from muonfx.internal.arguments import accepted_types, check_plain, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.routing import Labels, default_labels, default_labels_by_name
 from muonfx.transforms import (
@@ -226,109 +226,59 @@ def check_roles(
 
     Raises:
         TypeError: a number in a dict has another type.
-        ValueError: two dicts have different roles, a role is "hidden", a label has no number, or no parameter has the
-            label of a number.
+        ValueError: the keys of a dict are not the labels of AdamW's parameters; or there is no dict, and a label is
+            neither "muon" nor "adamw".
     """
     numbers_by_role: dict[str, Mapping[str, object]] = {}
     for argument, value in numbers.items():
         if isinstance(value, Mapping):
             numbers_by_role[argument] = cast("Mapping[str, object]", value)
-    labels_by_name = _labels_by_name(labels)
+    used_labels = _used_labels(labels)
     if not numbers_by_role:
-        if labels_by_name is not None:
-            _require_known_labels(owner, list(numbers), None, labels_by_name)
+        _require_muon_and_adamw(owner, used_labels, next(iter(numbers)))
         return None
-    roles = _common_roles(owner, numbers_by_role, number)
-    arguments = list(numbers_by_role)
-    first_argument = arguments[0]  # errors name it; all arguments have the same roles
-    if labels is default_labels or labels is default_labels_by_name:  # these return "muon" and "adamw"
-        raise _labels_without_roles(owner, first_argument, labels)
-    if labels_by_name is not None:
-        _require_known_labels(owner, arguments, roles, labels_by_name)
-        _require_used_roles(owner, first_argument, roles, labels_by_name)
-    return roles
-
-
-def _labels_without_roles(owner: str, argument: str, labels: object) -> ValueError:
-    """Return the error of numbers by role together with a function that labels parameters "muon" and "adamw"."""
-    return ValueError(
-        f"{owner}: {argument} has numbers by role, found labels 'muon' and 'adamw' of {labels!r}, "
-        "expected roles: give labels=muonfx.default_labels(model, roles=True)"
-    )
-
-
-def _common_roles(owner: str, numbers_by_role: Mapping[str, Mapping[str, object]], kind: object) -> list[str]:
-    """Return the roles of several arguments, which must be the same, and check their numbers.
-
-    ``numbers_by_role`` is a dict from argument to a dict from role to number, such as
-    ``{"adamw_learning_rate": {"embedding": 0.3, "head": 0.01}}``. ``kind`` is the type of the numbers.
-    """
     first_argument = next(iter(numbers_by_role))
     roles = list(numbers_by_role[first_argument])
+    expected_roles = used_labels or set(roles)  # if the labels are unknown, all dicts must have the same roles
     for argument, number_of_role in numbers_by_role.items():
+        _require_roles(owner, argument, list(number_of_role), expected_roles - {"hidden"})
         for role, value in number_of_role.items():
-            check_plain(owner, f"{argument}[{role!r}]", value, accepted_types(kind, {}))
-        if "hidden" in number_of_role:
-            raise ValueError(
-                f"{owner}: {argument} has a number for 'hidden', the role of Muon's parameters, expected roles of "
-                "AdamW's: remove it, and use the argument for Muon"
-            )
-        if set(number_of_role) != set(roles):
-            raise ValueError(
-                f"{owner}: {first_argument} has numbers for {format_list(roles)} and {argument} for "
-                f"{format_list(list(number_of_role))}, expected the same roles: add the missing ones, or give one "
-                "number for all"
-            )
+            check_plain(owner, f"{argument}[{role!r}]", value, accepted_types(number, {}))
     return roles
 
 
-def _labels_by_name(labels: object) -> Mapping[str, str | None] | None:
-    """Return labels if they are a mapping from name to label; None for a function or a tree."""
+def _used_labels(labels: object) -> set[str] | None:
+    """Return the labels of the parameters without None; None if they are unknown, as for a function."""
+    if labels is default_labels or labels is default_labels_by_name:
+        return {"muon", "adamw"}
     if not isinstance(labels, Mapping):
         return None
-    if not all(label is None or isinstance(label, str) for label in labels.values()):
-        return None
-    return cast("Mapping[str, str | None]", labels)
+    used_labels: set[str] = set()
+    for label in labels.values():
+        if isinstance(label, str):
+            used_labels.add(label)
+        elif label is not None:  # a tree of labels
+            return None
+    return used_labels
 
 
-def _require_known_labels(
-    owner: str, arguments: list[str], roles: list[str] | None, labels: Mapping[str, str | None]
-) -> None:
-    """Raise ValueError if a parameter has a label without a number.
-
-    ``roles`` are the keys of ``arguments``, such as ``["embedding", "head"]``; None if these are single numbers.
-    """
-    expected = ["muon", "adamw"]
-    if roles is not None:
-        expected = ["hidden", *roles]
-    for name, label in labels.items():
-        if label is None or label in expected:
-            continue
-        advice = f"give {arguments[0]} as a dict"
-        if roles is not None:
-            advice = _advice_on_label(label, arguments, set(roles).difference(labels.values()))
+def _require_muon_and_adamw(owner: str, used_labels: set[str] | None, argument: str) -> None:
+    """Raise ValueError if a parameter has another label. ``argument`` may have numbers for other labels."""
+    other_labels = sorted((used_labels or set()) - {"muon", "adamw"})
+    if other_labels:
         raise ValueError(
-            f"{owner}: parameter {name!r} has the label {label!r}, expected None or one of "
-            f"{format_list(expected)}: {advice}, or change the label"
+            f"{owner}: parameters have the labels {format_list(other_labels)}, expected 'muon', 'adamw' or None: "
+            f"change the labels, or give {argument} as a dict with a number for each label"
         )
 
 
-def _advice_on_label(label: str, arguments: list[str], unused_roles: set[str]) -> str:
-    """Return how to give a number for a label: correct a role that is the label of no parameter, or add the label."""
-    misspelt = close_names(label, unused_roles)
-    if misspelt:
-        return f"write {label!r} instead of {misspelt[0]!r}"
-    return f"add {label!r} to {' and '.join(arguments)}"
-
-
-def _require_used_roles(owner: str, argument: str, roles: list[str], labels: Mapping[str, str | None]) -> None:
-    """Raise ValueError if no parameter has the label of a role."""
-    used_labels = {label for label in labels.values() if label}
-    unused_roles = [role for role in roles if role not in used_labels]
-    if unused_roles:
+def _require_roles(owner: str, argument: str, roles: list[str], expected_roles: set[str]) -> None:
+    """Raise ValueError unless ``argument``, a dict from role to number, has a number for each expected role."""
+    if set(roles) != expected_roles:
         raise ValueError(
-            f"{owner}: {argument} has a number for {format_list(unused_roles)}, which is the label of no parameter; "
-            f"the labels are {format_list(sorted(used_labels))}: remove or correct it"
+            f"{owner}: {argument} has numbers for {format_list(roles)}, expected one for each label of AdamW's "
+            f"parameters (all but 'hidden'), {format_list(sorted(expected_roles))}: correct the dict, or the labels, "
+            "such as labels=muonfx.default_labels(model, roles=True)"
         )
 
 
