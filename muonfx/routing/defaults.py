@@ -106,57 +106,43 @@ def default_labels(
     >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
     True
     """
-    label_of_role = _labels_of_roles("default_labels", muon, other, roles)
+    label_of_role = _labels_of_roles(muon, other, roles)
     labels, hidden, possible_heads = _labels(model_or_params, rules, label_of_role)
     if torch.compiler.is_compiling():
         return labels
-    problems = ""
     if hidden and not isinstance(model_or_params, nn.Module):
-        problems += _text_without_module_types(hidden)
-    problems += _text_of_many_dims(hidden, labels)
-    if problems:
-        warn_caller(f"default_labels{problems}")
+        _warn_of_unknown_module_types(hidden)
+    _warn_of_many_dims(hidden, labels)
     if possible_heads:
-        options = _options_text(muon, other, roles)
-        warn_caller(_text_without_head(possible_heads, label_of_role, rules, options))
+        _warn_of_no_head(possible_heads, label_of_role)
     return labels
 
 
-def _options_text(muon: Label, other: Label, roles: bool) -> str:
-    """Return the last arguments of `default_labels` as code, such as ", roles=True"; "" if they are the defaults."""
-    if roles:
-        return ", roles=True"
-    if (muon, other) != ("muon", "adamw"):
-        return f", muon={muon!r}, other={other!r}"
-    return ""
-
-
-def _text_without_module_types(hidden: Sequence[ParamInfo]) -> str:
+def _warn_of_unknown_module_types(hidden: Sequence[ParamInfo]) -> None:
     names = format_list([info.name for info in hidden])
-    return (
-        f" saw names and shapes, without module types, and labelled these as hidden matrices: {names}. An embedding or "
-        "a head with an unusual name would be among them. Pass the model, default_labels(model), or use "
-        "default_labels_by_name if the names are reliable"
+    warn_caller(
+        f"default_labels saw names and shapes, without module types, and labelled these as hidden matrices: {names}. "
+        "An embedding or a head with an unusual name would be among them. Pass the model, default_labels(model), or "
+        "use default_labels_by_name if the names are reliable"
     )
 
 
-def _text_of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> str:
-    """Return a part of a warning about hidden parameters of three or more dims, whose reason is unknown; or ""."""
+def _warn_of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> None:
+    """Warn of hidden parameters of three or more dims if no convolution and no view explains the dims."""
     views = labels.views
-    names_and_shapes: list[str] = []
+    unexplained: list[ParamInfo] = []
     for info in hidden:
         is_explained = is_convolution(info) or info.name in views
         if info.ndim > 2 and not is_explained:
-            names_and_shapes.append(_name_and_shape(info))
-    if not names_and_shapes:
-        return ""
-    return (
-        ": these have more than two dims for an unknown reason, and all dims after the first are flattened: "
-        f"{format_list(names_and_shapes, str)}. Give Muon's orthogonalize, or "
-        "each transform that takes a view, view=muonfx.MatrixView({'*.name': '... out in -> ... out in'}) for a "
-        "stack of matrices (out, in), '... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for "
-        "one matrix whose columns are two dims"
-    )
+            unexplained.append(info)
+    if unexplained:
+        warn_caller(
+            "default_labels: these have more than two dims for an unknown reason, and all dims after the first are "
+            f"flattened: {format_list(unexplained, _name_and_shape)}. Give Muon's orthogonalize, or each transform "
+            "that takes a view, view=muonfx.MatrixView({'*.name': '... out in -> ... out in'}) for a stack of matrices "
+            "(out, in), '... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for one matrix whose "
+            "columns are two dims"
+        )
 
 
 def _name_and_shape(info: ParamInfo) -> str:
@@ -164,37 +150,19 @@ def _name_and_shape(info: ParamInfo) -> str:
     return f"{info.name!r} {info.shape}"
 
 
-def _text_without_head(
-    possible_heads: Sequence[ParamInfo], label_of_role: Mapping[Role, Label], rules: Sequence[Rule], options: str
-) -> str:
-    """Return a warning that layers that may be heads were labelled as hidden, with the argument that changes it.
-
-    ``rules`` and ``options``, such as ", roles=True", are the further arguments of `default_labels`.
-    """
+def _warn_of_no_head(possible_heads: Sequence[ParamInfo], label_of_role: Mapping[Role, Label]) -> None:
+    """Warn that layers that may be heads were labelled as hidden, with the argument of `Muon` that changes it."""
     hidden_label = label_of_role["hidden"]
     head_label = label_of_role["head"]
-    argument = _argument_with_rule(possible_heads, head_label, rules, options)
-    names_and_shapes = list(map(_name_and_shape, possible_heads))
-    return (
+    predicate = path(*[escape(info.name) for info in possible_heads])
+    rule = f"({predicate.code_in('muonfx.routing.')}, {head_label!r})"
+    warn_caller(
         "default_labels: found no output head, and labelled the weights of the layers that may be one, "
-        f"{format_list(names_and_shapes, str)}, as hidden matrices, {hidden_label!r}. If the model returns their "
-        f"outputs, label them {head_label!r} by this argument of Muon:\n  {argument}\n"
+        f"{format_list(possible_heads, _name_and_shape)}, as hidden matrices, {hidden_label!r}. If the model returns "
+        f"their outputs, label them {head_label!r} by this rule, in an argument of Muon, after other rules of yours:\n"
+        f"  labels=lambda model: muonfx.default_labels(model, [{rule}])\n"
         f"For a hidden layer, write {hidden_label!r} instead of {head_label!r}, which keeps the label without a warning"
     )
-
-
-def _argument_with_rule(infos: Sequence[ParamInfo], label: Label, rules: Sequence[Rule], options: str) -> str:
-    """Return the argument of `Muon` that adds a rule for parameters, after the other ``rules``.
-
-    For the parameter "out.weight" and the label "adamw", it is
-    ``labels=lambda model: muonfx.default_labels(model, [(muonfx.routing.path('out.weight'), 'adamw')])``. ``options``
-    are further arguments of `default_labels`, such as ", roles=True".
-    """
-    predicate_of_names = path(*[escape(info.name) for info in infos])
-    rule_texts: list[str] = []
-    for predicate, rule_label in (*rules, (predicate_of_names, label)):
-        rule_texts.append(f"({predicate.code_in('muonfx.routing.')}, {rule_label!r})")
-    return f"labels=lambda model: muonfx.default_labels(model, [{', '.join(rule_texts)}]{options})"
 
 
 def default_labels_by_name(
@@ -215,8 +183,7 @@ def default_labels_by_name(
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
     Labels({'wte.weight': 'adamw', 'h.fc.weight': 'muon'})
     """
-    label_of_role = _labels_of_roles("default_labels_by_name", muon, other, roles)
-    return _labels(params, rules, label_of_role).labels
+    return _labels(params, rules, _labels_of_roles(muon, other, roles)).labels
 
 
 class _DefaultLabels(NamedTuple):
@@ -229,11 +196,10 @@ class _DefaultLabels(NamedTuple):
     """The weights among ``hidden`` that may be of a head, if nothing else is a head."""
 
 
-def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dict[Role, Label]:
-    """Return the label of each role: by default "muon" for "hidden", and "adamw" for "embedding", "head" and so on.
+def _labels_of_roles(muon: Label, other: Label, roles: bool) -> dict[Role, Label]:
+    """Return the label of each role, for the last arguments of `default_labels`.
 
-    ``muon``, ``other`` and ``roles`` are arguments of `default_labels`, and ``caller`` is the name of a function that
-    has them, for errors.
+    By default it is "muon" for "hidden", and "adamw" for "embedding", "head" and so on.
     """
     if not roles:
         label_of_role: dict[Role, Label] = dict.fromkeys(ROLES, other)
@@ -241,8 +207,8 @@ def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dic
         return label_of_role
     if (muon, other) != ("muon", "adamw"):
         raise ValueError(
-            f"{caller}: found roles=True with muon={muon!r} and other={other!r}, expected one of the two: the labels "
-            "are then the roles. To give a role another label, use a dict: "
+            f"default_labels: found roles=True with muon={muon!r} and other={other!r}, expected one of the two: the "
+            "labels are then the roles. To give a role another label, use a dict: "
             "Labels({name: mine.get(role, role) for name, role in labels.items()})"
         )
     return {role: role for role in ROLES}

@@ -96,7 +96,10 @@ WRONG = [
         {"rates": {"embeding": 0.3, "head": 0.01, "vector": 0.02}, "labels": ROLES},
         rf"has numbers for 'embeding', .*, {EXPECTED}",
     ),
-    ({"rates": RATES, "decays": {"head": 0.1}, "labels": ROLES}, rf"adamw_weight_decay has numbers for 'head', {EXPECTED}"),
+    (
+        {"rates": RATES, "decays": {"head": 0.1}, "labels": ROLES},
+        rf"adamw_weight_decay has numbers for 'head', {EXPECTED}",
+    ),
     ({"rates": RATES, "labels": default_labels(Net())}, r"has numbers for .*, 'adamw', 'muon': correct .* roles=True"),
 ]
 
