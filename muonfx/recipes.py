@@ -9,7 +9,7 @@ from muonfx.core import Transform, chain
 from muonfx.core.checks import at_least, in_unit_interval
 from muonfx.core.partition import partition
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.core.transform import require_transform, within
+from muonfx.core.transform import require_transform
 from muonfx.internal.arguments import accepted_types, check_plain, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.routing import Labels, default_labels, default_labels_by_name
@@ -26,7 +26,7 @@ from muonfx.transforms import (
     scale_by_shape,
 )
 from muonfx.transforms.decay import Mask
-from muonfx.transforms.matrices import MatrixView
+from muonfx.transforms.matrices import MatrixView, first_view
 from muonfx.transforms.scale import ShapeRule
 
 __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon"]
@@ -36,13 +36,9 @@ ByRole: TypeAlias = ScalarOrSchedule | Mapping[str, ScalarOrSchedule]
 
 
 def view_of(orthogonalize: Transform) -> MatrixView:
-    """Return the first `MatrixView` among the arguments of a transform and of its inner transforms, or a default."""
+    """Return the view (how parameters divide into matrices) of the argument ``orthogonalize`` of a recipe."""
     require_transform("orthogonalize", orthogonalize)
-    for tx in within(orthogonalize):
-        view = tx.arguments.get("view")
-        if isinstance(view, MatrixView):
-            return view
-    return MatrixView()
+    return first_view(orthogonalize)
 
 
 def check_not_negative(argument: str, value: object) -> None:

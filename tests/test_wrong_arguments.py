@@ -154,7 +154,7 @@ WRONG = {
     "describe(default_labels(MODEL))": r"describe\(labels, model\)",
     "describe({}, W)": "no label for 'w'",
     "describe({'w': 'a', 'v': 'a'}, W)": "labels for 'v'",
-    "describe(default_labels)": r"describe\(labels, model\)",
+    "describe(default_labels)": "is a function; expected a torch.Tensor: pass a model",
     "describe(SGD)": "found SGD, whose groups have no names and labels, expected a muonfx.TransformOptimizer",
     "diagnose(3)": r"found int, expected a muonfx\.TransformOptimizer",
     "summary(3)": "found int with no tensor",

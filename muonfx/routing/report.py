@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from muonfx.core import Transform
 from muonfx.core.partition import partition
@@ -21,7 +20,7 @@ from muonfx.routing.params import ParamInfo, Params, read_params
 from muonfx.routing.route import NO_REASON, Label, Route
 from muonfx.routing.rules import Labels
 from muonfx.routing.views import MAYBE_FUSED
-from muonfx.transforms.matrices import MatrixView, split, view_of
+from muonfx.transforms.matrices import MatrixView, first_view, split
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,16 +29,16 @@ class Routing(Shown):
 
     params: tuple[ParamInfo, ...]
     labels: Labels
-    groups: tuple[Mapping[str, Any], ...] | None = None
-    """The ``param_groups`` of the optimizer that was described; None if labels were described."""
+    groups: tuple[Mapping[str, Any], ...] = ()
+    """The ``param_groups`` of the optimizer that was described; empty if labels were described."""
     without_rate: Sequence[int] = ()
     """The indices of parameter groups that do not use ``lr``; the table does not show it for them."""
 
     def report(self) -> Report:
         """Return the tables: a row for each parameter, then totals by label or by the optimizer's parameter groups."""
-        if self.groups is None:
+        if not self.groups:
             return Report((self._parameters(), self._totals_by_label()))
-        return Report((self._parameters(), self._totals_by_group(self.groups), self._hyperparameters(self.groups)))
+        return Report((self._parameters(), self._totals_by_group(), self._hyperparameters()))
 
     def _parameters(self) -> Table:
         """Return the table with a row for each parameter. Labels without a view need no columns about matrices."""
@@ -56,32 +55,44 @@ class Routing(Shown):
         infos_of: dict[Label, list[ParamInfo]] = {}
         for info in self.params:
             infos_of.setdefault(self.labels[info.name], []).append(info)
-        rows: list[list[str]] = []
-        for label in sorted(label for label in infos_of if label is not None):
-            rows.append([label, *self._amounts(infos_of[label])])
-        if None in infos_of:
-            rows.append([f"{_shown(None)} (left out)", *self._amounts(infos_of[None])])
-        rows.append(["total", *self._amounts(self.params)])
-        return Table(["label", "tensors", "elements", "share"], rows, right=(1, 2, 3))
+        left_out = infos_of.pop(None, [])
+        totals = [([str(label)], infos_of[label]) for label in sorted(infos_of, key=str)]
+        if left_out:
+            totals.append((["- (left out)"], left_out))
+        return self._totals(["label"], totals)
 
-    def _totals_by_group(self, groups: Sequence[Mapping[str, Any]]) -> Table:
+    def _totals_by_group(self) -> Table:
         """Return the numbers of tensors and elements for each of an optimizer's ``param_groups``, with its labels."""
-        rows: list[list[str]] = []
-        for index, group in enumerate(groups):
+        totals: list[tuple[list[str], list[ParamInfo]]] = []
+        for index, group in enumerate(self.groups):
             names = set(group["param_names"])
             infos = [info for info in self.params if info.name in names]
             labels = dict.fromkeys(_shown(self.labels[info.name]) for info in infos)
-            rows.append([str(index), ", ".join(labels) or "-", *self._amounts(infos)])
-        rows.append(["total", "", *self._amounts(self.params)])
-        return Table(["group", "label", "tensors", "elements", "share"], rows, right=(2, 3, 4))
+            totals.append(([str(index), ", ".join(labels) or "-"], infos))
+        return self._totals(["group", "label"], totals)
 
-    def _hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> Table:
+    def _totals(self, titles: list[str], totals: Sequence[tuple[list[str], Sequence[ParamInfo]]]) -> Table:
+        """Return a table with the number of tensors, of elements, and the share of all elements, and their totals.
+
+        ``titles`` are those of the first columns, and ``totals`` has the first cells and the parameters of each row.
+        """
+        all_elements = sum(info.numel for info in self.params)
+        empty_cells = [""] * (len(titles) - 1)
+        rows: list[list[str]] = []
+        for cells, infos in (*totals, (["total", *empty_cells], self.params)):
+            elements = sum(info.numel for info in infos)
+            share = elements / max(1, all_elements)
+            rows.append([*cells, f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"])
+        titles = [*titles, "tensors", "elements", "share"]
+        return Table(titles, rows, right=range(len(titles) - 3, len(titles)))
+
+    def _hyperparameters(self) -> Table:
         """Return a table with a row for each number, such as "lr", and a column for each of the ``param_groups``.
 
         A group that does not use a number has an empty cell.
         """
         columns: list[dict[str, object]] = []  # for each group, its numbers by key
-        for index, group in enumerate(groups):
+        for index, group in enumerate(self.groups):
             numbers = {key: value for key, value in group.items() if key not in _NO_NUMBERS}
             if index in self.without_rate:  # torch requires an "lr" in these groups too
                 numbers.pop("lr", None)
@@ -91,19 +102,8 @@ class Routing(Shown):
         for key in keys:
             cells = [_number(numbers.get(key, "")) for numbers in columns]
             rows.append([key, *cells])
-        titles = [f"group {index}" for index in range(len(groups))]
+        titles = [f"group {index}" for index in range(len(self.groups))]
         return Table(["number", *titles], rows)
-
-    def _amounts(self, infos: Sequence[ParamInfo]) -> list[str]:
-        """Return three cells: the number of tensors, the number of their elements, and its share of all elements."""
-        elements = _elements_of(infos)
-        share = elements / max(1, _elements_of(self.params))
-        return [f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"]
-
-
-def _elements_of(infos: Sequence[ParamInfo]) -> int:
-    """Return the number of elements of parameters, all together."""
-    return sum(info.numel for info in infos)
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
@@ -145,7 +145,7 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
         return _of_optimizer(what)
     if params is not None:
         return _of_labels(what, params)
-    if _is_labels(what):  # without parameters
+    if isinstance(what, Labels):
         raise TypeError(
             "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
         )
@@ -176,14 +176,6 @@ def _of_labels(labels: object, params: Params) -> Routing:
             "labels from the same parameters"
         )
     return Routing(infos, labels)
-
-
-def _is_labels(argument: object) -> bool:
-    """Return True for labels, or a function that returns labels: they have no shapes."""
-    if isinstance(argument, Mapping):
-        values = cast("Mapping[object, object]", argument).values()
-        return isinstance(argument, Labels) or any(isinstance(value, str) for value in values)
-    return callable(argument) and not isinstance(argument, nn.Module)  # such as labels=default_labels
 
 
 _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
@@ -235,17 +227,8 @@ def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView]:
         if transform.factory is not partition:
             continue
         for label, inner in transform.arguments["transforms"].items():
-            views[label] = _first_view(inner)
+            views[label] = first_view(inner)
     return views
-
-
-def _first_view(tx: Transform) -> MatrixView:
-    """Return the view of the first transform within a transform that has one, or a view without patterns."""
-    for transform in within(tx):
-        view = view_of(transform)
-        if view is not None:
-            return view
-    return MatrixView()
 
 
 def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Route:
@@ -298,26 +281,17 @@ def _order_text(view: MatrixView) -> str:
 def _matrices_text(shape: tuple[int, ...], view: MatrixView) -> str:
     """Return the number and sides of the matrices of a parameter of this shape.
 
-    Examples are "16 x 8", "4 of 16 x 8" for a stack, and "(16 + 4) x 8" for two matrices of 8 columns each. If the
-    numbers of columns or of matrices differ, the text is "1 of 16 x 8 + 1 of 4 x 2".
+    Examples are "16 x 8", "4 of 16 x 8" for a stack, and "16 x 8 + 4 x 8" for two matrices of different sizes.
     """
     (pattern,) = view.of([""])  # the view of one parameter: its pattern applies to any name
-    stacks = split(pattern, torch.empty(shape, device="meta"), "")
-    shapes_without_rows = {(*stack.shape[:-2], stack.shape[-1]) for stack in stacks}
-    if len(shapes_without_rows) > 1:  # a sum of rows cannot show what differs
-        texts: list[str] = []
-        for stack in stacks:
-            *batch, rows, columns = stack.shape
-            texts.append(f"{prod(batch)} of {rows} x {columns}")
-        return " + ".join(texts)
-    *batch, _, columns = stacks[0].shape
-    sum_of_rows = " + ".join([str(stack.shape[-2]) for stack in stacks])
-    if len(stacks) > 1:
-        sum_of_rows = f"({sum_of_rows})"
-    text = f"{sum_of_rows} x {columns}"
-    if prod(batch) > 1:
-        return f"{prod(batch)} of {text}"
-    return text
+    texts: list[str] = []
+    for stack in split(pattern, torch.empty(shape, device="meta"), ""):
+        *batch, rows, columns = stack.shape
+        text = f"{rows} x {columns}"
+        if prod(batch) > 1:
+            text = f"{prod(batch)} of {text}"
+        texts.append(text)
+    return " + ".join(texts)
 
 
 def _shown(label: Label) -> str:

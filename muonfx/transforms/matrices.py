@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from muonfx.core import Transform
+from muonfx.core.transform import within
 from muonfx.internal.tracing import matches
 from muonfx.transforms.matrix_pattern import Pattern, parse
 from muonfx.tree import Present, PyTree
@@ -145,6 +146,15 @@ def view_of(tx: Transform) -> MatrixView | None:
     """Return the argument ``view`` of a transform (how parameters divide into matrices); None if it is not set."""
     view = tx.arguments.get("view")
     return view if isinstance(view, MatrixView) else None
+
+
+def first_view(tx: Transform) -> MatrixView:
+    """Return the view of the first transform within a transform that has one, or a view without patterns."""
+    for transform in within(tx):
+        view = view_of(transform)
+        if view is not None:
+            return view
+    return MatrixView()
 
 
 class Matrices:

@@ -738,5 +738,5 @@ def test_an_optimizer_is_described_with_the_patterns_of_its_transform():
     found = describe(muonfx.Muon(model, orthogonalize=muonfx.orthogonalize(view=view)))
     assert found.labels.reason("wqkv.weight") == "hidden matrix (2-D); view of the transform"
     assert found.labels.views == {"wqkv.weight": muonfx.MatrixView("(q=6 + k=3 + v=3) in -> q in, k in, v in")}
-    assert "(6 + 3 + 3) x 4" in str(found)
+    assert "6 x 4 + 3 x 4 + 3 x 4" in str(found)
     assert found.labels.reason("up.weight") == "hidden matrix (2-D)"

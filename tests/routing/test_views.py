@@ -470,7 +470,7 @@ def test_a_fused_layer_of_torchtitan_is_split_by_groups_of_heads():
     results = [f"(groups {part} dim) in" for part in ("query", "key", "value")]
     assert split == f"(groups (query=2 + key=1 + value=1) dim=3) in -> {', '.join(results)}"
     mfx.Muon(held(qkv=layer))  # without a warning
-    assert "(12 + 6 + 6) x 6" in str(mfx.describe(held(qkv=layer)))
+    assert "12 x 6 + 6 x 6 + 6 x 6" in str(mfx.describe(held(qkv=layer)))
 
 
 def model(seed: int = 0) -> nn.Module:
