@@ -124,7 +124,7 @@ def _loaded_values(
     global_name_of = global_names(optimizer.model)
     params: dict[str, Any] = {}
     for flat_optimizer in flat_optimizers:
-        for name in flat_optimizer.flat.names:
+        for name in flat_optimizer.flat.tensor_of:
             params[name] = loaded_params[global_name_of.get(name, name)]
     leaf_of_path = dict(zip(tree.paths(loaded_state), tree.leaves(loaded_state), strict=True))
     leaves = [leaf_of_path.get(path) for path in values.paths]

@@ -54,7 +54,7 @@ class FlatOptimizer:
         """The hyperparameters in the last step."""
         self._current_tx = tx
         """The transform with these hyperparameters."""
-        params = flat.views(flat.tensors)
+        params = flat.params()
         new_state = self._transform().init(self._with_all_names(params))
         self._treedef = tree.flatten(new_state)[1]
         self.state_paths = tree.paths(new_state)
@@ -74,10 +74,6 @@ class FlatOptimizer:
             return self._current_tx
         return sharded(self._current_tx, self.flat.layout)
 
-    def _params(self) -> dict[str, Tensor]:
-        """Return the parameters, or their shards, by name; they share memory with the tensors of DeepSpeed."""
-        return self.flat.views([tensor.detach() for tensor in self.flat.tensors])
-
     def _with_all_names(self, params: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Return a dict with every parameter of the model, in which those that ``params`` lacks are None."""
         return {name: params.get(name) for name in self._all_names}
@@ -90,71 +86,49 @@ class FlatOptimizer:
         ``{weight: {"momentum.trace": momentum_of_weight, "count": count}, bias: ...}``.
         """
         entries_of: States = {tensor: {} for tensor in self.flat.tensors}
-        shards_of_key: dict[str, dict[str, Tensor]] = {}  # for each key, the shards by parameter name
         for (key, name), leaf in zip(self._state_leaves, tree.leaves(new_state), strict=True):
-            if name is not None:
-                shards_of_key.setdefault(key, {})[name] = leaf
-            elif leaf is not None:  # such as a step count, which all tensors share
+            if leaf is None:
+                continue
+            if name is None:  # such as a step count, which all tensors share
                 for entries in entries_of.values():
                     entries[key] = leaf
-        if self.flat.is_flat:
-            (flat_tensor,) = self.flat.tensors
-            for key, shards in shards_of_key.items():
-                entries_of[flat_tensor][key] = self._flattened(key, shards)
-        else:
-            param_of = self.flat.views(self.flat.tensors)
-            for key, shards in shards_of_key.items():
-                for name, shard in shards.items():
-                    entries_of[param_of[name]][key] = shard
+                continue
+            tensor = self.flat.tensor_of[name]
+            entries = entries_of[tensor]
+            if not self.flat.is_flat:
+                entries[key] = leaf
+                continue
+            if key not in entries:
+                entries[key] = torch.zeros_like(tensor, dtype=leaf.dtype, requires_grad=False)
+            if entries[key].dtype != leaf.dtype:
+                dtypes = (entries[key].dtype, leaf.dtype)
+                raise ValueError(f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one")
+            self.flat.view(name, entries[key]).copy_(leaf)
         return entries_of
-
-    def _flattened(self, key: str, shards: NamedTensors) -> Tensor:
-        """Return the shards of a state, by parameter name, in one tensor of the length of the flat tensor.
-
-        ``key`` is the key of the state in ``optimizer.state``, for errors.
-        """
-        dtypes = {shard.dtype for shard in shards.values()}
-        if len(dtypes) > 1:
-            raise ValueError(f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one")
-        flat_state = torch.zeros_like(self.flat.tensors[0], dtype=dtypes.pop(), requires_grad=False)
-        views = self.flat.views([flat_state])
-        for name, shard in shards.items():
-            views[name].copy_(shard)
-        return flat_state
 
     def check_and_cast(self, states: States) -> None:
         """Raise unless ``optimizer.state``, which may be loaded, fits the transform; cast it to its dtypes."""
         for tensor, specs in self._specs.items():
             state_of_key: dict[str, Any] = states.get(tensor, {})
             if state_of_key.keys() != specs.keys():
-                raise self._other_keys(state_of_key, specs)
+                key = min(specs.keys() ^ state_of_key.keys())
+                problem = "is missing" if key in specs else "belongs to another transform"
+                raise self._misfit(key, f"{problem}; found {sorted(state_of_key)}, expected {sorted(specs)}")
             for key, spec in specs.items():
                 leaf = state_of_key[key]
                 if tuple(leaf.shape) != spec.shape or not widens(leaf.dtype, spec.dtype):
-                    raise self._other_spec(key, leaf, spec)
+                    found = f"has shape {tuple(leaf.shape)} and dtype {leaf.dtype}"
+                    expected = f"expected {spec.shape} and {spec.dtype} or a dtype that widens to it"
+                    raise self._misfit(key, f"{found}, {expected}")
                 state_of_key[key] = leaf.to(spec.dtype)
 
-    def _other_keys(self, state_of_key: Mapping[str, Any], specs: Mapping[str, Any]) -> ValueError:
-        """Return an error for a key that only the loaded state has, or only the state of the transform (``specs``)."""
-        key = min(specs.keys() ^ state_of_key.keys())
-        problem = "belongs to another transform"
-        if key in specs:
-            problem = "is missing"
+    def _misfit(self, key: str, problem: str) -> ValueError:
+        """Return an error for an entry of a loaded state that does not fit the transform."""
+        first_name, *other_names = self.flat.tensor_of
         return ValueError(
-            f"optimizer.state: {key!r} {problem}, in the state {self._owners_text()}; it has {sorted(state_of_key)}, "
-            f"expected {sorted(specs)}: load a state of {self._tx!r}, or start without one"
+            f"optimizer.state: {key!r}, in the state of {first_name!r} and {len(other_names)} more, {problem}: load a "
+            f"state of {self._tx!r}, or start without one"
         )
-
-    def _other_spec(self, key: str, leaf: Tensor, spec: Spec) -> ValueError:
-        """Return an error for a loaded tensor of another shape, or of a dtype that would be narrowed."""
-        return ValueError(
-            f"optimizer.state: {key!r} {self._owners_text()} has shape {tuple(leaf.shape)} and dtype "
-            f"{leaf.dtype}, expected {spec.shape} and {spec.dtype} or a dtype that widens to it"
-        )
-
-    def _owners_text(self) -> str:
-        """Return the parameters of this optimizer for an error: "of 'up.weight' and 3 more"."""
-        return f"of {self.flat.names[0]!r} and {len(self.flat.names) - 1} more"
 
     def _read(self, states: States) -> PyTree:
         """Return the state of the transform as a tree, built from the tensors in ``states`` (``optimizer.state``).
@@ -163,15 +137,13 @@ class FlatOptimizer:
         is a view of the part that belongs to one parameter.
         """
         first_tensor = self.flat.tensors[0]
-        views_of_key: dict[str, dict[str, Tensor]] = {}  # {"momentum.trace": {"fc.weight": view}}
         leaves: list[Tensor | None] = []
         for key, name in self._state_leaves:
             if name is None:  # such as a step count: every tensor has the same leaf, or none has it
                 leaves.append(states[first_tensor].get(key))
             else:
-                if key not in views_of_key:
-                    views_of_key[key] = self.flat.views([states[tensor].get(key) for tensor in self.flat.tensors])
-                leaves.append(views_of_key[key][name])
+                entries = states[self.flat.tensor_of[name]]
+                leaves.append(self.flat.view(name, entries[key]))
         return tree.unflatten(self._treedef, leaves)
 
     def _write(self, stored_state: PyTree, new_state: PyTree, states: States) -> None:
@@ -197,8 +169,8 @@ class FlatOptimizer:
             fitted_numbers = fitted(hyperparams(self._tx), numbers)
             self._current_tx = prepared(with_hyperparams(self._tx, fitted_numbers))
             self._numbers = numbers
-        params = self._params()
-        grads = self.flat.views([tensor.grad for tensor in self.flat.tensors])
+        params = self.flat.params()
+        grads = {name: self.flat.view(name, tensor.grad) for name, tensor in self.flat.tensor_of.items()}
         state = self._read(states)
         updates, new_state = self._transform().update(
             self._with_all_names(grads),
@@ -214,7 +186,9 @@ class FlatOptimizer:
 
         ``to_load`` is False to save the parameters: then shards that another rank saves are empty.
         """
-        return {name: self.flat.with_position(name, param, to_load=to_load) for name, param in self._params().items()}
+        return {
+            name: self.flat.with_position(name, param, to_load=to_load) for name, param in self.flat.params().items()
+        }
 
     def global_leaves(self, states: States, *, to_load: bool) -> list[Any]:
         """Return the leaves of the optimizer state: whole tensors, or shards with their positions (`FlatShard`).
@@ -224,7 +198,7 @@ class FlatOptimizer:
         self.check_and_cast(states)
         state = self._read(states)
         if self.flat.layout is not None:
-            state = to_global(self._transform(), state, self._with_all_names(self._params()))
+            state = to_global(self._transform(), state, self._with_all_names(self.flat.params()))
         leaves: list[Any] = []
         for state_leaf, leaf in zip(self._state_leaves, tree.leaves(state), strict=True):
             if state_leaf.name is None or not isinstance(leaf, Tensor):  # a count, None, or a `FlatShard`
@@ -240,7 +214,7 @@ class FlatOptimizer:
         They have the form that `global_params` and `global_leaves` return: a whole tensor, or a `FlatShard`. A leaf for
         a parameter of another flat tensor is ignored.
         """
-        views = self._params()
+        views = self.flat.params()
         for name, view in views.items():
             values = params[name]
             if isinstance(values, FlatShard):

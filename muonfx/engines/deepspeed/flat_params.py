@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -59,10 +58,8 @@ class FlatInterval(NamedTuple):
 class FlatParams(NamedTuple):
     """The parameters in one flat tensor that DeepSpeed steps on, with the positions of this rank's shards."""
 
-    names: tuple[str, ...]
-    """The names of the parameters."""
-    tensors: list[Tensor]
-    """A list of the flat tensor; at stage 0, a list of whole parameters, in the order of ``names``."""
+    tensor_of: dict[str, Tensor]
+    """A dict from parameter name to the tensor with its values: the flat tensor for all; at stage 0 a tensor each."""
     layout: Layout | None = None
     """The layout (which rank holds which shard of each parameter); None if this rank holds all of them whole."""
     intervals: Mapping[str, FlatInterval] = {}
@@ -70,12 +67,28 @@ class FlatParams(NamedTuple):
     shard_shapes: Mapping[str, tuple[int, ...]] = {}
     """A dict from parameter name to the shape of this rank's shard; empty at stage 0."""
     saved_elsewhere: frozenset[str] = frozenset()
-    """The parameters whose shards overlap with shards of other tensor-parallel ranks, which save the same values."""
+    """The parameters that AutoTP has not split, on all its ranks but the first, which saves them."""
 
     @property
     def is_flat(self) -> bool:
-        """True if ``tensors`` is one flat tensor; False at stage 0, where it lists parameters."""
+        """True for one flat tensor; False at stage 0, where each parameter has its own tensor."""
         return bool(self.intervals)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The flat tensor, alone in a list; at stage 0, the tensor of each parameter."""
+        return list(dict.fromkeys(self.tensor_of.values()))
+
+    def view(self, name: str, tensor: Any) -> Any:
+        """Return the shard of a parameter in a flat tensor, such as a gradient; at stage 0, ``tensor`` itself."""
+        if not self.is_flat:
+            return tensor
+        interval = self.intervals[name]
+        return tensor.narrow(0, interval.start_in_flat, interval.length).view(self.shard_shapes[name])
+
+    def params(self) -> dict[str, Tensor]:
+        """Return the parameters, or their shards, by name; they share memory with the tensors of DeepSpeed."""
+        return {name: self.view(name, tensor.detach()) for name, tensor in self.tensor_of.items()}
 
     def with_position(self, name: str, value: Tensor, *, to_load: bool) -> Tensor | FlatShard:
         """Return ``value``, the shard of a parameter or of its state, with its position; unchanged if it is whole.
@@ -97,20 +110,6 @@ class FlatParams(NamedTuple):
             return FlatShard(shape, 0, value.reshape(-1), elements=position)
         return FlatShard(shape, position.start, value.reshape(-1))
 
-    def views(self, tensors: Sequence[Any]) -> dict[str, Any]:
-        """Return a dict from parameter name to its shard in a flat tensor, such as a gradient; memory is shared.
-
-        ``tensors`` is a list of the flat tensor; at stage 0, a list with a tensor for each parameter.
-        """
-        if not self.is_flat:
-            return dict(zip(self.names, tensors, strict=True))
-        (flat_tensor,) = tensors
-        views: dict[str, Any] = {}
-        for name, interval in self.intervals.items():
-            shard = flat_tensor.narrow(0, interval.start_in_flat, interval.length)
-            views[name] = shard.view(self.shard_shapes[name])
-        return views
-
 
 def locate(
     flat_tensor: Tensor, params: NamedTensors, whole_params: NamedTensors, tensor_group: dist.ProcessGroup | None
@@ -129,11 +128,10 @@ def locate(
         partition = _partition_of_stage_3(flat_tensor, params, engine)
     if tensor_group is not None:
         partition = _with_tensor_parallel(partition, params, tensor_group)
-    flat_tensor_of = dict.fromkeys(params, flat_tensor)
-    layout = _layout(partition.cuts, whole_params, flat_tensor_of, partition.group, stage=stage)
+    tensor_of = dict.fromkeys(partition.intervals, flat_tensor)
+    layout = _layout(partition.cuts, whole_params, tensor_of, partition.group, stage=stage)
     flat = FlatParams(
-        names=tuple(partition.intervals),
-        tensors=[flat_tensor],
+        tensor_of=tensor_of,
         layout=layout,
         intervals=partition.intervals,
         shard_shapes={name: layout.position(name).shape for name in partition.intervals},
@@ -148,7 +146,10 @@ def locate(
 
 
 def whole_params_of(
-    tensors: NamedTensors, params: NamedTensors, whole_params: NamedTensors, tensor_group: dist.ProcessGroup | None
+    tensor_of: dict[str, Tensor],
+    params: NamedTensors,
+    whole_params: NamedTensors,
+    tensor_group: dist.ProcessGroup | None,
 ) -> FlatParams:
     """Return the `FlatParams` of ZeRO stage 0, where the tensors of a rank are parameters, not flat tensors.
 
@@ -156,21 +157,21 @@ def whole_params_of(
     tensor parallelism, a rank has some rows or columns of a parameter; the layout has these of each rank.
 
     Args:
-        tensors: the tensors on which DeepSpeed steps, by name: the parameters, or copies of them in fp32.
+        tensor_of: the tensors on which DeepSpeed steps, by name: the parameters, or copies of them in fp32.
         params: the parameters by name.
         whole_params: all parameters of the model by name, as meta tensors of their whole shapes.
         tensor_group: the tensor-parallel group; None without one.
     """
     if tensor_group is None:
-        return FlatParams(tuple(tensors), list(tensors.values()), layout=None)
+        return FlatParams(tensor_of, layout=None)
     size = dist.get_world_size(tensor_group)
     cuts: dict[str, Cut] = {}
     for name, param in params.items():
         shards = tensor_shards_of(name, param, size)
         if shards is not None:  # else each rank has the whole parameter
             cuts[name] = Listed(whole_shape_of(param), shards)
-    layout = _layout(cuts, whole_params, tensors, tensor_group, stage=None)
-    return FlatParams(tuple(tensors), list(tensors.values()), layout)
+    layout = _layout(cuts, whole_params, tensor_of, tensor_group, stage=None)
+    return FlatParams(tensor_of, layout)
 
 
 def _layout(
@@ -336,18 +337,11 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
             else:
                 positions.append(shards[shard_index].interval_of_shard(start, stop))
         cuts[name] = Listed(shape, positions)
-        # A parameter that AutoTP has not split is on all tensor-parallel ranks. Its intervals may overlap, if the flat
-        # tensors of these ranks have different lengths. The shards of a checkpoint must not: rank 0 saves them alone.
-        if shards is None and tensor_rank != 0 and _do_overlap(positions):
+        # A parameter that AutoTP has not split is on all tensor-parallel ranks. Its intervals overlap if the flat
+        # tensors of these ranks have different lengths, which shards of a checkpoint must not: rank 0 saves them alone.
+        if shards is None and tensor_rank != 0:
             saved_elsewhere.add(name)
     return _Partition(cuts, partition.intervals, group, partition.misplaced_name, frozenset(saved_elsewhere))
-
-
-def _do_overlap(positions: Iterable[ShardPosition]) -> bool:
-    """Return whether different intervals of one tensor overlap."""
-    intervals = sorted({(position.start or 0, position.numel) for position in positions if position.numel})
-    neighbors = pairwise(intervals)
-    return any(start + length > next_start for (start, length), (next_start, _) in neighbors)
 
 
 def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
@@ -362,7 +356,7 @@ def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
 
 def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
     """Return the name of the first parameter whose values are not those in the flat tensor; None if all are."""
-    for name, view in flat.views(flat.tensors).items():
+    for name, view in flat.params().items():
         shard = _local_shard(params[name], flat.intervals[name].start_in_param, view.numel())
         if shard.numel() < view.numel():
             warnings.warn(

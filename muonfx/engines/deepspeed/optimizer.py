@@ -205,7 +205,7 @@ class ZeroOptimizer(Optimizer):
     def update_working_copy(self) -> None:
         """Copy the full-precision parameters into the model's parameters, and round them to the dtype of the model."""
         for optimizer in self.all_flat_optimizers():
-            for name, view in optimizer.flat.views(optimizer.flat.tensors).items():
+            for name, view in optimizer.flat.params().items():
                 partition = getattr(self._params[name], "ds_tensor", None)  # this rank's shard at stage 3
                 if partition is None:
                     self._params[name].copy_(view)
