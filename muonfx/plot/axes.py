@@ -51,8 +51,6 @@ def style() -> Generator[None]:
 def axes_for(ax: Axes | None, height: float | None = None) -> Generator[Axes]:
     """Yield the given axes, or the axes of a new figure in the muonfx style that is ``height`` inches high."""
     if ax is not None:
-        if not hasattr(ax, "semilogx"):
-            raise TypeError(f"ax must be one matplotlib Axes, found {type(ax).__name__}; of a figure: figure.gca()")
         yield ax
         return
     from matplotlib import pyplot as plt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def plot_band(
         The axes, with one more line and its band.
 
     Raises:
-        ValueError: ``runs`` is not two-dimensional or has no runs, or ``x`` has another length.
+        ValueError: ``runs`` is not two-dimensional or has no runs.
 
     >>> import muonfx as mfx
     >>> losses = [[1.0, 0.6, 0.5], [1.0, 0.8, 0.3]]
@@ -49,17 +49,17 @@ def plot_band(
         raise ValueError(f"runs must be a table (runs, points) with at least one run, found shape {tuple(table.shape)}")
     if x is None:
         x = range(table.shape[1])
-    points = torch.as_tensor(x).detach().cpu()
-    if points.shape != table.shape[1:]:
-        raise ValueError(
-            f"x must have one value for each of {table.shape[1]} points, found shape {tuple(points.shape)}"
-        )
     with axes_for(ax) as axes:
-        (line,) = axes.plot(points.tolist(), table.mean(0).tolist(), label=label)
-        lowest = table.amin(0).tolist()
-        highest = table.amax(0).tolist()
-        axes.fill_between(points.tolist(), lowest, highest, color=line.get_color(), alpha=0.16, linewidth=0)
+        draw_band(axes, torch.as_tensor(x).tolist(), table, label=label)
     return axes
+
+
+def draw_band(axes: Axes, x: Sequence[float], runs: Tensor, **style: Any) -> None:
+    """Draw the mean of ``runs``, of shape (runs, points), as a line with a style, and their range as a band."""
+    (line,) = axes.plot(x, runs.mean(0).tolist(), **style)
+    lowest = runs.amin(0).tolist()
+    highest = runs.amax(0).tolist()
+    axes.fill_between(x, lowest, highest, color=line.get_color(), alpha=0.16, linewidth=0)
 
 
 def plot_polynomial(
@@ -120,7 +120,7 @@ def plot_spectrum(before: Tensor, after: Tensor | None = None, *, ax: Axes | Non
         The axes. The y axis is the singular value, the x axis its position in descending order.
 
     Raises:
-        TypeError: an argument is not a single matrix.
+        ValueError: an argument is not a single matrix.
         torch.linalg.LinAlgError: a matrix has NaN or infinite elements.
 
     >>> import torch
@@ -155,12 +155,6 @@ def _draw_curve(axes: Axes, values: Tensor, name: str, color: str, line: str) ->
 
 def _singular_values(argument: str, matrix: Tensor) -> Tensor:
     """Return the singular values of a matrix, largest first, in float64; ``argument`` is its name in errors."""
-    if not isinstance(matrix, Tensor):
-        raise _no_matrix(argument, type(matrix).__name__)
     if matrix.ndim != 2:
-        raise _no_matrix(argument, f"shape {tuple(matrix.shape)}")
+        raise ValueError(f"{argument} must be one matrix, a tensor (rows, columns), found shape {tuple(matrix.shape)}")
     return torch.linalg.svdvals(matrix.detach().to("cpu", torch.float64))
-
-
-def _no_matrix(argument: str, problem: str) -> TypeError:
-    return TypeError(f"{argument} must be one matrix, a tensor (rows, columns), found {problem}")

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from muonfx.plot.axes import COLORS, axes_for
+from muonfx.plot.curves import draw_band
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -50,7 +51,8 @@ def plot_losses(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) 
         ax: the axes to draw on; None: a new figure.
 
     Raises:
-        ValueError: there are no rows, or they have no such key.
+        KeyError: a row has no such key.
+        ValueError: the rows are of several studies.
 
     >>> import muonfx as mfx
     >>> rows = [{"optimizer": "muon", "rate": 0.1, "seed": 0, "step": step, "loss": 1 / step} for step in (1, 2, 4)]
@@ -83,7 +85,8 @@ def plot_rates(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) -
         ax: the axes to draw on; None: a new figure.
 
     Raises:
-        ValueError: there are no rows, or they have no such key.
+        KeyError: a row has no such key.
+        ValueError: the rows are of several studies.
 
     >>> import muonfx as mfx
     >>> rows = [{"optimizer": "muon", "rate": rate, "seed": 0, "step": 9, "loss": 1 + rate} for rate in (0.1, 1.0)]
@@ -121,8 +124,8 @@ def plot_steps_to(rows: Rows, target: float, *, loss: str | None = None, ax: Axe
         ax: the axes to draw on; None: a new figure.
 
     Raises:
-        ValueError: there are no rows, they have no such key, or no optimizer reaches the loss from all seeds at any
-            rate.
+        KeyError: a row has no such key.
+        ValueError: no optimizer reaches the loss from all seeds at any rate.
 
     >>> import muonfx as mfx
     >>> rows = [{"optimizer": "muon", "rate": 0.1, "seed": 0, "step": step, "loss": 1 / step} for step in (1, 2, 4)]
@@ -133,10 +136,8 @@ def plot_steps_to(rows: Rows, target: float, *, loss: str | None = None, ax: Axe
     contenders = _contenders(rows, key)
     steps_to = [_steps_to(contender, target) for contender in contenders]
     if not any(steps_to):
-        lowest = min([row[key] for row in rows if math.isfinite(row[key])], default=math.nan)
         raise ValueError(
-            f"target: no optimizer reaches a loss of {target:g} from all seeds at any rate; the lowest loss is "
-            f"{lowest:.4g}"
+            f"target: no optimizer reaches a loss of {target:g} from all seeds at any rate: give a larger loss"
         )
     with axes_for(ax) as axes:
         for contender, steps_at in zip(contenders, steps_to, strict=True):
@@ -153,20 +154,15 @@ def plot_schedule(
 
     Args:
         schedule: a schedule such as `muonfx.cosine_decay_schedule`, or any function of the step count, a 0-d tensor.
-        steps: the number of steps, at least 1.
+        steps: the number of steps.
         label: the name of the schedule in a legend.
         ax: the axes to draw on; None: a new figure.
-
-    Raises:
-        ValueError: ``steps`` is less than 1.
 
     >>> import muonfx as mfx
     >>> ax = mfx.plot.plot_schedule(mfx.linear_schedule(1.0, 0.0, 4), 5)
     >>> ax.lines[0].get_ydata().tolist()
     [1.0, 0.75, 0.5, 0.25, 0.0]
     """
-    if steps < 1:
-        raise ValueError(f"steps: found {steps}, expected at least 1")
     values = [float(schedule(torch.tensor(step))) for step in range(steps)]
     with axes_for(ax) as axes:
         axes.plot(range(steps), values, label=label)
@@ -177,15 +173,11 @@ def plot_schedule(
 
 
 def _key_of_loss(rows: Rows, loss: str | None) -> str:
-    """Return the key of the loss to draw."""
-    if not rows:
-        raise ValueError("rows: found none, expected the rows that muonfx.study returns")
-    if loss is None:
-        loss = "validation_loss" if "validation_loss" in rows[0] else "loss"
-    for row in rows:
-        if loss not in row:
-            raise ValueError(f"loss: found {loss!r}, expected a key of all rows; one row has only {sorted(row)}")
-    return loss
+    """Return the key of the loss to draw: ``loss``, or, if it is None, the validation loss if the rows have it."""
+    if loss is not None:
+        return loss
+    has_validation = any("validation_loss" in row for row in rows)
+    return "validation_loss" if has_validation else "loss"
 
 
 def _contenders(rows: Rows, key: str) -> list[Contender]:
@@ -252,11 +244,6 @@ def _draw_band(axes: Axes, values_at: Mapping[Any, Tensor], contender: Contender
     ``values_at`` maps a position, such as a step or a rate, to the values of the seeds there, shape (seeds,). If it is
     empty, nothing is drawn.
     """
-    if not values_at:
-        return
-    positions = list(values_at)
-    means = [values.mean().item() for values in values_at.values()]
-    lowest = [values.min().item() for values in values_at.values()]
-    highest = [values.max().item() for values in values_at.values()]
-    axes.plot(positions, means, label=label, color=contender.color, marker=contender.marker)
-    axes.fill_between(positions, lowest, highest, color=contender.color, alpha=0.2, linewidth=0)
+    if values_at:
+        runs = torch.stack(list(values_at.values()), dim=1)
+        draw_band(axes, list(values_at), runs, label=label, color=contender.color, marker=contender.marker)

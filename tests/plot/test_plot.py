@@ -146,14 +146,12 @@ def plan_without_matrices() -> object:
         (lambda: mfx.plot.plot_plan(plan_without_matrices()), "no matrices to compute"),
         (lambda: mfx.plot.plot_update_rms(mfx.momentum().init({"w": torch.ones(2)})), 'no "rms" of a monitor'),
         (lambda: mfx.plot.plot_state_memory({}), "nothing to draw"),
-        (lambda: mfx.plot.plot_plan(mfx.muon(0.1)), "plan must be a result of .*plan_for.* found Transform"),
         (lambda: mfx.plot.plot_spectrum(torch.zeros(2, 3, 4)), r"before must be one matrix.*, found shape \(2, 3, 4\)"),
         (lambda: mfx.plot.plot_band([0.5, 0.4]), r"runs must be a table .* found shape \(2,\)"),
-        (lambda: mfx.plot.plot_polynomial("keller", ax=3), "ax must be one matplotlib Axes, found int"),
     ],
 )
 def test_what_cannot_be_drawn_is_named(draw: Callable[[], object], message: str):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(ValueError, match=message):
         draw()
 
 
@@ -246,7 +244,7 @@ def test_a_rate_that_is_much_too_large_does_not_hide_the_others():
 def test_runs_that_all_diverge_are_named_and_drawn_without_points():
     rows = rows_of({"muon": {0.1: [[float("nan"), float("inf")]]}})
     assert not mfx.plot.plot_rates(rows).lines
-    with pytest.raises(ValueError, match="lowest loss is nan"):
+    with pytest.raises(ValueError, match="target: no optimizer reaches a loss of 1 "):
         mfx.plot.plot_steps_to(rows, 1.0)
 
 
@@ -262,7 +260,7 @@ def test_steps_to_a_loss_are_drawn_where_each_seed_reaches_it():
     ax = mfx.plot.plot_steps_to(STUDY, 2.0)
     assert [line.get_label() for line in ax.lines] == ["muon"]  # one seed of adamw does not reach it
     assert (ax.lines[0].get_xdata().tolist(), ax.lines[0].get_ydata().tolist()) == ([0.1], [20.0])
-    with pytest.raises(ValueError, match=r"target: .*0\.05.*lowest loss is 0\.1"):
+    with pytest.raises(ValueError, match=r"target: no optimizer reaches a loss of 0\.05 "):
         mfx.plot.plot_steps_to(STUDY, 0.05)
 
 
@@ -271,18 +269,8 @@ def test_the_validation_loss_is_drawn_if_there_is_one(draw: Callable):
     rows = [row | {"validation_loss": 7.0} for row in STUDY]
     assert set(draw(rows).lines[0].get_ydata()) == {7.0}
     assert draw(rows, loss="loss").lines[-1].get_ydata().tolist() == draw(STUDY).lines[-1].get_ydata().tolist()
-    with pytest.raises(ValueError, match="loss: found 'los', expected a key"):
+    with pytest.raises(KeyError, match="los"):
         draw(STUDY, loss="los")
-    with pytest.raises(ValueError, match="rows: found none"):
-        draw([])
-
-
-@pytest.mark.parametrize("draw", [mfx.plot.plot_losses, mfx.plot.plot_rates])
-def test_rows_without_a_loss_are_refused(draw: Callable):
-    without_loss = [{key: value for key, value in row.items() if key != "loss"} for row in STUDY]
-    for rows in (without_loss, [*STUDY, without_loss[0]]):
-        with pytest.raises(ValueError, match="loss: found 'loss', expected a key of all rows"):
-            draw(rows)
 
 
 def test_a_schedule_is_drawn_step_by_step():
@@ -290,5 +278,3 @@ def test_a_schedule_is_drawn_step_by_step():
     ax = mfx.plot.plot_schedule(schedule, 10, label="warmup")
     assert ax.lines[0].get_ydata().tolist() == [float(schedule(torch.tensor(step))) for step in range(10)]
     assert ax.get_legend() is not None
-    with pytest.raises(ValueError, match="steps: found 0"):
-        mfx.plot.plot_schedule(schedule, 0)
