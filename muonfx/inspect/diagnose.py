@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from muonfx import polar, tree
-from muonfx.core import Transform, checks, transform
+from muonfx.core import Transform, transform
 from muonfx.core.transform import within
 from muonfx.internal.display import Report, Row, Shown, Table
 from muonfx.optimizer import TransformOptimizer
@@ -24,6 +24,7 @@ from muonfx.transforms.matrices import MatrixView, split
 from muonfx.tree import PyTree
 
 _GOAL = 0.65  # below the band of every coefficient set: the lowest, of "keller", begins at 0.68
+_SHARE = 0.9  # of the singular values of a momentum, which the steps should lift to the goal
 _MOST_STEPS = 30
 
 
@@ -36,11 +37,11 @@ class Spectrum(NamedTuple):
     rms: float
     """The root mean square of all singular values after orthogonalization."""
     tail: float
-    """The singular value of the momentum, divided by its Frobenius norm, that 90 % of them (``share``) reach."""
+    """The singular value of the momentum, divided by its Frobenius norm, that 90 % of them reach."""
     steps: int
     """The number of Newton-Schulz steps of the transform."""
     steps_needed: int | None
-    """The fewest steps that lift 90 % of the singular values (``share``) to 0.65 or more; None: 30 are too few."""
+    """The fewest steps that lift 90 % of the singular values to 0.65 or more; None: 30 are too few."""
 
 
 class ParameterDiagnosis(NamedTuple):
@@ -82,7 +83,6 @@ class Diagnosis(Shown):
     """
 
     rows: tuple[ParameterDiagnosis, ...]
-    share: float
 
     def metrics(self) -> dict[str, float]:
         """Return a flat dict for a logger, with keys such as "diagnose/blocks.0.up.weight/update_rms"."""
@@ -116,7 +116,7 @@ class Diagnosis(Shown):
         legend = (
             "per rate, per weight: the update before the learning rate, and relative to the weight\n"
             "min, max, rms: singular values after orthogonalization\n"
-            f"tail: {self.share:.0%} of the singular values of the momentum, divided by its norm, are at least this\n"
+            f"tail: {_SHARE:.0%} of the singular values of the momentum, divided by its norm, are at least this\n"
             f"needed: steps that lift this share to {_GOAL}, and the steps that are taken"
         )
         columns_of_numbers = range(1, len(titles))
@@ -169,9 +169,7 @@ def _cells_of_spectra(spectra: Sequence[Spectrum]) -> list[str]:
     ]
 
 
-def diagnose(
-    what: TransformOptimizer | tuple[Transform, PyTree, PyTree, PyTree], *, share: float = 0.9, **extras: Any
-) -> Diagnosis:
+def diagnose(what: TransformOptimizer | tuple[Transform, PyTree, PyTree, PyTree], **extras: Any) -> Diagnosis:
     """Measure the next update of each parameter: its size, its orthogonality, and the Newton-Schulz steps it needs.
 
     Call it after ``backward()`` and before ``step()``. It computes one update, which is dropped: parameters, gradients
@@ -183,13 +181,12 @@ def diagnose(
 
     Args:
         what: an optimizer, or a tuple (transform, state, params, grads) of whole trees.
-        share: the part of a momentum's singular values that the needed steps must lift to 0.65: a number in (0, 1].
         **extras: further named arguments of the update, such as ``value=loss``, as for ``optimizer.step``.
 
     Raises:
         TypeError: ``what`` has another type, or its transform is sharded without an optimizer.
-        ValueError: no parameter has a gradient; ``share`` is outside (0, 1]; or `orthogonalize` did not run, because a
-            wrapper such as `accumulate` runs it only at some calls.
+        ValueError: no parameter has a gradient; or `orthogonalize` did not run, because a wrapper such as `accumulate`
+            runs it only at some calls.
 
     Example:
         >>> import muonfx as mfx
@@ -199,8 +196,6 @@ def diagnose(
         >>> [row.name for row in mfx.diagnose(optimizer).rows if row.spectrum is not None]
         ['0.weight', '1.weight']
     """
-    if checks.positive("share", share) > 1:
-        raise ValueError(f"share must be in (0, 1], found {share!r}")
     if isinstance(what, TransformOptimizer):
         tx, state, params, grads = what.snapshot()
     else:
@@ -209,7 +204,7 @@ def diagnose(
     if all(grad is None for grad in tree.leaves(grads)):
         raise ValueError("diagnose: found no gradient, expected at least one: call it after backward(), before step()")
     params = tree.map(lambda leaf: leaf.detach(), params)
-    measurements = _Measurements(share)
+    measurements = _Measurements()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # creating the transform has given these warnings
         updates, _ = _watched(tx, measurements).update(grads, state, params, **extras)
@@ -219,7 +214,7 @@ def diagnose(
             "diagnose: orthogonalize did not run, expected it to run: accumulate runs it only at the last micro-batch: "
             "call diagnose there, or pass boundary=True"
         )
-    return Diagnosis(_rows(params, updates, measurements), share)
+    return Diagnosis(_rows(params, updates, measurements))
 
 
 def _rows(params: PyTree, updates: PyTree, measurements: _Measurements) -> tuple[ParameterDiagnosis, ...]:
@@ -244,8 +239,6 @@ def _rows(params: PyTree, updates: PyTree, measurements: _Measurements) -> tuple
 class _Measurements:
     """What `diagnose` measures inside a chain, while the chain runs."""
 
-    share: float
-    """The part of the singular values that the Newton-Schulz steps must lift."""
     spectra: dict[str, Spectrum] = field(default_factory=dict[str, Spectrum])
     """The spectrum of each parameter that an `orthogonalize` updates."""
     per_rate: dict[str, float] = field(default_factory=dict[str, float])
@@ -262,7 +255,7 @@ class _Measurements:
             if update is None or update.numel() == 0:
                 continue
             if is_orthogonalize:
-                self.spectra[name] = _spectrum(tx, name, update, result_of[name], self.share)
+                self.spectra[name] = _spectrum(tx, name, update, result_of[name])
             else:
                 self.per_rate[name] = _rms(update)
 
@@ -272,16 +265,12 @@ def _require_whole_trees(argument: Any) -> None:
 
     The trees of a sharded transform have shards only, and singular values need whole matrices.
     """
-    if not (isinstance(argument, tuple) and len(argument) == 4 and isinstance(argument[0], Transform)):
-        raise _wrong_type(type(argument).__name__)
-    if isinstance(argument[0], Sharded):
-        raise _wrong_type("a sharded transform")
-
-
-def _wrong_type(kind: str) -> TypeError:
-    """Return the error of `diagnose` for an argument of the wrong type."""
-    return TypeError(
-        f"diagnose: found {kind}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple (transform, "
+    is_tuple = isinstance(argument, tuple) and len(argument) == 4 and isinstance(argument[0], Transform)
+    if is_tuple and not isinstance(argument[0], Sharded):
+        return
+    found = "a sharded transform" if is_tuple else type(argument).__name__
+    raise TypeError(
+        f"diagnose: found {found}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple (transform, "
         "state, params, grads) of whole trees"
     )
 
@@ -305,7 +294,7 @@ def _watched(tx: Transform, measurements: _Measurements) -> Transform:
     return watched()
 
 
-def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor, share: float) -> Spectrum:
+def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor) -> Spectrum:
     """Return the spectrum of one parameter: of its momentum, and of the result of ``tx``, an `orthogonalize`."""
     argument = tx.arguments["coefficients"]
     if isinstance(argument, Tensor):
@@ -321,9 +310,9 @@ def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor
         minimum=results.min().item(),
         maximum=results.max().item(),
         rms=_rms(results),
-        tail=min([_tail(values, share) for values in momentum_values]),
+        tail=min(map(_tail, momentum_values)),
         steps=tx.arguments["steps"] or len(coefficients.steps),
-        steps_needed=_steps_needed(momentum_values, coefficients, share),
+        steps_needed=_steps_needed(momentum_values, coefficients),
     )
 
 
@@ -338,24 +327,24 @@ def _wide_batches(view: MatrixView, leaf: Tensor, name: str) -> list[Tensor]:
     return batches
 
 
-def _tail(values: Tensor, share: float) -> float:
-    """Return the value that a ``share`` of each row of ascending values reaches; the least of all rows."""
-    count = math.ceil(share * values.shape[-1])
+def _tail(values: Tensor) -> float:
+    """Return the value that 90 % of each row of ascending values reach; the least of all rows."""
+    count = math.ceil(_SHARE * values.shape[-1])
     return values[:, -count].min().item()
 
 
-def _steps_needed(spectra: Sequence[Tensor], coefficients: polar.Coefficients, share: float) -> int | None:
-    """Return the fewest steps that lift a ``share`` of each row of singular values to the goal; None: too many."""
+def _steps_needed(spectra: Sequence[Tensor], coefficients: polar.Coefficients) -> int | None:
+    """Return the fewest steps that lift 90 % of each row of singular values to the goal; None: too many."""
     for steps in range(1, _MOST_STEPS + 1):
-        if all(_reach_goal(polar.scalar_polynomial(coefficients, values, steps), share) for values in spectra):
+        if all(_reach_goal(polar.scalar_polynomial(coefficients, values, steps)) for values in spectra):
             return steps
     return None
 
 
-def _reach_goal(values: Tensor, share: float) -> bool:
-    """Return True if in each row of singular values, at least a ``share`` of them is at the goal or above."""
+def _reach_goal(values: Tensor) -> bool:
+    """Return True if in each row of singular values, at least 90 % are at the goal or above."""
     lifted_share = (values >= _GOAL).double().mean(-1)
-    return bool((lifted_share >= share).all())
+    return bool((lifted_share >= _SHARE).all())
 
 
 def _normalized(x: Tensor, coefficients: polar.Coefficients) -> Tensor:

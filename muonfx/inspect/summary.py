@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import torch
@@ -89,40 +90,72 @@ class Summary(Shown):
 
     def report(self) -> Report:
         """Return the printed table: a row for each tensor, subtotals for each branch of the tree, and the total."""
-        texts, sizes = self._columns()
-        titles = ("leaf", *texts, *sizes)
-        rows = _rows(self.leaves, 0, texts, sizes)
-        columns_of_bytes = range(1 + len(texts), len(titles))
-        table = Table(titles, rows, right=columns_of_bytes, footers=self._footers(texts, sizes))
+        titles = ["leaf", *self._text_titles]
+        first_size = len(titles)
+        titles += ["bytes"] if self.ranks is None else ["this rank", "all ranks"]
+        columns_of_bytes = range(first_size, len(titles))
+        table = Table(titles, self._rows(self.leaves, 0), right=columns_of_bytes, footers=self._footers())
         if self.params_nbytes:
             return Report((table, self._compared(self.params_nbytes)))
         return Report((table,))
 
-    def _footers(self, texts: _Texts, sizes: _Sizes) -> list[Row]:
+    @cached_property
+    def _text_titles(self) -> list[str]:
+        """Return the titles of the columns of text after the first, which are empty in a row of several leaves."""
+        titles = ["shape", "dtype"]
+        if any(leaf.device not in ("", "meta", "cpu") for leaf in self.leaves):
+            titles.append("device")
+        if self.ranks is not None:
+            titles.append("owner")
+        return titles
+
+    def _rows(self, leaves: Sequence[LeafSummary], depth: int) -> list[Row]:
+        """Return a row for each entry of the paths at a depth: at depth 0, "momentum" and "scale_by_adam"."""
+        leaves_of: dict[tuple[str, ...], list[LeafSummary]] = {}
+        for leaf in leaves:
+            leaves_of.setdefault(leaf.path[depth : depth + 1], []).append(leaf)
+        return [self._row(group, depth) for group in leaves_of.values()]
+
+    def _row(self, leaves: list[LeafSummary], depth: int) -> Row:
+        """Return the row of leaves whose paths have the same entry at a depth, with child rows for several leaves.
+
+        The row of the paths ("adam", "mu", "w") and ("adam", "mu", "b") has the title "adam.mu", and its children have
+        the titles "w" and "b". Rows around this one have the entries before ``depth`` in their titles.
+        """
+        path = leaves[0].path
+        if len(leaves) == 1:
+            title = ".".join(path[depth:]) or "-"  # a tree that is a single tensor has an empty path
+            return self._sum_row(title, leaves, _texts(leaves[0]))
+        # The title has all entries that the paths share. They differ somewhere, so the loop ends.
+        end = depth + 1
+        while all(leaf.path[end] == path[end] for leaf in leaves):
+            end += 1
+        title = ".".join(path[depth:end])
+        return self._sum_row(title, leaves, children=self._rows(leaves, end))
+
+    def _footers(self) -> list[Row]:
         """Return the row of the total of all tensors, and a row for each dtype if there are several."""
         tensors = [leaf for leaf in self.leaves if leaf.shape is not None]
         tensors_of_dtype: dict[str, list[LeafSummary]] = {}
         for leaf in tensors:
             tensors_of_dtype.setdefault(leaf.dtype, []).append(leaf)
-        cells = dict.fromkeys(texts, "")  # by the title of the column
-        total = f"total of {_counted(len(tensors), 'tensor')}"
-        footers = [_sum_row(total, list(cells.values()), tensors, sizes)]
+        footers = [self._sum_row(f"total of {_counted(len(tensors), 'tensor')}", tensors)]
         if len(tensors_of_dtype) > 1:
             for dtype, group in tensors_of_dtype.items():
-                cells["dtype"] = dtype
-                footers.append(_sum_row(_counted(len(group), "tensor"), list(cells.values()), group, sizes))
+                footers.append(self._sum_row(_counted(len(group), "tensor"), group, {"dtype": dtype}))
         return footers
 
-    def _columns(self) -> tuple[_Texts, _Sizes]:
-        """Return functions from a leaf to its cells, by the titles of the columns: first texts, then bytes."""
-        texts: _Texts = {"shape": _shape_text, "dtype": lambda leaf: leaf.dtype}
-        sizes: _Sizes = {"bytes": lambda leaf: leaf.nbytes}
-        if any(leaf.device not in ("", "meta", "cpu") for leaf in self.leaves):
-            texts["device"] = lambda leaf: leaf.device or "-"
+    def _sum_row(
+        self, title: str, leaves: Sequence[LeafSummary], texts: Mapping[str, str] = {}, children: Sequence[Row] = ()
+    ) -> Row:
+        """Return a row with the bytes of all leaves together; ``texts`` has cells by the title of the column."""
+        cells = [title]
+        for column in self._text_titles:
+            cells.append(texts.get(column, ""))
+        cells.append(format_bytes(sum(leaf.nbytes for leaf in leaves)))
         if self.ranks is not None:
-            texts["owner"] = lambda leaf: leaf.owner or "-"
-            sizes = {"this rank": lambda leaf: leaf.nbytes, "all ranks": lambda leaf: leaf.total_nbytes}
-        return texts, sizes
+            cells.append(format_bytes(sum(leaf.total_nbytes for leaf in leaves)))
+        return Row(tuple(cells), tuple(children))
 
     def _compared(self, params_nbytes: int) -> str:
         """Return a sentence that compares the bytes with the size of the parameters: "2 times the 768 B of ..."."""
@@ -135,59 +168,10 @@ class Summary(Shown):
         return f"{on_this_rank}, {total_ratio:.2f} times over {_counted(self.ranks, 'rank')}"
 
 
-_Texts = dict[str, Callable[[LeafSummary], str]]
-"""The columns of text: for each title, such as "dtype", a function that returns the cell of a leaf."""
-_Sizes = dict[str, Callable[[LeafSummary], int]]
-"""The columns of bytes, which rows of several leaves add up: for each title, the bytes of a leaf."""
-
-
-def _shape_text(leaf: LeafSummary) -> str:
-    if leaf.shape is None:
-        return "-"
-    return format_shape(leaf.shape)
-
-
-def _rows(leaves: Sequence[LeafSummary], depth: int, texts: _Texts, sizes: _Sizes) -> list[Row]:
-    """Return a table row for each entry of the paths at a depth: at depth 0, "momentum" and "scale_by_adam"."""
-    leaves_of: dict[tuple[str, ...], list[LeafSummary]] = {}
-    for leaf in leaves:
-        leaves_of.setdefault(leaf.path[depth : depth + 1], []).append(leaf)
-    return [_row(group, depth, texts, sizes) for group in leaves_of.values()]
-
-
-def _row(leaves: list[LeafSummary], depth: int, texts: _Texts, sizes: _Sizes) -> Row:
-    """Return the table row of leaves whose paths have the same entry at a depth, with child rows for several leaves.
-
-    The row of the paths ("adam", "mu", "w") and ("adam", "mu", "b") has the title "adam.mu", and its children have the
-    titles "w" and "b".
-
-    Args:
-        leaves: the leaves, with different paths.
-        depth: the first entry of the paths that the title contains; rows around this one contain those before it.
-        texts: the columns of text, which are empty in a row of several leaves.
-        sizes: the columns of bytes.
-    """
-    path = leaves[0].path
-    if len(leaves) == 1:
-        cells = [text_of(leaves[0]) for text_of in texts.values()]
-        title = ".".join(path[depth:]) or "-"  # a tree that is a single tensor has an empty path
-        return _sum_row(title, cells, leaves, sizes)
-    # The title has all entries that the paths share. They differ somewhere, so the loop ends.
-    end = depth + 1
-    while all(leaf.path[end] == path[end] for leaf in leaves):
-        end += 1
-    title = ".".join(path[depth:end])
-    no_cells = [""] * len(texts)
-    children = _rows(leaves, end, texts, sizes)
-    return _sum_row(title, no_cells, leaves, sizes, children)
-
-
-def _sum_row(
-    title: str, texts: Sequence[str], leaves: Sequence[LeafSummary], sizes: _Sizes, children: Sequence[Row] = ()
-) -> Row:
-    """Return a row with the texts and the bytes of all leaves together."""
-    sums = [format_bytes(sum(map(size_of, leaves))) for size_of in sizes.values()]
-    return Row((title, *texts, *sums), tuple(children))
+def _texts(leaf: LeafSummary) -> dict[str, str]:
+    """Return the cells of a leaf by the title of the column."""
+    shape = "-" if leaf.shape is None else format_shape(leaf.shape)
+    return {"shape": shape, "dtype": leaf.dtype, "device": leaf.device or "-", "owner": leaf.owner or "-"}
 
 
 def _counted(number: int, noun: str) -> str:
