@@ -10,7 +10,7 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.transform import within
 from muonfx.internal.display import format_list
 from muonfx.routing.route import Route, Suspected
-from muonfx.routing.views import ROWS, argument_text, patterns
+from muonfx.routing.views import ROWS, patterns
 from muonfx.transforms.matrices import STACK, MatrixView, view_of
 from muonfx.tree import PyTree
 
@@ -135,4 +135,4 @@ def _argument(view: MatrixView, pattern_of: Mapping[str, str], names: Iterable[s
     elif view.pattern is not None:
         pattern_of_glob.setdefault("*", view.pattern)
     # As text, because a pattern with placeholders is no valid `MatrixView`.
-    return argument_text(pattern_of_glob)
+    return f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({pattern_of_glob!r}))"

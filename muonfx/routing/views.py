@@ -212,8 +212,12 @@ _FUSED = (
         package="torchtitan.",
     ),
 )
-# The number of gates of a recurrent layer, whose matrices are concatenated along the rows. A plain RNN has no gates.
-_GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
+# Modules of PyTorch, names of their parameters, and the number of matrices along the rows. A plain RNN has no gates.
+_FUSED_IN_TORCH = (
+    (nn.MultiheadAttention, "in_proj_weight", 3, _QKV),
+    ((nn.LSTM, nn.LSTMCell), "weight_(ih|hh)", 4, "4 gates"),
+    ((nn.GRU, nn.GRUCell), "weight_(ih|hh)", 3, "3 gates"),
+)
 # Names of layers that are nearly always fused, for unknown code, and names for their parts.
 _SUSPECTS = (
     (re.compile(r"(.*_)?w?qkv(_.*)?|c_attn|query_key_value|in_proj_weight", re.IGNORECASE), ("q", "k", "v")),
@@ -337,9 +341,7 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
 def _of_unknown_layer(
     info: ParamInfo, storage: _Storage, layers: Sequence[_Layer], read_parts: int | None, shapes: Shapes
 ) -> Matrices:
-    """Return one matrix; if names or widths of layers suggest several, with the patterns to suggest.
-
-    A pattern that would split it is only suggested to the user, in a note.
+    """Return one matrix; if names or widths of layers suggest several, with the patterns to suggest to the user.
 
     Args:
         info: the parameter.
@@ -353,14 +355,8 @@ def _of_unknown_layer(
     split = _suggested_split(info, storage.pattern, layers, read_parts, shapes)
     if split is None:  # nothing suggests several matrices
         return Matrices(view, storage.note)
-    argument = argument_text({_glob_of(info, layers): split})
-    advice = f"to split equal parts, {argument}"
-    if ROWS in split:
-        rows = _number_of_rows(storage.pattern, info.shape)
-        advice = f"{rows} rows are not {split.count(ROWS)} equal parts; with your numbers of rows, {argument}"
     whole = storage.pattern.replace("{out}", "whole")
-    note = _joined(storage.note, f"{MAYBE_FUSED}: {advice}")
-    return Matrices(view, note, Suspected(split, whole))
+    return Matrices(view, _joined(storage.note, f"{MAYBE_FUSED}: {split}"), Suspected(split, whole))
 
 
 def _suggested_split(
@@ -453,15 +449,6 @@ def _parts_read_by(returns: int, reads: int, later_shapes: Sequence[tuple[int, i
     return None
 
 
-def argument_text(pattern_of_glob: Mapping[str, str]) -> str:
-    """Return the argument of `Muon` with these patterns, as code to paste.
-
-    >>> argument_text({"*qkv.weight": "(part=3 out) in -> part out in"})
-    "orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({'*qkv.weight': '(part=3 out) in -> part out in'}))"
-    """
-    return f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({pattern_of_glob!r}))"
-
-
 def _pattern_of_one_matrix(stored: str) -> str | None:
     """Return the pattern of one matrix in this order; None for (out, in) and (out, ...), the default."""
     if stored in (_PLAIN, _CONVOLUTION):
@@ -509,12 +496,6 @@ def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mappi
         if not is_name_of_any_layer:  # this name shows what the layer is, so that no further one is needed
             break
     return layers
-
-
-def _glob_of(info: ParamInfo, layers: Sequence[_Layer]) -> str:
-    """Return a glob for a parameter and the same parameter of other blocks, such as ``"*qkv.linear.weight"``."""
-    components = plain_name(info.name).split(".")
-    return "*" + ".".join(components[-len(layers) - 1 :])  # the names of the layers, and the last, such as "weight"
 
 
 def _names_of_parts(layers: Sequence[_Layer]) -> tuple[str, ...] | None:
@@ -572,14 +553,10 @@ def _of_torch(owner: nn.Module | None, leaf: str) -> Matrices | None:
 
     ``owner`` is the module of the parameter, and ``leaf`` the last component of its name, such as "weight_ih_l0".
     """
-    if isinstance(owner, nn.MultiheadAttention) and leaf == "in_proj_weight":
-        return Matrices(MatrixView(divided(_PLAIN, 3)), _QKV)
-    if not isinstance(owner, nn.RNNBase | nn.RNNCellBase) or not leaf.startswith(("weight_ih", "weight_hh")):
-        return None
-    gates = _GATES.get(written_type(owner).__name__)
-    if gates is None:
-        return None
-    return Matrices(MatrixView(divided(_PLAIN, gates)), f"{gates} gates")
+    for module_types, leaf_pattern, count, note in _FUSED_IN_TORCH:
+        if isinstance(owner, module_types) and re.match(leaf_pattern, leaf):
+            return Matrices(MatrixView(divided(_PLAIN, count)), note)
+    return None
 
 
 def divided(stored: str, parts: int | Mapping[str, int] | Mapping[str, str]) -> str:

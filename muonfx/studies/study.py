@@ -89,8 +89,6 @@ def study(
         0.5 1 5.0
         0.5 2 0.0
     """
-    if not isinstance(folder, str | os.PathLike | None):
-        raise TypeError(f"folder: found {folder!r}, expected a path or None")
     rates_by_name = _rates_by_name(rates, optimizers)
     interval = report_every or math.ceil(steps / REPORTS)
     report_steps = [*range(interval, steps, interval), steps]
