@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -127,36 +127,21 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
     return tuple(infos), tuple(absent_names)
 
 
-class _Names(NamedTuple):
-    """All names of a tensor in a model, and, in the same order, the types of the modules that own it."""
-
-    tensor: nn.Parameter
-    names: list[str]
-    module_types: list[type]
-
-
 def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
     """Return a `ParamInfo` for each distinct parameter of a model, in the order of the model's modules.
 
     A tied parameter has several names, such as "wte.weight" and "head.weight". Its first name becomes
     `ParamInfo.name`, and the others `ParamInfo.tied`.
     """
-    names_of_tensor: dict[int, _Names] = {}  # by identity, since a tied tensor occurs under each of its names
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(tensor, []).append(name)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for path, module in modules.items():
-        for leaf, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = joined(path, leaf)
-            owner = modules[module_path(name)]  # of a parametrized weight, the module that has the parametrization
-            if id(tensor) not in names_of_tensor:
-                names_of_tensor[id(tensor)] = _Names(tensor, names=[], module_types=[])
-            names_and_types = names_of_tensor[id(tensor)]
-            names_and_types.names.append(name)
-            names_and_types.module_types.append(written_type(owner))
     infos: list[ParamInfo] = []
-    for names_and_types in names_of_tensor.values():
-        name, *tied = names_and_types.names
-        module_type, *tied_modules = names_and_types.module_types
-        infos.append(_info(name, names_and_types.tensor, tuple(tied), module_type, tuple(tied_modules)))
+    for tensor, names in names_of.items():
+        # The owner of a parametrized weight is the module that has the parametrization.
+        module_type, *tied_modules = [written_type(modules[module_path(name)]) for name in names]
+        infos.append(_info(names[0], tensor, tuple(names[1:]), module_type, tuple(tied_modules)))
     return tuple(infos)
 
 

@@ -120,10 +120,7 @@ class Labels(RoutedLabels):
         >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
         Labels({'b': 'y'})
         """
-        routes: dict[str, Route] = {}
-        for name in names:
-            routes[name] = self._routes[name]
-        return Labels(routes)
+        return Labels({name: self._routes[name] for name in names})
 
     def for_names(self, key_of: Mapping[str, str]) -> Labels:
         """Return `Labels` for the names in ``key_of``, a dict from the new name of a parameter to its name in these."""
@@ -209,10 +206,10 @@ def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], rule_kind: st
     The first rule that matches a parameter decides. A reason is a text such as "user rule 1: ndim(2)"; ``rule_kind`` is
     its beginning, here "user rule".
     """
+    decided: dict[str, tuple[Label, str]] = {}
     for number, rule in enumerate(rules, 1):
         _check_rule(rule, number)
-    decided: dict[str, tuple[Label, str]] = {}
-    for number, (predicate, label) in enumerate(rules, 1):
+        predicate, label = rule
         matching_names = [info.name for info in infos if predicate(info)]
         for name in matching_names:
             if name not in decided:
