@@ -119,10 +119,12 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Deci
     """
     gated_mlps = _gated_mlps(infos)
     projections = _projections_of_attention(infos)
-    decisions = _by_neighbours(infos)
+    names = {info.name for info in infos}
+    has_classifier = any(_layer_of_model(_components(info.name)) == "classifier" for info in infos)
+    decisions: dict[str, Decision] = {}
     for info in infos:
-        if info.name not in decisions:
-            decisions[info.name] = _role(info, gated_mlps, projections, structure)
+        decision = _by_part(info, names) or _by_projector(info, has_classifier)
+        decisions[info.name] = decision or _role(info, gated_mlps, projections, structure)
     return decisions
 
 
@@ -226,36 +228,27 @@ def _is_named_as_a_matrix(leaf: str) -> bool:
     return any(word in _MATRIX_WORDS or _MATRIX_NAME.match(word) for word in words)
 
 
-def _by_neighbours(infos: Sequence[ParamInfo]) -> dict[str, Decision]:
-    """Return the decisions for parameters whose role depends on other parameters, by name.
+def _by_part(info: ParamInfo, names: Set[str]) -> Decision | None:
+    """Return the decision for a part of a weight, such as its length with weight norm; None for another parameter.
 
-    They are the parts of a weight, such as its length and direction, and a projector of features that is a direct child
-    of the model next to a classifier: it is a part of the head.
-    """
-    names = {info.name for info in infos}
-    layers = [_layer_of_model(_components(info.name)) for info in infos]
-    decisions: dict[str, Decision] = {}
-    for info, layer in zip(infos, layers, strict=True):
-        if _is_part_of_weight(info.name, names):
-            leaf = info.name.rpartition(".")[2]
-            decisions[info.name] = Decision("other", f"part of a parametrized weight (name component {leaf!r})")
-        elif layer == "projector" and "classifier" in layers:
-            role: Role = "vector" if info.ndim < 2 else "head"
-            decisions[info.name] = Decision(role, "name component 'projector'")
-    return decisions
-
-
-def _is_part_of_weight(name: str, names: Set[str]) -> bool:
-    """Return True for the length or the direction of a weight with weight norm, and for similar parts of a weight.
-
-    Examples are ``fc.weight_g``, next to ``fc.weight_v``, and ``fc.parametrizations.weight.original0``. ``names`` are
+    Examples are ``fc.weight_g`` next to ``fc.weight_v``, and ``fc.parametrizations.weight.original0``. ``names`` are
     the names of all parameters.
     """
-    leaf = name.rpartition(".")[2]
-    module = name.removesuffix(leaf)  # with a dot at the end
-    if leaf in ("weight_g", "weight_v"):
-        return f"{module}weight_g" in names and f"{module}weight_v" in names
-    return leaf in ("original0", "original1") and f"{module}original0" in names
+    leaf = info.name.rpartition(".")[2]
+    module = info.name.removesuffix(leaf)  # with a dot at the end
+    has_weight_norm = {f"{module}weight_g", f"{module}weight_v"} <= names
+    is_length_or_direction = leaf in ("weight_g", "weight_v") and has_weight_norm
+    if is_length_or_direction or leaf in ("original0", "original1"):
+        return Decision("other", f"part of a parametrized weight (name component {leaf!r})")
+    return None
+
+
+def _by_projector(info: ParamInfo, has_classifier: bool) -> Decision | None:
+    """Return the decision for a direct child of a model that projects features for a classifier: a part of the head."""
+    if not has_classifier or _layer_of_model(_components(info.name)) != "projector":
+        return None
+    role: Role = "vector" if info.ndim < 2 else "head"
+    return Decision(role, "name component 'projector'")
 
 
 def _by_name(info: ParamInfo, gated_mlps: GatedMlps, structure: Structure) -> Decision | None:
