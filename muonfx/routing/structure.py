@@ -51,7 +51,7 @@ class Layer(NamedTuple):
     """The width of the vectors that it reads; None for an embedding, which reads indices."""
     returns: int
     """The width of the vectors that it returns."""
-    block: str | None
+    block: str | None = None
     """The path of the outermost block that contains it, such as "blocks.0"; None outside all blocks."""
     is_grouped: bool = False
     """True for a convolution with groups, such as a depthwise convolution."""
@@ -60,8 +60,9 @@ class Layer(NamedTuple):
 class Norm(NamedTuple):
     """A norm, or another vector that belongs to no layer."""
 
+    path: str
     width: int
-    block: str | None
+    block: str | None = None
     """The path of the outermost block that contains it; None outside all blocks."""
 
 
@@ -100,9 +101,13 @@ def structure_of(model: object) -> Structure:
     """
     if not isinstance(model, nn.Module):
         return _UNKNOWN_STRUCTURE
-    read_widths = _read_widths(model)
+    layers = list(_layers_of(model))
+    norms = list(_norms_of(model))
+    widths_of_norms = {norm.width for norm in norms}
+    read_widths = widths_of_norms | {layer.reads for layer in layers if layer.reads is not None}
     blocks = set(_blocks_of(model, read_widths))
-    layers = list(_layers_of(model, blocks))
+    layers = [layer._replace(block=_block_around(layer.path, blocks)) for layer in layers]
+    norms = [norm._replace(block=_block_around(norm.path, blocks)) for norm in norms]
     structure = Structure(
         held_by_no_layer=frozenset(_held_by_no_layer(model)),
         read_in_parts=_read_in_parts(layers, read_widths),
@@ -110,10 +115,10 @@ def structure_of(model: object) -> Structure:
     )
     if all(layer.block is None for layer in layers):
         # Without blocks, nothing shows which layers are the first and the last.
-        unread_layers = _possible_heads_without_blocks(layers, _widths_of_norms(model))
+        unread_layers = _possible_heads_without_blocks(layers, widths_of_norms)
         return structure._replace(possible_heads=unread_layers)
     inputs = _inputs(layers)
-    widths_read_outside = _widths_read_outside_blocks(layers, inputs, list(_norms_of(model, blocks)))
+    widths_read_outside = _widths_read_outside_blocks(layers, inputs, norms)
     unread = _unread_outside_blocks(layers, inputs, widths_read_outside, read_widths)
     heads = _heads(layers, unread)
     # The outputs of the other unread layers may be read in parts, so that they may be heads or hidden.
@@ -172,15 +177,6 @@ def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
     return False
 
 
-def _read_widths(model: nn.Module) -> set[int]:
-    """Return the widths that some layer or some norm reads."""
-    widths = _widths_of_norms(model)
-    for module in model.modules():
-        if layer_widths := _widths_of(module):
-            widths.add(layer_widths[0])
-    return widths
-
-
 # Modules whose parameters are matrices under names of their own, or parts of one in the module around them.
 _HOLDERS_OF_MATRICES = (
     nn.MultiheadAttention,
@@ -216,20 +212,16 @@ def _leaves_of(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters(recurse=False)}
 
 
-def _layers_of(model: nn.Module, blocks: set[str]) -> Iterator[Layer]:
-    """Yield the layers and embeddings of a model in the order of definition, each with the block that it is in.
-
-    ``blocks`` are the paths of blocks, such as "blocks.0".
-    """
+def _layers_of(model: nn.Module) -> Iterator[Layer]:
+    """Yield the layers and embeddings of a model in the order of definition."""
     for path, module in model.named_modules():
-        block = _block_around(path, blocks)
         if widths := _widths_of(module):
             reads, returns = widths
-            yield Layer(path, reads, returns, block, is_grouped=getattr(module, "groups", 1) != 1)
+            yield Layer(path, reads, returns, is_grouped=getattr(module, "groups", 1) != 1)
         elif isinstance(module, nn.Embedding) or class_name_fits(type(module), _EMBEDDING_CLASS):
             width = getattr(module, "embedding_dim", None)
             if isinstance(width, int):
-                yield Layer(path, None, width, block)
+                yield Layer(path, None, width)
 
 
 def _block_around(path: str, blocks: set[str]) -> str | None:
@@ -506,19 +498,14 @@ def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]
     return {later.reads for later in later_layers if later.reads and later.path.startswith(f"{holder}.")}
 
 
-def _widths_of_norms(model: nn.Module) -> set[int]:
-    """Return the lengths of the vectors that belong to no layer: the gains of norms, and similar."""
-    return {norm.width for norm in _norms_of(model, set())}
-
-
-def _norms_of(model: nn.Module, blocks: set[str]) -> Iterator[Norm]:
+def _norms_of(model: nn.Module) -> Iterator[Norm]:
     """Yield the norms of a model, and other modules with vectors that belong to no layer."""
     for path, module in model.named_modules():
         if _widths_of(module) is not None:
             continue
         for param in module.parameters(recurse=False):
             if param.ndim == 1:
-                yield Norm(param.shape[0], _block_around(path, blocks))
+                yield Norm(path, param.shape[0])
 
 
 def _read_in_their_block(layers: Sequence[Layer]) -> frozenset[str]:

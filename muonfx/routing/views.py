@@ -68,7 +68,7 @@ class _Fused:
     """A layer of a known package whose weight holds several matrices along its rows."""
 
     layer: str
-    """The name of the layer, or of the parameter, in the module that holds it."""
+    """A regular expression for the name of the layer, or of the parameter, in the module that holds it."""
     holder: str
     """A regular expression for the class of that module."""
     parts: str
@@ -163,6 +163,8 @@ _FUSED = (
     ),
     _Fused("in_proj", "Lfm[23].*ShortConv", "B, C, state", 3),
     _Fused("in_proj", "DisentangledSelfAttention", _QKV, _BY_HEAD % "num_attention_heads"),
+    _Fused("[wv][12]", "DbrxExpertGLU", "one matrix an expert", "(part={moe_num_experts} out) -> part out"),
+    _Fused("o_a_proj", "DeepseekV4Attention", "one matrix a group", "(part={o_a_proj.n_groups} out) -> part out"),
     _Fused("gate_up_proj", "GptOssExperts", "gate, up", "(dim part=2) -> part dim"),
     _Fused("gate_up_proj", _ANY, "gate, up", 2),
     _Fused("input_linear", "(Granite|JetMoe).*(MLP|MoE)", "gate, up", 2),
@@ -248,8 +250,6 @@ class _Stored:
     module: str
     leaf: str
     pattern: str
-    count: str = ""
-    """The module attribute with the number of equal matrices along the rows; "" for one matrix."""
     note: str = ""
 
 
@@ -262,8 +262,6 @@ _STORED = (
     _Stored("RecurrentGemmaRglru", "(input|recurrent)_gate_weight", _TRANSPOSED_STACK),
     _Stored("GroupedLinearLayer", "weight", _TRANSPOSED_STACK),
     _Stored(".*FlexibleLinear", "weight", _STACK),
-    _Stored("DeepseekV4GroupedLinear", "weight", _PLAIN, "n_groups", "one matrix a group"),
-    _Stored("DbrxExpertGLU", "[wv][12]", _PLAIN, "moe_num_experts", "one matrix an expert"),
 )
 
 
@@ -310,8 +308,6 @@ def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shap
         return matrices_of_torch_module
     # Other modules: first the order of the parameter's dims, then whether its rows are several matrices.
     storage = _storage_by_package(info, leaf, owner) or _storage_by_experts(info, owner, shapes)
-    if storage.parts:
-        return Matrices(MatrixView(divided(storage.pattern, storage.parts)), storage.note)
     layers = _layers_around(info.name, leaf, owner, modules)
     matrices_of_known_layer = _of_known_layer(info, storage, layers)
     if matrices_of_known_layer is not None:
@@ -611,8 +607,6 @@ class _Storage(NamedTuple):
 
     pattern: str
     """The order of its dims, with ``{out}`` for the rows, such as ``"in {out} -> {out} in"`` for a transposed one."""
-    parts: int = 0
-    """The number of equal matrices along the rows; 0 if the module type does not determine it."""
     note: str = ""
     """A text for `describe`, such as "stack of 8 matrices"; "" for a plain matrix."""
 
@@ -629,7 +623,7 @@ def _storage_by_package(info: ParamInfo, leaf: str, owner: nn.Module | None) -> 
     for known in _STORED:
         if class_name_fits(owner_class, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
             note = known.note or _stack_note(info, known.pattern)
-            return _Storage(known.pattern, _size(owner, known.count), note)
+            return _Storage(known.pattern, note)
     return None
 
 
@@ -645,7 +639,7 @@ def _storage_by_experts(info: ParamInfo, owner: nn.Module | None, shapes: Shapes
     pattern = _STACK
     if _has_transposed_experts(info, owner, shapes):
         pattern = _TRANSPOSED_STACK
-    return _Storage(pattern, note=_stack_note(info, pattern))
+    return _Storage(pattern, _stack_note(info, pattern))
 
 
 def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Shapes) -> bool:
@@ -683,7 +677,7 @@ def _fused_layer(layer: _Layer) -> _Fused | None:
     holder_class = written_type(layer.holder)
     for fused in _FUSED:
         is_of_package = holder_class.__module__.startswith(fused.package)
-        has_names = fused.layer == layer.name and re.fullmatch(fused.holder, holder_class.__name__)
+        has_names = re.fullmatch(fused.layer, layer.name) and re.fullmatch(fused.holder, holder_class.__name__)
         if is_of_package and has_names and _has_attributes(layer.holder, fused):
             return fused
     return None
