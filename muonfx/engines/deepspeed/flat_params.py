@@ -128,10 +128,9 @@ def locate(
         partition = _partition_of_stage_3(flat_tensor, params, engine)
     if tensor_group is not None:
         partition = _with_tensor_parallel(partition, params, tensor_group)
-    tensor_of = dict.fromkeys(partition.intervals, flat_tensor)
-    layout = _layout(partition.cuts, whole_params, tensor_of, partition.group, stage=stage)
+    layout = _layout(partition.cuts, whole_params, dict.fromkeys(params, flat_tensor), partition.group, stage=stage)
     flat = FlatParams(
-        tensor_of=tensor_of,
+        tensor_of=dict.fromkeys(partition.intervals, flat_tensor),
         layout=layout,
         intervals=partition.intervals,
         shard_shapes={name: layout.position(name).shape for name in partition.intervals},
