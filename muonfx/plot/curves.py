@@ -14,6 +14,9 @@ from muonfx.polar.bands import band, scalar_polynomial
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.coefficients import coefficients as resolve
 
+_LOWER = 0.01
+"""The smallest singular value, divided by the Frobenius norm, for which a plot shows the range of a polynomial."""
+
 
 def plot_band(
     runs: Tensor | Sequence[Sequence[float]],
@@ -62,9 +65,7 @@ def draw_band(axes: Axes, x: Sequence[float], runs: Tensor, **style: Any) -> Non
     axes.fill_between(x, lowest, highest, color=line.get_color(), alpha=0.16, linewidth=0)
 
 
-def plot_polynomial(
-    coefficients: CoefficientsLike, *, steps: int | None = None, lower: float = 0.01, ax: Axes | None = None
-) -> Axes:
+def plot_polynomial(coefficients: CoefficientsLike, *, ax: Axes | None = None) -> Axes:
     """Draw how a set of Newton-Schulz coefficients changes singular values, and the range of the results.
 
     To compare sets, call it several times with one ``ax``.
@@ -72,36 +73,34 @@ def plot_polynomial(
     Args:
         coefficients: a name such as "keller", a `muonfx.polar.Coefficients`, or a sequence of ``(a, b[, c])``, the
             polynomial of each step.
-        steps: the number of Newton-Schulz steps, as in `muonfx.polar.orthogonalize`; None: one for each polynomial.
-        lower: the smallest singular value, divided by the Frobenius norm, for which the range is shown; in (0, 1].
         ax: the axes to draw on; None: a new figure.
 
     Returns:
         The axes. The x axis is the singular value divided by the Frobenius norm, from 1e-4 to 1, logarithmic. The
-        curve is the composition of all steps, and the shaded band is the range of its values from ``lower`` to 1.
+        curve is the composition of all steps, and the shaded band is the range of its values from 0.01 to 1.
 
     Raises:
-        ValueError: ``lower`` is outside (0, 1], or no set of coefficients has the name.
+        ValueError: no set of coefficients has the name.
 
     >>> import muonfx as mfx
     >>> ax = mfx.plot.plot_polynomial("keller")
     >>> ax.get_xlabel(), ax.lines[0].get_label()
     ('singular value, over the Frobenius norm', 'keller: 0.68 to 1.13')
     """
-    result_range = band(coefficients, lower, steps=steps)
+    result_range = band(coefficients, _LOWER)
     s = torch.logspace(-4, 0, 1000, dtype=torch.float64)
     with axes_for(ax) as axes:
-        values = scalar_polynomial(coefficients, s, steps)
+        values = scalar_polynomial(coefficients, s)
         name = f"{resolve(coefficients).name}: {result_range.minimum:.2f} to {result_range.maximum:.2f}"
         (line,) = axes.semilogx(s.tolist(), values.tolist(), label=name)
         color = cast("str", line.get_color())
         axes.fill_between(
-            [lower, 1.0], result_range.minimum, result_range.maximum, color=color, alpha=0.16, linewidth=0
+            [_LOWER, 1.0], result_range.minimum, result_range.maximum, color=color, alpha=0.16, linewidth=0
         )
         highest = max(max(cast("list[float]", line.get_ydata())) for line in axes.lines)
         axes.set(xlabel="singular value, over the Frobenius norm", ylabel="singular value afterwards")
         axes.set(xlim=(1e-4, 1.0), ylim=(0.0, 1.05 * highest))
-        title = f"values from {lower:g} to 1"
+        title = f"values from {_LOWER:g} to 1"
         legend = axes.legend(loc="lower right", title=title, frameon=False, labelcolor="linecolor", alignment="left")
         legend.get_title().set_color(COLORS["gray"])
     return axes

@@ -39,19 +39,17 @@ class Contender(NamedTuple):
     marker: str
 
 
-def plot_losses(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) -> Axes:
-    """Draw the loss of each optimizer over steps, at its best rate.
+def plot_losses(rows: Rows, *, ax: Axes | None = None) -> Axes:
+    """Draw the loss of each optimizer over steps, at its best rate: the validation loss if there is one.
 
     The line is the mean over seeds, in a band from the lowest to the highest. The best rate has the lowest mean loss at
     the last step.
 
     Args:
         rows: the rows that `muonfx.study` returns.
-        loss: the key of the loss. None: ``validation_loss`` if the rows have it, otherwise ``loss``.
         ax: the axes to draw on; None: a new figure.
 
     Raises:
-        KeyError: a row has no such key.
         ValueError: the rows are of several studies.
 
     >>> import muonfx as mfx
@@ -60,7 +58,7 @@ def plot_losses(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) 
     >>> ax.lines[0].get_label(), ax.lines[0].get_ydata().tolist()
     ('muon, rate 0.1', [1.0, 0.5, 0.25])
     """
-    key = _key_of_loss(rows, loss)
+    key = _key_of_loss(rows)
     with axes_for(ax) as axes:
         for contender in _contenders(rows, key):
             final_losses = {rate: _final_loss(runs) for rate, runs in contender.runs_at.items()}
@@ -73,7 +71,7 @@ def plot_losses(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) 
     return axes
 
 
-def plot_rates(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) -> Axes:
+def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
     """Draw the loss at the last step over the rate, for each optimizer: a mean and a band over seeds.
 
     A rate at which a run diverged to NaN or inf has no point. Losses above the median of the first reports are cut off,
@@ -81,11 +79,9 @@ def plot_rates(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) -
 
     Args:
         rows: the rows that `muonfx.study` returns.
-        loss: the key of the loss, as in `plot_losses`.
         ax: the axes to draw on; None: a new figure.
 
     Raises:
-        KeyError: a row has no such key.
         ValueError: the rows are of several studies.
 
     >>> import muonfx as mfx
@@ -94,7 +90,7 @@ def plot_rates(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) -
     >>> ax.get_xscale(), ax.lines[0].get_ydata().tolist()
     ('log', [1.1, 2.0])
     """
-    key = _key_of_loss(rows, loss)
+    key = _key_of_loss(rows)
     last_step = max(row["step"] for row in rows)
     with axes_for(ax) as axes:
         for contender in _contenders(rows, key):
@@ -111,7 +107,7 @@ def plot_rates(rows: Rows, *, loss: str | None = None, ax: Axes | None = None) -
     return axes
 
 
-def plot_steps_to(rows: Rows, target: float, *, loss: str | None = None, ax: Axes | None = None) -> Axes:
+def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
     """Draw how many steps each optimizer takes to a loss, over the rate: a mean and a band over seeds.
 
     The step is the first one that has a row with a loss of ``target`` or less. A rate at which a run does not reach it
@@ -120,11 +116,9 @@ def plot_steps_to(rows: Rows, target: float, *, loss: str | None = None, ax: Axe
     Args:
         rows: the rows that `muonfx.study` returns.
         target: the loss to reach.
-        loss: the key of the loss, as in `plot_losses`.
         ax: the axes to draw on; None: a new figure.
 
     Raises:
-        KeyError: a row has no such key.
         ValueError: no optimizer reaches the loss from all seeds at any rate.
 
     >>> import muonfx as mfx
@@ -132,7 +126,7 @@ def plot_steps_to(rows: Rows, target: float, *, loss: str | None = None, ax: Axe
     >>> mfx.plot.plot_steps_to(rows, 0.5).lines[0].get_ydata().tolist()
     [2.0]
     """
-    key = _key_of_loss(rows, loss)
+    key = _key_of_loss(rows)
     contenders = _contenders(rows, key)
     steps_to = [_steps_to(contender, target) for contender in contenders]
     if not any(steps_to):
@@ -172,10 +166,8 @@ def plot_schedule(
     return axes
 
 
-def _key_of_loss(rows: Rows, loss: str | None) -> str:
-    """Return the key of the loss to draw: ``loss``, or, if it is None, the validation loss if the rows have it."""
-    if loss is not None:
-        return loss
+def _key_of_loss(rows: Rows) -> str:
+    """Return the key of the loss to draw: "validation_loss" if the rows have it, otherwise "loss"."""
     has_validation = any("validation_loss" in row for row in rows)
     return "validation_loss" if has_validation else "loss"
 

@@ -95,7 +95,7 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     flat_optimizers = optimizer.all_flat_optimizers()
     params, leaves = _loaded_values(path, optimizer, flat_optimizers)
     zero = engine.optimizer
-    is_stage_3 = any(map(_is_stage_3, flat_optimizers))
+    is_stage_3 = hasattr(zero, "checkpoint_event_prologue")
     if is_stage_3:
         zero.checkpoint_event_prologue()  # partitions the persistent parameters, which stage 3 keeps whole
     for flat_optimizer in flat_optimizers:
@@ -129,12 +129,6 @@ def _loaded_values(
     leaf_of_path = dict(zip(tree.paths(loaded_state), tree.leaves(loaded_state), strict=True))
     leaves = [leaf_of_path.get(path) for path in values.paths]
     return params, leaves
-
-
-def _is_stage_3(flat_optimizer: FlatOptimizer) -> bool:
-    """Return True if the parameters of a flat tensor are partitioned by ZeRO stage 3."""
-    layout = flat_optimizer.flat.layout
-    return layout is not None and layout.stage == 3
 
 
 def _optimizer_of(engine: Any) -> ZeroOptimizer:

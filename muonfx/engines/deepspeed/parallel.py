@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muonfx.sharding.communication.messages import all_objects
 from muonfx.sharding.shards.position import ShardPosition, Span
 
 METADATA = "ds_autotp_universal_checkpoint_meta"
@@ -160,6 +161,4 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     """Return the values of all ranks of a group, by default of all ranks of the job, in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return all_objects(value, group or dist.group.WORLD, "an exchange of DeepSpeed's partition")
