@@ -13,15 +13,6 @@ NO_REASON = "given"
 """The reason for a label that the user set, not a rule."""
 
 
-class Suspected(NamedTuple):
-    """Patterns to suggest for a parameter that may hold several matrices, judged by names or widths alone."""
-
-    split: str
-    """The pattern that splits it. If the sizes of the parts are unknown, it has "<rows>" in their places."""
-    whole: str
-    """The pattern that keeps it as one matrix."""
-
-
 class Route(NamedTuple):
     """The group of one parameter (its label), the reason, and how the parameter divides into matrices (its view).
 
@@ -40,6 +31,6 @@ class Route(NamedTuple):
     shape: tuple[int, ...] | None = None
     """The shape for which the label was chosen. If a tensor has more dims later, as stacked weights of several models
     have, and its transform would flatten them, `partition` raises an error."""
-    suspected: Suspected | None = None
-    """Patterns to suggest in a warning, if names or widths suggest fused matrices in an unknown layer. They are not
-    used."""
+    suggested: str | None = None
+    """The pattern to suggest in a warning, if names or widths suggest several matrices in an unknown layer. It is not
+    used. If the sizes of the parts are unknown, it has "<rows>" in their places."""

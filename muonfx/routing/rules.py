@@ -270,7 +270,7 @@ def _with_matrices(route: Route, matrices: Matrices) -> Route:
     reason = route.reason
     if matrices.note:
         reason = f"{reason}; {matrices.note}"
-    return Route(route.label, reason, matrices.view, route.shape, matrices.suspected)
+    return Route(route.label, reason, matrices.view, route.shape, matrices.suggested)
 
 
 def _check_label(label: object, where: str) -> None:

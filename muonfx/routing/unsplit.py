@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from muonfx import tree
 from muonfx.core import Locality, Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.transform import within
 from muonfx.internal.display import format_list
-from muonfx.routing.route import Route, Suspected
+from muonfx.routing.route import Route
 from muonfx.routing.views import ROWS, patterns
 from muonfx.transforms.matrices import STACK, MatrixView, view_of
 from muonfx.tree import PyTree
@@ -55,7 +55,7 @@ def _mixed_matrices(tx: Transform, name: str, route: Route, shape: tuple[int, ..
 def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transform]) -> None:
     """Warn if parameters hold several matrices, judged by label or name, but are updated as one matrix."""
     unused: dict[str, str] = {}  # a text for each parameter with a view in the labels that its transform does not use
-    suspected: dict[str, Suspected] = {}  # the parameters for which only names or widths suggest several matrices
+    suggested: dict[str, str] = {}  # the patterns of parameters for which only names or widths suggest several matrices
     view_to_extend: MatrixView | None = None  # the view of the first transform with such a parameter
     for name, route, view in _used_views(routes, transforms):
         if route.view.pattern and not view.is_set_for(name):
@@ -63,14 +63,14 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
         # `Labels.view` puts the patterns of the labels into a view. Any other pattern is the choice of the user.
         pattern = view.text(name)
         is_set_by_user = pattern is not None and pattern != route.view.pattern
-        if route.suspected and not is_set_by_user:
-            suspected[name] = route.suspected
+        if route.suggested and not is_set_by_user:
+            suggested[name] = route.suggested
             if view_to_extend is None:
                 view_to_extend = view
     if unused:
         _warn_of_unused_views(list(unused.values()))
     if view_to_extend is not None:
-        _warn_of_suspected(suspected, view_to_extend, routes)
+        _warn_of_suggested(suggested, view_to_extend, routes)
 
 
 def _used_views(
@@ -95,44 +95,32 @@ def _warn_of_unused_views(parameters: list[str]) -> None:
     )
 
 
-def _warn_of_suspected(suspected: Mapping[str, Suspected], view: MatrixView, routes: Mapping[str, Route]) -> None:
-    """Warn of fused matrices in unknown code, with one argument of `Muon` that splits them, and one that does not.
+def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: Mapping[str, Route]) -> None:
+    """Warn of parameters that may hold several matrices in unknown code, with the argument of `Muon` that splits them.
 
-    ``suspected`` is a dict from parameter name to the patterns that split it or keep it whole, and ``view`` the view of
-    the transform.
+    ``suggested`` is a dict from parameter name to the pattern that splits it, and ``view`` the view of the transform.
+    The argument has the patterns as globs that match no other parameters of the transform, and then those of ``view``.
     """
-    labels = {routes[name].label for name in suspected}
+    labels = {routes[name].label for name in suggested}
     names_with_labels = [name for name, route in routes.items() if route.label in labels]
-    splitting_patterns = {name: patterns_of_name.split for name, patterns_of_name in suspected.items()}
-    keeping_patterns = {name: patterns_of_name.whole for name, patterns_of_name in suspected.items()}
-    splitting_argument = _argument(view, splitting_patterns, names_with_labels)
-    keeping_argument = _argument(view, keeping_patterns, names_with_labels)
-    placeholders = ""
-    if ROWS in splitting_argument:
-        placeholders = f"Replace each {ROWS} by the number of rows of that part. "
-    warn_caller(
-        "partition: these parameters may hold several matrices each, by their names or by the widths of the layers "
-        f"beside them, and each is treated as one matrix: {format_list(list(suspected))}. If their parts have equal "
-        "numbers of rows, and are stored one after another, "
-        f"split them by this argument of Muon:\n  {splitting_argument}\n"
-        f"{placeholders}A transform of your own takes the same view=. "
-        "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
-        "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. If "
-        f"each is one matrix, keep it whole without this warning:\n  {keeping_argument}"
-    )
-
-
-def _argument(view: MatrixView, pattern_of: Mapping[str, str], names: Iterable[str]) -> str:
-    """Return the argument of `Muon` for a view with further patterns, "orthogonalize=...".
-
-    ``pattern_of`` is a dict from parameter name to pattern. It is written with globs that match no others of ``names``.
-    The patterns of ``view`` follow, for other parameters.
-    """
-    pattern_of_glob = patterns(pattern_of, names)
+    pattern_of_glob = patterns(suggested, names_with_labels)
     if isinstance(view.pattern, Mapping):
         for glob, pattern in view.pattern.items():
             pattern_of_glob.setdefault(glob, pattern)
     elif view.pattern is not None:
         pattern_of_glob.setdefault("*", view.pattern)
     # As text, because a pattern with placeholders is no valid `MatrixView`.
-    return f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({pattern_of_glob!r}))"
+    argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({pattern_of_glob!r}))"
+    placeholders = ""
+    if ROWS in argument:
+        placeholders = f"Replace each {ROWS} by the number of rows of that part. "
+    warn_caller(
+        "partition: these parameters may hold several matrices each, by their names or by the widths of the layers "
+        f"beside them, and each is treated as one matrix: {format_list(list(suggested))}. If their parts have equal "
+        f"numbers of rows, and are stored one after another, split them by this argument of Muon:\n  {argument}\n"
+        f"{placeholders}A transform of your own takes the same view=. "
+        "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
+        "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. To "
+        "keep one whole without this warning, write the pattern 'whole ... -> whole (...)', or "
+        "'... whole in -> ... whole in' for a stack of matrices"
+    )

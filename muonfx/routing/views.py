@@ -23,7 +23,6 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from muonfx.internal.tracing import matches
 from muonfx.internal.wrappers import WRAPPERS
 from muonfx.routing.params import ParamInfo, Params, module_path, plain_name, written_type
-from muonfx.routing.route import Suspected
 from muonfx.transforms.matrices import MatrixView
 from muonfx.transforms.matrix_pattern import parse
 
@@ -40,9 +39,9 @@ class Matrices(NamedTuple):
     view: MatrixView
     note: str = ""
     """A text for `describe`, such as "query, key, value"; "" if there is nothing to explain."""
-    suspected: Suspected | None = None
-    """Patterns to suggest, if only names or widths suggest several matrices in a layer of unknown code: ``view`` does
-    not split it. None otherwise."""
+    suggested: str | None = None
+    """The pattern to suggest, if only names or widths suggest several matrices in a layer of unknown code: ``view``
+    does not split it. None otherwise."""
 
 
 _ONE_MATRIX = Matrices(MatrixView())
@@ -337,7 +336,7 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
 def _of_unknown_layer(
     info: ParamInfo, storage: _Storage, layers: Sequence[_Layer], read_parts: int | None, shapes: Shapes
 ) -> Matrices:
-    """Return one matrix; if names or widths of layers suggest several, with the patterns to suggest to the user.
+    """Return one matrix; if names or widths of layers suggest several, with the pattern to suggest to the user.
 
     Args:
         info: the parameter.
@@ -351,8 +350,7 @@ def _of_unknown_layer(
     split = _suggested_split(info, storage.pattern, layers, read_parts, shapes)
     if split is None:  # nothing suggests several matrices
         return Matrices(view, storage.note)
-    whole = storage.pattern.replace("{out}", "whole")
-    return Matrices(view, _joined(storage.note, f"{MAYBE_FUSED}: {split}"), Suspected(split, whole))
+    return Matrices(view, _joined(storage.note, f"{MAYBE_FUSED}: {split}"), split)
 
 
 def _suggested_split(

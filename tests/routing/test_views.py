@@ -278,11 +278,16 @@ class Block(nn.Module):
         self.proj = nn.Linear(4, 4, bias=False)
 
 
-def lines_of(caught) -> list[mfx.MatrixView]:
-    """The code in a warning of fused matrices: the line that splits them, and the line that keeps them whole."""
+WHOLE = {1: "whole ... -> whole (...)", 2: "... whole in -> ... whole in"}
+"""The patterns that keep one matrix, or a stack, as the warning writes them."""
+
+
+def view_of(caught) -> mfx.MatrixView:
+    """The view in the line of a warning of fused matrices."""
     (said,) = [str(one.message) for one in caught if "several matrices each" in str(one.message)]
-    code = [line.strip() for line in said.splitlines() if "orthogonalize=" in line]
-    return [eval(f"dict({line})", {"muonfx": mfx})["orthogonalize"].arguments["view"] for line in code]
+    assert all(repr(pattern) in said for pattern in WHOLE.values())
+    (line,) = [line.strip() for line in said.splitlines() if "orthogonalize=" in line]
+    return eval(f"dict({line})", {"muonfx": mfx})["orthogonalize"].arguments["view"]
 
 
 @pytest.mark.parametrize(("name", "parts"), [("c_attn", 3), ("Wqkv", 3), ("gate_up_proj", 2), ("kv_proj", 2)])
@@ -290,7 +295,7 @@ def test_a_fused_matrix_of_unknown_code_is_warned_of_once_with_the_line_that_spl
     model = nn.ModuleList([Block(**{name: 12}), Block(**{name: 12})])
     with pytest.warns(UserWarning, match=rf"'0\.{name}\.weight', '1\.{name}\.weight'\. If their parts") as caught:
         mfx.Muon(model)
-    split, whole = lines_of(caught)
+    split, whole = view_of(caught), mfx.MatrixView({f"*{name}*": WHOLE[1]})
     pieces = {n: [*p.chunk(parts)] if name in n else [p] for n, p in model.named_parameters()}
     wanted = as_matrices(model, pieces)
     near(stepped(model, split), {key: torch.cat(rows) for key, rows in wanted.items()})  # no warning
@@ -325,14 +330,14 @@ FUSED_STACKS: dict[str, tuple[nn.Module, str, str]] = {
 def test_a_fused_stack_is_warned_of_by_the_widths_of_the_stack_beside_it(case: str):
     model, name, stored = FUSED_STACKS[case]
     labels = default_labels(model)
-    suspected = [name for name in labels if labels.routes[name].suspected is not None]
+    suspected = [name for name in labels if labels.routes[name].suggested is not None]
     assert suspected == [name]
     assert f"{stored} -> ... part out in" in labels.reason(name)
     with pytest.warns(UserWarning, match="several matrices each") as caught:
         mfx.Muon(model)
-    split, whole = lines_of(caught)
+    split, whole = view_of(caught), mfx.MatrixView({name: WHOLE[2]})
     assert split.text(name) == f"{stored} -> ... part out in"
-    # Each line fits, is the only one needed, and makes the matrices that it names.
+    # Each view fits, is the only one needed, and makes the matrices that it names.
     param = dict(model.named_parameters())[name].detach()
     dim = -2 if stored.endswith("in") else -1
     count = int(stored[stored.index("=") + 1])
@@ -386,8 +391,7 @@ def test_rows_that_do_not_divide_are_split_by_sizes_of_the_user(name: str, rows:
     found = stepped(model, view)  # no warning
     wanted = as_matrices(model, {f"0.{name}.weight": [*model.get_parameter(f"0.{name}.weight").split(sizes)]})
     near({"rows": found[f"0.{name}.weight"]}, {"rows": torch.cat(wanted[f"0.{name}.weight"])})
-    keeping = [line.strip() for line in warning.splitlines() if "orthogonalize=" in line][-1]
-    mfx.Muon(model, **eval(f"dict({keeping})", {"muonfx": mfx}))  # no warning
+    mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView({f"*{name}*": WHOLE[1]})))  # no warning
 
 
 @pytest.mark.filterwarnings("ignore:default_labels. these have more than two dims")
@@ -395,7 +399,7 @@ def test_the_line_that_splits_a_parameter_of_three_dims_fits_it():
     model = held(odd=Holder(qkv=(12, 4, 5)))
     with pytest.warns(UserWarning, match="several matrices each") as caught:
         mfx.Muon(model)
-    split, whole = lines_of(caught)
+    split, whole = view_of(caught), mfx.MatrixView({"*qkv": WHOLE[1]})
     found, together = stepped(model, split), stepped(model, whole)
     wanted = as_matrices(model, {"odd.qkv": [part.flatten(1) for part in model.odd.qkv.chunk(3)]})["odd.qkv"]
     near({"odd.qkv": found["odd.qkv"]}, {"odd.qkv": torch.cat(wanted).reshape(12, 4, 5)})
@@ -408,7 +412,7 @@ def test_the_line_that_splits_keeps_what_was_given_and_what_was_found():
     given = {"*.other.weight": "(part=2 out) in -> part out in"}
     with pytest.warns(UserWarning, match="several matrices each") as caught:
         mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(given)))
-    split, _ = lines_of(caught)
+    split = view_of(caught)
     labels = default_labels(model)
     before = labels.view(mfx.MatrixView(given))
     mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=split))
