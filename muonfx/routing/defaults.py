@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from glob import escape
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -183,17 +182,8 @@ def default_labels_by_name(
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
     Labels({'wte.weight': 'adamw', 'h.fc.weight': 'muon'})
     """
-    return _labels(params, rules, _labels_of_roles(muon, other, roles)).labels
-
-
-class _DefaultLabels(NamedTuple):
-    """The labels of a model, and the parameters of which `default_labels` warns."""
-
-    labels: Labels
-    hidden: list[ParamInfo]
-    """The parameters that are hidden matrices by the default rules."""
-    possible_heads: list[ParamInfo]
-    """The weights among ``hidden`` that may be of a head, if nothing else is a head."""
+    labels, _, _ = _labels(params, rules, _labels_of_roles(muon, other, roles))
+    return labels
 
 
 def _labels_of_roles(muon: Label, other: Label, roles: bool) -> dict[Role, Label]:
@@ -214,8 +204,14 @@ def _labels_of_roles(muon: Label, other: Label, roles: bool) -> dict[Role, Label
     return {role: role for role in ROLES}
 
 
-def _labels(model_or_params: Params, rules: Sequence[Rule], label_of_role: Mapping[Role, Label]) -> _DefaultLabels:
-    """Label the parameters by the user's rules, then by their roles."""
+def _labels(
+    model_or_params: Params, rules: Sequence[Rule], label_of_role: Mapping[Role, Label]
+) -> tuple[Labels, list[ParamInfo], list[ParamInfo]]:
+    """Label the parameters by the user's rules, then by their roles.
+
+    Return the labels, the parameters that are hidden matrices by their roles, and, if no parameter is of a head, the
+    hidden matrices that may be of one.
+    """
     infos, absent = read_params(model_or_params)
     label_by_rule = apply_rules(infos, rules, "user rule")
     structure = structure_of(model_or_params)
@@ -240,7 +236,7 @@ def _labels(model_or_params: Params, rules: Sequence[Rule], label_of_role: Mappi
     # Only hidden matrices are divided.
     whole_labels = {label_of_role[role] for role in ROLES if role != "hidden"}
     labels = make_labels(model_or_params, infos, labels_with_reasons, absent, structure.read_in_parts, whole_labels)
-    return _DefaultLabels(labels, hidden, possible_heads)
+    return labels, hidden, possible_heads
 
 
 def _has_head(

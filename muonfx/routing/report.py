@@ -248,7 +248,7 @@ def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Ro
 def _number(value: object) -> str:
     """Return a number of a parameter group as text: "0.001" for a float or a 0-d tensor, "(0.9, 0.95)" for a tuple."""
     if isinstance(value, torch.Tensor):
-        return _number(value.item() if value.numel() == 1 else value.tolist())
+        return _number(value.tolist())
     if isinstance(value, tuple | list):
         items = cast("Sequence[object]", value)
         return f"({', '.join(map(_number, items))})"
