@@ -10,6 +10,7 @@ because AdamW is never wrong, but may train slower.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias, get_args
@@ -19,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from muonfx.routing.params import ParamInfo, module_path, plain_name
-from muonfx.routing.structure import Structure
+from muonfx.routing.structure import LEAVES_OF_LAYERS, Structure, is_embedding
 from muonfx.routing.views import PLAIN_LEAVES, class_name_fits, is_convolution
 
 Role = Literal["hidden", "embedding", "head", "vector", "other"]
@@ -41,9 +42,8 @@ class Decision(NamedTuple):
 
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
-# Class names of layers in other packages: VocabParallelEmbedding, Embedding4bit; LlamaRMSNorm, LayerNorm2d,
-# RMSNormGated. LayerNormLinear is excluded, since it holds a hidden matrix.
-_EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit|NF4|FP4)?$"
+# Class names of norms in other packages: LlamaRMSNorm, LayerNorm2d, RMSNormGated. LayerNormLinear is excluded, since it
+# holds a hidden matrix.
 _NORM_CLASS = r"Norm(\dd|Act|Gated|[Ff][Pp]\d+)*$"
 
 _EMBEDDING_WORDS = frozenset(
@@ -105,7 +105,6 @@ _ADAPTER = re.compile(
 _FIRST_CONVOLUTIONS = frozenset({"conv1", "conv_in", "conv_pre", "mel_conv", "stem"})
 _FRONTS = frozenset({"encoder", "tower", "backbone", "visual", "vocoder", "trunk", "extractor", "embedder"})
 
-_PLAIN_LEAVES = PLAIN_LEAVES | {"weight_v"}
 _TOPS = frozenset({"module", "model", "base_model", "net", "network"})
 _IMAGE_CHANNELS = 3
 _FEW_FEATURES = 4  # such as the coordinates of a box
@@ -159,7 +158,7 @@ def _by_type(info: ParamInfo) -> Decision | None:
     A tensor that several modules own is an embedding if one of them is an embedding.
     """
     for module in info.modules:
-        if issubclass(module, nn.Embedding | nn.EmbeddingBag) or class_name_fits(module, _EMBEDDING_CLASS):
+        if is_embedding(module):
             tied = f", tied with {info.tied[0]!r}" if info.tied else ""
             return Decision("embedding", f"embedding (module type {module.__name__}{tied})")
     for module in info.modules:
@@ -487,17 +486,13 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
 
     The names ``attn.query.weight`` and ``attn.key.weight`` are such names. A single ``value.weight`` may be a head.
     """
-    names_of_module: dict[str, set[str]] = {}
+    module_of: dict[str, str] = {}  # the path of the module around each projection, "attn" for "attn.query.weight"
     for info in infos:
-        path = _path_to_layer(_components(info.name))  # ["attn", "query"]
+        path = _path_to_layer(_components(info.name))
         if info.ndim > 1 and not _PROJECTIONS.isdisjoint(_words(path[-1])):
-            attention = ".".join(path[:-1])
-            names_of_module.setdefault(attention, set()).add(info.name)
-    projections: set[str] = set()
-    for names in names_of_module.values():
-        if len(names) > 1:
-            projections |= names
-    return frozenset(projections)
+            module_of[info.name] = ".".join(path[:-1])
+    counts = Counter(module_of.values())
+    return frozenset({name for name, module in module_of.items() if counts[module] > 1})
 
 
 def _by_shape(info: ParamInfo, structure: Structure) -> Decision | None:
@@ -572,7 +567,7 @@ def _components(name: str) -> list[str]:
 
 def _is_of_layer(components: list[str]) -> bool:
     """Return True for the weight of a layer, as ``blocks.fc.weight``, and False for ``pos_embed``."""
-    return components[-1] in _PLAIN_LEAVES
+    return components[-1] in LEAVES_OF_LAYERS
 
 
 def _layer_or_leaf(components: list[str]) -> str:

@@ -37,9 +37,10 @@ _WIDTHS = (
     ("nx", "nf"),
     ("input_size", "output_size"),
 )
-_EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit)?$"
+# Class names in other packages: VocabParallelEmbedding, Embedding4bit.
+_EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit|NF4|FP4)?$"
 _LAYER_CLASS = r"Linear|Conv|Dense|Proj|Expert|MatMul"
-_LEAVES_OF_LAYERS = PLAIN_LEAVES | {"weight_v"}
+LEAVES_OF_LAYERS = PLAIN_LEAVES | {"weight_v"}
 _MOST_CONCATENATED = 32  # the frequencies that a speech encoder flattens, or the 4 x 4 pixels that a connector merges
 
 
@@ -195,7 +196,7 @@ def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
             continue
         is_layer = _is_layer(module)
         for leaf, _ in module.named_parameters(recurse=False):
-            is_weight_of_layer = is_layer and leaf in _LEAVES_OF_LAYERS
+            is_weight_of_layer = is_layer and leaf in LEAVES_OF_LAYERS
             if not is_weight_of_layer:
                 yield joined(path, leaf)
 
@@ -218,10 +219,15 @@ def _layers_of(model: nn.Module) -> Iterator[Layer]:
         if widths := _widths_of(module):
             reads, returns = widths
             yield Layer(path, reads, returns, is_grouped=getattr(module, "groups", 1) != 1)
-        elif isinstance(module, nn.Embedding) or class_name_fits(type(module), _EMBEDDING_CLASS):
+        elif is_embedding(type(module)):
             width = getattr(module, "embedding_dim", None)
             if isinstance(width, int):
                 yield Layer(path, None, width)
+
+
+def is_embedding(module: type) -> bool:
+    """Return True for the class of an embedding, judged by its type or its name."""
+    return issubclass(module, nn.Embedding | nn.EmbeddingBag) or class_name_fits(module, _EMBEDDING_CLASS)
 
 
 def _block_around(path: str, blocks: set[str]) -> str | None:
@@ -237,7 +243,7 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
 
     The module must have a weight, and attributes such as ``in_features`` and ``out_features``.
     """
-    has_weight = not _leaves_of(module).isdisjoint(_LEAVES_OF_LAYERS)
+    has_weight = not _leaves_of(module).isdisjoint(LEAVES_OF_LAYERS)
     # A parametrized weight is no parameter of the module, but is computed from parameters of the parametrization.
     if not has_weight and not parametrize.is_parametrized(module):
         return None
