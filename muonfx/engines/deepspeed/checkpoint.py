@@ -172,8 +172,9 @@ class _Values(NamedTuple):
             for state_path, leaf in zip(flat_optimizer.state_paths, leaves, strict=True):
                 path = _renamed(state_path, global_name_of)
                 leaf_of_path[path] = _merged(leaf_of_path.get(path), leaf)
-            for name, param in flat_optimizer.global_params(to_load=to_load).items():
-                params[global_name_of.get(name, name)] = param
+            flat = flat_optimizer.flat
+            for name, param in flat.params().items():
+                params[global_name_of.get(name, name)] = flat.with_position(name, param, to_load=to_load)
         local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
         return cls(
             params=_with_leaves_of_others(params),

@@ -181,19 +181,11 @@ class FlatOptimizer:
         add_in_place(params, {name: updates[name] for name in params})
         self._write(state, new_state, states)
 
-    def global_params(self, *, to_load: bool) -> dict[str, Any]:
-        """Return a dict from name to parameter: a whole tensor, or a shard with its position (`FlatShard`).
-
-        ``to_load`` is False to save the parameters: then shards that another rank saves are empty.
-        """
-        return {
-            name: self.flat.with_position(name, param, to_load=to_load) for name, param in self.flat.params().items()
-        }
-
     def global_leaves(self, states: States, *, to_load: bool) -> list[Any]:
         """Return the leaves of the optimizer state: whole tensors, or shards with their positions (`FlatShard`).
 
-        A leaf for a parameter of another flat tensor is None. ``to_load`` is as in `global_params`.
+        A leaf for a parameter of another flat tensor is None. ``to_load`` is False to save the state: then shards that
+        another rank saves are empty.
         """
         self.check_and_cast(states)
         state = self._read(states)
@@ -211,8 +203,8 @@ class FlatOptimizer:
     def load(self, params: Mapping[str, Any], leaves: Sequence[Any], states: States) -> None:
         """Copy loaded parameters and state leaves into the flat tensors.
 
-        They have the form that `global_params` and `global_leaves` return: a whole tensor, or a `FlatShard`. A leaf for
-        a parameter of another flat tensor is ignored.
+        They have the form that `FlatParams.with_position` returns: a whole tensor, or a `FlatShard`. A leaf for a
+        parameter of another flat tensor is ignored.
         """
         views = self.flat.params()
         for name, view in views.items():
