@@ -268,9 +268,9 @@ def _require_whole_trees(argument: Any) -> None:
     is_tuple = isinstance(argument, tuple) and len(argument) == 4 and isinstance(argument[0], Transform)
     if is_tuple and not isinstance(argument[0], Sharded):
         return
-    found = "a sharded transform" if is_tuple else type(argument).__name__
+    argument_kind = "a sharded transform" if is_tuple else type(argument).__name__
     raise TypeError(
-        f"diagnose: found {found}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple (transform, "
+        f"diagnose: found {argument_kind}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple (transform, "
         "state, params, grads) of whole trees"
     )
 

@@ -21,20 +21,12 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 """A marker for each optimizer, so that a plot can be read without its colours."""
 
 
-class Runs(NamedTuple):
-    """The losses of one optimizer at one rate."""
-
-    steps: list[int]
-    losses: Tensor
-    """Shape (seeds, steps), float64."""
-
-
 class Contender(NamedTuple):
     """One optimizer of a study, and how it is drawn."""
 
     name: str
-    runs_at: dict[float, Runs]
-    """The runs by rate, in the order of the rates."""
+    losses_at: dict[float, dict[int, Tensor]]
+    """The losses by rate and step, in their orders: of all seeds, shape (seeds,), float64."""
     color: str
     marker: str
 
@@ -61,11 +53,8 @@ def plot_losses(rows: Rows, *, ax: Axes | None = None) -> Axes:
     key = _key_of_loss(rows)
     with axes_for(ax) as axes:
         for contender in _contenders(rows, key):
-            final_losses = {rate: _final_loss(runs) for rate, runs in contender.runs_at.items()}
-            best_rate = min(final_losses, key=lambda rate: final_losses[rate])
-            steps, losses = contender.runs_at[best_rate]
-            losses_at = dict(zip(steps, losses.unbind(dim=1), strict=True))
-            _draw_band(axes, losses_at, contender, f"{contender.name}, rate {best_rate:.3g}")
+            best_rate = min(contender.losses_at, key=lambda rate: _final_loss(contender.losses_at[rate]))
+            _draw_band(axes, contender.losses_at[best_rate], contender, f"{contender.name}, rate {best_rate:.3g}")
         axes.set(xlabel="step", ylabel=key.replace("_", " "))
         axes.legend()
     return axes
@@ -94,12 +83,12 @@ def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
     last_step = max(row["step"] for row in rows)
     with axes_for(ax) as axes:
         for contender in _contenders(rows, key):
-            losses_at: dict[float, Tensor] = {}
-            for rate, runs in contender.runs_at.items():
-                final_losses = runs.losses[:, -1]
+            final_losses_at: dict[float, Tensor] = {}
+            for rate, losses_at_step in contender.losses_at.items():
+                final_losses = losses_at_step[max(losses_at_step)]
                 if final_losses.isfinite().all():
-                    losses_at[rate] = final_losses
-            _draw_band(axes, losses_at, contender, contender.name)
+                    final_losses_at[rate] = final_losses
+            _draw_band(axes, final_losses_at, contender, contender.name)
         axes.set(xscale="log", xlabel="learning rate", ylabel=f"{key.replace('_', ' ')} after {last_step} steps")
         axes.set_ylim(top=min(axes.get_ylim()[1], _typical_first_loss(rows, key)))
         if axes.lines:  # else all runs have diverged
@@ -181,25 +170,27 @@ def _contenders(rows: Rows, key: str) -> list[Contender]:
     markers = itertools.cycle(MARKERS)
     contenders: list[Contender] = []
     for name, rows_at in rows_of.items():
-        runs_at = {rate: _runs(rows_at[rate], key) for rate in sorted(rows_at)}
-        contenders.append(Contender(name, runs_at, next(colors), next(markers)))
+        losses_at = {rate: _losses_at_steps(rows_at[rate], key) for rate in sorted(rows_at)}
+        contenders.append(Contender(name, losses_at, next(colors), next(markers)))
     return contenders
 
 
-def _runs(rows: Rows, key: str) -> Runs:
-    """Return the losses of the rows of one optimizer and one rate."""
-    by_seed: dict[int, dict[int, float]] = {}
+def _losses_at_steps(rows: Rows, key: str) -> dict[int, Tensor]:
+    """Return the losses of all seeds at each step, from the rows of one optimizer and one rate."""
+    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    loss_of: dict[int, dict[int, float]] = {}  # by step, then by seed
     for row in rows:
-        by_seed.setdefault(row["seed"], {})[row["step"]] = row[key]
-    steps = sorted({row["step"] for row in rows})
-    for seed, losses in by_seed.items():
-        if len(losses) < len(steps):
+        loss_of.setdefault(row["step"], {})[row["seed"]] = row[key]
+    losses_at: dict[int, Tensor] = {}
+    for step in sorted(loss_of):
+        missing = [seed for seed in seeds if seed not in loss_of[step]]
+        if missing:
             raise ValueError(
-                f"rows: seed {seed} of {rows[0]['optimizer']} at rate {rows[0]['rate']} has {len(losses)} reports, "
-                f"expected one at each of {len(steps)} steps, as the other seeds have; draw the rows of one study"
+                f"rows: {rows[0]['optimizer']} at rate {rows[0]['rate']} has no report of seed {missing[0]} at step "
+                f"{step}, expected reports of all seeds at the same steps: draw the rows of one study"
             )
-    seeds = [torch.tensor([losses[step] for step in steps], dtype=torch.float64) for losses in by_seed.values()]
-    return Runs(steps, torch.stack(seeds))
+        losses_at[step] = torch.tensor([loss_of[step][seed] for seed in seeds], dtype=torch.float64)
+    return losses_at
 
 
 def _typical_first_loss(rows: Rows, key: str) -> float:
@@ -213,20 +204,20 @@ def _typical_first_loss(rows: Rows, key: str) -> float:
     return statistics.median(first_losses)
 
 
-def _final_loss(runs: Runs) -> float:
+def _final_loss(losses_at_step: Mapping[int, Tensor]) -> float:
     """Return the mean loss over seeds at the last step; inf if a run diverged."""
-    mean = float(runs.losses[:, -1].mean())
+    mean = float(losses_at_step[max(losses_at_step)].mean())
     return mean if math.isfinite(mean) else math.inf
 
 
 def _steps_to(contender: Contender, target: float) -> dict[float, Tensor]:
     """Return the step at which each seed reaches the target, for each rate at which all seeds reach it."""
     steps_at: dict[float, Tensor] = {}
-    for rate, runs in contender.runs_at.items():
-        is_reached = runs.losses <= target
-        if is_reached.any(dim=1).all():
-            first_report = is_reached.int().argmax(dim=1)
-            steps_at[rate] = torch.tensor(runs.steps, dtype=torch.float64)[first_report]
+    for rate, losses_at_step in contender.losses_at.items():
+        is_reached = torch.stack(list(losses_at_step.values())) <= target  # of shape (steps, seeds)
+        if is_reached.any(dim=0).all():
+            first_report = is_reached.int().argmax(dim=0)
+            steps_at[rate] = torch.tensor(list(losses_at_step), dtype=torch.float64)[first_report]
     return steps_at
 
 

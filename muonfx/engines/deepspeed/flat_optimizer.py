@@ -117,9 +117,11 @@ class FlatOptimizer:
             for key, spec in specs.items():
                 leaf = state_of_key[key]
                 if tuple(leaf.shape) != spec.shape or not widens(leaf.dtype, spec.dtype):
-                    found = f"has shape {tuple(leaf.shape)} and dtype {leaf.dtype}"
-                    expected = f"expected {spec.shape} and {spec.dtype} or a dtype that widens to it"
-                    raise self._misfit(key, f"{found}, {expected}")
+                    raise self._misfit(
+                        key,
+                        f"has shape {tuple(leaf.shape)} and dtype {leaf.dtype}, expected {spec.shape} and {spec.dtype} "
+                        "or a dtype that widens to it",
+                    )
                 state_of_key[key] = leaf.to(spec.dtype)
 
     def _misfit(self, key: str, problem: str) -> ValueError:
