@@ -270,8 +270,8 @@ def _require_whole_trees(argument: Any) -> None:
         return
     argument_kind = "a sharded transform" if is_tuple else type(argument).__name__
     raise TypeError(
-        f"diagnose: found {argument_kind}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple (transform, "
-        "state, params, grads) of whole trees"
+        f"diagnose: found {argument_kind}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple "
+        "(transform, state, params, grads) of whole trees"
     )
 
 
