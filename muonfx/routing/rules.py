@@ -17,7 +17,7 @@ from muonfx.routing.predicates import Predicate
 from muonfx.routing.route import NO_REASON, Label, Route
 from muonfx.routing.structure import structure_of
 from muonfx.routing.unsplit import check_shapes, warn_of_views
-from muonfx.routing.views import Matrices, find_matrices, patterns
+from muonfx.routing.views import ONE_MATRIX, find_matrices, patterns
 from muonfx.transforms.matrices import MatrixView
 from muonfx.tree import PyTree
 
@@ -251,26 +251,21 @@ def make_labels(
         read_in_parts: as in `find_matrices`.
         whole_labels: labels whose parameters are not divided into matrices, like those with the label None.
     """
+    if torch.compiler.is_compiling():  # a traced graph needs only the labels
+        label_of = {info.name: decided[info.name][0] for info in infos}
+        return Labels(label_of | dict.fromkeys(absent))
+    divisible = [info for info in infos if decided[info.name][0] not in (None, *whole_labels)]
+    matrices_of = find_matrices(model_or_params, divisible, read_in_parts)
     routes: dict[str, Route] = {}
     for info in infos:
         label, reason = decided[info.name]
-        routes[info.name] = Route(label, reason, shape=info.shape)
+        matrices = matrices_of.get(info.name, ONE_MATRIX)
+        if matrices.note:
+            reason = f"{reason}; {matrices.note}"
+        routes[info.name] = Route(label, reason, matrices.view, info.shape, matrices.suggested)
     for name in absent:
         routes[name] = Route(None, "absent")
-    if torch.compiler.is_compiling():  # a traced graph needs only the labels
-        return Labels({name: route.label for name, route in routes.items()})
-    divisible = [info for info in infos if routes[info.name].label not in (None, *whole_labels)]
-    for name, matrices in find_matrices(model_or_params, divisible, read_in_parts).items():
-        routes[name] = _with_matrices(routes[name], matrices)
     return Labels(routes)
-
-
-def _with_matrices(route: Route, matrices: Matrices) -> Route:
-    """Return a route with the division of its parameter into matrices; its reason also has the note about them."""
-    reason = route.reason
-    if matrices.note:
-        reason = f"{reason}; {matrices.note}"
-    return Route(route.label, reason, matrices.view, route.shape, matrices.suggested)
 
 
 def _check_label(label: object, where: str) -> None:

@@ -44,7 +44,7 @@ class Matrices(NamedTuple):
     does not split it. None otherwise."""
 
 
-_ONE_MATRIX = Matrices(MatrixView())
+ONE_MATRIX = Matrices(MatrixView())
 
 # Patterns in which ``{out}`` is to be replaced by the rows, which may be divided further.
 _PLAIN = "{out} in -> {out} in"
@@ -267,12 +267,12 @@ _STORED = (
 def find_matrices(
     model_or_params: Params, infos: Sequence[ParamInfo], read_in_parts: Mapping[str, int]
 ) -> dict[str, Matrices]:
-    """Find parameters that are not one matrix stored as (out, in); return a dict from name to view, note and pattern.
+    """Find how parameters of two or more dims divide into matrices; return a dict from name to view, note and pattern.
 
     ``read_in_parts`` has the number of vectors that a layer returns, by the path of each layer that is read in parts.
 
     Named tensors have no module types; only stacks of experts are found among them. A convolution is one matrix (out,
-    in x kernel) and is listed only if it is transposed or has groups.
+    in x kernel), unless it is transposed or has groups.
     """
     modules: dict[str, nn.Module] = {}
     if isinstance(model_or_params, nn.Module):
@@ -280,12 +280,9 @@ def find_matrices(
     shapes = {info.name: info.shape for info in infos}
     matrices: dict[str, Matrices] = {}
     for info in infos:
-        if info.ndim < 2:
-            continue
-        read_parts = read_in_parts.get(module_path(info.name))
-        matrices_of_info = _matrices_of(info, modules, shapes, read_parts)
-        if matrices_of_info != _ONE_MATRIX:
-            matrices[info.name] = matrices_of_info
+        if info.ndim > 1:
+            read_parts = read_in_parts.get(module_path(info.name))
+            matrices[info.name] = _matrices_of(info, modules, shapes, read_parts)
     return matrices
 
 
