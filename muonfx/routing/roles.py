@@ -111,42 +111,53 @@ _FEW_FEATURES = 4  # such as the coordinates of a box
 _MANY_TIMES_WIDER = 32  # the least ratio of the long side to the short side for a map from or to few features
 
 
+class _Model(NamedTuple):
+    """A model, as far as the role of one of its parameters depends on the others."""
+
+    names: frozenset[str]
+    """The names of all parameters."""
+    has_classifier: bool
+    """True if a direct child of the model is called "classifier"."""
+    gated_mlps: GatedMlps
+    """The paths of modules in which a ``gate`` is not a router, with the ndim of their matrices."""
+    projections: frozenset[str]
+    """The names of weights of queries, keys and values."""
+    structure: Structure
+    """The structure of the model; it is empty if only names and shapes are known."""
+
+
 def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Decision]:
     """Return a dict from parameter name to its role (the function in the model, such as "head") and the reason.
 
     ``structure`` is the structure of the model; it is empty if only names and shapes are known.
     """
-    gated_mlps = _gated_mlps(infos)
-    projections = _projections_of_attention(infos)
-    names = {info.name for info in infos}
-    has_classifier = any(_layer_of_model(_components(info.name)) == "classifier" for info in infos)
-    decisions: dict[str, Decision] = {}
-    for info in infos:
-        decision = _by_part(info, names) or _by_projector(info, has_classifier)
-        decisions[info.name] = decision or _role(info, gated_mlps, projections, structure)
-    return decisions
+    layers = [_layer_of_model(_components(info.name)) for info in infos]
+    model = _Model(
+        names=frozenset([info.name for info in infos]),
+        has_classifier="classifier" in layers,
+        gated_mlps=_gated_mlps(infos),
+        projections=_projections_of_attention(infos),
+        structure=structure,
+    )
+    return {info.name: _role(info, model) for info in infos}
 
 
-def _role(info: ParamInfo, gated_mlps: GatedMlps, projections: frozenset[str], structure: Structure) -> Decision:
+def _role(info: ParamInfo, model: _Model) -> Decision:
     """Return the role of a parameter by the first of these that decides: type, dims, name, shape, structure.
 
     A parameter that none of them recognizes is a hidden matrix. The rules 3 to 10 in the docstring of `default_labels`
     describe these conditions for users.
-
-    Args:
-        info: the parameter.
-        gated_mlps: the paths of modules in which a ``gate`` is not a router, with the ndim of their matrices.
-        projections: the names of projections of attention, as `_projections_of_attention` returns them.
-        structure: the structure of the model.
     """
     decision = (
-        _by_type(info)
+        _by_part(info, model)
+        or _by_projector(info, model)
+        or _by_type(info)
         or _by_adapter(info)
         or _by_dims(info)
-        or _by_name(info, gated_mlps, structure)
-        or _by_shape(info, structure)
-        or _table(info, structure)
-        or _first_or_last_layer(info, projections, structure)
+        or _by_name(info, model)
+        or _by_shape(info, model)
+        or _table(info, model)
+        or _first_or_last_layer(info, model)
         or _first_convolution(info)
     )
     return decision or Decision("hidden", f"hidden matrix ({info.ndim}-D)")
@@ -186,12 +197,12 @@ def _by_dims(info: ParamInfo) -> Decision | None:
     return Decision("vector", f"{info.ndim}-D") if info.ndim < 2 else None
 
 
-def _table(info: ParamInfo, structure: Structure) -> Decision | None:
+def _table(info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision for a table such as ``pos_embed``: a 2-D parameter that is not the weight of a layer.
 
     The result is None for another parameter. A parameter with the name of a matrix, such as ``c_fc``, is no table.
     """
-    is_held_by_no_layer = any(name in structure.held_by_no_layer for name in (info.name, *info.tied))
+    is_held_by_no_layer = any(name in model.structure.held_by_no_layer for name in (info.name, *info.tied))
     if info.ndim != 2 or not is_held_by_no_layer:
         return None
     if _is_named_as_a_matrix(_layer_or_leaf(_components(info.name))):
@@ -202,19 +213,15 @@ def _table(info: ParamInfo, structure: Structure) -> Decision | None:
     return Decision("embedding", f"table (a 2-D parameter{owner}, not the weight of a layer)")
 
 
-def _first_or_last_layer(info: ParamInfo, projections: frozenset[str], structure: Structure) -> Decision | None:
-    """Return the decision for a layer of raw input or a head by the structure of the model; None for another layer.
-
-    ``projections`` are the names of projections of attention. Queries and keys meet in a product, so that no layer
-    reads them, and yet they are no heads.
-    """
-    if info.name in projections:
+def _first_or_last_layer(info: ParamInfo, model: _Model) -> Decision | None:
+    """Return the decision for a layer of raw input or a head by the structure of the model; None for another layer."""
+    if info.name in model.projections:  # queries and keys meet in a product, so that no layer reads them
         return None
     for name in (info.name, *info.tied):
         path = module_path(name)
-        if layer := structure.inputs.get(path):
+        if layer := model.structure.inputs.get(path):
             return Decision("other", f"raw input (no earlier layer returns the {layer.reads} features that it reads)")
-        if layer := structure.heads.get(path):
+        if layer := model.structure.heads.get(path):
             return Decision("head", f"last layer (no other layer reads the {layer.returns} features that it returns)")
     return None
 
@@ -227,41 +234,40 @@ def _is_named_as_a_matrix(leaf: str) -> bool:
     return any(word in _MATRIX_WORDS or _MATRIX_NAME.match(word) for word in words)
 
 
-def _by_part(info: ParamInfo, names: Set[str]) -> Decision | None:
+def _by_part(info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision for a part of a weight, such as its length with weight norm; None for another parameter.
 
-    Examples are ``fc.weight_g`` next to ``fc.weight_v``, and ``fc.parametrizations.weight.original0``. ``names`` are
-    the names of all parameters.
+    Examples are ``fc.weight_g`` next to ``fc.weight_v``, and ``fc.parametrizations.weight.original0``.
     """
     leaf = info.name.rpartition(".")[2]
     module = info.name.removesuffix(leaf)  # with a dot at the end
-    has_weight_norm = {f"{module}weight_g", f"{module}weight_v"} <= names
+    has_weight_norm = {f"{module}weight_g", f"{module}weight_v"} <= model.names
     is_length_or_direction = leaf in ("weight_g", "weight_v") and has_weight_norm
     if is_length_or_direction or leaf in ("original0", "original1"):
         return Decision("other", f"part of a parametrized weight (name component {leaf!r})")
     return None
 
 
-def _by_projector(info: ParamInfo, has_classifier: bool) -> Decision | None:
+def _by_projector(info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision for a direct child of a model that projects features for a classifier: a part of the head."""
-    if not has_classifier or _layer_of_model(_components(info.name)) != "projector":
+    if not model.has_classifier or _layer_of_model(_components(info.name)) != "projector":
         return None
     role: Role = "vector" if info.ndim < 2 else "head"
     return Decision(role, "name component 'projector'")
 
 
-def _by_name(info: ParamInfo, gated_mlps: GatedMlps, structure: Structure) -> Decision | None:
+def _by_name(info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision by any name of a tied tensor. A head that is tied to an embedding is an embedding."""
     first_decision = None
     for name in info.names:
-        decision = _by_one_name(name, info, gated_mlps, structure)
+        decision = _by_one_name(name, info, model)
         if decision and decision.role == "embedding":
             return decision
         first_decision = first_decision or decision
     return first_decision
 
 
-def _by_one_name(name: str, info: ParamInfo, gated_mlps: GatedMlps, structure: Structure) -> Decision | None:
+def _by_one_name(name: str, info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision by one name of a tensor, such as "head" for ``lm_head.weight``; None for an ordinary name.
 
     The kinds are tried in a fixed order, since a name may fit several: ``embed_out_bias`` is a bias first.
@@ -273,7 +279,7 @@ def _by_one_name(name: str, info: ParamInfo, gated_mlps: GatedMlps, structure: S
     if info.module is None:  # else the type of the module has shown whether it is a norm
         norm_component = _norm_component(components)
     head_component = _head_component(components)
-    is_read_in_block = module_path(name) in structure.read_in_their_block
+    is_read_in_block = module_path(name) in model.structure.read_in_their_block
     # In ``blocks.0.q_head``, another layer of the block reads the outputs, so that the layer is hidden in spite of its
     # name. In ``cls_head.blocks.0.fc``, the module around the layer has the name of a head, which still counts.
     if is_read_in_block and head_component == _layer_or_leaf(components):
@@ -285,7 +291,7 @@ def _by_one_name(name: str, info: ParamInfo, gated_mlps: GatedMlps, structure: S
         ("other", _state_space_component(components)),
         ("other", _patch_embedding_component(components)),
         ("other", _projection_in_embedder(components)),
-        ("other", _router_component(components, info.ndim, gated_mlps)),
+        ("other", _router_component(components, info.ndim, model.gated_mlps)),
         ("head", head_component),
     ]
     for role, component in candidates:
@@ -495,13 +501,13 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
     return frozenset({name for name, module in module_of.items() if counts[module] > 1})
 
 
-def _by_shape(info: ParamInfo, structure: Structure) -> Decision | None:
+def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision for a shape without a matrix to orthogonalize; None if there is a matrix."""
     rows = info.shape[0]
     columns = prod(info.shape[1:])  # a tensor of more dims is flattened to (rows, columns)
     if rows == 1 or columns == 1:
         return Decision("vector", "a side of 1: a vector")
-    reads_one_channel = module_path(info.name) in structure.read_one_channel  # such as gray images
+    reads_one_channel = module_path(info.name) in model.structure.read_one_channel  # such as gray images
     if info.ndim > 2 and info.shape[1] == 1 and not reads_one_channel:
         return Decision("vector", "depthwise: one vector a channel")
     short, long = sorted(info.shape[:2])
