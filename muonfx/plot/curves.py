@@ -53,15 +53,19 @@ def plot_band(
     if x is None:
         x = range(table.shape[1])
     with axes_for(ax) as axes:
-        draw_band(axes, torch.as_tensor(x).tolist(), table, label=label)
+        draw_band(axes, torch.as_tensor(x).tolist(), table.unbind(1), label=label)
     return axes
 
 
-def draw_band(axes: Axes, x: Sequence[float], runs: Tensor, **style: Any) -> None:
-    """Draw the mean of ``runs``, of shape (runs, points), as a line with a style, and their range as a band."""
-    (line,) = axes.plot(x, runs.mean(0).tolist(), **style)
-    lowest = runs.amin(0).tolist()
-    highest = runs.amax(0).tolist()
+def draw_band(axes: Axes, x: Sequence[float], values_at: Sequence[Tensor], **style: Any) -> None:
+    """Draw the mean of several runs as a line with a style, and their range as a band.
+
+    ``values_at`` has the values of the runs at each ``x``, shape (runs,).
+    """
+    means = [values.mean().item() for values in values_at]
+    lowest = [values.min().item() for values in values_at]
+    highest = [values.max().item() for values in values_at]
+    (line,) = axes.plot(x, means, **style)
     axes.fill_between(x, lowest, highest, color=line.get_color(), alpha=0.16, linewidth=0)
 
 

@@ -228,5 +228,5 @@ def _draw_band(axes: Axes, values_at: Mapping[Any, Tensor], contender: Contender
     empty, nothing is drawn.
     """
     if values_at:
-        runs = torch.stack(list(values_at.values()), dim=1)
-        draw_band(axes, list(values_at), runs, label=label, color=contender.color, marker=contender.marker)
+        values = list(values_at.values())
+        draw_band(axes, list(values_at), values, label=label, color=contender.color, marker=contender.marker)

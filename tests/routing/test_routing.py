@@ -29,7 +29,9 @@ from muonfx.routing import (
 )
 
 # Named tensors alone serve many laws; the test of the warning enables it.
-pytestmark = pytest.mark.filterwarnings("ignore:default_labels saw names:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:default_labels saw names:UserWarning", "ignore:default_labels. these have more than two dims:UserWarning"
+)
 
 
 def is_tall(info: ParamInfo) -> bool:
