@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -77,3 +77,11 @@ def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
         if more > 0:
             lines.append(f"{kind}: ... and {more} more" if kind else f"... and {more} more")
     return lines
+
+
+def mismatch(where: str, problems: Sequence[str], advice: Sequence[str]) -> MismatchError:
+    """Return the error of a checkpoint at the path ``where`` that does not fit, with sentences about what to do."""
+    text = f"{where} does not fit, nothing was loaded:\n  " + "\n  ".join(first_of_each_kind(problems))
+    if advice:
+        text += "\nwhat to do:\n  " + "\n  ".join(dict.fromkeys(advice))  # each sentence once, in order
+    return MismatchError(text, problems)

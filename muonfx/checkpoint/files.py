@@ -97,10 +97,15 @@ def open_regular(path: Path) -> FileIO:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
     except BaseException:
-        with suppress(OSError):
-            file.close()
+        close_read(file)
         raise
     return file
+
+
+def close_read(file: FileIO) -> None:
+    """Close a file that was only read. An error is ignored: the values that were read have been verified."""
+    with suppress(OSError):
+        file.close()
 
 
 def read_regular(path: Path, most: int) -> bytes:

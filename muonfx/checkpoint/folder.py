@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
-from muonfx.checkpoint.files import LONGEST_LOCK, lock, open_regular, read_regular, this_boot
+from muonfx.checkpoint.files import LONGEST_LOCK, close_read, lock, open_regular, read_regular, this_boot
 from muonfx.checkpoint.index import (
     INDEX,
     Index,
@@ -117,18 +117,12 @@ def inspect_and_keep(path: Path) -> Generator[Index]:
     with ExitStack() as stack:
         with _errors_of_index(path):  # not around the caller's block, whose errors are of other files
             file = open_regular(path / INDEX)
-            stack.callback(_close_index, path, file)
+            stack.callback(close_read, file)
             lock(file, shared=True)
             index = read_index(path / INDEX)
             if not os.path.samestat(os.fstat(file.fileno()), os.stat(path / INDEX)):
                 raise ReplacedError(f"{path} was replaced while it was read")
         yield index
-
-
-def _close_index(path: Path, file: FileIO) -> None:
-    """Close the index of the checkpoint at ``path``."""
-    with _errors_of_index(path):
-        file.close()
 
 
 ATTEMPTS = 10

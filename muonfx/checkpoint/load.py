@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError
+from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError, mismatch
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried, with_reader
 from muonfx.checkpoint.index import Index
@@ -21,7 +20,6 @@ from muonfx.checkpoint.leaves import (
     GROUPS,
     PARAMS,
     SCHEDULER,
-    SavedOptimizer,
     StateSpec,
     is_optimizer,
     named_tensors,
@@ -132,89 +130,34 @@ def load(
         >>> mfx.checkpoint.load(path, like=half, cast={"trace": torch.bfloat16}).trace["w"].dtype
         torch.bfloat16
     """
-
-    def make_rules() -> Rules:
-        """Return the arguments that allow differences as one value. An error is raised on all ranks."""
-        return Rules(
-            patterns_of("allow_missing", allow_missing),
-            patterns_of("allow_extra", allow_extra),
-            allow_other_chain,
-            {} if cast is None else cast,
-            rename or {},
-        )
-
-    if is_optimizer(like):
-        require_no_arguments(tx, device)
-        objects = {GROUPS} if scheduler is None else {GROUPS, SCHEDULER}
-        objects = objects.difference(patterns_of("allow_extra", allow_extra))
-        return _load_optimizer(path, like, scheduler, objects, make_rules, group)
-    if scheduler is not None:
-        raise TypeError("scheduler: it is loaded with an optimizer: pass the optimizer as like")
-    loaded, _ = _load_state(path, like, tx, make_rules, group, device=device)
-    return loaded
-
-
-def _load_optimizer(
-    path: str | os.PathLike[str],
-    optimizer: SavedOptimizer,
-    scheduler: Any,
-    objects: set[str],
-    make_rules: Callable[[], Rules],
-    group: ProcessGroup | None,
-) -> PyTree:
-    """Load the state of an optimizer, its groups and its scheduler; return the new state.
-
-    ``objects`` are the names of the values to load that are no tensors: "param_groups" and "scheduler", or fewer.
-    """
-    loaded, stored_objects = _load_state(
-        path, optimizer.transform_state, optimizer.transform, make_rules, group, objects=objects, scheduler=scheduler
+    rules = {
+        "allow_missing": allow_missing,
+        "allow_extra": allow_extra,
+        "allow_other_chain": allow_other_chain,
+        "cast": cast,
+        "rename": rename,
+    }
+    if not is_optimizer(like):
+        if scheduler is not None:
+            raise TypeError("scheduler: it is loaded with an optimizer: pass the optimizer as like")
+        loaded, _ = load_checkpoint(path, Target, like, tx, group, rules, device=device)
+        return loaded
+    require_no_arguments(tx, device)
+    objects = {GROUPS} if scheduler is None else {GROUPS, SCHEDULER}
+    objects = objects.difference(patterns_of("allow_extra", allow_extra))
+    state = like.transform_state
+    loaded, index = load_checkpoint(
+        path, Target, state, like.transform, group, rules, objects=objects, scheduler=scheduler
     )
-    groups = stored_objects.get(GROUPS) if GROUPS in objects else None
+    groups = index.objects.get(GROUPS) if GROUPS in objects else None
     try:
-        optimizer.load_transform_state(loaded, groups)
+        like.load_transform_state(loaded, groups)
     except ValueError as error:
         advice = f"to keep the groups of this optimizer: allow_extra=[{GROUPS!r}]"
         raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
-    if scheduler is not None and SCHEDULER in stored_objects:
-        scheduler.load_state_dict(stored_objects[SCHEDULER]["state"])
-    return optimizer.transform_state
-
-
-def _load_state(
-    path: str | os.PathLike[str],
-    like: PyTree | StateSpec,
-    tx: Transform | None,
-    make_rules: Callable[[], Rules],
-    group: ProcessGroup | None,
-    **options: Any,
-) -> tuple[PyTree, dict[str, Any]]:
-    """Load the state of a transform, and return it with the values of the checkpoint that are no tensors.
-
-    ``like`` and the result may be this rank's local state of a sharded ``tx``. ``options`` are fields of the `Target`.
-    """
-    if isinstance(tx, Sharded) and not isinstance(like, StateSpec) and group is None:
-        group = tx.layout.group
-    local_tx = local_transform(tx, like)
-
-    def make_target() -> Target:
-        """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
-        rules = make_rules()
-        global_like = like if local_tx is None else to_global(local_tx, like)
-        return Target.of(global_like, tx, rules, is_alone=group is None, **options)
-
-    loaded, index = load_checkpoint(path, make_target, group)
-    if local_tx is not None:
-        loaded = from_global(local_tx, loaded)
-    return loaded, index.objects
-
-
-def local_transform(tx: Transform | None, like: PyTree | StateSpec) -> Sharded | None:
-    """Return the sharded transform whose local state on this rank is ``like``; None if ``like`` is a global state."""
-    if not isinstance(tx, Sharded) or isinstance(like, StateSpec):
-        return None
-    if is_global(like):  # also on a rank without shards, which has no local leaves
-        return None
-    return tx
+    if scheduler is not None and SCHEDULER in index.objects:
+        scheduler.load_state_dict(index.objects[SCHEDULER]["state"])
+    return like.transform_state
 
 
 def require_no_arguments(tx: object, device: object) -> None:
@@ -264,27 +207,16 @@ def load_params(
         >>> mfx.checkpoint.load_params(path, like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    layout = None
-    if isinstance(tx, Sharded):
-        layout = tx.layout
-        if group is None:
-            group = layout.group
-
-    def make_target() -> Target:
-        """Return the tree to fill. `load_checkpoint` calls this, so that an error is raised on all ranks."""
-        # A chain has no meaning for parameters.
-        rules = Rules(
-            patterns_of("allow_missing", allow_missing),
-            patterns_of("allow_extra", allow_extra),
-            True,
-            {} if cast is None else cast,
-            rename or {},
-        )
-        global_like = like if layout is None else layout.to_global(like)
-        return Target.of(global_like, None, rules, is_alone=group is None, section=PARAMS, device=device)
-
-    loaded, _ = load_checkpoint(path, make_target, group)
-    return loaded if layout is None else layout.from_global(loaded)
+    # A chain has no meaning for parameters.
+    rules = {
+        "allow_missing": allow_missing,
+        "allow_extra": allow_extra,
+        "allow_other_chain": True,
+        "cast": cast,
+        "rename": rename,
+    }
+    loaded, _ = load_checkpoint(path, Target, like, tx, group, rules, section=PARAMS, device=device)
+    return loaded
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -346,32 +278,26 @@ class Loader:
     opened.
     """
 
-    def __init__(self, path: Any, make_target: Callable[[], Target]) -> None:
+    def __init__(self, path: Any, make_target: Callable[[str], Target], stack: ExitStack) -> None:
         self.path = path
         self.make_target = make_target
         """Returns the tree to fill; an error that it raises is raised on all ranks."""
         self.index: Index | None = None
         """The index of the checkpoint to read; None until this rank or rank 0 has read it."""
-        self._stack = ExitStack()
+        self._stack = stack
         """Closes all files when the load ends."""
-        self._index_lock = ExitStack()
+        self._index_lock = stack.enter_context(ExitStack())
         """Closes the index; while it is open, saves do not remove the data files. `read` closes it."""
-        self._stack.enter_context(self._index_lock)
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._stack.close()
-            return
-        with suppress(CheckpointError):  # the error of the block is raised, which is equal on all ranks
-            self._stack.close()
 
     def share_index(self, ranks: Alone | Together) -> None:
         """Let rank 0 read and lock the index for all ranks."""
-        read_index = self._lock_index if ranks.rank == 0 else _no_index
-        self.index = ranks.step(read_index, _first_for_all)
+
+        def read_index() -> Index | None:
+            if ranks.rank == 0:
+                return self._lock_index()
+            return None
+
+        self.index = ranks.step(read_index, lambda indexes: [indexes[0]] * ranks.size)
 
     def _lock_index(self) -> Index:
         """Return the index, and keep saves from removing its data files until `open` has ended on all ranks."""
@@ -381,9 +307,9 @@ class Loader:
     def open(self) -> OpenedCheckpoint:
         """Allocate the tensors to fill, and open the data files that this rank needs."""
         folder = folder_named(self.path)
-        self.target = self.make_target()
-        index = self.target.translated(self.index or self._lock_index(), str(folder))
-        self.leaves, destinations = self.target.allocate(index, str(folder))
+        self.target = self.make_target(str(folder))
+        index = self.target.translated(self.index or self._lock_index())
+        self.leaves, destinations = self.target.allocate(index)
         with replacement(folder, index):  # a file is missing if a save has replaced the checkpoint
             self.reader = self._stack.enter_context(DataReader(folder, index))
             self.transfers = self.reader.transfers_to(destinations)
@@ -403,19 +329,32 @@ class Loader:
         self._index_lock.close()  # all ranks have opened their files
         with replacement(self.reader.folder, self.reader.index):
             self.reader.read(self.transfers)
-            self.reader.close()  # inside the step, so that an error is raised on all ranks
 
-    def result(self) -> tuple[PyTree, Index]:
+    def result(self) -> tuple[Any, Index]:
         """Return the tree with the values that were read, and the index of the checkpoint."""
         return self.target.filled(self.leaves), self.reader.index
 
 
-def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) -> tuple[PyTree, Index]:
-    """Load a checkpoint: return the tree, and the index of the checkpoint.
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    target_class: type[Target],
+    like: PyTree | StateSpec,
+    tx: Transform | None,
+    group: ProcessGroup | None,
+    rules: Mapping[str, Any],
+    **options: Any,
+) -> tuple[Any, Index]:
+    """Load a checkpoint: return the result of `Target.filled`, and the index of the checkpoint.
 
-    With a group, every rank calls this, and an error on one rank is raised on all.
-    ``make_target`` returns the tree to fill; an error that it raises is raised on all ranks.
+    With a group, every rank calls this, and an error on one rank is raised on all. ``rules`` are the arguments of
+    `Rules`, and ``options`` are those of `Target.of`.
     """
+    if group is None and isinstance(tx, Sharded) and not isinstance(like, StateSpec):
+        group = tx.layout.group
+
+    def make_target(where: str) -> Target:
+        return target_class.of(like, tx, Rules(**rules), where, is_alone=group is None, **options)
+
     ranks: Alone | Together = Alone()
     try:
         if group is not None:
@@ -427,24 +366,17 @@ def load_checkpoint(path: Any, make_target: Callable[[], Target], group: Any) ->
         raise CheckpointError(f"{path} was not loaded: {error}") from error
 
 
-def _load_once(path: Any, make_target: Callable[[], Target], ranks: Alone | Together, attempt: int) -> Any:
+def _load_once(
+    path: Any, make_target: Callable[[str], Target], ranks: Alone | Together, attempt: int
+) -> tuple[Any, Index]:
     """Load a checkpoint in attempt number ``attempt``; raise `ReplacedError` if a save has replaced it meanwhile."""
-    with Loader(path, make_target) as loader:
+    with ExitStack() as stack:
+        loader = Loader(path, make_target, stack)
         if attempt > 0 and ranks.size > 1:  # in attempt 0, the ranks may have read different indexes
             loader.share_index(ranks)
         ranks.step(loader.open, loader.require_same)
         ranks.step(loader.read, list)  # nothing to merge
         return loader.result()
-
-
-def _no_index() -> None:
-    """Return the value of the ranks other than 0, from which no index is needed."""
-    return None
-
-
-def _first_for_all(indexes: list[Index | None]) -> Sequence[Index | None]:
-    """Return the index of rank 0 as the answer to each rank."""
-    return [indexes[0]] * len(indexes)
 
 
 # ------------------------------------------------------------------------------------------------- the target of a load
@@ -458,6 +390,10 @@ class Target:
     """The leaves of the caller's tree by name: tensors, shards of tensors, or `Spec`s."""
     expected: StateSpec
     rules: Rules
+    where: str
+    """The path of the checkpoint, for messages."""
+    local_tx: Sharded | None = None
+    """The sharded transform of the caller's tree, if that has local tensors of this rank, as the result must have."""
     device: torch.device | str | None = None
     """The device of all tensors of the result; None for the devices of ``like``."""
     section: str = ""
@@ -473,6 +409,7 @@ class Target:
         like: PyTree | StateSpec,
         tx: Transform | None,
         rules: Rules,
+        where: str,
         *,
         is_alone: bool,
         section: str = "",
@@ -484,30 +421,43 @@ class Target:
         """
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
+        local_tx: Sharded | None = None
         if isinstance(like, StateSpec):
             leaves = like.leaves
             expected = like if tx is None else like.of_chain(tx)
         else:
+            if isinstance(tx, Sharded) and section == PARAMS:
+                local_tx = tx
+                like = tx.layout.to_global(like)
+            elif isinstance(tx, Sharded) and not is_global(like):  # a rank without shards has no local leaves
+                local_tx = tx
+                like = to_global(tx, like)
             named = named_tensors(like, section)
             leaves = {name: leaf for name, leaf in named if leaf is not None}
-            expected = spec_of_named(named, like, tx)
+            expected = spec_of_named(named, like, None if section == PARAMS else tx)
         if is_alone:
             for name, leaf in leaves.items():
                 require_whole(name, leaf, "pass group=")
-        return cls(leaves, expected, rules, section=section, **options)
+        return cls(leaves, expected, rules, where, local_tx, section=section, **options)
 
-    def translated(self, index: Index, where: str) -> Index:
+    def translated(self, index: Index) -> Index:
         """Return the index; for an optimizer, the names of a state dict are those that `save` gives an optimizer."""
         if self.objects is None:
             return index
-        return as_saved_optimizer(index, self.like, where)
+        return as_saved_optimizer(index, self.like, self.where)
 
-    def allocate(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Allocate the tensors of the tree, after a check that the checkpoint at the path ``where`` fits.
+    def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Allocate the tensors of the tree, after a check that the checkpoint fits; warn of other differences.
 
         Return two dicts: all tensors by leaf name, and the tensors to read by their names in the checkpoint.
         """
-        stored_name_of = self._match(index, where)
+        stored_name_of = match(
+            index, self.expected, self.rules, section=self.section, where=self.where, objects=self.objects
+        )
+        self._require_same_scheduler(index)
+        self._warn_of_products(index)
+        if self.objects is None or GROUPS not in index.objects:  # else their numbers are loaded, or left out on purpose
+            self._warn_of_numbers(index)
         leaves: dict[str, Any] = {}
         destinations: dict[str, Any] = {}
         for name, leaf in self.like.items():
@@ -520,19 +470,7 @@ class Target:
             leaves[name] = destinations[stored_name]
         return leaves, destinations
 
-    def _match(self, index: Index, where: str) -> dict[str, str | None]:
-        """Return the name in the checkpoint of each leaf, None for missing ones; raise or warn of other differences."""
-        stored_name_of = match(
-            index, self.expected, self.rules, section=self.section, where=where, objects=self.objects
-        )
-        self._require_same_scheduler(index, where)
-        self._warn_of_products(index, where)
-        has_groups = self.objects is not None and GROUPS in index.objects
-        if not has_groups:  # else their numbers are loaded, or left out on purpose
-            self._warn_of_numbers(index, where)
-        return stored_name_of
-
-    def filled(self, leaves: Mapping[str, Any]) -> PyTree:
+    def filled(self, leaves: Mapping[str, Any]) -> Any:
         """Return the tree with leaves that were read. A scalar that was read for several leaves is copied for each."""
         separate = dict(leaves)
         used: set[int] = set()
@@ -540,21 +478,27 @@ class Target:
             if id(leaf) in used:
                 separate[name] = leaf.clone()
             used.add(id(leaf))
-        return self.expected.unflatten(separate)
+        result = self.expected.unflatten(separate)
+        if self.local_tx is None:
+            return result
+        if self.section == PARAMS:
+            return self.local_tx.layout.from_global(result)
+        return from_global(self.local_tx, result)
 
-    def _require_same_scheduler(self, index: Index, where: str) -> None:
+    def _require_same_scheduler(self, index: Index) -> None:
         """Raise if the checkpoint has the state of a scheduler of another class."""
         saved = index.objects.get(SCHEDULER)
         if self.scheduler is None or saved is None:
             return
         name = type(self.scheduler).__name__
         if saved["class"] != name:
-            raise MismatchError(
-                f"{where} does not fit, nothing was loaded: scheduler: found a {name}, expected a {saved['class']}, as "
-                "in the checkpoint: create this one, or load without scheduler= and with allow_extra=['scheduler']"
+            raise mismatch(
+                self.where,
+                [f"scheduler: found a {name}, expected a {saved['class']}, as in the checkpoint"],
+                ["create this one, or load without scheduler= and with allow_extra=['scheduler']"],
             )
 
-    def _warn_of_products(self, index: Index, where: str) -> None:
+    def _warn_of_products(self, index: Index) -> None:
         """Warn if the transform now computes its matrix products in other dtypes than when the checkpoint was saved."""
         if not index.products:
             return
@@ -565,12 +509,10 @@ class Target:
             param_dtype = torch.float64 if saved_dtype == "float64" else torch.float32
             dtype = self.expected.products(param_dtype, device).get(name, saved_dtype)
             if dtype != saved_dtype:
-                warnings.warn(
-                    f"{where}: the matrix products of {name!r} were computed in {saved_dtype} and are now in {dtype}, "
-                    f"so the resumed run computes other numbers. To continue as before, give it "
-                    f"dtype=torch.{saved_dtype}",
-                    UserWarning,
-                    stacklevel=2,
+                warn_caller(
+                    f"{self.where}: the matrix products of {name!r} were computed in {saved_dtype} and are now in "
+                    f"{dtype}, so the resumed run computes other numbers. To continue as before, give it "
+                    f"dtype=torch.{saved_dtype}"
                 )
 
     def _device_of_like(self) -> torch.device:
@@ -580,7 +522,7 @@ class Target:
                 return leaf.device
         return torch.device("cpu")
 
-    def _warn_of_numbers(self, index: Index, where: str) -> None:
+    def _warn_of_numbers(self, index: Index) -> None:
         """Warn if the transform has other numbers than the one that wrote the checkpoint, as its ``repr`` shows."""
         expected = self.expected
         is_same_structure = index.fingerprint is not None and index.fingerprint == expected.fingerprint
@@ -590,7 +532,7 @@ class Target:
         if not differences:
             return  # only labels differ, which may be written with other names
         warn_caller(
-            f"{where}: the checkpoint was saved with other numbers: {'; '.join(differences[:10])}. The code's are "
+            f"{self.where}: the checkpoint was saved with other numbers: {'; '.join(differences[:10])}. The code's are "
             "used: a checkpoint has no param_groups. If a torch scheduler has set them, restore the scheduler and the "
             "groups before loading"
         )

@@ -1,12 +1,11 @@
 """Match the leaves of a checkpoint with a requested state, and report every difference in one error.
 
-The stored leaves first get the new names that the caller gives them by ``rename``. Then `moved_states` finds states
+The stored leaves first get the new names that the caller gives them by ``rename``. Then `moved_leaves` finds states
 that only moved in the tree. All other leaves have equal names.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,9 +13,10 @@ from itertools import accumulate
 
 import torch
 
-from muonfx.checkpoint.errors import MismatchError, first_of_each_kind
+from muonfx.checkpoint.errors import mismatch
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import PARAMS, SCHEDULER, StateSpec, described, in_section, plain_names
+from muonfx.checkpoint.sources import Shapes, equal_levels, sources
 from muonfx.core.chain_differences import differences_of_chains
 from muonfx.core.checks import warn_caller
 from muonfx.internal.arguments import close_names
@@ -56,22 +56,27 @@ def patterns_of(argument: str, allow: Allow) -> tuple[str, ...]:
     return tuple(allow)
 
 
-@dataclass(frozen=True)
 class Rules:
     """The arguments of `load` that allow differences between a checkpoint and ``like``, such as ``allow_missing``."""
 
-    allow_missing: tuple[str, ...]
-    allow_extra: tuple[str, ...]
-    allow_other_chain: bool
-    cast: Mapping[str, torch.dtype]
-    rename: Rename
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.allow_other_chain, bool):
-            raise TypeError(f"allow_other_chain must be True or False, found {self.allow_other_chain!r}")
+    def __init__(
+        self,
+        allow_missing: Allow = False,
+        allow_extra: Allow = False,
+        allow_other_chain: bool = False,
+        cast: Mapping[str, torch.dtype] | None = None,
+        rename: Rename | None = None,
+    ) -> None:
+        self.allow_missing = patterns_of("allow_missing", allow_missing)
+        self.allow_extra = patterns_of("allow_extra", allow_extra)
+        self.allow_other_chain = allow_other_chain
+        self.cast = {} if cast is None else cast
+        self.rename = rename or {}
+        if not isinstance(allow_other_chain, bool):
+            raise TypeError(f"allow_other_chain must be True or False, found {allow_other_chain!r}")
         if not isinstance(self.cast, Mapping):
             raise TypeError(
-                f"cast must be a dict from names of leaves to dtypes, found {self.cast!r}: pass names, first levels of "
+                f"cast must be a dict from names of leaves to dtypes, found {cast!r}: pass names, first levels of "
                 "names, or globs, such as cast={'momentum/trace': torch.bfloat16}"
             )
         for pattern, dtype in self.cast.items():
@@ -116,17 +121,17 @@ def match(
     stored_name_of = _names_in_section(new_name_of, section, problems)
     moved: dict[str, str] = {}
     if not section:
-        stored_specs = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
-        moved = moved_states(stored_specs, expected, rules)
-    if rules.allow_other_chain:
-        stored_name_of = _with_moved_states(stored_name_of, expected, moved)
+        stored_shapes = {name: index.leaves[stored_name].spec.shape for name, stored_name in stored_name_of.items()}
+        moved = moved_leaves(stored_shapes, expected, rules)
+    if moved and rules.allow_other_chain:
+        stored_name_of = _with_moved_leaves(stored_name_of, expected, moved)
     comparison = _Comparison(index, expected, rules, section, objects, stored_name_of, moved)
-    comparison.check_renaming(problems)
-    comparison.check_all(new_name_of.values())
-    comparison.raise_if_different(where)
+    comparison.check_all(problems, new_name_of.values())
+    if comparison.problems:
+        raise mismatch(where, comparison.problems, comparison.advice)
     if moved and rules.allow_other_chain:
         warn_caller(f"{where}: found other names than in `like`, loaded {_moved_text(moved)}")
-    return {name: stored_name_of.get(name) for name in expected}
+    return {name: stored_name_of.get(name) for name in expected.leaves}
 
 
 # ------------------------------------------------------------------------------------------------------------ renaming
@@ -152,139 +157,71 @@ def _names_in_section(new_name_of: Mapping[str, str], section: str, problems: li
 # -------------------------------------------------------------------------------------------------------- moved states
 
 
-def moved_states(stored: Mapping[str, Spec], expected: StateSpec, rules: Rules) -> dict[str, str]:
-    """Pair states that only moved in the tree, as under another label or into a chain.
+def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str, str]:
+    """Return a dict from each leaf of a state that only moved in the tree to its name in the checkpoint.
 
-    Return a dict from first levels of names in ``expected`` to first levels of names in the checkpoint, ``stored``:
-    ``{"partition/muon": "muon"}``. It is empty unless exactly one pairing fits, in which all names below these levels,
-    shapes and dtypes are equal.
+    A state may be under another label or in a chain now: ``{"partition/muon/trace/w": "muon/trace/w"}``. The dict is
+    empty if a step count would have two values: that of the leaf with its name, and that of the parameters that moved.
     """
-    missing = _unmatched(expected, stored, _without_star(rules.allow_missing))
-    extra = _unmatched(stored, expected, _without_star(rules.allow_extra))
-    # Leaves of the checkpoint by spec and end of the name: "muon/momentum/trace/w" ends in "momentum/trace/w".
-    extra_by_end: dict[tuple[Spec, str], list[str]] = {}
-    for name in extra:
-        for end in _ends(name):
-            extra_by_end.setdefault((stored[name], end), []).append(name)
+    expected_shapes = {name: spec.shape for name, spec in expected.leaves.items()}
+    shapes = _to_match(expected_shapes, stored, rules.allow_missing)
+    stored_shapes = _to_match(stored, expected_shapes, rules.allow_extra)
+    if shapes.keys() <= stored_shapes.keys() or stored_shapes.keys() <= shapes.keys():  # the usual case
+        return {}
+    source_of, equal_counts = sources(shapes, stored_shapes)
     moved: dict[str, str] = {}
-    for name in missing:
-        levels = _changed_levels(name, expected[name], extra_by_end)
-        if levels is None:
-            continue
-        new_levels, old_levels = levels
-        if new_levels in moved and moved[new_levels] != old_levels:  # two states have become one
-            return {}
-        moved[new_levels] = old_levels
-    if moved and _fits(moved, stored, expected, extra):
-        return moved
-    return {}
-
-
-def _changed_levels(
-    name: str, spec: Spec, extra_by_end: Mapping[tuple[Spec, str], Sequence[str]]
-) -> tuple[str, str] | None:
-    """Return the first levels of a name, and of the name of the one leaf in the checkpoint with the longest equal end.
-
-    These are ("partition/muon", "muon") for "partition/muon/momentum/trace/w" and "muon/momentum/trace/w". The result
-    is None unless there is exactly one such leaf.
-    """
-    for end in _ends(name):
-        candidates = extra_by_end.get((spec, end), [])
-        if len(candidates) > 1:  # ambiguous, so other leaves of the state decide
-            return None
-        if candidates:
-            return _without_end(name, end), _without_end(candidates[0], end)
-    return None
-
-
-def _without_end(name: str, end: str) -> str:
-    """Return the levels of a name before its last levels, ``end``; "" if there are none."""
-    return name.removesuffix(end).rstrip("/")
-
-
-def _without_star(patterns: Iterable[str]) -> list[str]:
-    """Return the patterns other than "*", which allows all leaves: states that it matches may have moved, too."""
-    return [pattern for pattern in patterns if pattern != "*"]
-
-
-def _unmatched(names: Iterable[str], partners: Collection[str], allowed: Iterable[str]) -> list[str]:
-    """Return the names that have no partner and match none of the ``allowed`` patterns."""
-    return [name for name in names if name not in partners and not matches_any(allowed, name)]
-
-
-def _ends(name: str) -> list[str]:
-    """Return the ends of a leaf name that have at least two levels, the longest first: "mu/fc.weight"."""
-    levels = name.split("/")
-    return ["/".join(levels[first:]) for first in range(len(levels) - 1)]
-
-
-def _fits(moved: Mapping[str, str], stored: Mapping[str, Spec], expected: StateSpec, extra: Iterable[str]) -> bool:
-    """Return whether each moved state is in the checkpoint with all its leaves, and none of its leaves is left over.
-
-    If ``moved`` is ``{"partition/muon": "muon"}``, all leaves of ``expected`` below "partition/muon" must be missing
-    in ``stored``, which must have them below "muon"; and no other leaf below "muon" may be in ``extra``.
-    """
-    source_of = _sources(expected, moved)
     for name, source in source_of.items():
-        if name in stored or stored.get(source) != expected[name]:
-            return False
-    uses = Counter(source_of.values())
-    for source, count in uses.items():
-        if count > 1 and stored[source].shape:  # only a scalar, such as a step count, may go to several labels
-            return False
-    left_over = [name for name in extra if name not in uses]
-    return not any(_is_below(levels, name) for levels in moved.values() for name in left_over)
+        if name == source:
+            continue
+        if name in stored or name in equal_counts:
+            return {}
+        moved[name] = source
+    return moved
 
 
-def _sources(expected: Iterable[str], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return a dict from each leaf whose state moved to its name in the checkpoint.
+def _to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -> Shapes:
+    """Return the leaves without those that have no partner and that a pattern allows.
 
-    >>> _sources(["partition/muon/trace/w", "partition/count"], {"partition/muon": "muon"})
-    {'partition/muon/trace/w': 'muon/trace/w'}
+    The pattern "*" allows all leaves, and is not considered: states that it matches may have moved, too.
     """
-    sources: dict[str, str] = {}
-    for name in expected:
-        new_levels = [levels for levels in moved if _is_below(levels, name)]
-        if new_levels:
-            longest = max(new_levels, key=len)
-            end = name.removeprefix(longest).lstrip("/")
-            sources[name] = f"{moved[longest]}/{end}".lstrip("/")
-    return sources
+    patterns = [pattern for pattern in allowed if pattern != "*"]
+    return {name: shape for name, shape in shapes.items() if name in partners or not matches_any(patterns, name)}
 
 
-def _is_below(levels: str, name: str) -> bool:
-    """Return whether a name begins with some levels; "" is the top of the tree, above all names."""
-    return not levels or name.startswith(levels + "/")
-
-
-def _with_moved_states(
+def _with_moved_leaves(
     stored_name_of: Mapping[str, str], expected: StateSpec, moved: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return ``stored_name_of`` with the leaves of moved states under their names in ``expected``.
-
-    The leaf "muon/trace/w" becomes "partition/muon/trace/w" if ``moved`` is ``{"partition/muon": "muon"}``.
-    """
-    source_of = _sources(expected, moved)
+    """Return ``stored_name_of`` with the leaves of moved states under their names in ``expected``."""
     names = dict(stored_name_of)
-    for source in source_of.values():
-        if source not in expected:
+    for source in moved.values():
+        if source not in expected.leaves:
             names.pop(source, None)  # a scalar may be the source of several leaves
-    for name, source in source_of.items():
+    for name, source in moved.items():
         names[name] = stored_name_of[source]
     return names
 
 
 def _moved_text(moved: Mapping[str, str]) -> str:
     """Return moved states as text: "'adamw' as 'partition/adamw', the whole state as 'inner'"."""
-    texts: list[str] = []
-    for new_levels, old_levels in moved.items():
-        old_text = repr(old_levels) if old_levels else "the whole state"
-        new_text = repr(new_levels) if new_levels else "the whole state"
-        texts.append(f"{old_text} as {new_text}")
+    texts: dict[str, None] = {}  # each once, in order
+    for name, source in moved.items():
+        equal = equal_levels(name, source)
+        texts[f"{_upper_levels(source, equal)} as {_upper_levels(name, equal)}"] = None
     return ", ".join(texts)
 
 
+def _upper_levels(name: str, lower: int) -> str:
+    """Return the levels of a name above its last ``lower`` ones as text: "'muon'", or "the whole state" for none."""
+    levels = name.split("/")[:-lower]
+    return repr("/".join(levels)) if levels else "the whole state"
+
+
 # -------------------------------------------------------------------------------------------------------------- checks
+
+
+def _unmatched(names: Iterable[str], partners: Collection[str], allowed: Collection[str]) -> list[str]:
+    """Return the names that have no partner and match none of the ``allowed`` patterns."""
+    return [name for name in names if name not in partners and not matches_any(allowed, name)]
 
 
 @dataclass
@@ -301,30 +238,22 @@ class _Comparison:
     stored_name_of: Mapping[str, str]
     """The name in the checkpoint of each leaf, by its name after renaming."""
     moved: Mapping[str, str]
-    """The states that `moved_states` has paired."""
+    """The leaves that `moved_leaves` has found under other names."""
     problems: list[str] = field(default_factory=list)
     """A sentence about each difference that the rules do not allow."""
     advice: list[str] = field(default_factory=list)
     """Sentences about how the caller can solve the problems."""
 
-    def check_all(self, new_names: Iterable[str]) -> None:
+    def check_all(self, renaming_problems: Sequence[str], new_names: Iterable[str]) -> None:
         """Report all differences; ``new_names`` are the names in the checkpoint after renaming, of all sections."""
+        self._check_renaming(renaming_problems)
         self._check_chain()
         self._check_patterns([*new_names, *self.expected, *self.index.objects, *(self.objects or ())])
         self._check_names()
         self._check_objects()
         self._check_leaves()
 
-    def raise_if_different(self, where: str) -> None:
-        """Raise one `MismatchError` with all problems; ``where`` is the path of the checkpoint."""
-        if not self.problems:
-            return
-        text = f"{where} does not fit, nothing was loaded:\n  " + "\n  ".join(first_of_each_kind(self.problems))
-        if self.advice:
-            text += "\nwhat to do:\n  " + "\n  ".join(dict.fromkeys(self.advice))
-        raise MismatchError(text, self.problems)
-
-    def check_renaming(self, problems: Sequence[str]) -> None:
+    def _check_renaming(self, problems: Sequence[str]) -> None:
         """Report the problems of ``rename=``."""
         if not problems:
             return
@@ -343,8 +272,8 @@ class _Comparison:
         is_known = fingerprint is not None and expected.fingerprint is not None
         is_other = is_known and fingerprint != expected.fingerprint
         if is_other:
-            for difference in differences_of_chains(str(self.index.chain), str(expected.chain)).structure:
-                self.problems.append(f"chain:     {difference}")
+            differences = differences_of_chains(str(self.index.chain), str(expected.chain)).structure
+            self.problems += [f"chain:     {difference}" for difference in differences]
             self.advice.append(
                 "to continue the saved run: create the transform with the arguments in the checkpoint; "
                 "mfx.checkpoint.inspect(path).chain is the code of the whole chain"
@@ -359,26 +288,22 @@ class _Comparison:
         arguments = {"allow_missing": rules.allow_missing, "allow_extra": rules.allow_extra, "cast": rules.cast}
         for argument, patterns in arguments.items():
             for pattern in patterns:
-                if pattern != "*" and not any(matches(pattern, name) for name in names):
-                    self._report_unused(argument, pattern, names)
-
-    def _report_unused(self, argument: str, pattern: str, names: Collection[str]) -> None:
-        """Report a pattern of an argument such as "allow_missing" that matches none of the leaf names."""
-        problem = f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`"
-        close = close_names(pattern.strip("*/"), names, "/")
-        if close:
-            problem += f", close: {format_list(close)}"
-        self.problems.append(problem)
-        self.advice.append(f"correct or remove {pattern!r} in {argument}: a name, the first levels of names, or a glob")
+                if pattern == "*" or any(matches(pattern, name) for name in names):
+                    continue
+                close = format_list(close_names(pattern.strip("*/"), names, "/")) or "no other"
+                self.problems.append(
+                    f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`, close: {close}; correct "
+                    "or remove it: a name, the first levels of names, or a glob"
+                )
 
     def _check_names(self) -> None:
         """Report leaves that only the checkpoint or only the requested state has."""
-        missing = _unmatched(self.expected, self.stored_name_of, self.rules.allow_missing)
+        expected = self.expected.leaves
+        missing = _unmatched(expected, self.stored_name_of, self.rules.allow_missing)
         for name in missing:
-            self.problems.append(f"missing:   {name!r}, {described(self.expected[name])}, is not in the checkpoint")
-        extra = _unmatched(self.stored_name_of, self.expected, self.rules.allow_extra)
-        for name in extra:
-            self.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
+            self.problems.append(f"missing:   {name!r}, {described(expected[name])}, is not in the checkpoint")
+        extra = _unmatched(self.stored_name_of, expected, self.rules.allow_extra)
+        self.problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
         self._advise_about_names(missing, extra)
 
     def _check_objects(self) -> None:

@@ -9,7 +9,7 @@ import errno
 import os
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from io import FileIO
 from itertools import groupby
 from operator import attrgetter
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.errors import CheckpointError, CorruptError
-from muonfx.checkpoint.files import bytes_of, check_byte_order, checksum_of, open_regular
+from muonfx.checkpoint.errors import CorruptError
+from muonfx.checkpoint.files import bytes_of, check_byte_order, checksum_of, close_read, open_regular
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.leaves import shards_of
 from muonfx.sharding.shards.boxes import Box, intersection
@@ -122,8 +122,8 @@ class DataReader:
         check_byte_order()
         self.folder = folder
         self.index = index
-        self._files: dict[int, tuple[FileIO, ExitStack]] = {}
-        """The open data files by their number in the index, each with the stack that closes it."""
+        self._files: dict[int, FileIO] = {}
+        """The open data files by their number in the index."""
         threads = 1
         if hasattr(os, "preadv"):  # reads from a position, so that threads can read one file
             threads = torch.get_num_threads()
@@ -133,20 +133,11 @@ class DataReader:
     def __enter__(self) -> DataReader:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.close()
-            return
-        with suppress(CheckpointError):  # the error of the block is raised
-            self.close()
-
-    def close(self) -> None:
-        """Close all data files; raise `CorruptError` if the operating system reports an error."""
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
-        with ExitStack() as stack:
-            for _, closing in self._files.values():
-                stack.callback(closing.close)
-            self._files = {}
+        for file in self._files.values():
+            close_read(file)
+        self._files = {}
 
     def check_files(self, numbers: Iterable[int] | None = None) -> None:
         """Open data files by number, or all of them, and check their sizes and headers."""
@@ -160,17 +151,16 @@ class DataReader:
         if number not in self._files:
             if len(self._files) >= _MOST_OPEN:  # no read of another file is in progress
                 oldest = next(iter(self._files))
-                _, closing = self._files.pop(oldest)
-                closing.close()
+                close_read(self._files.pop(oldest))
             self._files[number] = self._open(self.index.files[number])
-        return self._files[number][0]
+        return self._files[number]
 
-    def _open(self, data_file: DataFile) -> tuple[FileIO, ExitStack]:
-        """Open a data file, and check its size and header; return it with a stack that closes it."""
+    def _open(self, data_file: DataFile) -> FileIO:
+        """Open a data file, and check its size and header."""
         path = self.folder / data_file.name
-        with ExitStack() as stack:
-            stack.enter_context(_reading(path))
-            file = stack.enter_context(open_regular(path))
+        with _reading(path), ExitStack() as stack:
+            file = open_regular(path)
+            stack.callback(close_read, file)
             nbytes = file.seek(0, os.SEEK_END)
             if nbytes != data_file.nbytes:
                 raise CorruptError(f"{path}: the data file has {nbytes} bytes, expected {data_file.nbytes}")
@@ -178,7 +168,8 @@ class DataReader:
             _fill(file, 0, memoryview(header))
             if checksum_of(header) != data_file.header_crc32:
                 raise CorruptError(f"{path}: the header of the data file is damaged")
-            return file, stack.pop_all()  # without errors, the file stays open when this block ends
+            stack.pop_all()  # without errors, the file stays open
+            return file
 
     def transfers_to(self, destinations: Mapping[str, Any]) -> list[Transfer]:
         """Return the copies that fill ``destinations``, a dict from leaf name to a tensor or this rank's shards."""

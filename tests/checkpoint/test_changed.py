@@ -139,7 +139,7 @@ def test_a_state_that_would_start_again_as_a_whole_is_an_error(tmp_path: Path) -
     params = params_of()
     adam, momentum = KINDS["adamw"], KINDS["muon"]
     states = saved_after(adam, params, tmp_path)
-    with pytest.raises(ck.MismatchError, match=r"fits `like`.*'scale_by_adam/mu.*'momentum/trace.*nothing was loaded"):
+    with pytest.raises(ck.MismatchError, match=r"nothing was loaded[\s\S]*fits `like`.*'scale_by_adam/mu.*'momentum/trace"):
         ck.load_changed(states, momentum.init(params))
     only_params = ck.save(tmp_path / "params", None, params=params)
     with pytest.raises(ck.MismatchError, match=r"it has no state, and `like` has 'momentum/trace"):
@@ -157,7 +157,7 @@ def test_labels_with_other_counts_do_not_become_one(tmp_path: Path) -> None:
     assert ck.load_changed(path, after.init(params)).dropped == ("adamw-2/scale_by_adam/count",)
     state["adamw-2"]["scale_by_adam"].count.add_(1)
     path = ck.save(tmp_path / "other", state)
-    with pytest.raises(ck.MismatchError, match=r"'adamw/scale_by_adam/count' .*a label of their own"):
+    with pytest.raises(ck.MismatchError, match=r"'adamw/scale_by_adam/count' [\s\S]*a label of their own"):
         ck.load_changed(path, after.init(params))
 
 
@@ -274,7 +274,7 @@ def test_a_model_in_which_all_parameters_have_other_names_is_no_changed_run(tmp_
     params = params_of()
     path = saved_after(mfx.momentum(0.9), params, tmp_path)
     like = mfx.momentum(0.9).init({f"net.{name}": param for name, param in params.items()})
-    with pytest.raises(ck.MismatchError, match=r"it has 'b', .*`like` has 'net\.b', .*rename="):
+    with pytest.raises(ck.MismatchError, match=r"it has 'b', .*`like` has 'net\.b', [\s\S]*rename="):
         ck.load_changed(path, like)
 
 
@@ -488,7 +488,7 @@ def test_an_account_of_groups_of_other_parameters_without_labels(tmp_path: Path)
     path = ck.save(tmp_path / "run", mfx.TransformOptimizer(weights, tx))
     halves = [{"params": list(weights.items())[:2]}, {"params": list(weights.items())[2:]}]
     groups = ck.load_changed(path, mfx.TransformOptimizer(halves, tx)).groups
-    assert "because the saved groups have other parameters. " in groups
+    assert "this optimizer keeps its own, because " in groups
     assert "which was saved without step=" in groups
 
 
