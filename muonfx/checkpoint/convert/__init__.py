@@ -6,7 +6,6 @@ Muon), "moonlight", or "dion" (``dion.Muon``).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -75,16 +74,12 @@ def read(
     leaves: dict[str, Leaf] = {}
     for entry in _entries(form, source, flat(params), names):
         keys = form.keys[entry.kind]
-        first = entry.values.get(keys.first)
-        second = None
-        if keys.second is not None:
-            second = entry.values.get(keys.second)
         steps = None
         if keys.step is not None:  # some optimizers count in the group, not for each parameter
             steps = entry.values.get(keys.step, entry.group.get(keys.step))
         if steps is not None:
             steps = int(steps)
-        leaves[entry.name] = Leaf(entry.kind, first, second, steps)
+        leaves[entry.name] = Leaf(entry.kind, [entry.values.get(key) for key in keys.moments], steps)
     return filled(tx, params, leaves, heavy_ball=form.heavy_ball, step=step)
 
 
@@ -129,10 +124,9 @@ def write(
             )
         new_values = dict(entry.values)  # those without a counterpart here, such as "use_muon", stay
         keys = form.keys[entry.kind]
-        step = None if leaf.step is None else form.make_step(leaf.step)
-        for key, value in ((keys.first, leaf.first), (keys.second, leaf.second), (keys.step, step)):
-            if key is not None and value is not None:
-                new_values[key] = value
+        new_values.update(zip(keys.moments, leaf.moments, strict=True))
+        if keys.step is not None and leaf.step is not None:
+            new_values[keys.step] = form.make_step(leaf.step)
         states[entry.number] = new_values
     return {**saved, "state": states}
 
@@ -222,35 +216,28 @@ def _format(format: str) -> Format:
 def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Sequence[str] | None) -> list[_Entry]:
     """Return the name, parameter group and state of each parameter in ``source``, the optimizer or optimizers."""
     optimizers: Sequence[Any] = source if isinstance(source, Sequence) else [source]
-    entries: list[_Entry] = []
+    entries: dict[str, _Entry] = {}
     for optimizer in optimizers:
-        entries += _entries_of(form, optimizer, params, names)
-    for name, count in sorted(Counter(entry.name for entry in entries).items()):
-        if count > 1:
-            raise ValueError(f"{form.title}: found {name!r} in two optimizers or groups, expected one")
-    return entries
-
-
-def _entries_of(
-    form: Format, optimizer: Any, params: Mapping[str, Tensor], names: Sequence[str] | None
-) -> list[_Entry]:
-    """Return the name, parameter group and state of each parameter of one optimizer or its ``state_dict()``."""
-    saved = optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
-        saved = optimizer.state_dict()
-    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
-        raise TypeError(f"{form.title}: expected an optimizer or its state_dict(), found {type(saved).__name__}")
-    groups: list[Group] = saved["param_groups"]
-    ordered_names = _names_in_order(optimizer, groups, params, names)
-    count = sum(len(group["params"]) for group in groups)
-    _require_names(form, ordered_names, count, params)
-    entries: list[_Entry] = []
-    for group in groups:
-        for number in group["params"]:
-            name = ordered_names[len(entries)]
-            values = saved["state"].get(number, {})
-            entries.append(_Entry(name, form.kind_of(group, values), group, values, number))
-    return entries
+        saved = optimizer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            saved = optimizer.state_dict()
+        if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+            raise TypeError(f"{form.title}: expected an optimizer or its state_dict(), found {type(saved).__name__}")
+        groups: list[Group] = saved["param_groups"]
+        numbers: list[int] = []
+        for group in groups:
+            numbers += group["params"]
+        ordered_names = _names_in_order(optimizer, groups, params, names)
+        _require_names(form, ordered_names, len(numbers), params)
+        name_of = dict(zip(numbers, ordered_names, strict=True))
+        for group in groups:
+            for number in group["params"]:
+                name = name_of[number]
+                if name in entries:
+                    raise ValueError(f"{form.title}: found {name!r} in two optimizers or groups, expected one")
+                values = saved["state"].get(number, {})
+                entries[name] = _Entry(name, form.kind_of(group, values), group, values, number)
+    return list(entries.values())
 
 
 def _names_in_order(

@@ -24,14 +24,12 @@ Options = Mapping[str, Any]
 
 
 class Keys(NamedTuple):
-    """The keys of one parameter's state in another optimizer, such as "exp_avg", "exp_avg_sq" and "step" in AdamW.
+    """The keys of one parameter's state in another optimizer, such as "exp_avg", "exp_avg_sq" and "step" in AdamW."""
 
-    ``first`` is the key of the momentum or first moment. A key is None if the optimizer does not store the value.
-    """
-
-    first: str
-    second: str | None = None
+    moments: tuple[str, ...]
+    """The key of the momentum, or the keys of the first and the second moment."""
     step: str | None = None
+    """None if the optimizer does not count steps."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +248,7 @@ def _dion_pattern(group: Group, shape: torch.Size) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------------ the table
 
-_KELLER_KEYS = {"muon": Keys("momentum_buffer"), "adamw": Keys("exp_avg", "exp_avg_sq", "step")}
+_KELLER_KEYS = {"muon": Keys(("momentum_buffer",)), "adamw": Keys(("exp_avg", "exp_avg_sq"), "step")}
 
 
 def _float_step(step: int) -> torch.Tensor:
@@ -263,14 +261,18 @@ FORMATS: dict[str, Format] = {
     "keller": Format("Keller Jordan's Muon", _KELLER_KEYS, _keller_kind, _keller_chain),
     "moonlight": Format(
         "Moonlight's Muon",
-        {"muon": Keys("momentum_buffer"), "adamw": Keys("moment1", "moment2", "step")},
+        {"muon": Keys(("momentum_buffer",)), "adamw": Keys(("moment1", "moment2"), "step")},
         _moonlight_kind,
         _moonlight_chain,
         heavy_ball=True,
     ),
     "dion": Format(
         "Dion's Muon",
-        {"muon": Keys("momentum"), "adamw": Keys("momentum", "variance", "step_dev"), "lion": Keys("momentum")},
+        {
+            "muon": Keys(("momentum",)),
+            "adamw": Keys(("momentum", "variance"), "step_dev"),
+            "lion": Keys(("momentum",)),
+        },
         _dion_kind,
         _dion_chain,
         heavy_ball=True,

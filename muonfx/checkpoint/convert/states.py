@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,14 +21,14 @@ from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One parameter's moments and step count in another optimizer; ``kind`` is "muon", "adamw" or "lion"."""
 
     kind: str
-    first: Tensor | None = None  # the momentum or first moment; None before the first step
-    second: Tensor | None = None
-    step: int | None = None  # None if the source does not count steps
+    moments: Sequence[Tensor | None]
+    """The momentum, or the first and the second moment; None before the first step."""
+    step: int | None
+    """None if the source does not count steps."""
 
 
 def flat(params: PyTree) -> dict[str, Tensor]:
@@ -78,31 +77,25 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     """
     _require_heavy_ball(tx, heavy_ball)
     step_of = {name: leaf.step for name, leaf in leaves.items() if leaf.step is not None}
-    problems = _contradictions(step, set(step_of.values()))
+    counts = set(step_of.values())
+    problems: list[str] = []
+    if step is not None and len(counts) == 1 and step not in counts:
+        problems.append(f"step: found {step}, but the source counts {min(counts)} steps; leave step= out")
     state = tx.init(params)  # new tensors, which are filled in place
-    filled_names: set[str] = set()
+    unused_names = set(leaves)
     for path, part in _states_in(state):
-        names = _parameter_names(part, path)
-        filled_names.update(names)
-        problems += _fill_moments(part, path, leaves)
+        names = _fill_moments(part, path, leaves, problems)
+        unused_names.difference_update(names)
         if "count" in part._fields:
             counted = {name: step_of[name] for name in names if name in step_of}
-            if not counted:  # the state of a schedule, which has no parameters, or of parameters without a count
-                counted = step_of
-            problems += _fill_count(part.count, f"{path}count", counted, step)
-    for name in leaves.keys() - filled_names:
+            # The state of a schedule has no parameters.
+            problems += _fill_count(part.count, f"{path}count", counted or step_of, step)
+    for name in unused_names:
         problems.append(f"{name!r} has a {leaves[name].kind} state that the transform does not keep")
     if problems:
         texts = first_of_each_kind(sorted(set(problems)))
         raise ValueError(f"the source does not fit the transform: {'; '.join(texts)}")
     return state
-
-
-def _contradictions(step: int | None, counts: set[int]) -> list[str]:
-    """Return a text if ``step=`` is given, and the step ``counts`` of the other optimizer are all another number."""
-    if step is None or len(counts) != 1 or step in counts:
-        return []
-    return [f"step: found {step}, but the source counts {min(counts)} steps; leave step= out"]
 
 
 def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> list[str]:
@@ -121,25 +114,21 @@ def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int 
     return [f"{path} is one for all parameters, the source has {texts}; give step= to choose"]
 
 
-def _parameter_names(part: Any, path: str) -> list[str]:
-    """Return the names of the parameters in the state of a transform; none for the state of a schedule."""
-    trees = list(_moments_of(part, path).values())
-    if not trees:
-        return []
-    return tree.names(trees[0])
+def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf], problems: list[str]) -> set[str]:
+    """Copy the moments in ``leaves`` into the state of a transform; return the names of its parameters.
 
-
-def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf]) -> list[str]:
-    """Copy the moments in ``leaves`` into the state of a transform; return texts about those that do not fit."""
-    problems: list[str] = []
+    A text about each moment that does not fit is added to ``problems``.
+    """
+    names: set[str] = set()
     for number, (field, moments) in enumerate(_moments_of(part, path).items()):
         for name, zeros in tree.named_leaves(moments):
-            if zeros is None:
-                continue
-            problem = _fill(zeros, leaves.get(name), _KINDS[type(part)], number)
+            names.add(name)
+            problem = None
+            if zeros is not None:
+                problem = _fill(zeros, leaves.get(name), _KINDS[type(part)], number)
             if problem is not None:
                 problems.append(f"{path}{field}/{name}: {problem}")
-    return problems
+    return names
 
 
 def _fill(zeros: Tensor, leaf: Leaf | None, kind: str, number: int) -> str | None:
@@ -148,7 +137,7 @@ def _fill(zeros: Tensor, leaf: Leaf | None, kind: str, number: int) -> str | Non
         return "missing in the source"
     if leaf.kind != kind:
         return f"the source has a {leaf.kind} state"
-    moment = leaf.first if number == 0 else leaf.second
+    moment = leaf.moments[number]
     if moment is None:  # before the first step
         return None
     if moment.shape != zeros.shape:
@@ -181,5 +170,5 @@ def gathered(state: PyTree) -> dict[str, Leaf]:
                     moments_of.setdefault(name, []).append(moment.clone())
         step = int(part.count) if "count" in part._fields else None
         for name, copies in moments_of.items():
-            leaves[name] = Leaf(_KINDS[type(part)], *copies, step=step)
+            leaves[name] = Leaf(_KINDS[type(part)], copies, step)
     return leaves
