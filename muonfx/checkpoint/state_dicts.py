@@ -64,8 +64,12 @@ def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
             f"{where}: found the state dicts of several optimizers, {texts}, expected one; nothing was loaded: "
             f"{_OTHER_WAY}"
         )
-    groups = _groups_below((*roots[0], GROUPS), index.objects)
-    leaves = _leaves_below((*roots[0], STATE), index.leaves, _names_of_params(groups), names)
+    groups_by_number = _nested_below((*roots[0], GROUPS), index.objects)
+    groups: list[dict[str, Any]] = []
+    for number in sorted(groups_by_number):
+        groups.append({str(key): value for key, value in groups_by_number[number].items()})
+    state = _nested_below((*roots[0], STATE), index.leaves)
+    leaves = _renamed_leaves(state, _names_of_params(groups), names)
     return replace(index, leaves=leaves, objects={GROUPS: groups})
 
 
@@ -100,21 +104,23 @@ def _roots_of(objects: Iterable[str]) -> list[Path]:
     return list(roots)
 
 
-def _groups_below(path: Path, objects: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the groups whose entries are below a path, as ``("optimizer", "param_groups", 0, "lr")``."""
-    group_of: dict[int, dict[str | int, Any]] = {}
-    for name, value in objects.items():
-        object_path = path_of(name)
-        if object_path[: len(path)] != path or len(object_path) < len(path) + 2:  # it is no entry of a group
+def _nested_below(path: Path, values: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the values whose names begin with a path, and have at least two further levels, as nested dicts.
+
+    >>> _nested_below(("optimizer", "param_groups"), {"optimizer/param_groups/0/lr": 0.1, "epoch": 3})
+    {0: {'lr': 0.1}}
+    """
+    nested: dict[Any, Any] = {}
+    for name, value in values.items():
+        value_path = path_of(name)
+        if value_path[: len(path)] != path or len(value_path) < len(path) + 2:
             continue
-        number, *keys = object_path[len(path) :]
-        if not isinstance(number, int):
-            continue
-        entries = group_of.setdefault(number, {})
-        for key in keys[:-1]:  # a dict in a group, such as "schedules"
-            entries = entries.setdefault(key, {})
-        entries[keys[-1]] = value
-    return [{str(key): value for key, value in group_of[number].items()} for number in sorted(group_of)]
+        *upper_keys, last_key = value_path[len(path) :]
+        level = nested
+        for key in upper_keys:
+            level = level.setdefault(key, {})
+        level[last_key] = value
+    return nested
 
 
 def _names_of_params(groups: list[dict[str, Any]]) -> dict[str, str]:
@@ -133,11 +139,11 @@ def _names_of_params(groups: list[dict[str, Any]]) -> dict[str, str]:
     return param_name_of
 
 
-def _leaves_below(
-    path: Path, leaves: Mapping[str, Leaf], param_name_of: Mapping[str, str], names: Iterable[str]
+def _renamed_leaves(
+    state: Mapping[Any, Mapping[Any, Any]], param_name_of: Mapping[str, str], names: Iterable[str]
 ) -> dict[str, Leaf]:
-    """Return the leaves of the state below a path, such as ("optimizer", "state"), by their new names."""
-    entries_of = _entries_below(path, leaves, param_name_of)
+    """Return the leaves of a state, such as ``{"fc.weight": {"muon.momentum.trace": leaf}}``, by their new names."""
+    entries_of = {param_name_of.get(str(key), str(key)): entries for key, entries in state.items()}
     plain_name_of = unwrapped(entries_of)
     number_of_params = Counter([key for entries in entries_of.values() for key in entries])  # by key
     expected_name_of = _expected_names(names)
@@ -145,6 +151,8 @@ def _leaves_below(
     for param_name, entries in entries_of.items():
         plain_name = plain_name_of[param_name]
         for key, leaf in entries.items():
+            if not isinstance(leaf, Leaf):  # a dict in the state of another optimizer
+                continue
             is_in_all = number_of_params[key] == len(entries_of)
             if (key, plain_name) in expected_name_of:
                 new_name = expected_name_of[key, plain_name]
@@ -156,20 +164,6 @@ def _leaves_below(
                 new_name = name_of((*_levels_of_key(key), param_name))
             new_leaves[new_name] = leaf
     return new_leaves
-
-
-def _entries_below(
-    path: Path, leaves: Mapping[str, Leaf], param_name_of: Mapping[str, str]
-) -> dict[str, dict[str, Leaf]]:
-    """Return the state of each parameter below a path, such as ``{"fc.weight": {"muon.momentum.trace": leaf}}``."""
-    entries_of: dict[str, dict[str, Leaf]] = {}
-    for name, leaf in leaves.items():
-        leaf_path = path_of(name)
-        if leaf_path[: len(path)] == path and len(leaf_path) == len(path) + 2:
-            param_key, key = map(str, leaf_path[len(path) :])
-            param_name = param_name_of.get(param_key, param_key)
-            entries_of.setdefault(param_name, {})[key] = leaf
-    return entries_of
 
 
 def _levels_of_key(key: str) -> Path:
