@@ -58,15 +58,10 @@ class Continuation(Shown):
 
     def report(self) -> Report:
         """Return the printed form: the number of leaves that were kept, and a row for each other leaf."""
-        rows: list[tuple[str, str]] = []
-        for name, source in self.moved.items():
-            rows.append((name, f"moved from {source}"))
-        for name, source in self.grown.items():
-            rows.append((name, f"grown from {source}, the rest as init made it"))
-        for name in self.new:
-            rows.append((name, "new, as init made it"))
-        for name in self.dropped:
-            rows.append((name, "dropped"))
+        rows = [(name, f"moved from {source}") for name, source in self.moved.items()]
+        rows += [(name, f"grown from {source}, the rest as init made it") for name, source in self.grown.items()]
+        rows += [(name, "new, as init made it") for name in self.new]
+        rows += [(name, "dropped") for name in self.dropped]
         parts: list[str | Table] = [f"{len(self.kept)} leaves kept"]
         if rows:
             parts.append(Table(("leaf", "state"), rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -60,22 +61,22 @@ class MismatchError(CheckpointError, ValueError):
 
 
 def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
-    """Return the first ``most`` error texts of each kind, and for longer lists a line that counts the rest.
+    """Return the first ``most`` error texts of each kind, and then a line for each kind that counts the rest.
 
     The kind of an error text is the word before its first colon, such as "missing" in "missing:   'trace/w'".
     """
-    problems_by_kind: dict[str, list[str]] = {}
+    lines: list[str] = []
+    count_of_kind: Counter[str] = Counter()
     for problem in problems:
         kind, _, _ = problem.partition(":")
         if not kind.isidentifier():  # a text without a kind, such as "'w' has no state"
             kind = ""
-        problems_by_kind.setdefault(kind, []).append(problem)
-    lines: list[str] = []
-    for kind, texts in problems_by_kind.items():
-        lines += texts[:most]
-        more = len(texts) - most
-        if more > 0:
-            lines.append(f"{kind}: ... and {more} more" if kind else f"... and {more} more")
+        count_of_kind[kind] += 1
+        if count_of_kind[kind] <= most:
+            lines.append(problem)
+    for kind, count in count_of_kind.items():
+        if count > most:
+            lines.append(f"{kind}: ... and {count - most} more".removeprefix(": "))
     return lines
 
 

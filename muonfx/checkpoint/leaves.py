@@ -16,10 +16,10 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.checks import check_tree
-from muonfx.core.precision import product_dtypes
 from muonfx.core.transform import require_transform
 from muonfx.core.value import strip_transparent
 from muonfx.internal.wrappers import MAY_BE_WRAPPED, unwrapped
@@ -37,30 +36,8 @@ from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.tree import PyTree, Spec
 
 
-class SavedOptimizer(Protocol):
-    """The part of an optimizer that a checkpoint uses; `muonfx.TransformOptimizer` and `muonfx.Muon` have it."""
-
-    @property
-    def transform(self) -> Transform:
-        """The transform, sharded if the parameters are."""
-        ...
-
-    @property
-    def transform_state(self) -> PyTree:
-        """The state of `transform`, with this rank's shards."""
-        ...
-
-    def saved_groups(self) -> list[dict[str, Any]]:
-        """Return the entries of the param groups."""
-        ...
-
-    def load_transform_state(self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Copy a state and the entries of groups into the optimizer."""
-        ...
-
-
-def is_optimizer(value: object) -> TypeGuard[SavedOptimizer]:
-    """Return whether a value is an optimizer whose state is the state of a transform."""
+def is_optimizer(value: object) -> TypeGuard[Any]:
+    """Return whether a value is an optimizer whose state is the state of a transform, such as `muonfx.Muon`."""
     return isinstance(value, torch.optim.Optimizer) and hasattr(value, "load_transform_state")
 
 
@@ -236,6 +213,41 @@ def shards_of(leaf: Any) -> dict[Box, Tensor]:
     return {box: values for box, values in shards.items() if box.numel}
 
 
+class LocalLeaf(NamedTuple):
+    """A leaf of this rank's tree, as a save writes it."""
+
+    spec: Spec
+    """The global shape and dtype."""
+    is_plain: bool
+    """True for a plain tensor, which must be equal on all ranks; False for shards with positions of their own."""
+    divided_among: int
+    """The number of ranks of which each holds other shards; 0 if several ranks may hold the same shard."""
+    shards: dict[Box, Tensor]
+    """The boxes of the leaf on this rank, with the values in them."""
+
+    @classmethod
+    def of(cls, leaf: Any) -> LocalLeaf:
+        """Return the shards of a leaf as views."""
+        spec = Spec(tuple(leaf.shape), leaf.dtype)
+        return cls(spec, not is_sharded(leaf), _ranks_without_replicas(leaf), shards_of(leaf))
+
+    def copied(self) -> LocalLeaf:
+        """Return a copy of the shards in CPU memory."""
+        copies = {box: values.to("cpu", copy=True) for box, values in self.shards.items()}
+        return self._replace(shards=copies)
+
+
+def _ranks_without_replicas(leaf: Any) -> int:
+    """Return the size of a mesh of which each dim shards a leaf; 0 if a dim may replicate it, or there is no mesh."""
+    if not is_dtensor(leaf):
+        return 0
+    mesh = leaf.device_mesh
+    for dim, placement in enumerate(leaf.placements):
+        if mesh.size(dim) > 1 and not placement.is_shard():
+            return 0
+    return mesh.size()
+
+
 def _shards_by_protocol(leaf: Any) -> dict[Box, Tensor]:
     """Return the shards of an object that follows the protocol of ``torch.distributed._checkpointable``."""
     # Imported here, since torch.distributed.checkpoint takes longer to import than muonfx.
@@ -283,6 +295,7 @@ class StateSpec:
         leaves: a dict from name to `muonfx.tree.Spec` (shape and dtype), in the order of the state; it omits None.
         fingerprint: a hash of the structure of the transform; None if the transform is not known.
         chain: the code that constructs the transform; None if the transform is not known.
+        transform: the transform that will use the state; None if it is not known.
 
     >>> import muonfx as mfx
     >>> spec = mfx.spec(mfx.momentum(), {"w": torch.zeros(2, 3, dtype=torch.bfloat16)})
@@ -297,7 +310,7 @@ class StateSpec:
     chain: str | None = None
     _treedef: Any = field(default=None, repr=False)
     _names: tuple[str, ...] = field(default=(), repr=False)
-    _tx: Transform | None = field(default=None, repr=False, compare=False)
+    transform: Transform | None = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.leaves)
@@ -340,16 +353,7 @@ class StateSpec:
 
     def of_chain(self, tx: Transform) -> StateSpec:
         """Return a copy with the fingerprint of a transform, which `load` compares with that in the checkpoint."""
-        return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)
-
-    def products(self, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
-        """Return the dtype in which each transform multiplies matrices, as in ``{"orthogonalize": "bfloat16"}``.
-
-        It is the dtype for parameters of this ``dtype`` on this ``device``. Empty if no transform is known.
-        """
-        if self._tx is None:
-            return {}
-        return product_dtypes(strip_transparent(self._tx), [dtype], device)
+        return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), transform=tx)
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Return a state tree with the leaves of a dict by name, or None where the dict has no entry."""

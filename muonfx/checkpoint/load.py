@@ -34,6 +34,8 @@ from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core import Transform
 from muonfx.core.chain_differences import differences_of_chains
 from muonfx.core.checks import warn_caller
+from muonfx.core.precision import product_dtypes
+from muonfx.core.value import strip_transparent
 from muonfx.internal.renaming import Rename
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
 from muonfx.tree import PyTree, Spec
@@ -500,14 +502,15 @@ class Target:
 
     def _warn_of_products(self, index: Index) -> None:
         """Warn if the transform now computes its matrix products in other dtypes than when the checkpoint was saved."""
-        if not index.products:
+        tx = self.expected.transform
+        if tx is None:
             return
         device = torch.device(self.device or self._device_of_like())
         for name, saved_dtype in index.products.items():
             # A state's leaves do not give the parameters' dtype, but the record does: products are float64 exactly for
             # parameters that are float64. Parameters of all other dtypes have products of one dtype.
             param_dtype = torch.float64 if saved_dtype == "float64" else torch.float32
-            dtype = self.expected.products(param_dtype, device).get(name, saved_dtype)
+            dtype = product_dtypes(strip_transparent(tx), [param_dtype], device).get(name, saved_dtype)
             if dtype != saved_dtype:
                 warn_caller(
                     f"{self.where}: the matrix products of {name!r} were computed in {saved_dtype} and are now in "

@@ -98,7 +98,7 @@ def match(
     expected: StateSpec,
     rules: Rules,
     *,
-    section: str,
+    section: str | None,
     where: str,
     objects: Collection[str] | None = None,
 ) -> dict[str, str | None]:
@@ -110,7 +110,7 @@ def match(
         index: the index of the checkpoint.
         expected: the requested state.
         rules: the differences that are allowed.
-        section: "params" to match parameters, "" to match a state.
+        section: "params" to match parameters, "" to match a state, None to match both.
         where: the path of the checkpoint, for messages.
         objects: the names of values that are no tensors and that an optimizer loads; None if none are loaded.
     """
@@ -120,7 +120,7 @@ def match(
         new_name_of, problems = new_names(new_name_of, rules.rename)
     stored_name_of = _names_in_section(new_name_of, section, problems)
     moved: dict[str, str] = {}
-    if not section:
+    if section == "":
         stored_shapes = {name: index.leaves[stored_name].spec.shape for name, stored_name in stored_name_of.items()}
         moved = moved_leaves(stored_shapes, expected, rules)
     if moved and rules.allow_other_chain:
@@ -137,7 +137,7 @@ def match(
 # ------------------------------------------------------------------------------------------------------------ renaming
 
 
-def _names_in_section(new_name_of: Mapping[str, str], section: str, problems: list[str]) -> dict[str, str]:
+def _names_in_section(new_name_of: Mapping[str, str], section: str | None, problems: list[str]) -> dict[str, str]:
     """Return a dict from the new name of each leaf in a section to its name in the checkpoint.
 
     ``new_name_of`` has the leaves of all sections. A text is added to ``problems`` for two leaves with one new name,
@@ -145,7 +145,7 @@ def _names_in_section(new_name_of: Mapping[str, str], section: str, problems: li
     """
     stored_name_of: dict[str, str] = {}
     for stored_name, new_name in new_name_of.items():
-        if in_section(new_name, section):
+        if section is None or in_section(new_name, section):
             if new_name in stored_name_of:
                 problems.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
             stored_name_of[new_name] = stored_name
@@ -231,8 +231,8 @@ class _Comparison:
     index: Index
     expected: StateSpec
     rules: Rules
-    section: str
-    """The section of the names: "params" for parameters, "" for a state."""
+    section: str | None
+    """The section of the names: "params" for parameters, "" for a state, None for both."""
     objects: Collection[str] | None
     """The names of values that are no tensors and that an optimizer loads; None if none are loaded."""
     stored_name_of: Mapping[str, str]
@@ -339,7 +339,7 @@ class _Comparison:
 
     def _are_params(self, missing: Sequence[str]) -> bool:
         """Return whether the leaves that are missing in the state are the parameters, which are in another section."""
-        return not self.section and all(f"{PARAMS}/{name}" in self.index.leaves for name in missing)
+        return self.section == "" and all(f"{PARAMS}/{name}" in self.index.leaves for name in missing)
 
     def _renaming_text(self, missing: Sequence[str], extra: Sequence[str]) -> str:
         """Return the ``repr`` of a dict that renames ``extra`` leaves to ``missing`` ones, or a description of it."""
@@ -408,13 +408,8 @@ class _Comparison:
 
     def _has_codes(self, stored_name: str) -> bool:
         """Return whether a leaf has the codes of a quantized state, as "trace/codes/w" if "trace/scales/w" exists."""
-        levels = stored_name.split("/")
-        for position, level in enumerate(levels):
-            if position > 0 and level == "codes":
-                scales_name = "/".join([*levels[:position], "scales", *levels[position + 1 :]])
-                if scales_name in self.index.leaves:
-                    return True
-        return False
+        upper_levels, codes, lower_levels = stored_name.partition("/codes/")
+        return bool(codes) and f"{upper_levels}/scales/{lower_levels}" in self.index.leaves
 
 
 def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[str]:

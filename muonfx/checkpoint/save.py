@@ -30,7 +30,7 @@ from muonfx.checkpoint.leaves import (
     GROUPS,
     PARAMS,
     SCHEDULER,
-    SavedOptimizer,
+    LocalLeaf,
     in_section,
     is_optimizer,
     is_sharded,
@@ -44,7 +44,6 @@ from muonfx.core.checks import positive_int
 from muonfx.core.precision import product_dtypes
 from muonfx.core.value import strip_transparent
 from muonfx.sharding.shards.dtensors import is_dtensor
-from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.transform import Sharded, is_global, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import NAMES
@@ -211,7 +210,7 @@ def _request(
     group, the error of an invalid argument is returned as ``SaveRequest.problem`` instead of raised, because the other
     ranks wait for this rank; the writer raises it on all ranks.
     """
-    optimizer: SavedOptimizer | None = None
+    optimizer: Any = None
     if is_optimizer(state):
         if tx is not None:
             raise TypeError("tx: an optimizer is saved with its transform: leave tx out")
@@ -228,9 +227,10 @@ def _request(
         with no_collection():
             leaves = _leaves_of(state, params, tx, is_alone=group is None)
             head = replace(head_of(tx, leaves, step, extra), objects=_objects_of(optimizer, scheduler))
-        if copy:
-            leaves = {name: _copy(leaf) for name, leaf in leaves.items()}  # training may change the originals
-        return SaveRequest(folder, head, leaves, keep, group)
+            local_leaves = {name: LocalLeaf.of(leaf) for name, leaf in leaves.items()}
+        if copy:  # training may change the originals
+            local_leaves = {name: leaf.copied() for name, leaf in local_leaves.items()}
+        return SaveRequest(folder, head, local_leaves, keep, group)
     except Exception as error:
         if group is None:  # no other rank waits
             raise
@@ -295,7 +295,7 @@ def require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
         )
 
 
-def _objects_of(optimizer: SavedOptimizer | None, scheduler: Any) -> dict[str, Any]:
+def _objects_of(optimizer: Any, scheduler: Any) -> dict[str, Any]:
     """Return the groups of an optimizer and the state of its scheduler by name; raise if JSON cannot hold them."""
     if optimizer is None:
         if scheduler is not None:
@@ -341,42 +341,16 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
 
 
 def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> Index:
-    """Return an index with the fields about a transform only: its fingerprint, ``repr``, and dtypes of its products.
-
-    It is cached on the transform, because a run saves often.
-    """
-    float_names = [name for name, leaf in leaves.items() if leaf.dtype.is_floating_point]
-    param_names = [name for name in float_names if in_section(name, PARAMS)]
-    if not param_names:  # parameters that are not saved are assumed to have the dtypes of the state
-        param_names = float_names
-    dtypes = frozenset(leaves[name].dtype for name in param_names)
-    device: torch.device | None = None
-    if leaves:
-        device = torch.device(next(iter(leaves.values())).device)
-    key = ("checkpoint", dtypes, device)
-    if key not in tx.derived or tx.tensors:  # a number in a tensor may have changed in place
-        plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
-        products: dict[str, str] = {}
-        if dtypes and device is not None:
-            products = product_dtypes(plain_tx, dtypes, device)
-        tx.derived[key] = Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
-    return tx.derived[key]
-
-
-def _copy(leaf: Any) -> Any:
-    """Return a copy of a tensor or shard in CPU memory."""
-    if isinstance(leaf, FlatShard):
-        return leaf.empty_like("cpu").copy_(leaf)
-    if is_dtensor(leaf):
-        # Imported here, since torch.distributed.checkpoint takes longer to import than muonfx.
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        # Without pinned memory, shared memory, another process, and copies that do not block.
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        staged: Any = stager.stage({"leaf": leaf.detach()})
-        stager.close()
-        return staged["leaf"]
-    return leaf.detach().to("cpu", copy=True)
+    """Return an index with the fields about a transform only: its fingerprint, ``repr``, and dtypes of its products."""
+    floats = {name: leaf for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
+    params = [leaf for name, leaf in floats.items() if in_section(name, PARAMS)]
+    if not params:  # parameters that are not saved are assumed to have the dtypes of the state
+        params = list(floats.values())
+    plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
+    products: dict[str, str] = {}
+    if params:
+        products = product_dtypes(plain_tx, {leaf.dtype for leaf in params}, torch.device(params[0].device))
+    return Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
 
 
 # ------------------------------------------------------------------------------------------------------- the background

@@ -45,23 +45,22 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from muonfx.checkpoint.draft import Draft, WrittenShards, block_checksums
+from muonfx.checkpoint.draft import Draft, Entry, WrittenShards, block_checksums
 from muonfx.checkpoint.errors import CheckpointError, ReplacedError
 from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried
-from muonfx.checkpoint.index import Chunk, Index, Leaf
-from muonfx.checkpoint.leaves import PARAMS, StateSpec, in_section, name_of, path_of, plain_names, whole_box
+from muonfx.checkpoint.index import Chunk, Index, Leaf, data_name
+from muonfx.checkpoint.leaves import StateSpec, name_of, path_of, plain_names, whole_box
 from muonfx.checkpoint.match import Rules, match
 from muonfx.checkpoint.objects import from_json, to_json
 from muonfx.checkpoint.reader import DataReader, Transfer
 from muonfx.checkpoint.save import head_of, require_valid, require_writable
 from muonfx.checkpoint.together import require_same
 from muonfx.checkpoint.writer import (
-    Proposal,
     ProposedLeaf,
     SaveRequest,
-    consistent_specs,
     entry_of,
     merged,
+    plan_of,
 )
 from muonfx.sharding.shards.boxes import Box
 from muonfx.tree import Spec
@@ -201,8 +200,8 @@ class Writer(_InFolder, StorageWriter):
             raise
         plans_with_files: list[SavePlan] = []
         for rank, plan in enumerate(plans):
-            file = draft.data_file(rank, len(plans))
-            draft.add_file(file)
+            file = draft.path / data_name(draft.save_id, rank, len(plans))
+            draft.files.append(file)  # a rank may not learn of an error
             plans_with_files.append(replace(plan, storage_data=_FileOfRank(draft.save_id, file)))
         return plans_with_files
 
@@ -229,22 +228,29 @@ class Writer(_InFolder, StorageWriter):
         """
         written_indices = {item.index for item in plan.items}
         item_of = {item.index: item for item in [*self._planned, *plan.items]}
-        shards: list[_Shard] = []
+        entries: list[Entry] = []  # to write
+        leaves: dict[str, ProposedLeaf] = {}
         objects: dict[str, Any] = {}
         for index, item in item_of.items():
             name = _name_of_key(index.fqn, plan.planner_data)
             if item.type == WriteItemType.BYTE_IO:
                 objects[name] = to_json(_object_of(item, planner, name), name)
             elif not _is_empty_shard(item):
-                shards.append(_shard_of(item, planner, name, is_written=index in written_indices))
-        written = self._write_shards(plan.storage_data, [shard for shard in shards if shard.is_written])
-        return _WrittenByRank(written, _with_checksums(shards, written), objects)
+                spec, entry = _shard_of(item, planner, name)
+                leaf = leaves.setdefault(name, ProposedLeaf(spec, False, {}))
+                if index in written_indices:
+                    entries.append(entry)
+                else:
+                    leaf.checksums[entry.box] = " ".join(block_checksums(entry.values))
+        written = self._write_entries(plan.storage_data, entries)
+        for name, chunk in written.chunks:
+            leaves[name].checksums[chunk.box] = " ".join(chunk.crc32)
+        return _WrittenByRank(written, leaves, objects)
 
-    def _write_shards(self, assigned: _FileOfRank, shards: Sequence[_Shard]) -> WrittenShards:
+    def _write_entries(self, assigned: _FileOfRank, entries: Sequence[Entry]) -> WrittenShards:
         """Write shards of tensors to the data file of this rank; without shards, write no file."""
-        if not shards:
+        if not entries:
             return WrittenShards(None, [])
-        entries = [entry_of(shard.name, shard.box, shard.spec.shape, shard.values) for shard in shards]
         draft = self._draft
         if draft is None:  # on ranks other than the coordinator
             draft = Draft(assigned.file.parent, assigned.save_id)
@@ -269,11 +275,9 @@ class Writer(_InFolder, StorageWriter):
 
     def _index_of(self, written_by_rank: list[_WrittenByRank], save_id: str) -> Index:
         """Return the index of a checkpoint; raise if ranks hold different values, or do not fill a tensor."""
-        columns: Any = zip(*written_by_rank, strict=True)  # each field of `_WrittenByRank`, by rank
-        shards_by_rank, leaves_by_rank, objects_by_rank = columns
-        specs = consistent_specs([Proposal({}, rank_leaves) for rank_leaves in leaves_by_rank])
-        objects = _merged_objects(objects_by_rank)
-        files, leaves = merged(shards_by_rank, specs)
+        plan = plan_of([written.leaves for written in written_by_rank])
+        objects = _merged_objects([written.objects for written in written_by_rank])
+        files, leaves = merged([written.shards for written in written_by_rank], plan)
         both = objects.keys() & leaves.keys()
         if both:
             raise CheckpointError(
@@ -281,34 +285,6 @@ class Writer(_InFolder, StorageWriter):
                 "the same on all ranks"
             )
         return replace(self._request.head, save_id=save_id, files=files, leaves=leaves, objects=objects)
-
-
-class _Shard(NamedTuple):
-    """A part of a tensor on this rank."""
-
-    name: str
-    """The name of the leaf, such as "model/fc.weight"."""
-    spec: Spec
-    """The global shape, and the dtype."""
-    box: Box
-    values: Tensor
-    is_written: bool
-    """False if another rank, which holds it too, writes it."""
-
-
-def _with_checksums(shards: Sequence[_Shard], written: WrittenShards) -> dict[str, ProposedLeaf]:
-    """Return the tensors that this rank holds, by name, with the checksums of their shards.
-
-    Those of the shards that this rank has ``written`` are known, and the others are computed.
-    """
-    leaves: dict[str, ProposedLeaf] = {}
-    for shard in shards:
-        leaf = leaves.setdefault(shard.name, ProposedLeaf(shard.spec, False, {}))
-        if not shard.is_written:
-            leaf.checksums[shard.box] = " ".join(block_checksums(shard.values))
-    for name, chunk in written.chunks:
-        leaves[name].checksums[chunk.box] = " ".join(chunk.crc32)
-    return leaves
 
 
 def _require_no_plan_caching(is_cached: bool) -> None:
@@ -348,8 +324,8 @@ def _is_empty_shard(item: WriteItem) -> bool:
     return data is not None and 0 in data.chunk.sizes and 0 not in data.size
 
 
-def _shard_of(item: WriteItem, planner: SavePlanner, name: str, *, is_written: bool) -> _Shard:
-    """Return the part of a tensor that an item of a plan describes, with its values."""
+def _shard_of(item: WriteItem, planner: SavePlanner, name: str) -> tuple[Spec, Entry]:
+    """Return the global shape and dtype of the tensor in an item of a plan, and the part of it with its values."""
     values: Any = planner.resolve_data(item)
     require_writable(name, values, is_alone=False)
     data = item.tensor_data
@@ -358,22 +334,21 @@ def _shard_of(item: WriteItem, planner: SavePlanner, name: str, *, is_written: b
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     if 0 in spec.shape:  # a tensor without elements is one shard, on whatever ranks it is
         box = whole_box(spec.shape)
-    return _Shard(name, spec, box, values.detach().reshape(box.sizes), is_written)
+    return spec, entry_of(name, box, spec.shape, values.detach().reshape(box.sizes))
 
 
 def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of all ranks that are no tensors; raise if ranks have different values of one name."""
     json_of: dict[str, Any] = {}
-    rank_of: dict[str, int] = {}  # the first rank with each name
+    first_rank_of: dict[str, int] = {}
     for rank, objects in enumerate(objects_by_rank):
         for name, value in objects.items():
-            if name not in rank_of:
-                rank_of[name] = rank
-                json_of[name] = value
-            elif repr(value) != repr(json_of[name]):  # repr, since 1 and True are equal
+            expected = json_of.setdefault(name, value)
+            first_rank = first_rank_of.setdefault(name, rank)
+            if repr(value) != repr(expected):  # repr, since 1 and True are equal
                 raise CheckpointError(
-                    f"nothing was written: {name!r} is {value!r:.200} on rank {rank} and {json_of[name]!r:.200} on "
-                    f"rank {rank_of[name]}, expected equal values: use different keys for values of one rank"
+                    f"nothing was written: {name!r} is {value!r:.200} on rank {rank} and {expected!r:.200} on rank "
+                    f"{first_rank}, expected equal values: use different keys for values of one rank"
                 )
     return {name: from_json(value) for name, value in json_of.items()}
 
@@ -419,10 +394,9 @@ class Reader(_InFolder, StorageReader):
     def __init__(self, path: str | os.PathLike[str], *, cast: Mapping[str, torch.dtype] | None = None) -> None:
         self._stack = ExitStack()
         """Closes the index and the data files."""
-        if cast is not None and not isinstance(cast, Mapping):
-            raise TypeError(f"cast must be a dict from pattern to dtype, found {cast!r}")
         self._path = folder_named(path)
-        self._cast = dict(cast or {})
+        # A state dict may have a part of the leaves.
+        self._rules = Rules(allow_extra=True, allow_other_chain=True, cast=cast)
         self._name_of_key: dict[str, str] = {}
         """The name of each value in the checkpoint by its key in DCP: "model/fc.weight" for "model.fc.weight"."""
 
@@ -527,11 +501,7 @@ class Reader(_InFolder, StorageReader):
             name = self._name_of_key[item.storage_index.fqn]
             shape = self._index.leaves[name].spec.shape
             specs[plain_name_of[name]] = Spec(shape, destination.dtype)
-        # A state dict may have a part of the leaves.
-        rules = Rules(allow_missing=(), allow_extra=("*",), allow_other_chain=True, cast=self._cast, rename={})
-        for section in ("", PARAMS):
-            expected = StateSpec({name: spec for name, spec in specs.items() if in_section(name, section)})
-            match(self._index, expected, rules, section=section, where=str(self._path))
+        match(self._index, StateSpec(specs), self._rules, section=None, where=str(self._path))
 
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:
         """Return a value that is no tensor in the form in which planners of torch expect it: pickled, in memory."""

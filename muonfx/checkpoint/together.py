@@ -8,14 +8,15 @@ value, and errors are raised as they are.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError, WriteError
-from muonfx.sharding.communication.differences import errors_by_rank, listed
+from muonfx.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError, WriteError
+from muonfx.sharding.communication.differences import errors_by_rank, first_difference
 from muonfx.sharding.communication.waiting import wait_for_all
 from muonfx.sharding.errors import ShardingError
 
@@ -44,13 +45,10 @@ class _Outcome(NamedTuple):
     """An interrupt of this rank, such as KeyboardInterrupt, which it raises again after the step."""
 
 
-class _Failures(dict[int, Exception]):
-    """The errors of the ranks that have failed, by rank. Each rank receives them in place of its answer."""
+class _Failures(NamedTuple):
+    """What each rank receives in place of its answer if a rank has failed."""
 
-
-def _failures_of(values: Sequence[object]) -> _Failures:
-    """Return the errors among the values of the ranks; ``values[rank]`` is a value or an error."""
-    return _Failures({rank: value for rank, value in enumerate(values) if isinstance(value, Exception)})
+    error_of_rank: dict[int, Exception]
 
 
 class Together:
@@ -92,19 +90,19 @@ class Together:
             if interrupt is not None:
                 raise interrupt
         if isinstance(answer, _Failures):
-            raise_one_error(answer, self.path)
+            raise_one_error(answer.error_of_rank, self.path)
         return answer
 
     def _merge(self, values: list[Any], merge: Callable[[list[Any]], Sequence[Any]]) -> _Outcome:
         """Return the list of answers for the ranks; if a value is an error or the merge fails, `_Failures` for each."""
-        failures = _failures_of(values)
-        if failures:
-            return _Outcome([failures] * self.size)
-        merged = _attempt(lambda: list(merge(values)))
-        if isinstance(merged.sent, Exception):
-            failures = _Failures({self.rank: merged.sent})
-            return _Outcome([failures] * self.size, merged.interrupt)
-        return merged
+        error_of_rank = {rank: value for rank, value in enumerate(values) if isinstance(value, Exception)}
+        merged = _Outcome([])
+        if not error_of_rank:
+            merged = _attempt(lambda: list(merge(values)))
+            if not isinstance(merged.sent, Exception):
+                return merged
+            error_of_rank[self.rank] = merged.sent
+        return _Outcome([_Failures(error_of_rank)] * self.size, merged.interrupt)
 
     def _gather(self, value: object) -> list[Any]:
         """Return the values of all ranks on rank 0, and an empty list elsewhere."""
@@ -174,51 +172,39 @@ def check_group(group: Any, action: str) -> dist.ProcessGroup:
     )
 
 
-def raise_one_error(failures: Mapping[int, Exception], path: object) -> NoReturn:
+def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoReturn:
     """Raise one error whose message lists the errors of all ranks. Every rank calls this and raises an equal error.
 
-    ``failures`` is a dict from rank to error, and ``path`` is the path of the checkpoint. Ranks with the same message
-    share a line.
+    Its class is that of the first error, or `ReplacedError` if a rank has raised that, because the caller then reads
+    the checkpoint again. ``path`` is the path of the checkpoint. Ranks with the same message share a line.
     """
-    texts: list[str | None] = [None] * (max(failures) + 1)
-    for rank, error in failures.items():
-        texts[rank] = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
-    first = failures[min(failures)]
-    error = _merged_error(first, failures.values(), errors_by_rank(texts))
-    if isinstance(first, CheckpointError):  # the new error has its class and text
-        raise error from None
-    raise error from first
-
-
-def _merged_error(first: Exception, errors: Iterable[Exception], message: str) -> CheckpointError:
-    """Return an error with this message, of the class of the ``first`` error if that is a `CheckpointError`.
-
-    It is a `ReplacedError` if any of the errors is, because the caller then reads the checkpoint again.
-    """
-    if any(isinstance(error, ReplacedError) for error in errors):
-        return ReplacedError(message)
-    if isinstance(first, MismatchError):
-        return MismatchError(message, first.problems)
-    if isinstance(first, WriteError):  # the checkpoint was written if any rank has seen it
-        is_written = any(isinstance(error, WriteError) and error.written for error in errors)
-        return WriteError(message, written=is_written)
-    if isinstance(first, CheckpointError):
-        return type(first)(message)
-    return CheckpointError(message)
+    texts: list[str | None] = [None] * (max(error_of_rank) + 1)
+    for rank, error in error_of_rank.items():
+        texts[rank] = str(error)
+        if not isinstance(error, CheckpointError):
+            texts[rank] = f"{path}: {error}"
+    message = errors_by_rank(texts)
+    errors = list(error_of_rank.values())
+    replaced = [error for error in errors if isinstance(error, ReplacedError)]
+    first = (replaced or errors)[0]
+    if not isinstance(first, CheckpointError):
+        raise CheckpointError(message) from first
+    merged = copy(first)
+    merged.args = (message,)
+    if isinstance(merged, WriteError):  # the checkpoint was written if any rank has seen it
+        merged.written = any(getattr(error, "written", False) for error in errors)
+    raise merged from None
 
 
 def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: str) -> None:
     """Raise if ranks passed different arguments; ``arguments[rank]`` maps argument names to their ``repr``."""
-    for name in arguments[0]:
-        ranks_of_text: dict[str, list[int]] = {}
-        for rank, texts in enumerate(arguments):
-            ranks_of_text.setdefault(texts[name], []).append(rank)
-        if len(ranks_of_text) == 1:
-            continue
-        # Of long texts, such as a chain's, only the part around the first difference is shown.
-        common_text = os.path.commonprefix(list(ranks_of_text))  # noqa: RUF071 - of characters, not of paths
-        start = max(0, len(common_text) - 100)
-        shown = [f"{listed(ranks)}: {text[start : start + 200]}" for text, ranks in ranks_of_text.items()]
-        raise CheckpointError(
-            f"{outcome}: the ranks {action} with different {name}= ({'; '.join(shown)}): pass the same everywhere"
-        )
+    difference = first_difference(arguments)
+    if difference is None:
+        return
+    name, _ = difference
+    texts = [arguments_of_rank.get(name, "missing") for arguments_of_rank in arguments]
+    # Of long texts, such as a chain's, only the part around the first difference is shown.
+    common_text = os.path.commonprefix(texts)  # noqa: RUF071 - of characters, not of paths
+    start = max(0, len(common_text) - 100)
+    shown = errors_by_rank([text[start : start + 200] for text in texts])
+    raise CheckpointError(f"{outcome}: the ranks {action} with different {name}=, expected the same on all:\n{shown}")

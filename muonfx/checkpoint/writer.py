@@ -3,7 +3,7 @@
 Each rank proposes its shards (`Proposal`), and `shards_to_write` merges the proposals. A shard that several ranks hold
 is written by one of them. Which one depends on the sizes of all leaves, so if the ranks held different values, the file
 would be a mixture that belongs to no rank. Each rank therefore proposes a checksum of every shard that others may hold,
-and `consistent_specs` compares them before anything is written.
+and `plan_of` compares them before anything is written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,15 +19,14 @@ from torch import Tensor
 from muonfx.checkpoint.draft import Draft, Entry, WrittenShards
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, WriteError
 from muonfx.checkpoint.files import bytes_of, crc32_of, no_collection, with_plain_bits
-from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
-from muonfx.checkpoint.leaves import described, is_sharded, problem_of_boxes, shards_of, slices_of
+from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf, data_name
+from muonfx.checkpoint.leaves import LocalLeaf, described, problem_of_boxes, slices_of
 from muonfx.checkpoint.together import Alone, Together, require_same
 from muonfx.core.argument_texts import without_addresses
 from muonfx.internal.progress import reporting_bytes
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.digests import checksum
 from muonfx.sharding.shards.boxes import Box
-from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.tree import Spec
 
 
@@ -39,8 +37,8 @@ class SaveRequest:
     path: Path
     head: Index = field(default_factory=Index)
     """The known part of the index: all fields except the save id, the files and the leaves."""
-    leaves: dict[str, Any] = field(default_factory=dict)
-    """A dict from leaf name to tensor or shard; copies on the CPU for a save in the background."""
+    leaves: dict[str, LocalLeaf] = field(default_factory=dict[str, LocalLeaf])
+    """A dict from leaf name to its shards on this rank; copies on the CPU for a save in the background."""
     keep: int | None = None
     group: Any = None
     problem: Exception | None = None
@@ -78,12 +76,10 @@ class Saver:
         self.request = request
         self.rank = rank
         self.ranks = ranks
-        self.shards: dict[str, dict[Box, Tensor]] = {}
-        """The values of the shards on this rank, by the name of the leaf and the box of the shard."""
         self.draft: Draft | None = None
         """The files of this save; None until this rank begins to write."""
-        self.specs: dict[str, Spec] = {}
-        """The shape and dtype of each leaf of all ranks; on rank 0 only."""
+        self.plan: dict[str, PlannedLeaf] = {}
+        """The leaves of all ranks by name; on rank 0 only."""
 
     @no_collection()
     def propose(self) -> Proposal:
@@ -92,32 +88,26 @@ class Saver:
             raise self.request.problem
         leaves: dict[str, ProposedLeaf] = {}
         for name, leaf in self.request.leaves.items():
-            shards = shards_of(leaf)
-            self.shards[name] = shards
-            checksums: dict[Box, str | None]
-            if is_held_once(leaf, self.ranks):
-                checksums = dict.fromkeys(shards)
-            else:
-                checksums = {box: checksum_of_shard(values) for box, values in shards.items()}
-            spec = Spec(tuple(leaf.shape), leaf.dtype)
-            leaves[name] = ProposedLeaf(spec, not is_sharded(leaf), checksums)
-        arguments: dict[str, str] = {}
-        if self.ranks > 1:  # a single rank has nothing to compare them with
-            arguments = self.request.arguments()
-        return Proposal(arguments, leaves)
+            checksums: dict[Box, str | None] = dict.fromkeys(leaf.shards)
+            # A mesh of fewer ranks may have replicas: other ranks may hold the same leaf on a mesh of their own.
+            if self.ranks not in (1, leaf.divided_among):
+                checksums = {box: checksum_of_shard(values) for box, values in leaf.shards.items()}
+            leaves[name] = ProposedLeaf(leaf.spec, leaf.is_plain, checksums)
+        return Proposal(self.request.arguments(), leaves)
 
     @no_collection()
     def assign(self, proposals: list[Proposal]) -> list[Assignment]:
         """Assign each shard to one rank that holds it, create the folder of the checkpoint, and lock the save."""
         require_same([proposal.arguments for proposal in proposals], "save", "nothing was written")
-        self.specs = consistent_specs(proposals)
+        self.plan = plan_of([proposal.leaves for proposal in proposals])
         draft = Draft(self.request.path)
         self.draft = draft
         with draft.write_errors():
             draft.begin()
         assignments: list[Assignment] = []
-        for rank, keys in enumerate(shards_to_write(proposals)):
-            assignments.append(Assignment(draft.save_id, draft.data_file(rank, self.ranks), keys))
+        for rank, keys in enumerate(shards_to_write(self.plan, self.ranks)):
+            file = draft.path / data_name(draft.save_id, rank, self.ranks)
+            assignments.append(Assignment(draft.save_id, file, keys))
         return assignments
 
     def write(self, assignment: Assignment) -> WrittenShards:
@@ -133,8 +123,8 @@ class Saver:
         entries: list[Entry] = []
         with no_collection():
             for name, box in assignment.keys:
-                shape = self.request.leaves[name].shape
-                entries.append(entry_of(name, box, shape, self.shards[name][box]))
+                leaf = self.request.leaves[name]
+                entries.append(entry_of(name, box, leaf.spec.shape, leaf.shards[box]))
         nbytes = sum(entry.values.nbytes for entry in entries)
         with draft.write_errors(), ExitStack() as stack:
             report = None
@@ -147,7 +137,7 @@ class Saver:
         """Write the index, which completes the checkpoint, and remove obsolete files."""
         draft = self.draft
         assert draft is not None
-        files, leaves = merged(written, self.specs)
+        files, leaves = merged(written, self.plan)
         with draft.write_errors():
             draft.commit(replace(self.request.head, save_id=draft.save_id, files=files, leaves=leaves))
         try:
@@ -160,34 +150,28 @@ class Saver:
             raise WriteError(message, written=True) from error
         return [None] * self.ranks
 
-    def clean_up(self) -> None:
-        """Remove this rank's files after an error that all ranks have raised, unless the checkpoint may be complete."""
+    def end(self, *, is_error_of_all: bool) -> bool | None:
+        """End the save after an error; return whether the checkpoint is complete, None if that cannot be known.
+
+        This rank's files are removed, unless the checkpoint may be complete. Ranks other than 0 remove theirs only
+        after an error of all ranks: else rank 0 may still commit an index that names them.
+        """
         if self.draft is None:
-            return
+            return False if self.rank == 0 else None
         if self.rank == 0:
-            self.draft.abandon()
-        elif self.draft.is_at_path() is False:
-            self.draft.discard()
-
-    def give_up(self) -> bool | None:
-        """End the save on this rank alone; return whether the checkpoint is complete, None if that cannot be known."""
-        if self.rank == 0:
-            if self.draft is None:
-                return False
             return self.draft.abandon()
-        # The files of this rank stay: rank 0 may still commit an index that names them.
-        if self.draft is not None and self.draft.is_at_path():
-            return True
-        return None
+        is_complete = self.draft.is_at_path()
+        if is_error_of_all and is_complete is False:
+            self.draft.discard()
+        return is_complete or None
 
 
-def merged(written: Sequence[WrittenShards], specs: Mapping[str, Spec]) -> tuple[tuple[DataFile, ...], dict[str, Leaf]]:
-    """Return the data files and the leaves of an index, from the shards that each rank has written.
-
-    ``specs`` is a dict from the name of each leaf to its shape and dtype, in the order of the index.
-    """
+def merged(
+    written: Sequence[WrittenShards], plan: Mapping[str, PlannedLeaf]
+) -> tuple[tuple[DataFile, ...], dict[str, Leaf]]:
+    """Return the data files and the leaves of an index, in the order of the plan, from what each rank has written."""
     files: list[DataFile] = []
-    chunks_of_leaf: dict[str, list[Chunk]] = {name: [] for name in specs}
+    chunks_of_leaf: dict[str, list[Chunk]] = {name: [] for name in plan}
     for file, chunks in written:
         for name, chunk in chunks:
             if files:  # in the first file, each chunk has its number, 0
@@ -199,7 +183,7 @@ def merged(written: Sequence[WrittenShards], specs: Mapping[str, Spec]) -> tuple
     for name, chunks in chunks_of_leaf.items():
         if len(chunks) > 1:
             chunks.sort(key=lambda chunk: chunk.box)
-        leaves[name] = Leaf(specs[name], tuple(chunks))
+        leaves[name] = Leaf(plan[name].spec, tuple(chunks))
     return tuple(files), leaves
 
 
@@ -230,14 +214,11 @@ def write_checkpoint(request: SaveRequest) -> None:
         assignment = ranks.step(saver.propose, saver.assign)
         ranks.step(lambda: saver.write(assignment), saver.commit)
     except LostRanksError as error:
-        is_committed = saver.give_up()
+        is_committed = saver.end(is_error_of_all=False)
         message = f"{path} {_STATES[is_committed]} {error}"
         raise WriteError(message, written=is_committed is True) from error
-    except Exception:  # all ranks raise it, so each can remove its files
-        saver.clean_up()
-        raise
-    except BaseException:  # an interrupt, perhaps of this rank alone
-        saver.give_up()
+    except BaseException as error:
+        saver.end(is_error_of_all=isinstance(error, Exception))  # an interrupt may be of this rank alone
         raise
 
 
@@ -278,37 +259,27 @@ class ShardKey(NamedTuple):
     box: Box
 
 
-def shards_to_write(proposals: Sequence[Proposal]) -> list[list[ShardKey]]:
+class PlannedLeaf(NamedTuple):
+    """A leaf of the checkpoint, and the ranks that hold its shards."""
+
+    spec: Spec
+    ranks_of_box: dict[Box, list[int]]
+
+
+def shards_to_write(plan: Mapping[str, PlannedLeaf], ranks: int) -> list[list[ShardKey]]:
     """Return the shards that each rank writes: each shard once, and about as many bytes on each rank as possible."""
     holders: dict[ShardKey, list[int]] = {}
-    for rank, proposal in enumerate(proposals):
-        for name, leaf in proposal.leaves.items():
-            for box in leaf.checksums:
-                holders.setdefault(ShardKey(name, box), []).append(rank)
-    keys_of_rank: list[list[ShardKey]] = [[] for _ in proposals]
-    bytes_of_rank = [0] * len(proposals)
+    for name, leaf in plan.items():
+        for box, ranks_of_box in leaf.ranks_of_box.items():
+            holders[ShardKey(name, box)] = ranks_of_box
+    keys_of_rank: list[list[ShardKey]] = [[] for _ in range(ranks)]
+    bytes_of_rank = [0] * ranks
     # Shards of one holder first: they leave no choice, and count for the choices that follow.
-    for key, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
-        writer = min(ranks, key=lambda rank: bytes_of_rank[rank])
+    for key in sorted(holders, key=lambda key: len(holders[key])):
+        writer = min(holders[key], key=lambda rank: bytes_of_rank[rank])
         keys_of_rank[writer].append(key)
-        itemsize = proposals[writer].leaves[key.name].spec.dtype.itemsize
-        bytes_of_rank[writer] += prod(key.box.sizes) * itemsize
+        bytes_of_rank[writer] += key.box.numel * plan[key.name].spec.dtype.itemsize
     return keys_of_rank
-
-
-def is_held_once(leaf: Any, ranks: int) -> bool:
-    """Return whether no other rank can hold a shard of ``leaf``: it is sharded over every dim of a mesh of all ranks.
-
-    A mesh of fewer ranks does not count: other ranks may hold the same leaf on a mesh of their own.
-    """
-    if ranks == 1:
-        return True
-    if not is_dtensor(leaf) or leaf.device_mesh.size() != ranks:
-        return False
-    for dim, placement in enumerate(leaf.placements):
-        if leaf.device_mesh.size(dim) > 1 and not placement.is_shard():
-            return False
-    return True
 
 
 def checksum_of_shard(values: Tensor) -> str:
@@ -320,28 +291,33 @@ def checksum_of_shard(values: Tensor) -> str:
     return f"cpu {crc32_of(bytes_of(values))}"
 
 
-Holders = Mapping[int, ProposedLeaf]
-"""The ranks whose trees have a leaf, in ascending order, each with its proposal for the leaf."""
-
-
-def consistent_specs(proposals: Sequence[Proposal]) -> dict[str, Spec]:
-    """Return the shape and dtype of each leaf; raise unless the shards on all ranks fill it without a contradiction."""
+def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, PlannedLeaf]:
+    """Return the leaves of all ranks; raise unless the shards on all ranks fill each leaf without a contradiction."""
     holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}
-    for rank, proposal in enumerate(proposals):
-        for name, leaf in proposal.leaves.items():
+    for rank, leaves in enumerate(leaves_of_rank):
+        for name, leaf in leaves.items():
             holders_by_leaf.setdefault(name, {})[rank] = leaf
-    specs: dict[str, Spec] = {}
+    plan: dict[str, PlannedLeaf] = {}
     for name, holders in holders_by_leaf.items():
-        specs[name] = _common_spec(name, holders)
-        is_whole = len(proposals) == 1 and holders[0].is_plain
-        if not is_whole:
-            _require_on_all_ranks(name, holders, len(proposals))
-            _require_filled(name, holders, specs[name])
-    _require_equal_replicas(holders_by_leaf)
-    return specs
+        spec = _common_spec(name, holders)
+        _require_on_all_ranks(name, holders, len(leaves_of_rank))
+        # For each shard, the checksum of its bits on each rank that holds it.
+        checksums_of_box: dict[Box, dict[int, str | None]] = {}
+        for rank, leaf in holders.items():
+            for box, checksum_of_box in leaf.checksums.items():
+                checksums_of_box.setdefault(box, {})[rank] = checksum_of_box
+        problem = problem_of_boxes(spec.shape, list(checksums_of_box))
+        if problem is not None:
+            raise CheckpointError(
+                f"nothing was written: the shards of {name!r} on all ranks {problem}, expected {described(spec)}"
+            )
+        for box, checksum_of_rank in checksums_of_box.items():
+            _require_equal(name, box, spec, checksum_of_rank)
+        plan[name] = PlannedLeaf(spec, {box: list(ranks) for box, ranks in checksums_of_box.items()})
+    return plan
 
 
-def _common_spec(name: str, holders: Holders) -> Spec:
+def _common_spec(name: str, holders: Mapping[int, ProposedLeaf]) -> Spec:
     """Return the shape and dtype of a leaf; raise if they differ between ranks."""
     first_rank = min(holders)
     first_spec = holders[first_rank].spec
@@ -354,7 +330,7 @@ def _common_spec(name: str, holders: Holders) -> Spec:
     return first_spec
 
 
-def _require_on_all_ranks(name: str, holders: Holders, ranks: int) -> None:
+def _require_on_all_ranks(name: str, holders: Mapping[int, ProposedLeaf], ranks: int) -> None:
     """Raise if some ranks hold a leaf as a plain tensor, and the trees of other ranks do not have it at all."""
     if len(holders) == ranks or not any(leaf.is_plain for leaf in holders.values()):
         return
@@ -367,61 +343,19 @@ def _require_on_all_ranks(name: str, holders: Holders, ranks: int) -> None:
     )
 
 
-def _require_filled(name: str, holders: Holders, spec: Spec) -> None:
-    """Raise unless the different shards of a leaf fill it and do not overlap. Ranks may hold equal shards."""
-    boxes: dict[Box, None] = {}  # each shard once, in the order of the ranks
-    for leaf in holders.values():
-        boxes |= dict.fromkeys(leaf.checksums)
-    problem = problem_of_boxes(spec.shape, list(boxes))
-    if problem is not None:
-        raise CheckpointError(
-            f"nothing was written: the shards of {name!r} on all ranks {problem}, expected {described(spec)}"
-        )
-
-
-def _require_equal_replicas(holders_by_leaf: Mapping[str, Holders]) -> None:
-    """Raise if ranks hold other bits of one shard. Name the first leaf, and count the others."""
-    differences: list[str] = []
-    for name, holders in holders_by_leaf.items():
-        difference = _difference(holders)
-        if difference is not None:
-            differences.append(f"the leaf {name!r} {difference}")
-    if not differences:
-        return
-    more = f" (and {len(differences) - 1} other leaves differ)" if len(differences) > 1 else ""
-    raise CheckpointError(
-        f"nothing was written: {differences[0]}{more}, expected equal bits, because all of these ranks hold it. If "
-        "they are replicas, make them equal with muonfx.sharding.broadcast(params, layout), or load one checkpoint on "
-        "all ranks. If each rank has values of its own, give them different names, or save them without group= to "
-        "different paths"
-    )
-
-
-def _difference(holders: Holders) -> str | None:
-    """Return a text about the first shard of a leaf that ranks hold with other bits; None if all are equal."""
-    if len(holders) == 1:
-        return None
-    # For each box, the checksum of its bits on each rank that holds it.
-    checksums_of_box: dict[Box, dict[int, str | None]] = {}
-    for rank, leaf in holders.items():
-        for box, box_checksum in leaf.checksums.items():
-            checksums_of_box.setdefault(box, {})[rank] = box_checksum
-    shape = holders[min(holders)].spec.shape
-    for box, checksum_of_rank in checksums_of_box.items():
-        if box.numel and len(set(checksum_of_rank.values())) > 1:
-            return _described_difference(box, shape, checksum_of_rank)
-    return None
-
-
-def _described_difference(box: Box, shape: tuple[int, ...], checksum_of_rank: Mapping[int, str | None]) -> str:
-    """Return a text with the ranks that hold other bits of a shard than the first of its ranks.
-
-    For example "has other values on ranks 2, 3 than on rank 0 in [0:4, 0:8] (checksums: cpu 12 and cpu 34)".
-    """
+def _require_equal(name: str, box: Box, spec: Spec, checksum_of_rank: Mapping[int, str | None]) -> None:
+    """Raise if ranks hold other bits of a shard than the first of its ranks."""
     first_rank = min(checksum_of_rank)
     expected = checksum_of_rank[first_rank]
-    different = [rank for rank, box_checksum in checksum_of_rank.items() if box_checksum != expected]
-    text = f"has other values on {listed(different)} than on rank {first_rank}"
-    if box.sizes != shape:
-        text += f" in [{', '.join(slices_of(box))}]"
-    return f"{text} (checksums: {checksum_of_rank[different[0]]} and {expected})"
+    different = [rank for rank, checksum_of_box in checksum_of_rank.items() if checksum_of_box != expected]
+    if not different or not box.numel:
+        return
+    part = ""
+    if box.sizes != spec.shape:
+        part = f" in [{', '.join(slices_of(box))}]"
+    raise CheckpointError(
+        f"nothing was written: the leaf {name!r} has other values on {listed(different)} than on rank {first_rank}"
+        f"{part}, expected equal bits, because all of these ranks hold it. If they are replicas, make them equal with "
+        "muonfx.sharding.broadcast(params, layout), or load one checkpoint on all ranks. If each rank has values of "
+        "its own, give them different names, or save them without group= to different paths"
+    )
