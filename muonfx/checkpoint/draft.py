@@ -39,7 +39,6 @@ from muonfx.checkpoint.index import (
     Chunk,
     DataFile,
     Index,
-    data_name,
     lock_name,
     read_index,
     text_of,
@@ -66,15 +65,16 @@ class Draft:
         self.path = path
         self.save_id = save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)
-        self._files: list[Path] = [self._unfinished_index]
-        """The files to remove after an error: the files that this rank writes, and the files of `add_file`."""
+        self.files: list[Path] = [self._unfinished_index]
+        """The files to remove after an error: those that this rank writes, and those of ranks that may not learn of it.
+        """
         self._lock = SaveLock(path / lock_name(self.save_id))
         self._replaced_index: FileIO | None = None
         """The index of the checkpoint that this save replaces, kept open to wait for its readers."""
         self._replaced_files: tuple[DataFile, ...] = ()
         """The data files of the checkpoint that this save replaces."""
-        self._index_at_begin: tuple[int, int] | None = None
-        """The inode and time of the index when `begin` was called."""
+        self._index_at_begin = b""
+        """The start of the index when `begin` was called."""
         self._has_other_writer = False
         """True if another save has replaced the index between `begin` and `commit`."""
         self._has_made_folder = False
@@ -82,39 +82,59 @@ class Draft:
         self._is_renamed: bool | None = False
         """True if the new index is in place, None from the begin of its rename to the end: it may be in place then."""
 
-    def data_file(self, rank: int, ranks: int) -> Path:
-        """Return the path of a rank's data file, whose name contains the rank and the id of the save."""
-        return self.path / data_name(self.save_id, rank, ranks)
-
-    def add_file(self, file: Path) -> None:
-        """Remove this file too after an error. Another rank writes it, and may not learn of the error."""
-        self._files.append(file)
-
     def begin(self) -> None:
         """Create the checkpoint folder, and lock this save. Other ranks write after this."""
-        self._require_no_foreign_index()
-        self._has_made_folder = not self.path.exists()
-        make_folder(self.path)
-        self._lock.acquire()
-        self._index_at_begin = self._identity_of_index()
-
-    def _require_no_foreign_index(self) -> None:
-        """Raise if the folder has an ``index.json`` of another program."""
-        try:
-            with open_regular(self.path / INDEX) as file:
-                first_bytes = file.read(4096)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        is_all_zeros = not first_bytes.strip(b"\0")  # a damaged file system can leave such a file of any index
-        if FORMAT.encode() not in first_bytes and not is_all_zeros:
+        self._index_at_begin = self._start_of_index()
+        is_all_zeros = not self._index_at_begin.strip(b"\0")  # a damaged file system can leave such a file
+        if FORMAT.encode() not in self._index_at_begin and not is_all_zeros:
             raise FileExistsError(
                 errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
             )
+        self._has_made_folder = not self.path.exists()
+        make_folder(self.path)
+        self._lock.acquire()
 
-    def write(self, file: Path, entries: Sequence[Entry], report: Callable[[int], None] | None = None) -> WrittenShards:
-        """Write a data file of this save; see `write_data`."""
-        self._files.append(file)
-        return write_data(file, entries, report)
+    def _start_of_index(self) -> bytes:
+        """Return the first bytes of ``index.json``, which have its checksum; b"" if there is no such file."""
+        try:
+            with open_regular(self.path / INDEX) as file:
+                return file.read(4096)
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+
+    def write(self, path: Path, entries: Sequence[Entry], report: Callable[[int], None] | None = None) -> WrittenShards:
+        """Write boxes of tensors to a new safetensors file, and flush the file to the disk.
+
+        Each tensor is copied to the CPU immediately before it is written. ``report`` is called with the number of bytes
+        of tensors that are written so far.
+        """
+        check_byte_order()
+        self.files.append(path)
+        # Largest element size first, so that each leaf begins at a multiple of its element size.
+        ordered = sorted(entries, key=lambda entry: (-entry.values.itemsize, entry.key))
+        header = _header_of(ordered)
+        if len(header) > LONGEST_HEADER:
+            raise CheckpointError(
+                f"{path}: the names of {len(entries)} leaves take {len(header)} bytes, more than the header "
+                f"of a safetensors file may have ({LONGEST_HEADER}): save with group=, so that each rank writes its own"
+            )
+        chunks: list[tuple[str, Chunk]] = []
+        end = len(header)
+        with fresh_file(path) as file:
+            file.write(header)
+            for entry in ordered:
+                begin = end
+                tensor = with_plain_bits(entry.values).cpu().contiguous()
+                checksums: list[str] = []
+                for block in _blocks_of(tensor):
+                    file.write(block)
+                    checksums.append(checksum_of(block))
+                    end += len(block)
+                    if report is not None:
+                        report(end - len(header))
+                chunks.append((entry.name, Chunk(0, begin, entry.box, tuple(checksums))))
+                del tensor  # free it before the next tensor is made
+        return WrittenShards(DataFile(path.name, end, len(header), checksum_of(header)), chunks)
 
     def commit(self, index: Index) -> None:
         """Write the index under a temporary name and rename it, which replaces the previous checkpoint.
@@ -126,7 +146,7 @@ class Draft:
         sync_folder(self.path)
         with fresh_file(self._unfinished_index) as file:
             file.write(text_of(index))
-        self._has_other_writer = self._identity_of_index() != self._index_at_begin
+        self._has_other_writer = self._start_of_index() != self._index_at_begin
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
             self._replaced_files = read_index(self.path / INDEX, with_leaves=False).files
         self._replaced_index = open_to_wait(self.path / INDEX)
@@ -143,14 +163,6 @@ class Draft:
                     errno.ENOENT,
                     f"{file.name} is not visible to the writer of the index: do all ranks use one file system?",
                 )
-
-    def _identity_of_index(self) -> tuple[int, int] | None:
-        """Return inode and time of ``index.json``, which change if it is replaced; None if there is no such file."""
-        try:
-            status = os.stat(self.path / INDEX)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return status.st_ino, status.st_mtime_ns
 
     def tidy(self, keep: int | None) -> None:
         """Remove the replaced checkpoint, old checkpoints except ``keep``, and the files of killed saves.
@@ -202,7 +214,7 @@ class Draft:
 
     def discard(self) -> None:
         """Remove the files that this rank has written in a failed save."""
-        for file in self._files:
+        for file in self.files:
             with suppress(OSError):
                 file.unlink()
         self._lock.release()
@@ -284,46 +296,16 @@ class WrittenShards(NamedTuple):
     """The names of leaves, and the position of a shard of each in the file. The number of the file is still 0."""
 
 
-def write_data(path: Path, entries: Sequence[Entry], report: Callable[[int], None] | None = None) -> WrittenShards:
-    """Write boxes of tensors to a new safetensors file, and flush the file to the disk.
-
-    Each tensor is copied to the CPU immediately before it is written. ``report`` is called with the number of bytes of
-    tensors that are written so far.
-    """
-    check_byte_order()
-    # Largest element size first, so that each leaf begins at a multiple of its element size.
-    ordered = sorted(entries, key=lambda entry: (-entry.values.itemsize, entry.key))
-    header = _header_of(ordered)
-    if len(header) > LONGEST_HEADER:
-        raise CheckpointError(
-            f"{path}: the names of {len(entries)} leaves take {len(header)} bytes, more than the header "
-            f"of a safetensors file may have ({LONGEST_HEADER}): save with group=, so that each rank writes its own"
-        )
-    chunks: list[tuple[str, Chunk]] = []
-    with fresh_file(path) as file:
-        file.write(header)
-        begin = len(header)
-        for entry in ordered:
-            tensor = with_plain_bits(entry.values).cpu().contiguous()
-            data = bytes_of(tensor)
-            checksums: list[str] = []
-            for offset in range(0, len(data), BLOCK):
-                block = data[offset : offset + BLOCK]
-                file.write(block)
-                checksums.append(checksum_of(block))
-                if report is not None:
-                    report(begin - len(header) + offset + len(block))
-            chunks.append((entry.name, Chunk(0, begin, entry.box, tuple(checksums))))
-            begin += len(data)
-            del tensor  # free it before the next tensor is made
-    return WrittenShards(DataFile(path.name, begin, len(header), checksum_of(header)), chunks)
+def _blocks_of(tensor: Tensor) -> list[memoryview]:
+    """Return the bytes of a dense CPU tensor as blocks with one checksum each; the caller keeps the tensor alive."""
+    data = bytes_of(tensor)
+    return [data[offset : offset + BLOCK] for offset in range(0, len(data), BLOCK)]
 
 
 def block_checksums(values: Tensor) -> tuple[str, ...]:
-    """Return the checksum of each block of a tensor, as `write_data` computes it for an entry with these values."""
+    """Return the checksum of each block of a tensor, as `Draft.write` computes it for an entry with these values."""
     tensor = with_plain_bits(values).cpu().contiguous()
-    data = bytes_of(tensor)
-    return tuple(checksum_of(data[offset : offset + BLOCK]) for offset in range(0, len(data), BLOCK))
+    return tuple(map(checksum_of, _blocks_of(tensor)))
 
 
 @no_collection()

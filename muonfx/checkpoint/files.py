@@ -47,11 +47,7 @@ _BUFFER = 1 << 20
 @contextmanager
 def fresh_file(path: Path) -> Generator[BinaryIO]:
     """Create a file for the ``with`` block to write; flush it to the disk at the end, or remove it after an error."""
-    try:
-        file = FileIO(path, "xb")
-    except FileNotFoundError:  # another process has removed the folder, which was still empty
-        make_folder(path.parent)
-        file = FileIO(path, "xb")
+    file = FileIO(path, "xb")
     try:
         with file:  # not `buffered`: to close that after an error would write the rest of its bytes
             buffered: Any = BufferedWriter(file, _BUFFER)

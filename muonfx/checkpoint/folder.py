@@ -17,7 +17,6 @@ from muonfx.checkpoint.files import LONGEST_LOCK, close_read, lock, open_regular
 from muonfx.checkpoint.index import (
     INDEX,
     Index,
-    is_own_name,
     lock_name,
     read_index,
     save_id_of,
@@ -51,14 +50,10 @@ def check_step(step: object) -> None:
 
 def folder_named(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a folder, which need not exist; raise if ``path`` cannot name a folder."""
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(text, str):
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path must be a str or a path, found {path!r}")
-    try:
-        is_name = text != "" and b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
+    text = os.fspath(path)
+    if text == "" or "\0" in text:
         raise ValueError(f"path must name a folder, found {text!r}")
     return Path(text).absolute()
 
@@ -386,14 +381,12 @@ def clean(path: str | os.PathLike[str]) -> list[Path]:
     """
     path = folder_named(path)
     removed: list[Path] = []
-    for folder in [path, *_by_step(path)]:
-        try:
+    try:
+        for folder in [path, *_by_step(path)]:
             removed += _unnamed_files(folder, ("dead", "unknown"), remove=True)
-        except OSError as error:
-            raise CheckpointError(f"{error.filename}: cannot be removed: {error.strerror}") from error
-        if folder != path:
-            with suppress(OSError):  # the folder is not empty
-                folder.rmdir()
+            _remove_if_empty(folder, path)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be removed: {error.strerror}") from error
     return removed
 
 
@@ -403,16 +396,23 @@ def remove_files_of_killed_saves(path: Path) -> None:
     The series are the folders named by `step_path` in the same parent folder, if ``path`` has such a name, too. The
     files of saves that are running, or may run on another machine, stay.
     """
-    remove_dead_files(path)
-    if step_of(path) is None:
-        return
-    for folder in _by_step(path.parent):
-        if folder == path:
-            continue
-        remove_dead_files(folder)
-        if not _has_index(folder):  # also the empty folder of a save that was killed before it wrote a file
-            with suppress(OSError):  # the folder is not empty
-                folder.rmdir()
+    folders = [path]
+    if step_of(path) is not None:
+        folders = _by_step(path.parent)
+    for folder in folders:
+        has_lock = any(lock_name(save_id) in names for save_id, names in _names_by_save(folder).items())
+        if has_lock or not _may_exist(
+            folder / INDEX
+        ):  # else it is an ordinary checkpoint, whose index need not be read
+            _unnamed_files(folder, ("dead",), remove=True)
+            _remove_if_empty(folder, path)
+
+
+def _remove_if_empty(folder: Path, kept: Path) -> None:
+    """Remove a folder of a series that is empty, as that of a save that was killed before it wrote a file."""
+    if folder != kept:
+        with suppress(OSError):  # the folder is not empty
+            folder.rmdir()
 
 
 def _warn_of_leftovers(folder: Path) -> None:
@@ -459,42 +459,25 @@ Verdict = Literal["dead", "alive", "unknown"]
 """
 
 
-@contextmanager
-def _judged(folder: Path, save_id: str) -> Generator[Verdict]:
-    """Yield "alive" if a save is still running, "dead" if it was killed, else "unknown".
+def _verdict(folder: Path, save_id: str, stack: ExitStack) -> Verdict:
+    """Return "alive" if a save is still running, "dead" if it was killed, else "unknown".
 
-    In the ``with`` block, this process holds the lock of a dead save, so that no other process can judge it.
+    Until ``stack`` is closed, this process holds the lock of a dead save, so that no other process can judge it.
     """
-    with ExitStack() as stack:
-        try:
-            verdict = _verdict_of_lock(folder / lock_name(save_id), stack)
-        except FileNotFoundError:
-            verdict = _verdict_without_lock(folder, save_id)
-        except OSError:
-            verdict = "unknown"
-        yield verdict
-
-
-def _verdict_of_lock(path: Path, stack: ExitStack) -> Verdict:
-    """Return whether a save runs, by its lock file at ``path``. Until ``stack`` is closed, a dead save is locked."""
-    boot = read_regular(path, LONGEST_LOCK)
-    file = stack.enter_context(FileIO(path, "r+b"))
+    path = folder / lock_name(save_id)
+    try:
+        boot = read_regular(path, LONGEST_LOCK)
+        file = stack.enter_context(FileIO(path, "r+b"))
+    except FileNotFoundError:
+        # Its files were left by a checkpoint that was removed by half, or the save has just ended. An unfinished index
+        # without a lock is of another program or version. It is searched for after the lock: a save that ends in these
+        # moments has renamed its index before it removes its lock.
+        return "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
+    except OSError:
+        return "unknown"
     if not boot or boot != this_boot():  # locks may be valid on one machine only
         return "unknown"
     return "dead" if lock(file) else "alive"
-
-
-def _verdict_without_lock(folder: Path, save_id: str) -> Verdict:
-    """Return "dead" for a save without a lock file, or "unknown" if its index is unfinished.
-
-    Its files were left by a checkpoint that was removed by half, or the save has just ended. An unfinished index
-    without a lock is of another program or version. It is searched for after the lock: a save that ends in these
-    moments has renamed its index before it removes its lock.
-    """
-    unfinished_index = folder / unfinished_index_name(save_id)
-    if _may_exist(unfinished_index):
-        return "unknown"
-    return "dead"
 
 
 def _may_exist(path: Path) -> bool:
@@ -513,8 +496,8 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
     """
     unnamed: list[Path] = []
     for save_id, names in _names_by_save(folder).items():
-        with _judged(folder, save_id) as verdict:
-            if verdict not in verdicts:
+        with ExitStack() as stack:
+            if _verdict(folder, save_id, stack) not in verdicts:
                 continue
             try:
                 # Read after the verdict: a save that has just ended has been named, and its lock is gone.
@@ -538,8 +521,9 @@ def _names_by_save(folder: Path) -> dict[str, list[str]]:
     names_of_save: dict[str, list[str]] = {}
     with suppress(OSError):
         for name in sorted(os.listdir(folder), key=lambda name: (name.endswith(".lock"), name)):
-            if is_own_name(name):
-                names_of_save.setdefault(save_id_of(name), []).append(name)
+            save_id = save_id_of(name)
+            if save_id is not None:
+                names_of_save.setdefault(save_id, []).append(name)
     return names_of_save
 
 
@@ -554,11 +538,3 @@ def _names_in_index(folder: Path) -> set[str]:
 def unknown_files(folder: Path) -> list[Path]:
     """Return the files in a checkpoint's folder of saves of which this machine cannot find out if they still run."""
     return _unnamed_files(folder, ("unknown",))
-
-
-def remove_dead_files(folder: Path) -> list[Path]:
-    """Remove the files that killed saves have left in a checkpoint's folder; return them."""
-    has_lock = any(lock_name(save_id) in names for save_id, names in _names_by_save(folder).items())
-    if not has_lock and _may_exist(folder / INDEX):  # an ordinary checkpoint, whose index need not be read
-        return []
-    return _unnamed_files(folder, ("dead",), remove=True)

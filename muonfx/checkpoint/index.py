@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,30 +119,25 @@ class Index(Shown):
 
     def report(self) -> Report:
         """Return the printed form: a heading with step, transform and versions, and a table of the saved tensors."""
-        lines = [f"{key:10}  {printable(text):.2000}" for key, text in self._heading().items()]
+        chain = "-"
+        if self.fingerprint is not None:
+            chain = f"{self.chain} (fingerprint {self.fingerprint})"
+        file_nbytes = sum([file.nbytes for file in self.files])
+        heading = {
+            "step": self.step,
+            "chain": chain,
+            "written by": ", ".join([f"{name} {version}" for name, version in self.versions.items()]),
+            "extra": json.dumps(self.extra, sort_keys=True),
+            "files": f"{len(self.files)}, {format_bytes(file_nbytes)}",
+            "objects": f"{len(self.objects)} values that are no tensors",
+        }
+        lines = [f"{key:10}  {printable(text):.2000}" for key, text in heading.items()]
         rows: list[tuple[str, ...]] = []
         for name, (spec, chunks) in self.leaves.items():
             dtype_name = str(spec.dtype).removeprefix("torch.")
             rows.append((name, str(spec.shape), dtype_name, format_bytes(spec.nbytes), str(len(chunks))))
         table = Table(("leaf", "shape", "dtype", "bytes", "parts"), rows, right=(3, 4))
         return Report(("\n".join(lines), table, f"{len(rows)} leaves, {format_bytes(self.nbytes)}"))
-
-    def _heading(self) -> dict[str, str]:
-        """Return the lines above the printed table, such as ``{"step": "7", "chain": "-", ...}``, in their order."""
-        heading = {"step": "-", "chain": "-"}
-        if self.step is not None:
-            heading["step"] = str(self.step)
-        if self.fingerprint is not None:
-            heading["chain"] = f"{self.chain} (fingerprint {self.fingerprint})"
-        heading["written by"] = ", ".join([f"{name} {version}" for name, version in self.versions.items()])
-        heading["extra"] = "-"
-        if self.extra:
-            heading["extra"] = json.dumps(self.extra, sort_keys=True)
-        file_nbytes = sum([file.nbytes for file in self.files])
-        heading["files"] = f"{len(self.files)}, {format_bytes(file_nbytes)}"
-        if self.objects:
-            heading["objects"] = f"{len(self.objects)} values that are no tensors"
-        return heading
 
 
 def data_name(save_id: str, rank: int, ranks: int) -> str:
@@ -160,20 +155,16 @@ def lock_name(save_id: str) -> str:
     return f".save-{save_id}.lock"
 
 
-def is_own_name(name: str) -> bool:
-    """Return whether a file name is one that `save` gives: to a data file, an unfinished index or a lock."""
-    return _OWN_NAME.fullmatch(name) is not None
-
-
-def save_id_of(name: str) -> str:
-    """Return the id of the save in a file name of `is_own_name`: the 16 characters after the first "-"."""
-    _, _, id_and_rest = name.partition("-")
-    return id_and_rest[:16]
+def save_id_of(name: str) -> str | None:
+    """Return the id of the save that has named a data file, an unfinished index or a lock; None for other names."""
+    match = _OWN_NAME.fullmatch(name)
+    if match is None:
+        return None
+    return match["save_id"]
 
 
 _OWN_NAME = re.compile(
-    rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.escape(INDEX)}-[0-9a-f]{{16}}\.part"
-    r"|\.save-[0-9a-f]{16}\.lock"
+    rf"(data|\.{re.escape(INDEX)}|\.save)-(?P<save_id>[0-9a-f]{{16}})(-\d+-of-\d+\.safetensors|\.part|\.lock)"
 )
 
 
@@ -255,34 +246,36 @@ def _index(body: Any, *, with_leaves: bool) -> Index:
     if step is not None:
         _require_sizes([step])
     _require_texts([body["save_id"], *body["versions"].values()])
+    chain = body["chain"]
+    if chain is None:
+        chain = {"fingerprint": None, "repr": None, "products": {}}
+    else:
+        _require_texts([chain["fingerprint"], chain["repr"], *chain["products"].values()])
     files = tuple(_file(entry) for entry in body["files"])
     leaves: dict[str, Leaf] = {}
     if with_leaves:
         leaves = {name: _leaf(name, entry, files) for name, entry in body["leaves"].items()}
         _require_filled(files, leaves)
-    index = Index(
+    return Index(
         save_id=body["save_id"],
         step=step,
         extra=dict(body["extra"]),
+        fingerprint=chain["fingerprint"],
+        chain=chain["repr"],
+        products=dict(chain["products"]),
         versions=dict(body["versions"]),
         files=files,
         leaves=leaves,
         objects={name: from_json(value) for name, value in body.get("objects", {}).items()},
     )
-    chain = body["chain"]
-    if chain is None:
-        return index
-    _require_texts([chain["fingerprint"], chain["repr"], *chain["products"].values()])
-    products = dict(chain["products"])
-    return replace(index, fingerprint=chain["fingerprint"], chain=chain["repr"], products=products)
 
 
 def _file(entry: Any) -> DataFile:
     """Return the `DataFile` that an entry of the index describes."""
-    file = DataFile(entry["name"], entry["nbytes"], entry["header_nbytes"], entry["header_crc32"])
+    file = DataFile(**entry)
     _require_texts([file.name, file.header_crc32])
     _require_sizes([file.nbytes, file.header_nbytes])
-    if not is_own_name(file.name):
+    if save_id_of(file.name) is None:
         raise ValueError(f"{file.name:.80} is not the name of a data file")
     if file.header_nbytes > LONGEST_HEADER:
         raise ValueError(f"the header of {file.name} has {file.header_nbytes} bytes, at most {LONGEST_HEADER}")
