@@ -252,46 +252,44 @@ class ChangedTarget(Target):
     """The tree that `load_changed` fills. It takes what fits from a checkpoint, and `filled` returns the account."""
 
     sources: Sources
-    """The names in the checkpoint of the leaves that are carried over."""
+    """The names in the checkpoint, without prefixes of wrappers, of the leaves that are carried over."""
+    stored_name_of: dict[str, str]
+    """The name of each leaf in the checkpoint by its name without prefixes of wrappers."""
     stored: dict[str, Spec]
-    """The spec of each leaf in the checkpoint."""
+    """The spec of each leaf in the checkpoint, by its name without prefixes of wrappers."""
     read: dict[str, Any]
     """The tensors that are read, by name in the checkpoint; their values are there when `filled` is called."""
 
-    def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Allocate the tensors of the tree, after a check that those to read fit.
-
-        Return two dicts: the leaves of the result by name, and the tensors to read by their names in the checkpoint.
-        """
-        stored_name_of: dict[str, str] = {}  # by the name without prefixes of wrappers
+    def match(self, index: Index) -> dict[str, str | None]:
+        """Return the name in the checkpoint of each leaf, None for new ones, after a check that they fit."""
+        self.stored_name_of = {}
         for stored_name, name in plain_names(index.leaves).items():
             if not in_section(stored_name, PARAMS):
-                stored_name_of[name] = stored_name
-        self.stored = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
+                self.stored_name_of[name] = stored_name
+        self.stored = {name: index.leaves[stored_name].spec for name, stored_name in self.stored_name_of.items()}
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
         stored_shapes = {name: spec.shape for name, spec in self.stored.items()}
         self.sources = sources(shapes, stored_shapes)
         self._require_common_leaves(shapes, stored_shapes, index)
         self._require_fitting()
+        stored_names: dict[str, str | None] = dict.fromkeys(self.like)
+        for name, source in self.sources.source_of.items():
+            stored_names[name] = self.stored_name_of[source]
+        return stored_names
 
-        self.read = {}
-        leaves: dict[str, Any] = {}
-        for name, leaf in self.like.items():
-            source = self.sources.source_of.get(name)
-            if source is not None:
-                for stored_name in [source, *self.sources.equal_counts.get(name, ())]:
-                    if stored_name not in self.read:  # a step count may be read once for several leaves
-                        self.read[stored_name] = self._tensor_to_read(leaf, self.stored[stored_name].shape)
-            if source is not None and self.read[source].shape == leaf.shape:
-                leaves[name] = self.read[source]
-            else:  # it is new, or has more rows now, the first of which `filled` replaces
-                leaves[name] = self._copy(name, leaf)
-        return leaves, {stored_name_of[name]: tensor for name, tensor in self.read.items()}
+    def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Allocate the tensors of the tree, and those for the step counts that must be equal."""
+        leaves, self.read = super().allocate(index)
+        for counts in self.sources.equal_counts.values():
+            for count in counts:
+                self.read.setdefault(self.stored_name_of[count], torch.empty((), dtype=self.stored[count].dtype))
+        return leaves, self.read
 
     def filled(self, leaves: Mapping[str, Any]) -> Continuation:
         """Return the state, into which the values were read, and the account of its leaves."""
         self._require_equal_counts()
         source_of = self.sources.source_of
+        filled_leaves = dict(leaves)
         kept: list[str] = []
         new: list[str] = []
         moved: dict[str, str] = {}
@@ -300,23 +298,16 @@ class ChangedTarget(Target):
             source = source_of.get(name)
             if source is None:
                 new.append(name)
-                continue
-            first_rows = self.read[source]
-            if first_rows.shape != leaf.shape:
-                leaf[: len(first_rows)] = first_rows
+            elif leaf.shape != self.like[name].shape:
+                filled_leaves[name] = self._copy(name, self.like[name])
+                filled_leaves[name][: len(leaf)] = leaf
                 grown[name] = source
             elif source != name:
                 moved[name] = source
             else:
                 kept.append(name)
         dropped = sorted(self.stored.keys() - source_of.values())
-        return Continuation(super().filled(leaves), tuple(kept), moved, grown, tuple(new), tuple(dropped))
-
-    def _tensor_to_read(self, leaf: Any, shape: tuple[int, ...]) -> Any:
-        """Allocate a tensor or shard for values that have the shape ``shape`` in the checkpoint."""
-        if tuple(leaf.shape) == shape:
-            return self._empty(leaf)
-        return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+        return Continuation(super().filled(filled_leaves), tuple(kept), moved, grown, tuple(new), tuple(dropped))
 
     def _require_common_leaves(self, shapes: Shapes, stored_shapes: Shapes, index: Index) -> None:
         """Raise if the whole state would be lost: no parameter has the same name, or no leaf fits."""
@@ -368,7 +359,7 @@ class ChangedTarget(Target):
     def _require_equal_counts(self) -> None:
         """Raise if parameters with different step counts now have one transform, and so one count."""
         for name, stored_names in self.sources.equal_counts.items():
-            counts = {stored_name: self.read[stored_name].item() for stored_name in stored_names}
+            counts = {count: self.read[self.stored_name_of[count]].item() for count in stored_names}
             if len(set(counts.values())) > 1:
                 problem = f"{name!r} would be the step count of parameters with the counts {counts}"
                 raise mismatch(self.where, [problem], ["give these parameters a label of their own"])

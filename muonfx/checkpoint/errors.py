@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 
 class CheckpointError(RuntimeError):
@@ -30,10 +29,6 @@ class WriteError(CheckpointError):
         self.written = written
         """True if the new checkpoint is complete at the path. If that cannot be known, the message says so."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle both arguments, since errors are sent from one rank to the others."""
-        return type(self), (str(self), self.written)
-
 
 class CorruptError(CheckpointError):
     """A checkpoint is damaged: a file is missing, truncated, or changed."""
@@ -54,10 +49,6 @@ class MismatchError(CheckpointError, ValueError):
         super().__init__(message)
         self.problems = tuple(problems)
         """All differences between the checkpoint and the requested state, one sentence each."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle both arguments, since errors are sent from one rank to the others."""
-        return type(self), (str(self), self.problems)
 
 
 def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:

@@ -448,11 +448,8 @@ class Target:
             return index
         return as_saved_optimizer(index, self.like, self.where)
 
-    def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Allocate the tensors of the tree, after a check that the checkpoint fits; warn of other differences.
-
-        Return two dicts: all tensors by leaf name, and the tensors to read by their names in the checkpoint.
-        """
+    def match(self, index: Index) -> dict[str, str | None]:
+        """Return the name in the checkpoint of each leaf, None for missing ones; raise or warn of other differences."""
         stored_name_of = match(
             index, self.expected, self.rules, section=self.section, where=self.where, objects=self.objects
         )
@@ -460,6 +457,14 @@ class Target:
         self._warn_of_products(index)
         if self.objects is None or GROUPS not in index.objects:  # else their numbers are loaded, or left out on purpose
             self._warn_of_numbers(index)
+        return stored_name_of
+
+    def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Allocate the tensors of the tree, after a check that the checkpoint fits.
+
+        Return two dicts: all tensors by leaf name, and the tensors to read by their names in the checkpoint.
+        """
+        stored_name_of = self.match(index)
         leaves: dict[str, Any] = {}
         destinations: dict[str, Any] = {}
         for name, leaf in self.like.items():
@@ -468,7 +473,7 @@ class Target:
                 leaves[name] = self._copy(name, leaf)
                 continue
             if stored_name not in destinations:  # a scalar may be read once for several leaves
-                destinations[stored_name] = self._empty(leaf)
+                destinations[stored_name] = self._empty(leaf, index.leaves[stored_name].spec.shape)
             leaves[name] = destinations[stored_name]
         return leaves, destinations
 
@@ -540,10 +545,14 @@ class Target:
             "groups before loading"
         )
 
-    def _empty(self, leaf: Any) -> Any:
-        """Allocate a tensor or shard with the shape and dtype of a leaf of ``like``, on the device for the result."""
-        if isinstance(leaf, Spec):
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device or "cpu")
+    def _empty(self, leaf: Any, shape: Sequence[int]) -> Any:
+        """Allocate a tensor or shard with the dtype of a leaf of ``like``, on the device for the result.
+
+        The shape is that of the leaf, except that a leaf of a changed run may have fewer rows in the checkpoint.
+        """
+        if isinstance(leaf, Spec) or tuple(leaf.shape) != tuple(shape):
+            device = self.device or getattr(leaf, "device", "cpu")
+            return torch.empty(shape, dtype=leaf.dtype, device=device)
         if not isinstance(leaf, Tensor):
             return leaf.empty_like()
         device = self.device
@@ -560,6 +569,6 @@ class Target:
             )
         if isinstance(leaf, Tensor):
             leaf = leaf.detach()
-        copied = self._empty(leaf)
+        copied = self._empty(leaf, leaf.shape)
         copied.copy_(leaf)
         return copied

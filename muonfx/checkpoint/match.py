@@ -250,7 +250,6 @@ class _Comparison:
         self._check_chain()
         self._check_patterns([*new_names, *self.expected, *self.index.objects, *(self.objects or ())])
         self._check_names()
-        self._check_objects()
         self._check_leaves()
 
     def _check_renaming(self, problems: Sequence[str]) -> None:
@@ -297,7 +296,7 @@ class _Comparison:
                 )
 
     def _check_names(self) -> None:
-        """Report leaves that only the checkpoint or only the requested state has."""
+        """Report leaves, groups and schedulers that only the checkpoint or only the requested state has."""
         expected = self.expected.leaves
         missing = _unmatched(expected, self.stored_name_of, self.rules.allow_missing)
         for name in missing:
@@ -305,21 +304,15 @@ class _Comparison:
         extra = _unmatched(self.stored_name_of, expected, self.rules.allow_extra)
         self.problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
         self._advise_about_names(missing, extra)
-
-    def _check_objects(self) -> None:
-        """Report groups and schedulers that only the checkpoint or only the optimizer to load has."""
         if self.objects is None:
             return
         stored_objects = self.index.objects
-        for name in self.objects:
-            if name not in stored_objects and not matches_any(self.rules.allow_missing, name):
-                self.problems.append(f"missing:   {name!r} is not in the checkpoint")
-                self.advice.append(
-                    f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer itself, "
-                    "not its transform_state, with scheduler= if it has one"
-                )
-        is_scheduler_extra = SCHEDULER in stored_objects and SCHEDULER not in self.objects
-        if is_scheduler_extra and not matches_any(self.rules.allow_extra, SCHEDULER):
+        for name in _unmatched(self.objects, stored_objects, self.rules.allow_missing):
+            self.problems.append(f"missing:   {name!r} is not in the checkpoint")
+            self.advice.append(
+                f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer"
+            )
+        if SCHEDULER in stored_objects and _unmatched([SCHEDULER], self.objects, self.rules.allow_extra):
             self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
             self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
 

@@ -302,7 +302,7 @@ def test_an_error_that_cannot_be_sent_reaches_all_ranks_in_words(here: Here, tmp
 
 
 def test_the_recorded_chain_has_the_numbers_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The record of a transform is kept for the next save, but not if a tensor in it may change in place."""
+    """Also if a tensor in the transform has changed in place since the last save."""
     monkeypatch.setattr(policy, "cpu_has_bf16", lambda: False)  # float32 products for float32, on every machine
     rate = torch.tensor(0.5)
     tx = mfx.chain(mfx.momentum(), mfx.scale(rate))

@@ -247,28 +247,19 @@ def _names_in_order(
 
     Names are from ``params`` if the optimizer has these tensors, else ``names``, else "param_names" of its groups.
     """
+    members: list[Tensor] = []
     if isinstance(optimizer, torch.optim.Optimizer):
-        member_names = _names_of_members(optimizer, params)
-        if member_names is not None:
-            return member_names
+        for group in optimizer.param_groups:
+            members += group["params"]
+    name_of = {param: name for name, param in params.items()}
+    if members and name_of.keys() >= set(members):
+        return [name_of[param] for param in members]
     if names is not None:
         return names
     group_names: list[str] = []
     for group in groups:
         group_names += group.get("param_names", [])
     return group_names
-
-
-def _names_of_members(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> list[str] | None:
-    """Return the names of an optimizer's parameters, in its order; None unless all of them are in ``params``."""
-    name_of = {param: name for name, param in params.items()}
-    names: list[str] = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param not in name_of:
-                return None
-            names.append(name_of[param])
-    return names
 
 
 def _require_names(form: Format, names: Sequence[str], count: int, params: Mapping[str, Tensor]) -> None:
