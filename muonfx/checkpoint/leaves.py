@@ -29,6 +29,7 @@ from muonfx.core import Transform
 from muonfx.core.checks import check_tree
 from muonfx.core.transform import require_transform
 from muonfx.core.value import strip_transparent
+from muonfx.internal.display import Table
 from muonfx.internal.wrappers import MAY_BE_WRAPPED, unwrapped
 from muonfx.sharding.shards.boxes import Box, cover
 from muonfx.sharding.shards.dtensors import is_dtensor
@@ -326,13 +327,11 @@ class StateSpec:
 
     def __str__(self) -> str:
         """Return one line for each leaf: name, shape, dtype."""
-        name_width = max(map(len, self.leaves), default=0)
-        shape_width = max([len(str(spec.shape)) for spec in self.leaves.values()], default=0)
-        lines: list[str] = []
+        rows: list[tuple[str, ...]] = []
         for name, spec in self.leaves.items():
-            dtype_name = str(spec.dtype).removeprefix("torch.")
-            lines.append(f"{name:{name_width}}  {spec.shape!s:{shape_width}}  {dtype_name}")
-        return "\n".join(lines)
+            rows.append((name, str(spec.shape), str(spec.dtype).removeprefix("torch.")))
+        text = Table(("", "", ""), rows).to_text()
+        return text.removeprefix("\n")  # the line of the titles
 
     @property
     def nbytes(self) -> int:

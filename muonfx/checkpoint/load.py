@@ -30,7 +30,7 @@ from muonfx.checkpoint.match import Allow, Rules, match, patterns_of
 from muonfx.checkpoint.reader import DataReader
 from muonfx.checkpoint.save import wait_for_save
 from muonfx.checkpoint.state_dicts import as_saved_optimizer
-from muonfx.checkpoint.together import Alone, Together, require_same
+from muonfx.checkpoint.together import Together, require_same
 from muonfx.core import Transform
 from muonfx.core.chain_differences import differences_of_chains
 from muonfx.core.checks import warn_caller
@@ -291,7 +291,7 @@ class Loader:
         self._index_lock = stack.enter_context(ExitStack())
         """Closes the index; while it is open, saves do not remove the data files. `read` closes it."""
 
-    def share_index(self, ranks: Alone | Together) -> None:
+    def share_index(self, ranks: Together) -> None:
         """Let rank 0 read and lock the index for all ranks."""
 
         def read_index() -> Index | None:
@@ -357,20 +357,17 @@ def load_checkpoint(
     def make_target(where: str) -> Target:
         return target_class.of(like, tx, Rules(**rules), where, is_alone=group is None, **options)
 
-    ranks: Alone | Together = Alone()
     try:
+        ranks = Together(group, path, f"the load of {path}")
         if group is not None:
-            ranks = Together(group, path, f"the load of {path}")
             wait_for_save()  # a save in the background may use the same group
-            ranks.meet("checkpoint.load")
+        ranks.meet("checkpoint.load")
         return retried(path, partial(_load_once, path, make_target, ranks))
     except LostRanksError as error:
         raise CheckpointError(f"{path} was not loaded: {error}") from error
 
 
-def _load_once(
-    path: Any, make_target: Callable[[str], Target], ranks: Alone | Together, attempt: int
-) -> tuple[Any, Index]:
+def _load_once(path: Any, make_target: Callable[[str], Target], ranks: Together, attempt: int) -> tuple[Any, Index]:
     """Load a checkpoint in attempt number ``attempt``; raise `ReplacedError` if a save has replaced it meanwhile."""
     with ExitStack() as stack:
         loader = Loader(path, make_target, stack)

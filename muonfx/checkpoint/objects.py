@@ -38,30 +38,18 @@ def to_json(value: Any, name: str) -> Any:
         return value if math.isfinite(value) else {"~float": repr(value)}
     if value_type is bytes:
         return {"~bytes": base64.b64encode(value).decode()}
-    if value_type is list:
-        return _items_to_json(value, name)
-    if value_type is tuple:
-        return {"~tuple": _items_to_json(value, name)}
+    if value_type in (list, tuple):
+        items = [to_json(item, f"{name}/{index}") for index, item in enumerate(value)]
+        return items if value_type is list else {"~tuple": items}
     if value_type in (dict, OrderedDict, Counter):
         return _dict_to_json(value, name)
     if isinstance(value, Tensor) and value.ndim == 0 and value.dtype in NAMES and not value.dtype.is_complex:
         return {"~tensor": [NAMES[value.dtype], to_json(value.item(), name)]}
-    raise _no_json(value_type, name)
-
-
-def _no_json(value_type: type, name: str) -> TypeError:
-    """Return the error of `to_json` for a value of a type that a checkpoint cannot hold."""
-    type_name = f"{value_type.__module__}.{value_type.__qualname__}"
-    return TypeError(
-        f"{name!r} is a {type_name}, expected a tensor, or a value that JSON can hold (None, "
-        "bool, int, float, str, bytes, a 0-d tensor, or a list, tuple or dict of these): a checkpoint has no pickle. "
-        "Convert it, for example by float() or tolist(), or leave it out"
+    raise TypeError(
+        f"{name!r} is a {value_type.__module__}.{value_type.__qualname__}, expected a tensor, or a value that JSON can "
+        "hold (None, bool, int, float, str, bytes, a 0-d tensor, or a list, tuple or dict of these): a checkpoint has "
+        "no pickle. Convert it, for example by float() or tolist(), or leave it out"
     )
-
-
-def _items_to_json(items: list[Any] | tuple[Any, ...], name: str) -> list[Any]:
-    """Return the items of a list or tuple as JSON."""
-    return [to_json(item, f"{name}/{index}") for index, item in enumerate(items)]
 
 
 def _dict_to_json(values: dict[Any, Any], name: str) -> dict[str, Any]:

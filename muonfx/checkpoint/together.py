@@ -24,18 +24,6 @@ Value = TypeVar("Value")
 Answer = TypeVar("Answer")
 
 
-class Alone:
-    """One process without a group: rank 0 of 1."""
-
-    rank = 0
-    size = 1
-
-    def step(self, compute: Callable[[], Value], merge: Callable[[list[Value]], Sequence[Answer]]) -> Answer:
-        """Return the answer of ``merge`` to the value of ``compute``."""
-        (answer,) = merge([compute()])
-        return answer
-
-
 class _Outcome(NamedTuple):
     """The value that a rank has computed in a step."""
 
@@ -52,23 +40,31 @@ class _Failures(NamedTuple):
 
 
 class Together:
-    """The ranks of a process group. Every rank calls the same methods in the same order.
+    """The ranks of a process group, or one process without a group, which is rank 0 of 1.
+
+    Every rank calls the same methods in the same order.
 
     Args:
-        group: the process group.
+        group: the process group; None for one process.
         path: the path of the checkpoint, which begins errors that do not name it.
         action: the save or load, which begins the error if the group cannot be used.
     """
 
     def __init__(self, group: Any, path: object, action: str) -> None:
-        self.group = check_group(group, action)
+        self.group = group
         self.path = path
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self._merging_rank = dist.get_global_rank(group, 0)
+        self.rank = 0
+        self.size = 1
+        if group is not None:
+            check_group(group, action)
+            self.rank = dist.get_rank(group)
+            self.size = dist.get_world_size(group)
+            self._merging_rank = dist.get_global_rank(group, 0)
 
     def meet(self, call: str) -> None:
         """Wait until all ranks make the same call, such as "checkpoint.save"; raise if some do not make it."""
+        if self.group is None:
+            return
         try:
             wait_for_all(self.group, call)
         except ShardingError as error:
@@ -80,18 +76,21 @@ class Together:
         Rank 0 merges only if all ranks have a value. Otherwise, or if the merge fails, all ranks raise one error. A
         rank that is interrupted takes part in the communication until all ranks have an answer.
         """
+        if self.group is None:
+            (answer,) = merge([compute()])
+            return answer
         computed = _attempt(compute)
         values = self._gather(computed.sent)
         merged = _Outcome([])  # of ranks other than 0
         if self.rank == 0:
             merged = self._merge(values, merge)
-        answer = self._scatter(merged.sent)
+        received = self._scatter(merged.sent)
         for interrupt in (computed.interrupt, merged.interrupt):
             if interrupt is not None:
                 raise interrupt
-        if isinstance(answer, _Failures):
-            raise_one_error(answer.error_of_rank, self.path)
-        return answer
+        if isinstance(received, _Failures):
+            raise_one_error(received.error_of_rank, self.path)
+        return received
 
     def _merge(self, values: list[Any], merge: Callable[[list[Any]], Sequence[Any]]) -> _Outcome:
         """Return the list of answers for the ranks; if a value is an error or the merge fails, `_Failures` for each."""
@@ -159,11 +158,11 @@ def _communication() -> Generator[None]:
         ) from error
 
 
-def check_group(group: Any, action: str) -> dist.ProcessGroup:
-    """Return ``group``; raise unless it is a process group with this rank. ``action`` begins the error message."""
+def check_group(group: Any, action: str) -> None:
+    """Raise unless ``group`` is a process group with this rank. ``action`` begins the error message."""
     try:
         if dist.is_initialized() and dist.get_rank(group) >= 0:  # -1 for a process that is not in the group
-            return group
+            return
     except (ValueError, RuntimeError, TypeError, AttributeError):
         pass  # torch does not know the group
     raise CheckpointError(

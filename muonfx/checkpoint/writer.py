@@ -21,7 +21,7 @@ from muonfx.checkpoint.errors import CheckpointError, LostRanksError, WriteError
 from muonfx.checkpoint.files import bytes_of, crc32_of, no_collection, with_plain_bits
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf, data_name
 from muonfx.checkpoint.leaves import LocalLeaf, described, problem_of_boxes, slices_of
-from muonfx.checkpoint.together import Alone, Together, require_same
+from muonfx.checkpoint.together import Together, require_same
 from muonfx.core.argument_texts import without_addresses
 from muonfx.internal.progress import reporting_bytes
 from muonfx.sharding.communication.differences import listed
@@ -201,13 +201,11 @@ def entry_of(name: str, box: Box, shape: tuple[int, ...], values: Tensor) -> Ent
 def write_checkpoint(request: SaveRequest) -> None:
     """Write a checkpoint. With a group, every rank calls this, and an error on one rank is raised on all."""
     path = request.path
-    ranks: Alone | Together = Alone()
-    if request.group is not None:
-        ranks = Together(request.group, path, f"the save to {path}")
-        try:
-            ranks.meet("checkpoint.save")
-        except LostRanksError as error:
-            raise WriteError(f"{path} was not written: {error}") from error
+    ranks = Together(request.group, path, f"the save to {path}")
+    try:
+        ranks.meet("checkpoint.save")
+    except LostRanksError as error:
+        raise WriteError(f"{path} was not written: {error}") from error
     saver = Saver(request, ranks.rank, ranks.size)
     try:
         # In a step, all ranks call the first function, and rank 0 calls the second with their results.
