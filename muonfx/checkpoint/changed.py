@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muonfx.checkpoint.errors import mismatch
+from muonfx.checkpoint.folder import StrPath
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded, plain_names
 from muonfx.checkpoint.load import Target, load_checkpoint, require_no_arguments
@@ -71,7 +71,7 @@ class Continuation(Shown):
 
 
 def load_changed(
-    path: str | os.PathLike[str],
+    path: StrPath,
     like: PyTree,
     *,
     tx: Transform | None = None,

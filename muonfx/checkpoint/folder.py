@@ -26,10 +26,13 @@ from muonfx.checkpoint.reader import DataReader
 from muonfx.core.checks import positive_int
 from muonfx.internal.display import format_bytes
 
+StrPath = str | os.PathLike[str]
+"""The path of a folder."""
+
 _STEP = re.compile(r"step-(\d+)")
 
 
-def step_path(folder: str | os.PathLike[str], step: int) -> Path:
+def step_path(folder: StrPath, step: int) -> Path:
     """Return the path for the checkpoint of a training step: ``folder/step-<step>``, with nine digits.
 
     Raises:
@@ -48,7 +51,7 @@ def check_step(step: object) -> None:
         raise ValueError(f"step must be an int of 0 or more, found {step!r}")
 
 
-def folder_named(path: str | os.PathLike[str]) -> Path:
+def folder_named(path: StrPath) -> Path:
     """Return the absolute path of a folder, which need not exist; raise if ``path`` cannot name a folder."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path must be a str or a path, found {path!r}")
@@ -66,7 +69,7 @@ def step_of(path: Path) -> int | None:
     return int(match[1])
 
 
-def inspect(path: str | os.PathLike[str]) -> Index:
+def inspect(path: StrPath) -> Index:
     """Describe a checkpoint without reading tensors: step, extra values, transform, and the shape of each leaf.
 
     The result also has the dtype of each leaf, and the versions of muonfx and torch that wrote the checkpoint.
@@ -196,7 +199,7 @@ def _is_of_torch_save(path: Path) -> bool:
     return start.startswith(b"PK\3\4") and b"/data.pkl" in start
 
 
-def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+def checkpoints(folder: StrPath) -> list[Path]:
     """Return the paths of the complete checkpoints in a folder, in ascending order of step.
 
     These are the folders named by `step_path` that contain an index; an interrupted save has none. Only names are read;
@@ -249,7 +252,7 @@ def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
     return None
 
 
-def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
+def latest(folder: StrPath, *, verify: bool = False) -> Path | None:
     """Return the path of the undamaged checkpoint with the highest step in a folder.
 
     Args:
@@ -286,7 +289,7 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
     return None
 
 
-def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = None) -> list[Path]:
+def prune(folder: StrPath, keep: int, *, written: Path | None = None) -> list[Path]:
     """Remove old checkpoints from a folder, except the ``keep`` undamaged checkpoints with the highest steps.
 
     A damaged checkpoint is removed only if it is older than every kept checkpoint. To remove a checkpoint, its index
@@ -359,7 +362,7 @@ def _remove(path: Path) -> bool:
     return True
 
 
-def clean(path: str | os.PathLike[str]) -> list[Path]:
+def clean(path: StrPath) -> list[Path]:
     """Remove the files of interrupted saves from a checkpoint, or from all checkpoints in a folder.
 
     A save leaves files behind if its process is killed. The next save removes them, except those of another machine,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError, mismatch
 from muonfx.checkpoint.files import no_collection
-from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried, with_reader
+from muonfx.checkpoint.folder import StrPath, folder_named, inspect_and_keep, replacement, retried, with_reader
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import (
     GROUPS,
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: StrPath,
     like: PyTree | StateSpec,
     *,
     tx: Transform | None = None,
@@ -171,7 +170,7 @@ def require_no_arguments(tx: object, device: object) -> None:
 
 
 def load_params(
-    path: str | os.PathLike[str],
+    path: StrPath,
     like: PyTree,
     *,
     tx: Transform | None = None,
@@ -221,7 +220,7 @@ def load_params(
     return loaded
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def read(path: StrPath) -> dict[str, Tensor]:
     """Read a whole checkpoint, verify all checksums, and return a dict from leaf name to tensor in host memory.
 
     Raises:
@@ -245,7 +244,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return with_reader(folder_named(path), read_all)
 
 
-def verify(path: str | os.PathLike[str]) -> Index:
+def verify(path: StrPath) -> Index:
     """Read every byte of a checkpoint, and raise unless all checksums match.
 
     Returns:
@@ -338,7 +337,7 @@ class Loader:
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str],
+    path: StrPath,
     target_class: type[Target],
     like: PyTree | StateSpec,
     tx: Transform | None,

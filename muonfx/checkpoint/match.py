@@ -289,9 +289,9 @@ class _Comparison:
             for pattern in patterns:
                 if pattern == "*" or any(matches(pattern, name) for name in names):
                     continue
-                close = format_list(close_names(pattern.strip("*/"), names, "/")) or "no other"
+                similar = format_list(close_names(pattern.strip("*/"), names, "/")) or "none"
                 self.problems.append(
-                    f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`, close: {close}; correct "
+                    f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`, similar: {similar}; correct "
                     "or remove it: a name, the first levels of names, or a glob"
                 )
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx.checkpoint.files import no_collection
-from muonfx.checkpoint.folder import check_step, folder_named, step_of
+from muonfx.checkpoint.folder import StrPath, check_step, folder_named, step_of
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import (
     GROUPS,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: StrPath,
     state: PyTree,
     *,
     tx: Transform | None = None,
@@ -138,7 +138,7 @@ def save(
 
 
 def save_async(
-    path: str | os.PathLike[str],
+    path: StrPath,
     state: PyTree,
     *,
     tx: Transform | None = None,
@@ -192,7 +192,7 @@ def save_async(
 
 
 def _request(
-    path: str | os.PathLike[str],
+    path: StrPath,
     state: PyTree,
     params: PyTree,
     *,

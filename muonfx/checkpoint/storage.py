@@ -15,7 +15,6 @@ results of its write. The coordinator, rank 0, compares them before it writes th
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -47,7 +46,7 @@ from torch.futures import Future
 
 from muonfx.checkpoint.draft import Draft, Entry, WrittenShards, block_checksums
 from muonfx.checkpoint.errors import CheckpointError, ReplacedError
-from muonfx.checkpoint.folder import folder_named, inspect_and_keep, replacement, retried
+from muonfx.checkpoint.folder import StrPath, folder_named, inspect_and_keep, replacement, retried
 from muonfx.checkpoint.index import Chunk, Index, Leaf, data_name
 from muonfx.checkpoint.leaves import StateSpec, name_of, path_of, plain_names, whole_box
 from muonfx.checkpoint.match import Rules, match
@@ -90,7 +89,7 @@ class _InFolder:
     """A storage of DCP whose checkpoints are folders."""
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Return whether ``checkpoint_id`` can be the path of a folder."""
         try:
             folder_named(checkpoint_id)
@@ -143,7 +142,7 @@ class Writer(_InFolder, StorageWriter):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: StrPath,
         *,
         step: int | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -164,7 +163,7 @@ class Writer(_InFolder, StorageWriter):
             self._draft.abandon()
             self._draft = None
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another save; ``checkpoint_id`` is the path of its folder, or None for the path as before."""
         self._abandon()
         if checkpoint_id is not None:
@@ -391,7 +390,7 @@ class Reader(_InFolder, StorageReader):
         {'model': {'w': tensor([1., 1.])}}
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, cast: Mapping[str, torch.dtype] | None = None) -> None:
+    def __init__(self, path: StrPath, *, cast: Mapping[str, torch.dtype] | None = None) -> None:
         self._stack = ExitStack()
         """Closes the index and the data files."""
         self._path = folder_named(path)
@@ -404,7 +403,7 @@ class Reader(_InFolder, StorageReader):
         if hasattr(self, "_stack"):
             self._stack.close()
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another load; ``checkpoint_id`` is the path of its folder, or None for the path as before."""
         self._stack.close()
         if checkpoint_id is not None:
