@@ -291,8 +291,8 @@ class _Comparison:
                     continue
                 similar = format_list(close_names(pattern.strip("*/"), names, "/")) or "none"
                 self.problems.append(
-                    f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`, similar: {similar}; correct "
-                    "or remove it: a name, the first levels of names, or a glob"
+                    f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`, similar: {similar}; "
+                    "correct or remove it: a name, the first levels of names, or a glob"
                 )
 
     def _check_names(self) -> None:

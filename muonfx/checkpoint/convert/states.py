@@ -114,21 +114,21 @@ def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int 
     return [f"{path} is one for all parameters, the source has {texts}; give step= to choose"]
 
 
-def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf], problems: list[str]) -> set[str]:
+def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf], problems: list[str]) -> list[str]:
     """Copy the moments in ``leaves`` into the state of a transform; return the names of its parameters.
 
     A text about each moment that does not fit is added to ``problems``.
     """
-    names: set[str] = set()
+    names: dict[str, None] = {}  # each once, in order
     for number, (field, moments) in enumerate(_moments_of(part, path).items()):
         for name, zeros in tree.named_leaves(moments):
-            names.add(name)
+            names[name] = None
             problem = None
             if zeros is not None:
                 problem = _fill(zeros, leaves.get(name), _KINDS[type(part)], number)
             if problem is not None:
                 problems.append(f"{path}{field}/{name}: {problem}")
-    return names
+    return list(names)
 
 
 def _fill(zeros: Tensor, leaf: Leaf | None, kind: str, number: int) -> str | None:
