@@ -184,17 +184,12 @@ def _levels_of_key(key: str) -> Path:
 def _expected_names(names: Iterable[str]) -> dict[tuple[str, str | None], str]:
     """Return names of leaves by their keys in a state dict and the names of the parameters, None for a step count.
 
-    Any level of a name may be the parameter.
-
-    >>> _expected_names(["trace/w", "count"])
-    {('trace.w', None): 'trace/w', ('w', 'trace'): 'trace/w', ('trace', 'w'): 'trace/w', ('count', None): 'count', \
-('', 'count'): 'count'}
+    >>> _expected_names(["trace/w"])
+    {('trace.w', None): 'trace/w', ('trace', 'w'): 'trace/w'}
     """
     expected_name_of: dict[tuple[str, str | None], str] = {}
     for name in names:
-        keys = list(map(str, path_of(name)))
-        expected_name_of[".".join(keys), None] = name
-        for position, key in enumerate(keys):
-            other_keys = keys[:position] + keys[position + 1 :]
-            expected_name_of[".".join(other_keys), key] = name
+        *upper_keys, last_key = map(str, path_of(name) or ("",))  # a state that is one leaf has no keys
+        expected_name_of[".".join([*upper_keys, last_key]), None] = name
+        expected_name_of[".".join(upper_keys), last_key] = name
     return expected_name_of

@@ -139,9 +139,7 @@ def test_a_state_that_would_start_again_as_a_whole_is_an_error(tmp_path: Path) -
     params = params_of()
     adam, momentum = KINDS["adamw"], KINDS["muon"]
     states = saved_after(adam, params, tmp_path)
-    with pytest.raises(
-        ck.MismatchError, match=r"nothing was loaded[\s\S]*fits `like`.*'scale_by_adam/mu.*'momentum/trace"
-    ):
+    with pytest.raises(ck.MismatchError, match=r"loaded:\s.*fits `like`.*'scale_by_adam/mu.*'momentum/trace"):
         ck.load_changed(states, momentum.init(params))
     only_params = ck.save(tmp_path / "params", None, params=params)
     with pytest.raises(ck.MismatchError, match=r"it has no state, and `like` has 'momentum/trace"):
