@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
@@ -116,36 +115,31 @@ def _key_of(level: str) -> str | int:
     return level.removeprefix("~2").replace("~1", "/").replace("~0", "~")
 
 
-def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
-    """Return a list with the name and the value of each leaf of a tree, None leaves included.
+def named_tensors(values: PyTree, section: str = "") -> dict[str, Any]:
+    """Return a dict from the name of each leaf of a tree to the leaf; raise unless it is a tensor, a shard, or None.
 
     Names begin with ``section``, such as "params", if given. Prefixes from wrappers like ``torch.compile`` are removed.
     """
-    stored_names = [name_of(path, section) for path in tree.paths(values)]
-    plain_name_of = plain_names(stored_names)
-    names = [plain_name_of[name] for name in stored_names]
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ValueError(
-                f"two leaves have the name {name!r} when the prefixes of wrappers (torch.compile, DataParallel, ...) "
-                "are removed: rename one of them"
-            )
-    return list(zip(names, tree.leaves(values), strict=True))
-
-
-def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
-    """Return a list of (name, leaf) pairs; raise TypeError unless each leaf is a tensor, a shard, or None."""
     for kind, code in _MISTAKEN.items():
         if isinstance(values, kind):
             raise TypeError(f"found a {type(values).__name__}, expected a tree of tensors: pass {code}")
-    named = named_leaves(values, section)
-    for name, leaf in named:
+    names = [name_of(path, section) for path in tree.paths(values)]
+    plain_name_of = plain_names(names)
+    leaves: dict[str, Any] = {}
+    for name, leaf in zip(names, tree.leaves(values), strict=True):
+        plain_name = plain_name_of[name]
+        if plain_name in leaves:
+            raise ValueError(
+                f"two leaves have the name {plain_name!r} when the prefixes of wrappers (torch.compile, DataParallel, "
+                "...) are removed: rename one of them"
+            )
         if leaf is not None and not isinstance(leaf, Tensor) and not is_sharded(leaf):
             raise TypeError(
-                f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint stores tensors and "
-                "JSON; store a number as a 0-d tensor, or pass it in extra="
+                f"the leaf {plain_name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint stores tensors "
+                "and JSON; store a number as a 0-d tensor, or pass it in extra="
             )
-    return named
+        leaves[plain_name] = leaf
+    return leaves
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
@@ -359,11 +353,10 @@ class StateSpec:
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
 
 
-def spec_of_named(named: list[tuple[str, Any]], values: PyTree, tx: Transform | None = None) -> StateSpec:
-    """Return the `StateSpec` of the tree ``values``; ``named`` is a list of its (name, leaf) pairs."""
-    leaves = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
-    names = tuple(name for name, _ in named)
-    state_spec = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=names)
+def spec_of_named(named: Mapping[str, Any], values: PyTree, tx: Transform | None = None) -> StateSpec:
+    """Return the `StateSpec` of the tree ``values``; ``named`` is the result of `named_tensors`."""
+    leaves = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named.items() if leaf is not None}
+    state_spec = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=tuple(named))
     if tx is None:
         return state_spec
     return state_spec.of_chain(tx)

@@ -431,7 +431,7 @@ class Target:
                 local_tx = tx
                 like = to_global(tx, like)
             named = named_tensors(like, section)
-            leaves = {name: leaf for name, leaf in named if leaf is not None}
+            leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
             expected = spec_of_named(named, like, None if section == PARAMS else tx)
         if is_alone:
             for name, leaf in leaves.items():

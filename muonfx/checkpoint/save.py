@@ -267,12 +267,12 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
             state = to_global(tx, state)
         if params is not None:
             params = tx.layout.to_global(params)
-    named: list[tuple[str, Any]] = []
+    named: dict[str, Any] = {}
     if state is not None:
-        named += named_tensors(state)
+        named |= named_tensors(state)
     if params is not None:
-        named += named_tensors(params, section=PARAMS)
-    leaves = {name: leaf for name, leaf in named if leaf is not None}
+        named |= named_tensors(params, section=PARAMS)
+    leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
     for name, leaf in leaves.items():
         require_writable(name, leaf, is_alone=is_alone)
     return leaves

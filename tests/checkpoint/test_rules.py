@@ -19,7 +19,7 @@ import muonfx as mfx
 from muonfx import testing as kit
 from muonfx import tree
 from muonfx.checkpoint import MismatchError, NotFoundError
-from muonfx.checkpoint.leaves import PARAMS, in_section, name_of, named_leaves
+from muonfx.checkpoint.leaves import PARAMS, in_section, name_of, named_tensors
 from muonfx.polar import policy
 from muonfx.routing import default_labels_by_name
 from muonfx.tree.dtypes import NAMES, widens
@@ -49,13 +49,13 @@ def test_two_paths_have_two_names_outside_of_the_parameters(one, other):
 
 def test_parameters_stand_under_a_level_of_their_own():
     leaf = torch.zeros(1)
-    assert [name for name, _ in named_leaves({"w": leaf, "params": leaf, "a/b": leaf}, PARAMS)] == [
+    assert list(named_tensors({"w": leaf, "params": leaf, "a/b": leaf}, PARAMS)) == [
         "params/a~1b",
         "params/params",
         "params/w",
     ]
-    assert [name for name, _ in named_leaves({"w": leaf, "params": {"w": leaf}})] == ["~2params/w", "w"]
-    assert [name for name, _ in named_leaves(leaf, PARAMS)] == ["params"]
+    assert list(named_tensors({"w": leaf, "params": {"w": leaf}})) == ["~2params/w", "w"]
+    assert list(named_tensors(leaf, PARAMS)) == ["params"]
 
 
 @pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
