@@ -176,6 +176,12 @@ def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str,
         if name in stored or name in equal_counts:
             return {}
         moved[name] = source
+    # A 0-d leaf moves with the state of a parameter. By itself it may be a parameter's, and of another transform.
+    moves = {_move(name, source) for name, source in moved.items() if shapes[name]}
+    has_only_counts = not any(shapes.values())
+    for name, source in list(moved.items()):
+        if not has_only_counts and _move(name, source) not in moves:
+            del moved[name]
     return moved
 
 
@@ -203,11 +209,13 @@ def _with_moved_leaves(
 
 def _moved_text(moved: Mapping[str, str]) -> str:
     """Return moved states as text: "'adamw' as 'partition/adamw', the whole state as 'inner'"."""
-    texts: dict[str, None] = {}  # each once, in order
-    for name, source in moved.items():
-        equal = equal_levels(name, source)
-        texts[f"{_upper_levels(source, equal)} as {_upper_levels(name, equal)}"] = None
-    return ", ".join(texts)
+    return ", ".join(dict.fromkeys([_move(name, source) for name, source in moved.items()]))  # each once
+
+
+def _move(name: str, source: str) -> str:
+    """Return the levels that differ between the names of a leaf as text: "'adamw' as 'partition/adamw'"."""
+    equal = equal_levels(name, source)
+    return f"{_upper_levels(source, equal)} as {_upper_levels(name, equal)}"
 
 
 def _upper_levels(name: str, lower: int) -> str:
