@@ -245,7 +245,7 @@ def _index(body: Any, *, with_leaves: bool) -> Index:
     step = body["step"]
     if step is not None:
         _require_sizes([step])
-    chain = body["chain"]
+    chain: Any = body["chain"]
     if chain is None:
         chain = {"fingerprint": None, "repr": None, "products": {}}
     files = tuple(_file(entry) for entry in body["files"])
