@@ -370,6 +370,10 @@ class Saving:
         self._future = future
         self._is_reported = False
 
+    def __repr__(self) -> str:
+        progress = "ended" if self.done else "running"
+        return f"<save to {self.path}, {progress}>"
+
     @property
     def done(self) -> bool:
         """True if the save has ended, successfully or with an error. `wait` raises that error."""

@@ -34,7 +34,7 @@ class _Outcome(NamedTuple):
 
 
 class _Failures(NamedTuple):
-    """What each rank receives in place of its answer if a rank has failed."""
+    """The errors of the ranks that have failed, by rank. Each rank receives them in place of its answer."""
 
     error_of_rank: dict[int, Exception]
 

@@ -169,7 +169,10 @@ class Saver:
 def merged(
     written: Sequence[WrittenShards], plan: Mapping[str, PlannedLeaf]
 ) -> tuple[tuple[DataFile, ...], dict[str, Leaf]]:
-    """Return the data files and the leaves of an index, in the order of the plan, from what each rank has written."""
+    """Return the data files and the leaves of an index, from the shards that each rank has written.
+
+    The leaves have the order of ``plan``.
+    """
     files: list[DataFile] = []
     chunks_of_leaf: dict[str, list[Chunk]] = {name: [] for name in plan}
     for file, chunks in written:
