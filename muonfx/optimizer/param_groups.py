@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from muonfx.core.checks import warn_caller
-from muonfx.optimizer import errors
 from muonfx.optimizer.group_numbers import (
     Group,
     GroupNumbers,
@@ -24,7 +23,6 @@ from muonfx.optimizer.group_numbers import (
     Number,
     TrackedGroup,
     own_copy,
-    read_numbers,
     require_in_range,
 )
 from muonfx.optimizer.named_parameters import NamedPairs, NamedTensors
@@ -87,53 +85,45 @@ _ARGUMENTS_OF_MUON = {"adamw_lr": "lr", "adamw_weight_decay": "weight_decay"}
 """Arguments of `Muon` for the parameters of AdamW, and their keys in the groups of these parameters."""
 
 
-def unread_key_warning(key: str, value: Any, name: str, group_keys: Set[str], all_keys: Set[str]) -> str | None:
-    """Return a warning if a key of a group looks like a hyperparameter and sets none, else None.
+def warn_of_unread_keys(entries: Group, name: str, group_keys: Set[str], all_keys: Set[str]) -> list[str]:
+    """Warn of keys of a group that look like hyperparameters and set none. Return these keys.
 
-    ``name`` is a parameter of the group. ``group_keys`` are the hyperparameters of the group, and ``all_keys`` those
-    of all groups.
+    Args:
+        entries: the keys to check and their values.
+        name: a parameter of the group, for the message.
+        group_keys: the hyperparameters of the group.
+        all_keys: the hyperparameters of all groups.
     """
+    unread_keys: list[str] = []
+    for key, value in entries.items():
+        problem = _problem_of_key(key, value, group_keys, all_keys)
+        if problem is not None:
+            unread_keys.append(key)
+            warn_caller(f"param_groups: {key!r} in the group of {name!r} is kept, but {problem}")
+    return unread_keys
+
+
+def _problem_of_key(key: str, value: Any, group_keys: Set[str], all_keys: Set[str]) -> str | None:
+    """Return the end of a warning if a key of a group looks like a hyperparameter and sets none, else None."""
     if key in group_keys or key in NOT_HYPERPARAMS:
         return None
-    start = f"param_groups: {key!r} in the group of {name!r} is kept, but"
     if key in _ARGUMENTS_OF_MUON:
         return (
-            f"{start} has no effect, because it is an argument of Muon: make a group of the parameters of AdamW, and "
+            "has no effect, because it is an argument of Muon: make a group of the parameters of AdamW, and "
             f"give it {_ARGUMENTS_OF_MUON[key]!r}"
         )
     group_key = intended_hyperparam(key, group_keys)
     if group_key is not None:
-        return f"{start} it is no hyperparameter of the group: did you mean {group_key!r}?"
+        return f"it is no hyperparameter of the group: did you mean {group_key!r}?"
     if intended_hyperparam(key, all_keys) is not None:
         expected = ", ".join(sorted(group_keys)) or "none"
-        return f"{start} it is no hyperparameter of the group: the group has {expected}"
+        return f"it is no hyperparameter of the group: the group has {expected}"
     if key in _KEYS_OF_OTHERS and value:  # such as "amsgrad": True
         return (
-            f"{start} has no effect: the labels choose the transform of a parameter, and the arguments of the "
-            "transform choose its update"
+            "has no effect: the labels choose the transform of a parameter, and the arguments of the transform choose "
+            "its update"
         )
     return None
-
-
-def warn_of_unread_keys(entries: Group, name: str, distinct: Sequence[UpdateRule], rules: UpdateRules) -> None:
-    """Warn of keys of a new group that look like hyperparameters and set none.
-
-    Args:
-        entries: the keys of the group and their values.
-        name: a parameter of the group, for the message.
-        distinct: the different update rules of the parameters of the group.
-        rules: the update rules of all parameters of the optimizer.
-    """
-    if not entries:
-        return
-    # A group of several labels may have the common key "weight_decay", and "adamw.weight_decay" for one label.
-    group_keys = {hyperparam.key for hyperparam in group_hyperparams(distinct, entries)}
-    group_keys |= holders_of(distinct).keys()
-    all_keys = holders_of(set(rules.values())).keys()
-    for key, value in entries.items():
-        message = unread_key_warning(key, value, name, group_keys, all_keys)
-        if message is not None:
-            warn_caller(message)
 
 
 def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
@@ -154,7 +144,10 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
     """
     pairs_of = pairs_by_rule(pairs, stepping.rules)
     rules = list(pairs_of)
-    warn_of_unread_keys(entries, pairs[0][0], rules, stepping.rules)
+    # A group of several labels may have the common key "weight_decay", and "adamw.weight_decay" for one label.
+    group_keys = {hyperparam.key for hyperparam in group_hyperparams(rules, entries)} | holders_of(rules).keys()
+    all_keys = holders_of(set(stepping.rules.values())).keys()
+    warn_of_unread_keys(entries, pairs[0][0], group_keys, all_keys)
     if as_one:
         common_entries = with_agreed(rules, entries, stepping.defaults)
         labels_with_rate = holders_of(rules).get("lr", {})
@@ -174,15 +167,14 @@ def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) 
     Keys that only other rules read are left out, such as "muon.lr" and Muon's "momentum".
     """
     labelled_keys = keys_by_label(rules)
-    keys_of_others = holders_of(rules).keys() - holders_of([rule]).keys() - NOT_HYPERPARAMS
-    entries_of_rule: Group = {}
-    for key, value in entries.items():
-        if key not in keys_of_others and key not in labelled_keys:
-            entries_of_rule[key] = value
-    start = f"{rule.label}."
-    for key, value in entries.items():
-        if key in labelled_keys and key.startswith(start):
-            entries_of_rule[key.removeprefix(start)] = value
+    keys_of_rule = holders_of([rule]).keys()
+    keys_of_others = holders_of(rules).keys() - keys_of_rule - NOT_HYPERPARAMS
+    left_out = labelled_keys | keys_of_others
+    entries_of_rule = {key: value for key, value in entries.items() if key not in left_out}
+    for key in keys_of_rule:
+        labelled_key = f"{rule.label}.{key}"
+        if labelled_key in entries and labelled_key in labelled_keys:
+            entries_of_rule[key] = entries[labelled_key]
     return entries_of_rule
 
 
@@ -191,13 +183,10 @@ def _complete_group(stepping: Stepping, rules: Sequence[UpdateRule], entries: Gr
 
     ``rules`` are the different rules (labels and transforms) of the parameters.
     """
-    group: Group = {"label": label_of(rules)}
-    for key, value in entries.items():
-        group[key] = own_copy(value)
-    group["params"] = pairs
+    group: Group = {**entries, "params": pairs}
     complete_entries(stepping, rules, group)
     # "label" and "lr" come first in the dict, where people look for them.
-    return {"label": group["label"], "lr": group["lr"], **group}
+    return {"label": label_of(rules), "lr": group["lr"], **group}
 
 
 def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Group) -> None:
@@ -218,10 +207,6 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
 
 
-_LISTED = 10
-"""The largest number of lines that `TrackedGroups.warn_once` lists."""
-
-
 class TrackedGroups:
     """Records the param groups from which the steps of an optimizer read the hyperparameters.
 
@@ -236,7 +221,7 @@ class TrackedGroups:
         self._key_counts: list[int] = []
         """How many keys each group had when the keys were last read."""
         self._reported = set[str]()
-        """The keys and the lines of which a warning was given."""
+        """The keys of which a warning was given."""
         self._has_warned_of_rate = False
         """True after the warning of an "lr" that no transform reads."""
 
@@ -305,18 +290,13 @@ class TrackedGroups:
                 return tracked.numbers
         return None
 
-    def follow(self, groups: Sequence[Group], rules: UpdateRules, *, may_list_twice: bool = False) -> None:
+    def follow(self, groups: Sequence[Group], rules: UpdateRules) -> None:
         """Check param groups that a user or engine has edited, set their "param_names", and `record` them.
 
         Raise ValueError, before any change, if a tensor is of no parameter, or if a group lacks hyperparameters.
-
-        ``may_list_twice``: True if one group may be in the list twice, as after ``param_groups.extend(param_groups)``.
         """
         if self._are_recorded(groups):
             return
-        if may_list_twice:  # each dict once, in the same order
-            group_of_id = {id(group): group for group in groups}
-            groups = list(group_of_id.values())
         names_per_group = self._parameters.names_of(groups)
         for group, names in zip(groups, names_per_group, strict=True):  # check all groups before any is changed
             _require_all_hyperparams(group, names, rules)
@@ -325,10 +305,6 @@ class TrackedGroups:
             group["param_names"] = names
             group.setdefault("label", label_of(distinct_rules(names, rules)))
         self.record(groups, rules)
-
-    def synchronize_keys(self) -> None:
-        """Write changed numbers under all keys of a group that hold them: into "betas" if "momentum" was changed."""
-        read_numbers(self.groups)
 
     def read_new_keys(self, rules: UpdateRules) -> None:
         """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay"."""
@@ -339,13 +315,11 @@ class TrackedGroups:
         self._key_counts = self._count_keys()  # again, because `record` may have removed keys
         all_keys = set[str]().union(*[tracked.numbers.keys for tracked in self.groups])
         for tracked in self.groups:
-            group_keys = set(tracked.numbers.keys)
             first_name = tracked.names[0] if tracked.names else "no parameter"
-            for key in tracked.group.keys() - all_keys - self._reported:
-                message = unread_key_warning(key, tracked.group[key], first_name, group_keys, all_keys)
-                if message is not None:
-                    self._reported.add(key)
-                    warn_caller(message)
+            # A scheduler may write a hyperparameter of some groups into all groups, as OneCycleLR does.
+            reported_or_known = self._reported | all_keys
+            new_entries = {key: value for key, value in tracked.group.items() if key not in reported_or_known}
+            self._reported.update(warn_of_unread_keys(new_entries, first_name, set(tracked.numbers.keys), all_keys))
 
     def warn_of_unread_rate(self) -> None:
         """Warn once if a group has an "lr" that somebody has set, and no transform of any group reads it."""
@@ -368,13 +342,6 @@ class TrackedGroups:
         """Return the number of keys in each group."""
         return [len(tracked.group) for tracked in self.groups]
 
-    def warn_once(self, before: str, lines: list[str], after: str) -> None:
-        """Warn of those lines that this optimizer has not reported, with the text before and after them."""
-        new_lines = [line for line in lines if line not in self._reported]
-        self._reported.update(new_lines)
-        if new_lines:
-            warn_caller(before + errors.first_lines(new_lines, _LISTED) + after)
-
 
 def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRules) -> None:
     """Raise if parameters of other transforms were moved into a group, which lacks the hyperparameters of these."""
@@ -382,9 +349,12 @@ def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRu
     if len(distinct) < 2 or all(hyperparam.key in group for hyperparam in group_hyperparams(distinct, group)):
         return
     first = names[0]
-    for name in names:
-        if rules[name] != rules[first]:
-            raise errors.without_hyperparams({first: rules[first].label, name: rules[name].label})
+    others = [name for name in names if rules[name] != rules[first]]
+    raise ValueError(
+        f"param_groups: {first!r} (label {rules[first].label!r}) and {others[0]!r} (label {rules[others[0]].label!r}) "
+        "are in one group, but different transforms update them, and the group lacks hyperparameters of one: recreate "
+        "the optimizer to change a label, or add_param_group to add parameters"
+    )
 
 
 _owners: WeakSet[Optimizer] = WeakSet()
@@ -425,16 +395,9 @@ def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
     for attribute in vars(optimizer).values():
         if isinstance(attribute, Optimizer) and attribute in _owners:  # it is a wrapper
             return
-    raise _exchanged(type(optimizer).__name__, labels)
-
-
-def _exchanged(name: str, labels: Iterable[str]) -> RuntimeError:
-    """Return an error for an optimizer of another class, ``name``, that has groups with these labels from muonfx.
-
-    For example, accelerate creates DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads.
-    """
-    return RuntimeError(
-        f"{name} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
+    # For example, accelerate creates DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads.
+    raise RuntimeError(
+        f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
         "steps: an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
         'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
         "pass plain copies: [dict(group) for group in optimizer.param_groups]"

@@ -17,11 +17,19 @@ from torch.nn.modules.module import (
 )
 
 from muonfx.core.checks import all_usable, is_frozen, is_usable, warn_caller
-from muonfx.optimizer import errors
 from muonfx.optimizer.group_numbers import Group
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors, names_in
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import is_dtensor
+
+CAUSES = (
+    "was the model sharded, loaded or converted after the optimizer was created (fully_shard, load_state_dict(assign="
+    "True), to_empty() of meta parameters, parametrizations)? Create the optimizer after that"
+)
+FSDP1 = (
+    "FullyShardedDataParallel (FSDP1) has flattened and split its matrices. Shard the model with fully_shard (FSDP2; "
+    "in accelerate fsdp_version=2) instead"
+)
 
 
 def models_of(params: Any) -> list[nn.Module]:
@@ -54,23 +62,33 @@ def _require_not_flattened(named: NamedTensors) -> None:
     FSDP1 copies all parameters into one flat tensor with the attribute ``_is_flat_param``. With ``use_orig_params``,
     the parameters become views of it, with the attribute ``_fsdp_flattened``.
     """
-    views: list[tuple[str, Tensor]] = []
+    views: list[str] = []
+    flattened: list[str] = []
     for name, param in named.items():
         if getattr(param, "_fsdp_flattened", False):
-            views.append((name, param))
+            views.append(name)
         elif getattr(param, "_is_flat_param", False):
-            raise errors.flattened(name, param)
+            flattened.append(name)
     # A sharded view has one dim. On one rank, and with NO_SHARD, views keep their shapes and can be used.
-    if views and all(view.ndim < 2 for _, view in views):
-        first_name, first_view = views[0]
-        raise errors.flattened(first_name, first_view)
+    if all(named[name].ndim < 2 for name in views):
+        flattened += views
+    if flattened:
+        name = flattened[0]
+        raise ValueError(
+            f"{name!r} has shape {tuple(named[name].shape)}: {FSDP1}, or give these shards by "
+            "layout=muonfx.sharding.flat(...)"
+        )
 
 
 def check_real(named: NamedTensors) -> None:
     """Raise ValueError if a parameter is on the meta device, because it has no values to update."""
     names = [name for name, param in named.items() if param.is_meta]
     if names:
-        raise errors.on_meta(names, len(named))
+        raise ValueError(
+            f"{names[0]!r} is on the meta device, as are {len(names)} of {len(named)} parameters: allocate and load "
+            "them first (model.to_empty(device=...), then load_state_dict). An optimizer that was given the model "
+            "finds the new tensors; otherwise create the optimizer after that"
+        )
 
 
 class Slot(NamedTuple):
@@ -105,14 +123,6 @@ class KnownModel(NamedTuple):
     names: frozenset[str] | None
     """The names, also of tied parameters, under which the model has parameters of the optimizer; None if it has all."""
 
-    @classmethod
-    def of(cls, model: nn.Module, params: Set[Tensor]) -> KnownModel:
-        """Record a model that contains the parameters ``params`` of an optimizer, and perhaps others."""
-        all_params = list(model.named_parameters(remove_duplicate=False))
-        names = frozenset([name for name, param in all_params if param in params])
-        has_others = len(names) < len(all_params)
-        return cls(weakref.ref(model), names if has_others else None)
-
 
 class TrackedParameters:
     """Records for which tensors an optimizer has state, and where its models have these parameters.
@@ -137,10 +147,9 @@ class TrackedParameters:
         left_out: NamedTensors,
     ) -> None:
         self._models: list[KnownModel] = []
-        if model_of_names is not None:
-            params = {*trained.values(), *frozen.values(), *left_out.values()}
-            self._models.append(KnownModel.of(model_of_names, params))
         self.add_models(models)
+        if model_of_names is not None:
+            self._add_model_of_names(model_of_names, {*trained.values(), *frozen.values(), *left_out.values()})
         # By name, the position of each in a model, or the tensor itself if it is in none. A position is a weak
         # reference: frozen weights may be large and must not be kept alive.
         self._frozen = self._slots_or_tensors(frozen)
@@ -180,6 +189,13 @@ class TrackedParameters:
         """Record models of which the optimizer has all parameters."""
         for model in models:
             self._models.append(KnownModel(weakref.ref(model), None))
+
+    def _add_model_of_names(self, model: nn.Module, params: Set[Tensor]) -> None:
+        """Record a model that has the parameters ``params`` of the optimizer, and perhaps others."""
+        all_params = list(model.named_parameters(remove_duplicate=False))
+        names = frozenset([name for name, param in all_params if param in params])
+        has_others = len(names) < len(all_params)
+        self._models.append(KnownModel(weakref.ref(model), names if has_others else None))
 
     def track(self, named: NamedTensors) -> None:
         """Record the named tensors for which the optimizer now has state, and their positions in the models."""
@@ -267,7 +283,11 @@ class TrackedParameters:
         for name, param in current.items():
             tracked = self.tracked[name]
             if param.shape != tracked.shape:
-                raise errors.other_shape(name, param, tracked.shape)
+                cause = FSDP1 if getattr(param, "_fsdp_flattened", False) else CAUSES
+                raise ValueError(
+                    f"{name!r} has shape {tuple(param.shape)}, expected {tuple(tracked.shape)}, as at construction: "
+                    f"{cause}"
+                )
             if tracked.param is not param or param.device != tracked.device:
                 replaced[name] = param
         return replaced
@@ -285,7 +305,10 @@ class TrackedParameters:
         if not without_gradient:
             return
         if all(param.grad is None for param in current.values()):
-            raise errors.replaced_after_backward(without_gradient[0])
+            raise ValueError(
+                f"{without_gradient[0]!r} of the model was replaced between backward() and step(), and its gradient "
+                "belongs to the former tensor: replace parameters before the backward pass"
+            )
         warn_caller(
             f"{without_gradient[0]!r} has no gradient and is not updated, but the tensor that it has replaced has one: "
             "replace parameters before backward(), not between it and step()"
@@ -380,10 +403,16 @@ class TrackedParameters:
         times = Counter(itertools.chain(*names_per_group))
         for name, count in times.items():
             if count > 1:
-                raise errors.listed_twice(name, count)
+                raise ValueError(
+                    f"param_groups: {name!r} is listed {count} times and would be updated as often: list it once; a "
+                    "new tensor takes the name of its place in param_names"
+                )
         removed = [name for name in self.tracked if name not in times]
         if removed:
-            raise errors.removed(removed, len(self.tracked))
+            raise ValueError(
+                f"param_groups: {len(removed)} of {len(self.tracked)} parameters were removed, such as {removed[0]!r}: "
+                "put them back; to stop training a parameter, set requires_grad_(False) and .grad = None"
+            )
         return names_per_group
 
     def _names_in(self, index: int, group: Group, name_of: Mapping[Tensor, str]) -> list[str]:
@@ -402,7 +431,12 @@ class TrackedParameters:
             elif has_name_for_each:
                 names.append(former_names[position])
             else:
-                raise errors.unknown_tensor(index, param, len(params), len(former_names))
+                raise ValueError(
+                    f"param_groups[{index}]: found a new tensor of shape {tuple(param.shape)} and {len(params)} "
+                    f"params, expected {len(former_names)}, one for each of param_names: keep a replaced parameter at "
+                    "its position, and add others with add_param_group. Under DeepSpeed's ZeRO use "
+                    "muonfx.engines.deepspeed.Muon"
+                )
         return names
 
     # ---------------------------------------------------------------------------------- parameters that are in no group
@@ -419,7 +453,11 @@ class TrackedParameters:
         """Raise if a parameter that was frozen at construction is trained now, because it is in no group."""
         for name, param in _existing(self._frozen).items():
             if param.requires_grad and param.grad is not None:
-                raise errors.frozen_is_trained(name)
+                raise ValueError(
+                    f"{name!r} has a gradient, but it was frozen when the optimizer was created, and is in no group: "
+                    "call optimizer.add_param_group({'params': [...]}) with it. If another optimizer trains it, give "
+                    "it the label None, or leave it out of this optimizer's parameters"
+                )
 
     def outside(self, named: NamedTensors) -> NamedTensors:
         """Return the models' parameters, by name, that are not in the optimizer. ``named`` are those that are.
@@ -510,7 +548,11 @@ class GradientCheck:
         has_no_gradient = len(without_gradient) == len(gradients)
         if has_no_gradient and outside_with_gradient:
             name, param = next(iter(outside_with_gradient.items()))
-            raise errors.gradients_elsewhere(name, param, len(named))
+            cause = FSDP1 if getattr(param, "_is_flat_param", False) else CAUSES
+            raise ValueError(
+                f"none of the {len(named)} parameters has a gradient, but {name!r} of the model has one and is not "
+                f"among them: {cause}"
+            )
         self._warn_of_outside(outside_with_gradient)
         if has_no_gradient:
             self._warn_of_none(named)
@@ -548,7 +590,7 @@ class GradientCheck:
         if unreported:
             warn_caller(
                 f"{len(with_gradient)} parameters of the model have gradients and are not in the optimizer, such as "
-                f"{unreported[0]!r}; they are not updated: {errors.CAUSES}, or use add_param_group"
+                f"{unreported[0]!r}; they are not updated: {CAUSES}, or use add_param_group"
             )
 
     def _warn_of_none(self, named: NamedTensors) -> None:
@@ -560,7 +602,7 @@ class GradientCheck:
         warn_caller(
             f"step() found no gradient on any of {len(named)} parameters and changes nothing: is backward() called "
             "before it, on these parameters? Tensors of state_dict() and detach() get no gradient. Else: "
-            f"{errors.CAUSES}"
+            f"{CAUSES}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -10,34 +9,38 @@ from muonfx.core import Transform
 from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename, new_names
 from muonfx.internal.wrappers import unwrapped
-from muonfx.optimizer.errors import first_lines
 from muonfx.optimizer.group_numbers import Group, TrackedGroup
 from muonfx.optimizer.local_values import Load, Misfit, require_fit
-from muonfx.optimizer.resuming import keys_of_schedules
+from muonfx.optimizer.resuming import first_lines, keys_of_schedules
 from muonfx.optimizer.saved_chains import chain_warnings, with_new_names
 from muonfx.optimizer.state_entries import StateEntries
 from muonfx.optimizer.stepping import Stepping
 
+SavedGroups = Sequence[Mapping[str, Any]]
+"""The groups in a state dict or a checkpoint."""
 
-def groups_with_names(state_dict: Mapping[str, Any], groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
-    """Return the groups of a state dict, in which "param_names" are this optimizer's names of the parameters.
+
+def groups_with_names(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
+    """Return saved groups in which "param_names" are this optimizer's names of the parameters.
 
     Names are translated by ``rename``, and the prefixes of wrappers are ignored. Saved groups without names are matched
     by order.
     """
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(state_dict)}")
-    saved_groups = _named_by_path(list(state_dict["param_groups"]), groups)
+    saved_groups = _named_by_path(saved_groups, groups)
     if not all("param_names" in saved for saved in saved_groups):
         return _named_by_order(saved_groups, groups, rename)
-    _require_a_name_for_each(saved_groups)
-    new_name_of = _new_name_of(saved_groups, groups, rename)
-    new_name_of_plain: dict[str, str] = {}
-    for saved_name, plain_name in unwrapped(new_name_of).items():
-        new_name_of_plain[plain_name] = new_name_of[saved_name]
+    plain_saved_names = unwrapped(_saved_names_in(saved_groups))  # {"module.0.weight": "0.weight"}
+    new_name_of = _new_name_of(plain_saved_names, groups, rename)
+    new_name_of_plain = {plain_name: new_name_of[name] for name, plain_name in plain_saved_names.items()}
     renamed_groups: list[Group] = []
-    for saved in saved_groups:
+    for number, saved in enumerate(saved_groups):
         names = [new_name_of[name] for name in saved["param_names"]]
+        count = len(saved.get("params", names))  # a checkpoint has only the names
+        if count != len(names):
+            raise ValueError(
+                f"nothing was loaded: group {number} of the state dict has {count} 'params' and {len(names)} "
+                "'param_names', expected a name for each parameter: load the state dict as state_dict() returned it"
+            )
         renamed_groups.append({**with_new_names(saved, new_name_of_plain), "param_names": names})
     return renamed_groups
 
@@ -47,24 +50,12 @@ def _names_in(groups: Iterable[TrackedGroup]) -> list[str]:
     return [name for tracked in groups for name in tracked.names]
 
 
-def _saved_names_in(saved_groups: Iterable[Group]) -> list[str]:
+def _saved_names_in(saved_groups: SavedGroups) -> list[str]:
     """Return the names of the parameters in all groups of a state dict."""
-    return [name for saved in saved_groups for name in saved["param_names"]]
+    return [name for saved in saved_groups for name in saved.get("param_names", ())]
 
 
-def _require_a_name_for_each(saved_groups: Sequence[Group]) -> None:
-    """Raise unless each saved group has as many "param_names" as "params". A checkpoint has only the names."""
-    for number, saved in enumerate(saved_groups):
-        names = len(saved["param_names"])
-        params = len(saved.get("params", saved["param_names"]))
-        if params != names:
-            raise ValueError(
-                f"nothing was loaded: group {number} of the state dict has {params} 'params' and {names} "
-                "'param_names', expected a name for each parameter: load the state dict as state_dict() returned it"
-            )
-
-
-def _named_by_path(saved_groups: list[Group], groups: Sequence[TrackedGroup]) -> list[Group]:
+def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) -> SavedGroups:
     """Return saved groups whose "param_names" are the paths in "params", if these are names of this optimizer.
 
     torch.distributed.checkpoint loads ``{"params": ["0.bias", "0.weight"], "param_names": ["0.weight", "0.bias"]}``:
@@ -74,83 +65,59 @@ def _named_by_path(saved_groups: list[Group], groups: Sequence[TrackedGroup]) ->
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
     if not paths or not all(isinstance(path, str) for path in paths):
         return saved_groups
+    names = _names_in(groups)
     # Compare without the prefixes of wrappers, such as "module." of DistributedDataParallel.
-    plain_names = set(unwrapped(_names_in(groups)).values())
     plain_paths = set(unwrapped(paths).values())
-    if plain_names.issubset(plain_paths):
+    if plain_paths.issuperset(unwrapped(names).values()):
         return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
     # The paths are names of the model, and this optimizer has other names for the parameters. The saved state then has
     # the order of this optimizer, so "param_names" are right only if they have that order, too.
-    _require_same_order(paths[0], saved_groups, groups)
+    saved_names = _saved_names_in(saved_groups)
+    if saved_names != names and sorted(saved_names) == sorted(names):
+        raise ValueError(
+            f"nothing was loaded: the state dict has paths such as {paths[0]!r}, and the optimizer has names such as "
+            f"{names[0]!r} in another order: create both optimizers from the model or its named_parameters()"
+        )
     return saved_groups
 
 
-def _require_same_order(path: str, saved_groups: list[Group], groups: Sequence[TrackedGroup]) -> None:
-    """Raise if saved groups have the names of the optimizer in another order. ``path`` is one for the error."""
-    names_per_group = [tracked.names for tracked in groups]
-    saved_names_per_group = [saved.get("param_names", []) for saved in saved_groups]
-    if saved_names_per_group == names_per_group:
-        return
-    # The same groups, except for the order of the names in a group and the order of groups.
-    sorted_names = list(map(sorted, names_per_group))
-    sorted_saved_names = list(map(sorted, saved_names_per_group))
-    if sorted(sorted_saved_names) == sorted(sorted_names):
-        raise ValueError(
-            f"nothing was loaded: the state dict has paths such as {path!r}, and the optimizer has names such as "
-            f"{names_per_group[0][0]!r} in another order: create both optimizers from the model or its "
-            "named_parameters()"
-        )
-
-
-def _named_by_order(saved_groups: list[Group], groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
+def _named_by_order(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
     """Give saved groups without names the names of this optimizer, whose order torchtitan and other engines keep."""
     saved_sizes = [len(saved["params"]) for saved in saved_groups]
     sizes = [len(tracked.names) for tracked in groups]
-    problem = None
-    if rename:
-        problem = "rename= needs names"
-    elif saved_sizes != sizes:
-        problem = "its groups have other sizes than this optimizer's"
-    if problem is not None:
+    if rename or saved_sizes != sizes:
         raise ValueError(
-            f"nothing was loaded: the state dict has no 'param_names' to find parameters by, and {problem}; if another "
-            "optimizer saved it, such as AdamW, load the weights only, and start with a new state"
+            "nothing was loaded: the state dict has no 'param_names' to find parameters by, which rename= needs; "
+            f"without them, its groups must have {sizes} parameters, found {saved_sizes}; if another optimizer saved "
+            "it, such as AdamW, load the weights only, and start with a new state"
         )
     return [{**saved, "param_names": list(tracked.names)} for tracked, saved in zip(groups, saved_groups, strict=True)]
 
 
-def _new_name_of(saved_groups: list[Group], groups: Sequence[TrackedGroup], rename: Rename) -> dict[str, str]:
+def _new_name_of(
+    plain_saved_names: Mapping[str, str], groups: Sequence[TrackedGroup], rename: Rename
+) -> dict[str, str]:
     """Return a dict from each saved parameter name to the name that this optimizer has for it.
 
     Names are compared without the prefixes of wrappers: "module.0.weight", saved under DistributedDataParallel, and
     "_orig_mod.0.weight", of a compiled model, have the plain name "0.weight".
     """
-    # In the comments, rename is {"0": "layers.0"}.
-    plain_saved_names = unwrapped(_saved_names_in(saved_groups))  # {"module.0.weight": "0.weight"}
+    # In the comments, rename is {"0": "layers.0"}, and plain_saved_names are {"module.0.weight": "0.weight"}.
     # {"module.0.weight": "layers.0.weight"}
     renamed, problems = new_names(plain_saved_names, rename, level=".", what="parameter")
-    name_of_plain: dict[str, str] = {}  # {"layers.0.weight": "_orig_mod.layers.0.weight"}
-    for name, plain_name in unwrapped(_names_in(groups)).items():
-        name_of_plain[plain_name] = name
+    # {"layers.0.weight": "_orig_mod.layers.0.weight"}
+    name_of_plain = {plain_name: name for name, plain_name in unwrapped(_names_in(groups)).items()}
     new_name_of: dict[str, str] = {}  # {"module.0.weight": "_orig_mod.layers.0.weight"}
+    first_saved_name_of: dict[str, str] = {}  # by the new name
     for saved_name, plain_name in renamed.items():
-        new_name_of[saved_name] = name_of_plain.get(plain_name, plain_name)
-    problems += _collisions(new_name_of)
+        name = name_of_plain.get(plain_name, plain_name)
+        new_name_of[saved_name] = name
+        first_saved_name = first_saved_name_of.setdefault(name, saved_name)
+        if first_saved_name != saved_name:
+            problems.append(f"{first_saved_name!r} and {saved_name!r} would both be {name!r}")
     if problems:
         raise ValueError("nothing was loaded: rename: " + "; ".join(problems[:10]))
     return new_name_of
-
-
-def _collisions(new_name_of: Mapping[str, str]) -> list[str]:
-    """Return a text for each new name that several saved names would have: "'a' and 'b' would both be 'c'"."""
-    saved_names_of: dict[str, list[str]] = {}
-    for saved_name, name in new_name_of.items():
-        saved_names_of.setdefault(name, []).append(repr(saved_name))
-    texts: list[str] = []
-    for name, saved_names in saved_names_of.items():
-        if len(saved_names) > 1:
-            texts.append(f"{' and '.join(saved_names)} would both be {name!r}")
-    return texts
 
 
 def match_groups(
@@ -165,35 +132,26 @@ def match_groups(
     saved_names = set(_saved_names_in(saved_groups))
     _require_known(names, saved_names, not_trained)
     if names == saved_names and len(saved_groups) != len(groups):
-        raise _other_count(len(saved_groups), len(groups))
-    common_names = names & saved_names
-    saved_group_of: dict[frozenset[str], Group] = {}  # by the common names of its parameters
-    without_common_names: deque[Group] = deque()
+        raise ValueError(
+            f"nothing was loaded: the state dict has {len(saved_groups)} groups, expected {len(groups)}: create this "
+            "optimizer with the groups of the optimizer that was saved"
+        )
+    saved_group_of: dict[str, Group] = {}  # by the name of each parameter
     for saved in saved_groups:
-        members = common_names.intersection(saved["param_names"])
-        if members:
-            saved_group_of[frozenset(members)] = saved
-        else:
-            without_common_names.append(saved)
+        saved_group_of |= dict.fromkeys(saved["param_names"], saved)
+    without_known_names = iter([saved for saved in saved_groups if names.isdisjoint(saved["param_names"])])
     matched: list[Group | None] = []
     for tracked in groups:
-        members = frozenset(common_names.intersection(tracked.names))
+        members = saved_names.intersection(tracked.names)
         if members:
-            _require_same_group(members, saved_group_of)
-            matched.append(saved_group_of[members])
-        elif not tracked.names and without_common_names:
-            matched.append(without_common_names.popleft())
-        else:  # for example, all of its parameters were frozen when the state was saved
+            saved = saved_group_of[min(members)]
+            _require_same_members(members, names.intersection(saved["param_names"]))
+            matched.append(saved)
+        elif tracked.names:  # for example, all of its parameters were frozen when the state was saved
             matched.append(None)
+        else:
+            matched.append(next(without_known_names, None))
     return matched
-
-
-def _other_count(saved_count: int, count: int) -> ValueError:
-    """Return an error for saved groups of the same parameters, but of another number."""
-    return ValueError(
-        f"nothing was loaded: the state dict has {saved_count} groups, expected {count}: create this "
-        "optimizer with the groups of the optimizer that was saved"
-    )
 
 
 def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]) -> None:
@@ -202,49 +160,33 @@ def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]
     plain_names = unwrapped(saved_names - names)
     unknown = sorted(name for name, plain_name in plain_names.items() if plain_name not in plain_not_trained)
     has_common_names = not names.isdisjoint(saved_names) or not names or not saved_names
-    if unknown or not has_common_names:
-        raise _other_model(lacking=sorted(names - saved_names), unknown=unknown)
-
-
-def _other_model(*, lacking: list[str], unknown: list[str]) -> ValueError:
-    """Return an error for a state dict that lacks names of this optimizer, or has names that are unknown here."""
+    if not unknown and has_common_names:
+        return
+    lacking = sorted(names - saved_names)
     differences: list[str] = []
-    advice = ""
     if lacking:
         differences.append(f"lacks {format_list(lacking)}")
     if unknown:
         differences.append(f"also has {format_list(unknown)}")
-    if lacking and unknown:
-        advice = "; if only names differ: rename={saved name: name here}"
-    return ValueError(
+    raise ValueError(
         f"nothing was loaded: the state dict {'; it '.join(differences)}; expected parameters of this optimizer, or of "
-        f"its model: load it into an optimizer for the model that was saved{advice}"
+        "its model: load it into an optimizer for the model that was saved; if only names differ: rename={saved name: "
+        "name here}"
     )
 
 
-def _require_same_group(names: frozenset[str], saved_group_of: Mapping[frozenset[str], Group]) -> None:
-    """Raise if the parameters of one group of this optimizer were in several saved groups, or with others."""
-    if names in saved_group_of:
+def _require_same_members(members: Set[str], saved_members: Set[str]) -> None:
+    """Raise unless a group and its saved group have the same members, of the parameters that both runs train."""
+    if members == saved_members:
         return
-    name = min(names)
-    for saved_names in saved_group_of:
-        if name in saved_names:
-            raise _other_groups(name, saved_names, names)
-
-
-def _other_groups(name: str, saved_names: frozenset[str], names: frozenset[str]) -> ValueError:
-    """Return an error for a parameter whose group had the members ``saved_names``, and has ``names`` now."""
-    saved_with_name = format_list(sorted(saved_names - {name})) or "no other"
-    now_with_name = format_list(sorted(names - {name})) or "no other"
-    return ValueError(
+    name = min(members)
+    saved_with_name = format_list(sorted(saved_members - {name})) or "no other"
+    now_with_name = format_list(sorted(members - {name})) or "no other"
+    raise ValueError(
         f"nothing was loaded: the state dict has {name!r} in a group with {saved_with_name}, expected with "
         f"{now_with_name}: create this optimizer with the labels and groups of the one that was saved; to change "
         "labels, save transform_state with muonfx.checkpoint and load it with allow_other_chain=True"
     )
-
-
-_LISTED = 20
-"""The largest number of differences that an error lists."""
 
 
 class StateToLoad(NamedTuple):
@@ -276,17 +218,15 @@ def read_state_dict(
         rename: how saved parameter names map to this optimizer's names.
         not_trained: names of parameters whose saved state is not needed, because they are frozen now.
     """
-    saved_groups = groups_with_names(state_dict, groups, rename or {})
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(state_dict)}")
+    saved_groups = groups_with_names(state_dict["param_groups"], groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
-    problems: list[str] = []  # a line for each difference
-    saved_state_of: dict[str, Group] = {}  # per parameter name, such as {"bias": {"momentum.trace": tensor}}
-    for tracked, saved in zip(groups, matched_groups, strict=True):
-        if saved is not None:
-            problems += _missing_hyperparams(stepping.tx, tracked, saved)
-            saved_state_of |= _saved_state(saved, state_dict["state"])
+    problems = _missing_hyperparams(stepping.tx, groups, matched_groups)  # a line for each difference
     loads: list[Load] = []  # the values to copy into the state
     without_state: list[str] = []
-    for tracked in groups:
+    for tracked, saved in zip(groups, matched_groups, strict=True):
+        saved_state_of = _saved_state(saved, state_dict["state"])
         for name, param in zip(tracked.names, tracked.group["params"], strict=True):
             has_state = bool(entries.indices[name])  # some transforms have none
             if name in saved_state_of:
@@ -296,8 +236,7 @@ def read_state_dict(
             elif has_state and param.requires_grad:
                 # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
                 without_state.append(name)
-    if problems:
-        raise _does_not_fit(problems)
+    _require_fit(problems)
     loads.sort(key=lambda load: load.title)  # all ranks load in this order
     warnings = [
         *_warnings(groups, saved_groups, without_state),
@@ -307,31 +246,27 @@ def read_state_dict(
 
 
 def read_groups(
-    saved_groups: Sequence[Mapping[str, Any]], tx: Transform, groups: Sequence[TrackedGroup], not_trained: Set[str]
+    saved_groups: SavedGroups, tx: Transform, groups: Sequence[TrackedGroup], not_trained: Set[str]
 ) -> list[Group | None]:
     """Return the saved group of each group of an optimizer; None if no parameter of it was saved.
 
     Raise ValueError with all differences unless the saved groups have the same members and hyperparameters.
     """
-    state_dict = {"state": {}, "param_groups": [dict(saved) for saved in saved_groups]}
-    no_rename: Rename = {}
-    named_groups = groups_with_names(state_dict, groups, no_rename)
-    matched = match_groups(named_groups, groups, not_trained)
-    problems: list[str] = []
-    for tracked, saved in zip(groups, matched, strict=True):
-        if saved is not None:
-            problems += _missing_hyperparams(tx, tracked, saved)
-    if problems:
-        raise _does_not_fit(problems)
-    return matched
+    matched_groups = match_groups(groups_with_names(saved_groups, groups, {}), groups, not_trained)
+    _require_fit(_missing_hyperparams(tx, groups, matched_groups))
+    return matched_groups
 
 
-def _saved_state(saved: Group, state: Mapping[Any, Group]) -> dict[str, Group]:
-    """Return the saved state of each parameter of a group by name. ``state`` has it by index, usually a number."""
+def _saved_state(saved: Group | None, state: Mapping[Any, Group]) -> dict[str, Group]:
+    """Return the saved state of each parameter of a group by name: ``{"bias": {"momentum.trace": tensor}}``.
+
+    ``state`` has it by index, usually a number. A group of which no parameter was saved has none.
+    """
     state_of: dict[str, Group] = {}
-    for name, index in zip(saved["param_names"], saved["params"], strict=True):
-        if index in state:
-            state_of[name] = state[index]
+    if saved is not None:
+        for name, index in zip(saved["param_names"], saved["params"], strict=True):
+            if index in state:
+                state_of[name] = state[index]
     return state_of
 
 
@@ -359,24 +294,30 @@ def _read_entries(
     return loads, problems
 
 
-def _missing_hyperparams(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
+def _missing_hyperparams(
+    tx: Transform, groups: Sequence[TrackedGroup], matched_groups: Sequence[Group | None]
+) -> list[str]:
     """Return a line for each hyperparameter that a saved group lacks. Raise if a saved value is not a number."""
-    tracked.numbers.parse(saved)
-    from_code = keys_of_schedules(tx, tracked)
     lines: list[str] = []
-    for key in tracked.numbers.keys:
-        # Entries that torch's schedulers add are not required, and neither are numbers of schedules: the code has them.
-        if key not in saved and not key.startswith(from_code):
-            lines.append(f"missing hyperparameter {key!r} of group {tracked.group.get('label')!r}")
+    for tracked, saved in zip(groups, matched_groups, strict=True):
+        if saved is None:
+            continue
+        tracked.numbers.parse(saved)
+        from_code = keys_of_schedules(tx, tracked)
+        for key in tracked.numbers.keys:
+            # Entries that torch's schedulers add are not required, nor are numbers of schedules: the code has them.
+            if key not in saved and not key.startswith(from_code):
+                lines.append(f"missing hyperparameter {key!r} of group {tracked.group.get('label')!r}")
     return lines
 
 
-def _does_not_fit(problems: list[str]) -> ValueError:
-    """Return an error that lists the first problems in alphabetical order, and the number of others."""
-    return ValueError(
-        f"the state does not fit this optimizer, nothing was loaded: {first_lines(sorted(problems), _LISTED)}. Load it "
-        "into an optimizer for the same model, with the same transform"
-    )
+def _require_fit(problems: list[str]) -> None:
+    """Raise if a state dict has problems; list the first in alphabetical order, and the number of others."""
+    if problems:
+        raise ValueError(
+            f"the state does not fit this optimizer, nothing was loaded: {first_lines(sorted(problems), limit=20)}. "
+            "Load it into an optimizer for the same model, with the same transform"
+        )
 
 
 def _warnings(groups: Sequence[TrackedGroup], saved_groups: Sequence[Group], without_state: Sequence[str]) -> list[str]:

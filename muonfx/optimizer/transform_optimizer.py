@@ -29,7 +29,6 @@ from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename
 from muonfx.internal.wrappers import unwrapped
-from muonfx.optimizer import errors
 from muonfx.optimizer.by_groups import common_numbers
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup, read_numbers
@@ -64,7 +63,7 @@ from muonfx.optimizer.parameters import (
     models_of,
     require_dense_and_real,
 )
-from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, schedule_texts
+from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, first_lines, schedule_texts
 from muonfx.optimizer.saved_chains import chain_warnings, record_of_group
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
 from muonfx.optimizer.state_entries import (
@@ -327,7 +326,10 @@ class TransformOptimizer(Optimizer):
             self._stepping = self._stepping_for(self._transform_for(unfrozen), {**named, **unfrozen})
             trained, _ = divide(unfrozen, self._stepping.rules)
             if pairs and not trained:
-                raise errors.label_is_none(pairs[0][0])
+                raise ValueError(
+                    f"{pairs[0][0]!r} has the label None, so that it is not trained: recreate the optimizer with "
+                    "another label for it"
+                )
             # 2. Groups of the new parameters, then a state of all groups. Earlier parameters keep their values.
             self._add_groups(param_group, list(trained.items()), as_one=True)
             self._create_state(former)
@@ -587,7 +589,11 @@ class TransformOptimizer(Optimizer):
         if not emptied:
             return []
         if self._stepping.is_over_ranks:
-            raise errors.emptied_over_ranks(next(iter(named)))
+            raise ValueError(
+                f"optimizer.state: the state of {emptied[0]!r} was emptied, which an optimizer over ranks cannot start "
+                "again, because they create a state together: write into its tensors instead, as in "
+                "optimizer.state[param]['momentum.trace'].zero_()"
+            )
         initial_leaves = tree.leaves(self._stepping.initial_state(named))
         emptied_names = set(emptied)
         loads: list[Load] = []
@@ -598,9 +604,7 @@ class TransformOptimizer(Optimizer):
 
     # ------------------------------------------------------------------------------------------- replaced parameters
 
-    def _use_replacements(
-        self, *, at_step: bool = False, may_list_twice: bool = False, may_communicate: bool = True
-    ) -> None:
+    def _use_replacements(self, *, at_step: bool = False, may_communicate: bool = True) -> None:
         """If parameters were replaced in the groups or the model, use the new tensors and move the state to them.
 
         Examples are ``model.to("cuda")``, ``fully_shard(model)`` after construction, and an engine that puts copies of
@@ -608,17 +612,16 @@ class TransformOptimizer(Optimizer):
 
         Args:
             at_step: True if a step follows, so that the new tensors must have the gradients.
-            may_list_twice: True if the list of groups may have a group twice, as torch's tests save it.
             may_communicate: True if all ranks call this together. False leaves changes that need all ranks to the next
                 step.
         """
         self._adopt_state()
         if not self._tracked_groups.are_current(self._groups):  # rarely
-            self._follow_replacements(at_step, may_list_twice, may_communicate)
+            self._follow_replacements(at_step, may_communicate)
         if not at_step:  # a step calls it later, together with the other ranks
             self._update_initial_state()
 
-    def _follow_replacements(self, at_step: bool, may_list_twice: bool, may_communicate: bool) -> None:
+    def _follow_replacements(self, at_step: bool, may_communicate: bool) -> None:
         """Read edited groups, and use the tensors that have replaced parameters.
 
         The arguments are described in `_use_replacements`. If the new tensors have the device, dtype and sharding of
@@ -631,7 +634,7 @@ class TransformOptimizer(Optimizer):
                 return  # the next step creates their state, together with the other ranks
             self._add_listed(added)
         # 2. Other changes of the groups, such as parameters that were moved to another group.
-        self._tracked_groups.follow(self._groups, self._stepping.rules, may_list_twice=may_list_twice)
+        self._tracked_groups.follow(self._groups, self._stepping.rules)
         # 3. Tensors that have replaced parameters.
         replaced = self._parameters.replaced(self._named_params(), at_step=at_step)
         if not replaced:
@@ -664,7 +667,9 @@ class TransformOptimizer(Optimizer):
             self._stepping = self._stepping_for(self.tx, named)
             for name, rule in self._stepping.rules.items():
                 if rule != former.stepping.rules[name]:
-                    raise errors.other_labels(name)
+                    raise ValueError(
+                        f"{name!r} has other labels now than when the optimizer was created: recreate the optimizer"
+                    )
             self._put_in_groups(named)
             self._create_state(former)
         self._parameters.track(named)
@@ -677,7 +682,10 @@ class TransformOptimizer(Optimizer):
             rules = self._stepping.rules
             left_out = added.keys() - rules.keys()  # those with the label None
             if left_out:
-                raise errors.listed_without_label(min(left_out))
+                raise ValueError(
+                    f"param_groups: {min(left_out)!r} was added, but its label is None, so that it is not trained: "
+                    "remove it from the groups, or recreate the optimizer with other labels"
+                )
             self._parameters.track(added)  # first, because `names_of` raises for tensors that are not tracked
             # The groups have other members now: add the hyperparameters of their transforms.
             names_per_group = self._parameters.names_of(self._groups)
@@ -801,16 +809,11 @@ class TransformOptimizer(Optimizer):
         Raises:
             ShardingError: all ranks must call this together, and a rank did not.
         """
-        # First read what has changed since the last step: the state may have to move to new tensors, and "betas" may
-        # lack a number that was written to "momentum".
-        self._use_replacements(may_list_twice=True)
-        self._tracked_groups.synchronize_keys()
+        self._use_replacements()  # the state may have to move to new tensors
+        read_numbers(self._tracked_groups.groups)  # if "momentum" was changed, "betas" follows
         saved = super().state_dict()
-        # By identity, because torch's own tests list each group twice, and `_tracked_groups` has it once.
-        tracked_of = {id(tracked.group): tracked for tracked in self._tracked_groups.groups}
         plain_name_of = unwrapped(self._tracked_groups.named)
-        for group, saved_group in zip(self._groups, saved["param_groups"], strict=True):
-            tracked = tracked_of[id(group)]
+        for tracked, saved_group in zip(self._tracked_groups.groups, saved["param_groups"], strict=True):
             self._add_schedules(saved_group, tracked)
             saved_group[CHAINS] = record_of_group(self._stepping, tracked.names, plain_name_of)
         saved["state"] = _unshared(saved["state"])
@@ -909,7 +912,7 @@ class TransformOptimizer(Optimizer):
         (0.1, ['w'])
         """
         self._use_replacements()
-        self._tracked_groups.synchronize_keys()
+        read_numbers(self._tracked_groups.groups)  # if "momentum" was changed, "betas" follows
         saved_groups: list[Group] = []
         for tracked in self._tracked_groups.groups:
             saved_group = {key: value for key, value in tracked.group.items() if key != "params"}
@@ -963,7 +966,7 @@ class TransformOptimizer(Optimizer):
                 warn_caller(warning)
 
     def _load_groups(self, saved_groups: Sequence[Group | None], source: str) -> None:
-        """Copy the entries of each saved group, if there is one, and warn once of numbers that differ.
+        """Copy the entries of each saved group, if there is one, and warn of numbers that differ.
 
         ``source`` begins the warning, such as "load_state_dict: the state dict".
         """
@@ -972,12 +975,12 @@ class TransformOptimizer(Optimizer):
             if saved_group is not None:
                 lines += differences(self.tx, tracked, saved_group)
                 tracked.group.update(entries_to_load(self.tx, tracked, saved_group))
-        self._tracked_groups.warn_once(
-            f"{source} was saved with other numbers: ",
-            lines,
-            ". To use the code's numbers, write them into param_groups after loading, and rates also into base_lrs of "
-            "a scheduler, which sets the rates from there",
-        )
+        if lines:
+            warn_caller(
+                f"{source} was saved with other numbers: {first_lines(lines)}. To use the code's numbers, write them "
+                "into param_groups after loading, and rates also into base_lrs of a scheduler, which sets the rates "
+                "from there"
+            )
 
 
 def _without_sharding(tx: Transform, layout: LayoutLike) -> tuple[Transform, LayoutLike, Settings]:
