@@ -215,17 +215,6 @@ def _different_values(visited: Visit, name: str) -> ValueError:
     )
 
 
-class CommonTensor(NamedTuple):
-    """A number that one transform reads for all parameters, and that is a tensor in several groups."""
-
-    visited: Visit
-    """The visit of the transform."""
-    name: str
-    """The dotted name of the number."""
-    tensors: list[Tensor]
-    """The tensor in each group. All must have the same value."""
-
-
 class CommonTensors:
     """Compares the tensors of several groups that must have the same value, because one transform reads them.
 
@@ -235,31 +224,27 @@ class CommonTensors:
     """
 
     def __init__(self, visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> None:
-        self.common: list[CommonTensor] = []
-        """The numbers for which several groups have tensors that must be equal."""
+        self._common: list[tuple[Visit, str, list[Tensor]]] = []
+        """The visit of a transform, the dotted name of a number, and the tensor in each group, which must be equal."""
         self._write_counts: list[int] = []
         """How often each of these tensors had been written to when `check` last compared them."""
-        tensors_of: dict[str, list[Tensor]] = {}  # by dotted name: {"momentum.decay": [of group 0, of group 1]}
-        for numbers in numbers_of_groups:
-            for name, number in numbers.items():
-                if isinstance(number, Tensor):
-                    tensors_of.setdefault(name, []).append(number)
         for visited in visits:
             for name in visited.numbers.names:
-                tensors = tensors_of.get(name, [])
+                numbers = [numbers.get(name) for numbers in numbers_of_groups]
+                tensors = [number for number in numbers if isinstance(number, Tensor)]
                 if len(tensors) > 1 and _runs_once(visited):
-                    self.common.append(CommonTensor(visited, name, tensors))
+                    self._common.append((visited, name, tensors))
 
     def check(self) -> None:
         """Raise ValueError if two groups have tensors of different values. Compare only if a tensor was written to."""
-        if torch.compiler.is_compiling() or not self.common:
+        if torch.compiler.is_compiling() or not self._common:
             return
         write_counts: list[int] = []
-        for common in self.common:
-            write_counts += [tensor._version for tensor in common.tensors]
+        for _, _, tensors in self._common:
+            write_counts += [tensor._version for tensor in tensors]
         if write_counts == self._write_counts:
             return
-        for common in self.common:
-            if not all(torch.equal(common.tensors[0], tensor) for tensor in common.tensors):
-                raise _different_values(common.visited, common.name)
+        for visited, name, tensors in self._common:
+            if not all(torch.equal(tensors[0], tensor) for tensor in tensors):
+                raise _different_values(visited, name)
         self._write_counts = write_counts

@@ -100,10 +100,8 @@ class GroupNumbers:
                 continue
             values_of_key = hyperparam.numbers_in(values[hyperparam.key])
             for name, number in zip(hyperparam.names, values_of_key, strict=True):
-                if name in numbers:  # an earlier key sets it, too
-                    numbers[name] = self._changed(name, numbers[name], number)
-                else:
-                    numbers[name] = number
+                earlier_number = numbers.get(name, number)  # of an earlier key that sets it, too
+                numbers[name] = self._changed(name, earlier_number, number)
         return numbers
 
     def _changed(self, name: str, first: Number, second: Number) -> Number:
@@ -216,8 +214,10 @@ def separate_tensors(
     ``callers_tensors`` records the replaced tensors, because the caller may write into them later.
     """
     number_of_uses = Counter[int]()  # how many hyperparameters have each tensor, by its id
-    for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
-        number_of_uses.update(_ids_of_tensors(tracked, numbers))
+    for tracked in groups:
+        for key in tracked.numbers.keys:
+            if key not in tracked.numbers.mirrors:  # "momentum" of Adam repeats the first of "betas"
+                number_of_uses.update(map(id, _tensors_in(tracked.group[key])))
     separate_numbers: list[dict[str, Number]] = []
     for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
         common: dict[str, Number] = {}
@@ -233,22 +233,10 @@ def separate_tensors(
     return separate_numbers
 
 
-def _ids_of_tensors(tracked: TrackedGroup, numbers: Mapping[str, Number]) -> list[int]:
-    """Return the id of each tensor in the values of a group, such as "lr" and the two of "betas".
-
-    A key that sets numbers of several transforms, such as a common "lr", counts once. "momentum" of Adam does not
-    count, because it repeats the first of "betas".
-    """
-    ids_of_key: dict[str, list[int]] = {}  # several transforms with one key have the same tensors
-    for hyperparam in tracked.numbers.hyperparams:
-        if hyperparam.is_mirror:
-            continue
-        values = [numbers[name] for name in hyperparam.names]
-        ids_of_key[hyperparam.key] = [id(value) for value in values if isinstance(value, Tensor)]
-    ids: list[int] = []
-    for ids_of_value in ids_of_key.values():
-        ids += ids_of_value
-    return ids
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in the value of a hyperparameter, which is a number or a tuple of numbers."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [number for number in values if isinstance(number, Tensor)]
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -280,12 +268,13 @@ def fitted(defaults: Numbers, numbers: Numbers) -> dict[str, Number]:
 
 def _fitted_tensor(name: str, tensor: Tensor, default: Number) -> Tensor:
     """Return a tensor of a param group, as a view with the shape that the transform's number ``default`` has."""
-    shape = default.shape if isinstance(default, Tensor) else ()
-    if not shape:  # the group may have a tensor of shape (1,)
-        return scalar(name, tensor)
+    if not isinstance(default, Tensor) or not default.ndim:
+        return scalar(name, tensor)  # the group may have a tensor of shape (1,)
     # The transform has a tensor with dims for this number, such as one rate for each model of an ensemble.
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must be a number or a tensor of shape {tuple(shape)}, found {tuple(tensor.shape)}")
+    if tensor.shape != default.shape:
+        raise ValueError(
+            f"{name} must be a number or a tensor of shape {tuple(default.shape)}, found {tuple(tensor.shape)}"
+        )
     return tensor
 
 
@@ -339,11 +328,10 @@ class CallersTensors:
 
     def note(self, numbers: Mapping[str, Any]) -> None:
         """Record the tensors among hyperparameters, which are numbers or tuples of numbers."""
-        for name, number in numbers.items():
-            values = number if isinstance(number, tuple | list) else (number,)
-            for value in values:
-                if isinstance(value, Tensor) and not value.is_inference():  # inference tensors have no version
-                    self._tensors.append(_CallersTensor(name, value, value._version))
+        for name, value in numbers.items():
+            for tensor in _tensors_in(value):
+                if not tensor.is_inference():  # inference tensors have no version
+                    self._tensors.append(_CallersTensor(name, tensor, tensor._version))
 
     def warn_of_written(self) -> None:
         """Warn once if the caller has written into one of the tensors."""

@@ -6,7 +6,7 @@ loaded after the optimizer was created, such state would belong to the weights t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from typing import NamedTuple, TypeVar
 
 from torch import Tensor
@@ -40,7 +40,7 @@ class InitialState:
         paths: the paths of the leaves of ``state`` that have initial values; None for all.
     """
 
-    def __init__(self, params: NamedTensors, state: PyTree, paths: set[Path] | None = None) -> None:
+    def __init__(self, params: NamedTensors, state: PyTree, paths: Set[Path] | None = None) -> None:
         leaves = _tensors(state)
         if paths is not None:
             leaves = {path: leaf for path, leaf in leaves.items() if path in paths}
@@ -57,24 +57,17 @@ class InitialState:
         recorded = _recorded({path: leaves[path] for path in self._leaves})
         return {path for path, leaf in recorded.items() if leaf == self._leaves[path]}
 
-    def replace(self, params: NamedTensors, state: PyTree, initial: PyTree) -> None:
-        """Copy ``initial``, the initial state for these parameters, into the leaves of ``state`` that are unwritten."""
+    def renewed(self, params: NamedTensors, state: PyTree, initial: PyTree) -> InitialState:
+        """Copy ``initial``, the initial state for these parameters, into the leaves of ``state`` that are unwritten.
+
+        Return the record of the result.
+        """
+        unwritten = self.unwritten(state)
         leaves = _tensors(state)
-        unwritten_leaves = {path: leaves[path] for path in self.unwritten(state)}
         initial_leaves = _tensors(initial)
-        for path, leaf in unwritten_leaves.items():
-            leaf.copy_(initial_leaves[path])
-        self._leaves = _recorded(unwritten_leaves)
-        self._params = _checksums(params)
-
-    def forget_written(self, state: PyTree) -> None:
-        """Forget the written leaves, before the state is copied or pickled: copies have other versions."""
-        self._leaves = {path: self._leaves[path] for path in self.unwritten(state)}
-
-    def follow_copy(self, state: PyTree) -> None:
-        """Record the versions of the leaves in ``state``, a copy of the state."""
-        leaves = _tensors(state)
-        self._leaves = _recorded({path: leaves[path] for path in self._leaves})
+        for path in unwritten:
+            leaves[path].copy_(initial_leaves[path])
+        return InitialState(params, state, unwritten)
 
 
 def _tensors(state: PyTree) -> dict[Path, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -130,18 +130,12 @@ def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
     # A mesh is saved with the coordinates of the rank that saves it, and keeps them when it is loaded.
     saved_position = value.device_mesh.get_coordinate()  # such as [0, 1]; None for a rank that is not in the mesh
     position = mesh.get_coordinate()
+    has_same_shard = saved_position == position
     if saved_position and position:  # ranks along a replicated dim have the same shard
         sharded_dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
         has_same_shard = all(saved_position[dim] == position[dim] for dim in sharded_dims)
-    else:
-        has_same_shard = saved_position == position
-    if has_same_shard:
-        return
-    raise Misfit(
-        f"is the shard of the rank at {_position_text(saved_position)} of the mesh, expected "
-        f"{_position_text(position)}: load the state that this rank saved"
-    )
-
-
-def _position_text(position: Sequence[int] | None) -> str:
-    return "no position" if position is None else f"position {tuple(position)}"
+    if not has_same_shard:
+        raise Misfit(
+            f"is the shard of the rank at position {saved_position} of the mesh, expected position {position}: load "
+            "the state that this rank saved"
+        )

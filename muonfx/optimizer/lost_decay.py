@@ -9,42 +9,39 @@ from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
-from muonfx.core.visit import Visit
 from muonfx.optimizer.group_numbers import TrackedGroup
 from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.resuming import schedules_in, schedules_of
+from muonfx.optimizer.stepping import Stepping
 from muonfx.transforms.average import master_params
 
 _COUNTS = (0, *[2**power for power in range(21)])
 """The steps at which a schedule is evaluated: 0, 1, 2, 4, ..., 2**20. One of them is near the end of any warmup."""
 
 
-def warn_of_lost_decay(
-    tx: Transform, visits: Sequence[Visit], groups: Sequence[TrackedGroup], params: NamedTensors
-) -> None:
+def warn_of_lost_decay(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> None:
     """Warn if no step of weight decay changes a parameter, because each is below half a unit in its last place.
 
     A step multiplies a parameter by ``1 - lr * weight_decay``. In bfloat16, the result is rounded to the same number if
     ``lr * weight_decay`` is small.
 
     Args:
-        tx: the transform of the optimizer.
-        visits: the visits of ``tx`` and of the transforms that it calls.
+        stepping: has the transform of the optimizer.
         groups: the param groups, which have the rates and decays.
-        params: all parameters of these groups by name, and perhaps others.
+        params: the parameters to check by name. Others in the groups are not checked.
     """
-    with_float32_copy: set[str] = set()  # these parameters lose nothing: their copy is decayed
-    for visited in visits:
-        if visited.tx.factory is master_params:
-            with_float32_copy.update(visited.names)
+    narrow_names = {name for name, param in params.items() if _is_narrow(param)}
+    for visited in stepping.visits:
+        if visited.tx.factory is master_params:  # its float32 copy is decayed, so that nothing is lost
+            narrow_names.difference_update(visited.names)
     lost_changes: dict[str, float] = {}  # per parameter name, the relative change by a step, which is rounded away
     for tracked in groups:
+        names = narrow_names.intersection(tracked.names)
         decay = float(tracked.group.get("weight_decay", 0.0))
-        narrow_names = [name for name in tracked.names if _is_narrow(params[name]) and name not in with_float32_copy]
-        if decay == 0.0 or not narrow_names:
+        if decay == 0.0 or not names:
             continue
-        change = decay * _largest_rate(tx, tracked)
-        for name in narrow_names:
+        change = decay * _largest_rate(stepping.tx, tracked)
+        for name in sorted(names):
             # A unit in the last place of x is between eps / 2 and eps times x. Less than half a unit is rounded away.
             if 0.0 < change < torch.finfo(params[name].dtype).eps / 4:
                 lost_changes[name] = change
@@ -53,8 +50,8 @@ def warn_of_lost_decay(
 
 
 def _is_narrow(param: Tensor) -> bool:
-    """Return True for a parameter that is trained in bfloat16 or float16."""
-    return param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
+    """Return True for a parameter that is trained in bfloat16 or float16. Those on the meta device have no values."""
+    return param.requires_grad and not param.is_meta and param.dtype in (torch.bfloat16, torch.float16)
 
 
 def _no_effect(lost_changes: Mapping[str, float], params: NamedTensors) -> str:

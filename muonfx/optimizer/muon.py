@@ -234,17 +234,13 @@ def _named_unless_model(params: NamedParameters, model: nn.Module | None) -> nn.
 
 def _adam(betas: Any) -> Transform:
     """Return the transform of AdamW's moments for its two decays."""
-    if not isinstance(betas, tuple | list):
-        raise TypeError(_wrong_betas(betas))
-    if len(betas) != 2:
-        raise ValueError(_wrong_betas(betas))
+    is_sequence = isinstance(betas, tuple | list)
+    if not is_sequence or len(betas) != 2:
+        error = ValueError if is_sequence else TypeError
+        raise error(f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
     for index, beta in enumerate(betas):
         check_decay(f"betas[{index}]", beta)
     return scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1]))
-
-
-def _wrong_betas(betas: object) -> str:
-    return f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}"
 
 
 def _labels_for(
@@ -262,7 +258,13 @@ def _labels_for(
     elif callable(labels) and not isinstance(labels, Mapping):
         label_of = labels(params_or_model)
     if not isinstance(label_of, Mapping):
-        raise _wrong_labels(labels, label_of)
+        found = repr(labels)
+        if callable(labels):
+            found = f"a function that returns {label_of!r}"
+        raise TypeError(
+            "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
+            f"labels=lambda model: muonfx.default_labels(model, rules); found {found}"
+        )
     label_of = cast("Mapping[str, str | None]", label_of)
     names = [name for name, _ in named_pairs(params)]
     missing = [name for name in names if name not in label_of]
@@ -271,17 +273,6 @@ def _labels_for(
     if not isinstance(label_of, Labels):
         label_of = Labels(label_of)
     return label_of.restrict(names)
-
-
-def _wrong_labels(labels: object, label_of: object) -> TypeError:
-    """Return an error for an argument that is no dict of labels, or a function that returned ``label_of`` instead."""
-    found = f"{labels!r}"
-    if callable(labels):
-        found = f"a function that returns {label_of!r}"
-    return TypeError(
-        "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
-        f"labels=lambda model: muonfx.default_labels(model, rules); found {found}"
-    )
 
 
 @contextmanager
@@ -312,15 +303,10 @@ def _warn_of_no_matrices(labels: Labels, named: NamedTensors) -> None:
     trained = [name for name, label in labels.items() if label is not None]
     reason = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
     if any(param.ndim >= 2 for param in named.values()):
-        reason = _label_reasons(labels)
+        names = sorted(labels, key=lambda name: labels[name] is None)  # trained parameters first
+        reason = "; ".join([f"{name!r} is {labels[name]!r}: {labels.reason(name)}" for name in names[:5]])
     warn_caller(
         f"Muon: found no parameter with the label 'muon' or 'hidden' ({reason}), expected at least one; AdamW trains "
         f"{len(trained)} of {len(named)} parameters, and none is orthogonalized. Give labels=, or use "
         "TransformOptimizer(params, muonfx.adamw())"
     )
-
-
-def _label_reasons(labels: Labels) -> str:
-    """Return the labels of five parameters with the reasons for them, of trained parameters first."""
-    names = sorted(labels, key=lambda name: labels[name] is None)
-    return "; ".join([f"{name!r} is {labels[name]!r}: {labels.reason(name)}" for name in names[:5]])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.optimizer.gathering import Gathering
 from muonfx.optimizer.group_numbers import TrackedGroup
 from muonfx.optimizer.local_values import Load, apart_from, on_this_rank, require_same_position
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors
@@ -19,6 +20,7 @@ from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.offload import store_of
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.communication.agree import agree
+from muonfx.sharding.communication.messages import collective
 from muonfx.sharding.communication.waiting import wait_for_all
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
@@ -380,3 +382,46 @@ def _evenly_sharded(full_value: Tensor, mesh: DeviceMesh) -> Tensor:
         placements[-1] = Shard(0)
     # Cloned, because a shard is a view that would keep the full tensor in memory.
     return distribute_tensor(full_value, mesh, placements, src_data_rank=None).clone()
+
+
+_ALIGNED = 16
+"""The leaves of a gather are padded to a multiple of this many bytes, so that each can be viewed in its dtype."""
+
+_GATHERING = "gathering the optimizer's state from its owners"
+
+
+class Gathering:
+    """An asynchronous broadcast of state that only one rank has, because it alone orthogonalizes the matrix.
+
+    Args:
+        layout: the layout of the parameters, with the process group.
+        device: the device of the state.
+        leaves: a dict from the index of a leaf in the state to its placement and this rank's part of it, or None.
+    """
+
+    def __init__(
+        self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
+    ) -> None:
+        sizes = [prod(placement.shape) * placement.dtype.itemsize for placement, _ in leaves.values()]
+        padded_sizes = [size + -size % _ALIGNED for size in sizes]
+        # One buffer of bytes for all leaves, so that a single collective copies them. Each byte is written by one rank
+        # and is zero on the others, so the sum over ranks has the exact bits of the owners.
+        buffer = torch.zeros(sum(padded_sizes), dtype=torch.uint8, device=device)
+        self._full_leaves: dict[int, Tensor] = {}
+        for index, size, leaf_bytes in zip(leaves, sizes, buffer.split(padded_sizes), strict=True):
+            placement, leaf = leaves[index]
+            flat = leaf_bytes[:size].view(placement.dtype)
+            shard = placement.shard
+            # If all ranks have the elements, only rank 0 writes them.
+            if leaf is not None and shard is not None and (shard.owner is not None or layout.rank == 0):
+                start, stop = interval_of(placement, shard)
+                flat[start:stop] = leaf.reshape(-1)
+            self._full_leaves[index] = flat.view(placement.shape)
+        with collective(_GATHERING):
+            self._work: Any = dist.all_reduce(buffer, group=layout.group, async_op=True)
+
+    def wait(self) -> dict[int, Tensor]:
+        """Wait for the copy. Return a dict from the index of a tensor in the state to the full tensor."""
+        with collective(_GATHERING):
+            self._work.wait()
+        return self._full_leaves

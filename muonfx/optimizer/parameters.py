@@ -162,11 +162,6 @@ class TrackedParameters:
         """How often `tracked` was changed, so that `GradientCheck` searches the models again after a change."""
         self.track(trained)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle, without models and parameters. A restored optimizer records its own."""
-        # Frozen weights may be large, and the copy of an optimizer is of the trained ones.
-        return {**self.__dict__, "_models": [], "tracked": {}, "_shown": {}, "_frozen": {}, "_left_out": {}}
-
     @property
     def models(self) -> list[nn.Module]:
         """The models that contain the optimizer's parameters, without models that have been deleted."""
@@ -329,16 +324,6 @@ class TrackedParameters:
         new_param_of = self._replaced_in_models(param_of)
         self._shown.update(new_param_of)
         return {param_of[name]: new_param for name, new_param in new_param_of.items()}
-
-    def note_shown(self, replaced: NamedTensors) -> None:
-        """Record that the groups have tensors before their state is moved, if these have replaced parameters in models.
-
-        A tensor that an engine has put into the groups is not recorded: it takes precedence over those in the models.
-        """
-        others = self._others_in_models()
-        for name, param in replaced.items():
-            if others.get(name) is param:
-                self._shown[name] = param
 
     def _replaced_in_models(self, named: NamedTensors) -> NamedTensors:
         """Return, by name, the tensors that have replaced parameters in the models since the last `track`.
@@ -612,15 +597,11 @@ def require_dense_and_real(gradients: Gradients) -> None:
         return
     for name, grad in gradients.items():
         if grad is not None and not is_usable(grad):
-            raise _not_dense_and_real(name, grad)
-
-
-def _not_dense_and_real(name: str, grad: Tensor) -> TypeError:
-    """Return the error for a gradient that is sparse or complex."""
-    advice = ""
-    if grad.layout is not torch.strided:
-        advice = ": use Embedding(sparse=False), or give the parameter the label None and torch.optim.SparseAdam"
-    return TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}{advice}")
+            raise TypeError(
+                f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}: use "
+                "Embedding(sparse=False), or give the parameter the label None and another optimizer, such as "
+                "torch.optim.SparseAdam"
+            )
 
 
 class _Registrations:

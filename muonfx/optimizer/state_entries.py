@@ -37,8 +37,11 @@ class StateSlot(NamedTuple):
     """These parameters."""
     key: str
     """Its key there, such as "momentum.trace"."""
-    is_shared: bool
-    """True if it belongs to no single parameter."""
+
+    @property
+    def is_shared(self) -> bool:
+        """True if it belongs to no single parameter."""
+        return len(self.names) > 1
 
 
 class StateEntries:
@@ -58,10 +61,9 @@ class StateEntries:
         # `owner` is the name of the parameter to which a leaf belongs; None for a leaf such as a step count.
         for index, (owner, path) in enumerate(ownership_of(state, named)):
             key = path_of(path)
-            is_shared = owner is None
             names = tuple(named) if owner is None else (owner,)
             params = tuple([named[name] for name in names])
-            self.slots.append(StateSlot(names, params, key, is_shared))
+            self.slots.append(StateSlot(names, params, key))
             for name in names:
                 self.indices[name][key] = index
         # `update` sets the following lists. In one process they are equal.
@@ -112,18 +114,12 @@ def entries_by_name(state: Mapping[Tensor, Group], named: NamedTensors, groups: 
             continue
         name = name_of.get(tensor)
         if name not in entries_of:
-            raise _unknown_tensor(tensor)
+            raise ValueError(
+                f"optimizer.state: found entries for {_kind_text(tensor)}, which is no parameter of this optimizer: "
+                "put a tensor that replaces a parameter at its position in param_groups, too"
+            )
         entries_of[name] = entries
     return entries_of
-
-
-def _unknown_tensor(tensor: object) -> ValueError:
-    """Return an error for a key of ``optimizer.state`` that is no parameter."""
-    shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else repr(tensor)
-    return ValueError(
-        f"optimizer.state: found entries for {shape}, which is no parameter of this optimizer: put a tensor "
-        "that replaces a parameter at its position in param_groups, too"
-    )
 
 
 def emptied_parameters(entries: StateEntries, entries_of: Mapping[str, Group]) -> list[str]:
@@ -212,21 +208,19 @@ def _require_keys(name: str, entry: Group, indices: Mapping[str, int]) -> None:
 
 def _require_like(name: str, key: str, value: object, leaf: object) -> None:
     """Raise unless an assigned value is a tensor with the shape, dtype and device of the ``leaf`` that was there."""
-    if not isinstance(value, Tensor) or not isinstance(leaf, Tensor):
-        found = type(value).__name__
-        raise TypeError(
-            f"optimizer.state: {key!r} of {name!r} must be a tensor, found {found}: write into the tensor that is "
-            "there, as in optimizer.state[param][key].fill_(0)"
-        )
-    if value.shape != leaf.shape or value.dtype != leaf.dtype or value.device != leaf.device:
-        raise ValueError(
+    if _kind_text(value) != _kind_text(leaf):
+        error = ValueError if isinstance(value, Tensor) else TypeError
+        raise error(
             f"optimizer.state: {key!r} of {name!r} is {_kind_text(value)}, expected {_kind_text(leaf)}: convert it, or "
             "write into the tensor that is there"
         )
 
 
-def _kind_text(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
+def _kind_text(value: object) -> str:
+    """Return "(2, 3) torch.float32 cpu" for a tensor of this shape, dtype and device; the type of another object."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{tuple(value.shape)} {value.dtype} {value.device}"
 
 
 def _common_value(key: str, values: NamedTensors, number: int) -> Tensor:

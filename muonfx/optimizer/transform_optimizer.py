@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from muonfx import tree
 from muonfx.core import Donation, Transform
 from muonfx.core.chain_differences import CHAINS
-from muonfx.core.checks import warn_caller
+from muonfx.core.checks import ExpectedState, check_state_like, warn_caller
 from muonfx.core.donation import check_writable
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import require_transform
@@ -217,16 +217,13 @@ class TransformOptimizer(Optimizer):
         trained, left_out = divide(unfrozen, self._stepping.rules)  # those left out have the label None
         root = self._stepping.visits[0]  # the visit of the whole transform; the others are of transforms that it calls
         warn_of_ascent(root, self._stepping.rules, trained)
-        self._parameters = TrackedParameters(models_of(params), model, trained, frozen, left_out)
-        self._tracked_groups = TrackedGroups(self._parameters)
-        self._gradient_check = GradientCheck(self._parameters, is_alone=not self._stepping.is_over_ranks)
+        self._track(TrackedParameters(models_of(params), model, trained, frozen, left_out))
         self._callers_tensors.note(self._stepping.defaults)
         # torch's constructor calls `add_param_group` for each group. That looks up which transforms update its
         # parameters, so it needs the attributes above. The state is created afterwards, for the parameters in groups.
         super().__init__(groups, {})
         self._create_state()
-        if not self._parameters.on_meta:
-            warn_of_lost_decay(tx, self._stepping.visits, self._tracked_groups.groups, named)
+        warn_of_lost_decay(self._stepping, self._tracked_groups.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
 
@@ -249,37 +246,44 @@ class TransformOptimizer(Optimizer):
         self._adopt_state()
         self._update_initial_state()
         self._tracked_groups.follow(self._groups, self._stepping.rules)  # sets "param_names", which a copy reads
-        initial = self._current["initial"]
-        if initial is not None:  # some leaves have initial values
-            initial.forget_written(self._current["state"])  # writes are detected by versions, which copies do not have
+        read_numbers(self._tracked_groups.groups)  # if "momentum" was changed, "betas" follows
         attributes = {
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
             "_current": self._current,
             "_settings": self._settings,
-            "_parameters": self._parameters,
-            "_tracked_groups": self._tracked_groups,
+            "tx": self._stepping.tx,
         }
-        return {**super().__getstate__(), **attributes, "tx": self._stepping.tx}
+        initial = self._current["initial"]
+        if initial is not None:  # its record of writes into the state is not valid for a copy
+            attributes["initial_paths"] = initial.unwritten(self._current["state"])
+        return {**super().__getstate__(), **attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer. It has no reference to the model of its parameters."""
         attributes = dict(state)
         tx: Transform = attributes.pop("tx")
+        initial_paths: set[Path] | None = attributes.pop("initial_paths", None)
         self._groups = attributes.pop("param_groups")
         super().__setstate__(attributes)  # sets the other attributes of `__getstate__`
         # Create the attributes that are not copied, for the copied parameters.
         named = self._named_params()
         self._callers_tensors = CallersTensors()
-        self._stepping = self._stepping_for(tx, named)
-        self._parameters.track(named)
-        self._gradient_check = GradientCheck(self._parameters, is_alone=True)
-        initial = self._current["initial"]
-        if initial is not None:  # some leaves have initial values
-            initial.follow_copy(self._current["state"])
+        self._stepping = self._stepping_for(tx, named, not_trained={})
+        self._track(TrackedParameters([], None, trained=named, frozen={}, left_out={}))
+        self._tracked_groups.record(self._groups, self._stepping.rules)
+        if initial_paths is not None:
+            no_params: NamedTensors = {}  # as in `_record_initial`
+            self._current["initial"] = InitialState(no_params, self._current["state"], initial_paths)
         # A step does this, too, but torch.compile may trace the first one.
         self._stepping.refresh(named, self._tracked_groups.groups)
         own_groups(self)
+
+    def _track(self, parameters: TrackedParameters) -> None:
+        """Create the objects that find replaced parameters, edited groups and missing gradients."""
+        self._parameters = parameters
+        self._tracked_groups = TrackedGroups(parameters)
+        self._gradient_check = GradientCheck(parameters, is_alone=not self._stepping.is_over_ranks)
 
     # ------------------------------------------------------------------------------------------------------- groups
 
@@ -337,10 +341,7 @@ class TransformOptimizer(Optimizer):
             self._parameters.add_models(models_of([param_group]))
             self._parameters.track(trained)
             self._parameters.leave_out(frozen)
-        if not self._parameters.on_meta:
-            all_groups = self._tracked_groups.groups
-            added_groups = [tracked for tracked in all_groups if not trained.keys().isdisjoint(tracked.names)]
-            warn_of_lost_decay(self.tx, self._stepping.visits, added_groups, trained)
+        warn_of_lost_decay(self._stepping, self._tracked_groups.groups, trained)
 
     def _add_groups(self, group: Group, pairs: NamedPairs, *, as_one: bool) -> None:
         """Add a group of named parameters, ``pairs``, with all hyperparameters of its transforms.
@@ -498,29 +499,24 @@ class TransformOptimizer(Optimizer):
             self._current["initial"] = InitialState(named, state)
         else:
             added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
-            self._current["initial"] = self._initial_leaves(added_paths, named, state, former.state)
+            self._record_initial(added_paths, state, former.state)
         self._current["state"] = state
         self._show_all(named)
 
-    def _initial_leaves(
-        self, new_paths: set[Path], named: NamedTensors, state: PyTree, former_state: PyTree
-    ) -> InitialState | None:
-        """Return the record of all leaves of ``state`` that have initial values; None if no leaf has.
+    def _record_initial(self, new_paths: set[Path], state: PyTree, former_state: PyTree) -> None:
+        """Record that the leaves of ``state`` at ``new_paths`` have initial values, and others that still have theirs.
 
-        Args:
-            new_paths: the paths of leaves that have just been initialized from the parameters ``named``.
-            named: the parameters by name.
-            state: the state now.
-            former_state: the state before that. Leaves at other paths have its values.
+        ``former_state`` is the state before; leaves at other paths have its values. If a step was made, they do not
+        have their initial values. Leaves may have been initialized from weights that were replaced since. A record
+        without parameters fits no weights, so that the next step initializes these leaves again.
         """
-        former_initial = self._current["initial"]
-        if former_initial is None:  # a step was made, so leaves at other paths do not have their initial values
-            return InitialState(named, state, new_paths) if new_paths else None
-        earlier_paths = former_initial.unwritten(former_state)
-        # Leaves at `earlier_paths` may have been initialized from weights that were replaced since. A record without
-        # parameters fits no weights, so that the next step initializes the leaves at all of these paths again.
         no_params: NamedTensors = {}
-        return InitialState(no_params, state, new_paths | earlier_paths)
+        former_initial = self._current["initial"]
+        if former_initial is not None:
+            paths = new_paths | former_initial.unwritten(former_state)
+            self._current["initial"] = InitialState(no_params, state, paths)
+        elif new_paths:
+            self._current["initial"] = InitialState(no_params, state, new_paths)
 
     def _update_initial_state(self, *, may_communicate: bool = False, problem: Exception | None = None) -> None:
         """Before the first step, initialize the state again if parameters were changed after it was made.
@@ -546,7 +542,8 @@ class TransformOptimizer(Optimizer):
         # All ranks initialize the state again if one of them has changed parameters. A problem is raised here.
         if self._stepping.is_on_any_rank(has_changed, problem):
             with torch.no_grad():
-                initial.replace(params, self._current["state"], self._stepping.initial_state(params))
+                new_state = self._stepping.initial_state(params)
+                self._current["initial"] = initial.renewed(params, self._current["state"], new_state)
 
     def _show_all(self, named: NamedTensors) -> None:
         """Fill ``optimizer.state`` with the current state tensors of the named parameters."""
@@ -576,7 +573,7 @@ class TransformOptimizer(Optimizer):
         if initial_values:  # the next step initializes these leaves again if weights are loaded before it
             paths = tree.paths(state)
             restarted_paths = {paths[load.leaf_index] for load in initial_values}
-            self._current["initial"] = self._initial_leaves(restarted_paths, named, state, state)
+            self._record_initial(restarted_paths, state, state)
         self._show_all(named)
         warn_of_shared(entries, emptied)
 
@@ -646,9 +643,8 @@ class TransformOptimizer(Optimizer):
             self._parameters.track(named)
         elif may_communicate or not self._is_over_ranks(named):
             self._move_state(named)
-        else:
-            self._put_in_groups(named)  # the next step moves the state, together with the other ranks
-            self._parameters.note_shown(replaced)
+        # Else the next step moves the state, together with the other ranks. Until then, only `param_groups` shows the
+        # new tensors.
 
     def _is_over_ranks(self, named: NamedTensors) -> bool:
         """Return True if state over ranks is used, or will be, because parameters have become DTensors."""
@@ -953,7 +949,7 @@ class TransformOptimizer(Optimizer):
             tracked_groups = self._tracked_groups.groups
             matched_groups = read_groups(groups, self.tx, tracked_groups, self._parameters.not_trained())
         current_state = self.transform_state
-        _require_same_shapes(state, current_state)
+        check_state_like("this optimizer", state, ExpectedState.of(current_state), with_dtypes=False)
         # All checks have passed: overwrite the tensors of the state, then the entries of the groups.
         with torch.no_grad():
             tree.map(lambda leaf, value: leaf.copy_(value), current_state, state)
@@ -1028,19 +1024,10 @@ def _unshared(state: Mapping[int, Group]) -> dict[int, Group]:
     unshared: dict[int, Group] = {}
     leaf_ids: set[int] = set()  # of the tensors so far
     for index, entries in state.items():
-        unshared[index] = dict(entries)
+        unshared[index] = {}
         for key, leaf in entries.items():
             if id(leaf) in leaf_ids and isinstance(leaf, Tensor):
-                unshared[index][key] = leaf.clone()
+                leaf = leaf.clone()
             leaf_ids.add(id(leaf))
+            unshared[index][key] = leaf
     return unshared
-
-
-def _require_same_shapes(state: PyTree, expected: PyTree) -> None:
-    """Raise ValueError unless each leaf of a state has the shape of the leaf in another state."""
-    expected_leaves, treedef = tree.flatten(expected)
-    leaves = treedef.flatten_up_to(state)
-    for name, leaf, expected_leaf in zip(tree.names(expected), leaves, expected_leaves, strict=True):
-        shape = getattr(leaf, "shape", None)
-        if expected_leaf is not None and shape != expected_leaf.shape:
-            raise ValueError(f"state: {name!r} has shape {shape}, expected {expected_leaf.shape}: nothing was loaded")
