@@ -140,8 +140,12 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
     conflicts_of_tx = [name for name in visited.numbers.names if name in conflicts]
     if conflicts_of_tx and not _runs_once(visited):
         return _versions(tx, visited, groups)
-    # A transform that runs once for all parameters cannot have several numbers, only several tensors of one value.
-    _require_tensors(visited, conflicts_of_tx, groups)
+    # A transform that runs once for all parameters cannot have several numbers, only several tensors of one value,
+    # which `CommonTensors` compares.
+    for name in conflicts_of_tx:
+        numbers = [group.numbers[name] for group in groups if name in group.numbers]
+        if not all(isinstance(number, Tensor) for number in numbers):
+            raise _different_values(visited, name)
     new_children: list[Transform] = []
     for child, child_visit in zip(tx.children, visited.calls, strict=True):
         new_children.append(_split_by_groups(child, child_visit, groups, conflicts))
@@ -192,18 +196,6 @@ def _keeps_a_number(visited: Visit) -> bool:
         if name is None and isinstance(leaf, Tensor) and leaf.is_floating_point():
             return True
     return False
-
-
-def _require_tensors(visited: Visit, conflicts: Sequence[str], groups: Sequence[GroupMembers]) -> None:
-    """Raise if a transform that runs once has a number among ``conflicts`` that is not a tensor.
-
-    Groups may have different tensors of the same value, which `CommonTensors` compares.
-    """
-    for name in conflicts:
-        for group in groups:
-            number = group.numbers.get(name)  # None if no transform of this group reads it
-            if number is not None and not isinstance(number, Tensor):
-                raise _different_values(visited, name)
 
 
 def _different_values(visited: Visit, name: str) -> ValueError:

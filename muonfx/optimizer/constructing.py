@@ -54,34 +54,24 @@ def _without_iterators(params: Any) -> Any:
 def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGroup | None:
     """Return the process group of the ranks that construct an optimizer with these arguments; None if it is alone.
 
-    The layout of the parameters has it, or else the parameters themselves, if they are DTensors.
+    A layout has its group. A function that creates a layout, or DTensors on meshes of all ranks, mean all ranks.
     """
     if not dist.is_initialized():
         return None
-    layout = options.get("layout")  # a layout, a function that creates one, or None
+    layout = options.get("layout")
     for argument in (*args, *options.values()):
         if isinstance(argument, Sharded):  # a transform with a layout, as ``sharded(tx, layout)`` returns it
             layout = argument.layout
-    if layout is None:
-        return _group_of_dtensors(args[0] if args else options.get("params"))
     if isinstance(layout, Layout):
         return layout.group
-    return _group_of_function(layout)
-
-
-def _group_of_function(layout: object) -> dist.ProcessGroup | None:
-    """Return the group of a function that creates a layout: the one in ``partial(zero, group=...)``, or all ranks."""
-    group = layout.keywords.get("group") if isinstance(layout, functools.partial) else None
-    return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-
-
-def _group_of_dtensors(params: Any) -> dist.ProcessGroup | None:
-    """Return the group of all ranks if some parameters are DTensors, and each of their meshes has all ranks."""
-    tensors = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
-    dtensors = [tensor for tensor in tensors if is_dtensor(tensor)]
-    if not dtensors:
+    params = args[0] if args else options.get("params")
+    if layout is None and not _are_on_all_ranks(params):
         return None
-    for dtensor in dtensors:
-        if dtensor.device_mesh.size() != dist.get_world_size():
-            return None
     return dist.group.WORLD
+
+
+def _are_on_all_ranks(params: Any) -> bool:
+    """Return True if some parameters are DTensors, and each of their meshes has all ranks."""
+    tensors = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
+    mesh_sizes = {tensor.device_mesh.size() for tensor in tensors if is_dtensor(tensor)}
+    return mesh_sizes == {dist.get_world_size()}

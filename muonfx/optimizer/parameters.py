@@ -147,9 +147,9 @@ class TrackedParameters:
         left_out: NamedTensors,
     ) -> None:
         self._models: list[KnownModel] = []
-        self.add_models(models)
         if model_of_names is not None:
             self._add_model_of_names(model_of_names, {*trained.values(), *frozen.values(), *left_out.values()})
+        self.add_models(models)
         # By name, the position of each in a model, or the tensor itself if it is in none. A position is a weak
         # reference: frozen weights may be large and must not be kept alive.
         self._frozen = self._slots_or_tensors(frozen)

@@ -38,11 +38,6 @@ class StateSlot(NamedTuple):
     key: str
     """Its key there, such as "momentum.trace"."""
 
-    @property
-    def is_shared(self) -> bool:
-        """True if it belongs to no single parameter."""
-        return len(self.names) > 1
-
 
 class StateEntries:
     """Keeps ``optimizer.state`` up to date: a tensor is an entry of its parameter, a step count of every parameter.
@@ -53,7 +48,7 @@ class StateEntries:
     """
 
     def __init__(self, state: PyTree, named: NamedTensors) -> None:
-        self._named = dict(named)
+        self.named = dict(named)
         self.slots: list[StateSlot] = []
         """The position of each leaf of the state."""
         self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
@@ -85,9 +80,9 @@ class StateEntries:
 
     def is_edited(self, state: Mapping[Tensor, Group]) -> bool:
         """Return True if a caller has assigned, added or removed an entry of ``state`` (``optimizer.state``)."""
-        if len(state) != len(self._named):
+        if len(state) != len(self.named):
             return True
-        for name, param in self._named.items():  # one look-up for each parameter: the hash of a tensor is slow
+        for name, param in self.named.items():  # one look-up for each parameter: the hash of a tensor is slow
             entries = state.get(param)
             indices = self.indices[name]
             if entries is None or len(entries) != len(indices):
@@ -98,45 +93,30 @@ class StateEntries:
         return False
 
 
-def entries_by_name(state: Mapping[Tensor, Group], named: NamedTensors, groups: Iterable[Group]) -> dict[str, Group]:
-    """Return the entries of each parameter in ``state`` (``optimizer.state``), by name; {} if they were removed.
+def entries_by_name(entries: StateEntries, state: Mapping[Tensor, Group], groups: Iterable[Group]) -> dict[str, Group]:
+    """Return the entries of each parameter in ``state`` (``optimizer.state``), by name; nothing if they were removed.
 
-    ``named`` are the parameters for which the state was shown. The caller may have put another tensor for one of them
-    into the param groups, and assigned the state under it. Raise ValueError if any other tensor has entries.
+    ``entries`` has the parameters for which the state was shown. The caller may have put another tensor for one of them
+    into the param groups, and assigned the state under it. Raise ValueError if any other tensor has entries, if only
+    some entries of a parameter were removed, or if others were added.
     """
-    name_of = {param: name for name, param in named.items()}
+    name_of = {param: name for name, param in entries.named.items()}
     for group in groups:
         # Not strict: a group that the caller has edited may have more tensors than names, and is checked later.
         name_of.update(zip(group["params"], group.get("param_names", ()), strict=False))
-    entries_of: dict[str, Group] = {name: {} for name in named}
-    for tensor, entries in state.items():
-        if not entries:
+    entries_of: dict[str, Group] = {}
+    for tensor, entries_of_tensor in state.items():
+        if not entries_of_tensor:
             continue
         name = name_of.get(tensor)
-        if name not in entries_of:
+        if name not in entries.named:
             raise ValueError(
                 f"optimizer.state: found entries for {_kind_text(tensor)}, which is no parameter of this optimizer: "
                 "put a tensor that replaces a parameter at its position in param_groups, too"
             )
-        entries_of[name] = entries
+        _require_keys(name, entries_of_tensor, entries.indices[name])
+        entries_of[name] = entries_of_tensor
     return entries_of
-
-
-def emptied_parameters(entries: StateEntries, entries_of: Mapping[str, Group]) -> list[str]:
-    """Return the names of the parameters whose entries a caller has removed from ``optimizer.state``.
-
-    ``entries_of`` is what it has now for each parameter, such as ``{"weight": {"momentum.trace": tensor}, "bias": {}}``
-    after the entries of "bias" were removed. Raise ValueError if only some entries of a parameter were removed, or
-    others were added.
-    """
-    emptied: list[str] = []
-    for name, entries_of_param in entries_of.items():
-        indices = entries.indices[name]
-        if entries_of_param:
-            _require_keys(name, entries_of_param, indices)
-        elif indices:  # else it never had entries
-            emptied.append(name)
-    return emptied
 
 
 def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], stepping: Stepping) -> list[Load]:
@@ -149,39 +129,30 @@ def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], steppi
         entries_of: what it has now for each parameter, by name, such as ``{"bias": {"momentum.trace": tensor}}``.
         stepping: converts an assigned tensor to the values of this rank.
     """
-    names_with_entries = [name for name, entries_of_param in entries_of.items() if entries_of_param]
     loads: list[Load] = []
     for index, slot in enumerate(entries.slots):
         shown = entries.shown[index]
-        assigned: dict[str, Tensor] = {}  # by the name of the parameter: several for a leaf that all share
-        for name in slot.names:
-            value = entries_of[name].get(slot.key, shown)
+        names = [name for name in slot.names if name in entries_of]  # several for a leaf that all parameters share
+        assigned: dict[str, Tensor] = {}
+        for name in names:
+            value = entries_of[name][slot.key]
             if value is not shown:  # the caller has replaced the tensor object of the entry
                 _require_like(name, slot.key, value, shown)
                 assigned[name] = value
         if not assigned:
             continue
-        if slot.is_shared:
-            common_value = _common_value(slot.key, assigned, len(names_with_entries))
-            loads.append(Load(slot.key, index, common_value))
-        else:
-            loads.append(_load_of(index, slot, assigned[slot.names[0]], shown, stepping))
+        title = f"{slot.key!r} of {names[0]!r}"
+        try:
+            value = stepping.local_value(index, shown, _common_value(slot.key, assigned, len(names)))
+        except Misfit as misfit:
+            raise ValueError(f"optimizer.state: {title} {misfit}") from None
+        loads.append(Load(title, index, value))
     return loads
-
-
-def _load_of(index: int, slot: StateSlot, value: Tensor, shown: Any, stepping: Stepping) -> Load:
-    """Return the values of this rank in a tensor that was assigned in place of ``shown``, a leaf of one parameter."""
-    title = f"{slot.key!r} of {slot.names[0]!r}"
-    try:
-        local_value = stepping.local_value(index, shown, value)
-    except Misfit as misfit:
-        raise ValueError(f"optimizer.state: {title} {misfit}") from None
-    return Load(title, index, local_value)
 
 
 def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
     """Warn if the state of some parameters starts again, but not the count that all parameters share."""
-    shared_keys = [slot.key for slot in entries.slots if slot.is_shared]
+    shared_keys = [slot.key for slot in entries.slots if len(slot.names) > 1]
     if shared_keys and 0 < len(emptied) < len(entries.indices):
         warn_caller(
             f"optimizer.state: the state of {emptied[0]!r} starts again, but {shared_keys[0]!r} continues, "
@@ -224,16 +195,14 @@ def _kind_text(value: object) -> str:
 
 
 def _common_value(key: str, values: NamedTensors, number: int) -> Tensor:
-    """Return the value that was assigned to a shared tensor for every parameter; raise if only some have it.
+    """Return the value that was assigned to a leaf of the state; raise if its parameters have several values.
 
-    ``values`` has the assigned values by parameter name, and ``number`` is how many parameters have entries.
+    ``values`` has the assigned values by parameter name, and ``number`` is how many parameters have the leaf.
     """
-    first_name = next(iter(values))
-    common_value = values[first_name]
-    has_other = not all(torch.equal(common_value, value) for value in values.values())
-    if len(values) < number or has_other:
+    first_value, *other_values = values.values()
+    if len(values) < number or not all(torch.equal(first_value, value) for value in other_values):
         raise ValueError(
             f"optimizer.state: {key!r} is one tensor of all {number} parameters, and was assigned for "
-            f"{len(values)} of them, such as {first_name!r}: assign one value for all, or write into the tensor"
+            f"{len(values)} of them, such as {next(iter(values))!r}: assign one value for all, or write into the tensor"
         )
-    return common_value
+    return first_value

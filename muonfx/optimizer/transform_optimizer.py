@@ -68,7 +68,6 @@ from muonfx.optimizer.saved_chains import chain_warnings, record_of_group
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
 from muonfx.optimizer.state_entries import (
     StateEntries,
-    emptied_parameters,
     entries_by_name,
     read_assigned,
     warn_of_shared,
@@ -366,11 +365,8 @@ class TransformOptimizer(Optimizer):
 
         Their transforms use a schedule or no learning rate. PyTorch's schedulers require an ``lr``, so it is 0 there.
         """
-        without_rate: list[int] = []
-        for index, tracked in enumerate(self._tracked_groups.groups):
-            if "lr" not in tracked.numbers.keys:
-                without_rate.append(index)
-        return tuple(without_rate)
+        groups = enumerate(self._tracked_groups.groups)
+        return tuple([index for index, tracked in groups if "lr" not in tracked.numbers.keys])
 
     @property
     def param_groups(self) -> list[Group]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -564,8 +560,8 @@ class TransformOptimizer(Optimizer):
             return
         state = self._current["state"]
         named = self._tracked_groups.named
-        entries_of = entries_by_name(self.state, named, self._groups)
-        emptied = emptied_parameters(entries, entries_of)
+        entries_of = entries_by_name(entries, self.state, self._groups)
+        emptied = [name for name in named if entries.indices[name] and name not in entries_of]
         assigned_values = read_assigned(entries, entries_of, self._stepping)
         initial_values = self._initial_values_of(emptied, named)
         with torch.no_grad():
@@ -592,10 +588,9 @@ class TransformOptimizer(Optimizer):
                 "optimizer.state[param]['momentum.trace'].zero_()"
             )
         initial_leaves = tree.leaves(self._stepping.initial_state(named))
-        emptied_names = set(emptied)
         loads: list[Load] = []
         for index, slot in enumerate(self._current["entries"].slots):
-            if emptied_names.issuperset(slot.names):  # its only parameter, or all parameters if they share the leaf
+            if set(slot.names).issubset(emptied):  # its only parameter, or all parameters if they share the leaf
                 loads.append(Load(slot.key, index, initial_leaves[index]))
         return loads
 

@@ -62,14 +62,9 @@ def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -
         indices: the indices, among all visits, of the transforms that update it.
         visits: the visits of these transforms.
     """
-    labels: list[str] = []
-    is_left_out = False
-    has_matrices = False
-    for visited in visits:
-        if visited.label is not None:
-            labels.append(visited.label)
-        is_left_out = is_left_out or _leaves_out(visited, name)
-        has_matrices = has_matrices or needs_matrices(visited.tx)
+    labels = [visited.label for visited in visits if visited.label is not None]
+    is_left_out = any(_leaves_out(visited, name) for visited in visits)
+    has_matrices = any(needs_matrices(visited.tx) for visited in visits)
     hyperparams = hyperparams_of(visits)
     kind = _kind_of_group({hyperparam.key for hyperparam in hyperparams})
     order = (kind, not has_matrices, indices)
@@ -140,26 +135,17 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
         for short_name, target in visited.numbers.short_names.items():
             if short_name_counts[short_name] > 1:
                 continue
-            hyperparam = _with_short_key(short_name, target, names_with_short_key)
-            hyperparams.append(hyperparam)
-            names_with_short_key.update(hyperparam.names)
+            is_tuple = isinstance(target, tuple)  # of names, as for "betas"
+            names = target if is_tuple else (target,)
+            is_mirror = names_with_short_key.issuperset(names)  # "momentum" repeats the first of "betas"
+            hyperparams.append(Hyperparam(short_name, names, is_tuple, is_mirror))
+            names_with_short_key.update(names)
         for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
             if name in names_with_short_key:
                 continue
             unique_key = name if key_counts[key] > 1 else key
             hyperparams.append(Hyperparam(unique_key, (name,)))
     return hyperparams
-
-
-def _with_short_key(key: str, target: str | tuple[str, ...], earlier_names: Set[str]) -> Hyperparam:
-    """Return the hyperparameter with a short key, such as "betas" for ``("scale_by_adam.b1", "scale_by_adam.b2")``.
-
-    ``target`` is the dotted name of its number, or a tuple of names. It is a mirror if earlier keys of the transform
-    set these numbers, as "momentum" repeats the first of "betas".
-    """
-    if isinstance(target, str):
-        return Hyperparam(key, (target,), is_tuple=False, is_mirror=target in earlier_names)
-    return Hyperparam(key, target, is_tuple=True, is_mirror=earlier_names >= set(target))
 
 
 def pairs_by_rule(pairs: Iterable[tuple[str, Tensor]], rules: UpdateRules) -> dict[UpdateRule, NamedPairs]:
