@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 class Load(NamedTuple):
     """Values to copy into a leaf of the state."""
 
-    title: str
-    """The leaf in messages, such as "'momentum.trace' of 'weight'"."""
     leaf_index: int
     """The index of the leaf in the state."""
     value: Tensor
@@ -35,10 +33,7 @@ def apart_from(tensors: Iterable[object], loads: Iterable[Load]) -> list[Load]:
 
     Otherwise, to exchange the tensors of two parameters would give both the same values.
     """
-    addresses: set[int] = set()  # of the memory that the loads will overwrite
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            addresses.add(_address(tensor))
+    addresses = {_address(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
     separate: list[Load] = []
     for load in loads:
         if _address(load.value) in addresses:

@@ -20,7 +20,6 @@ from muonfx.optimizer.group_numbers import (
     Group,
     GroupNumbers,
     Hyperparam,
-    Number,
     TrackedGroup,
     own_copy,
     require_in_range,
@@ -199,9 +198,8 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     with_common_values = with_agreed(rules, group, defaults)
     # Converts between keys of the group and dotted names.
     group_numbers = GroupNumbers(group_hyperparams(rules, with_common_values))
-    numbers: dict[str, Number] = {}  # the group's numbers by dotted name
-    for name, number in group_numbers.complete(with_common_values, defaults).items():
-        numbers[name] = own_copy(number)
+    completed = group_numbers.complete(with_common_values, defaults)
+    numbers = {name: own_copy(number) for name, number in completed.items()}
     require_in_range(stepping.tx, group_numbers.hyperparams, numbers, defaults)
     group.update(group_numbers.entries(numbers))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it

@@ -237,7 +237,7 @@ def read_state_dict(
                 # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
                 without_state.append(name)
     _require_fit(problems)
-    loads.sort(key=lambda load: load.title)  # all ranks load in this order
+    loads.sort(key=lambda load: load.leaf_index)  # all ranks load in this order
     warnings = [
         *_warnings(groups, saved_groups, without_state),
         *chain_warnings("load_state_dict: the state dict", stepping, groups, matched_groups),
@@ -290,7 +290,7 @@ def _read_entries(
         except Misfit as misfit:
             problems.append(f"{name!r}: {key!r} {misfit}")
         else:
-            loads.append(Load(f"{key!r} of {name!r}", index, local_value))
+            loads.append(Load(index, local_value))
     return loads, problems
 
 

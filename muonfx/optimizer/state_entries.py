@@ -33,8 +33,6 @@ class StateSlot(NamedTuple):
 
     names: tuple[str, ...]
     """The names of the parameters under which it is shown: its own, or all for a leaf such as a step count."""
-    params: tuple[Tensor, ...]
-    """These parameters."""
     key: str
     """Its key there, such as "momentum.trace"."""
 
@@ -57,8 +55,7 @@ class StateEntries:
         for index, (owner, path) in enumerate(ownership_of(state, named)):
             key = path_of(path)
             names = tuple(named) if owner is None else (owner,)
-            params = tuple([named[name] for name in names])
-            self.slots.append(StateSlot(names, params, key))
+            self.slots.append(StateSlot(names, key))
             for name in names:
                 self.indices[name][key] = index
         # `update` sets the following lists. In one process they are equal.
@@ -74,8 +71,9 @@ class StateEntries:
             if leaf is last_leaf:
                 continue
             self.shown[index] = show(index, leaf)
-            for param in self.slots[index].params:
-                entries[param][self.slots[index].key] = self.shown[index]
+            slot = self.slots[index]
+            for name in slot.names:
+                entries[self.named[name]][slot.key] = self.shown[index]
         self._leaves = leaves
 
     def is_edited(self, state: Mapping[Tensor, Group]) -> bool:
@@ -141,12 +139,11 @@ def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], steppi
                 assigned[name] = value
         if not assigned:
             continue
-        title = f"{slot.key!r} of {names[0]!r}"
         try:
             value = stepping.local_value(index, shown, _common_value(slot.key, assigned, len(names)))
         except Misfit as misfit:
-            raise ValueError(f"optimizer.state: {title} {misfit}") from None
-        loads.append(Load(title, index, value))
+            raise ValueError(f"optimizer.state: {slot.key!r} of {names[0]!r} {misfit}") from None
+        loads.append(Load(index, value))
     return loads
 
 

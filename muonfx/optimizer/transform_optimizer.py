@@ -591,7 +591,7 @@ class TransformOptimizer(Optimizer):
         loads: list[Load] = []
         for index, slot in enumerate(self._current["entries"].slots):
             if set(slot.names).issubset(emptied):  # its only parameter, or all parameters if they share the leaf
-                loads.append(Load(slot.key, index, initial_leaves[index]))
+                loads.append(Load(index, initial_leaves[index]))
         return loads
 
     # ------------------------------------------------------------------------------------------- replaced parameters
@@ -822,12 +822,12 @@ class TransformOptimizer(Optimizer):
 
         ``saved_state`` has the entries of each parameter, by its index among all parameters of the groups.
         """
-        index_of = {id(param): index for index, param in enumerate(self._named_params().values())}
+        index_of = {name: index for index, name in enumerate(self._named_params())}
         slots = self._current["entries"].slots
         for leaf_index, leaf in self._stepping.exported(self._current["state"]).items():
             slot = slots[leaf_index]
-            for param in slot.params:
-                saved_state[index_of[id(param)]][slot.key] = leaf
+            for name in slot.names:
+                saved_state[index_of[name]][slot.key] = leaf
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Rename | None = None) -> None:
         """Copy the values of a `state_dict` into the state and the groups of this optimizer.
