@@ -113,13 +113,18 @@ def common_numbers(groups: Iterable[GroupMembers]) -> tuple[dict[str, Number], s
     return common, conflicts
 
 
-def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Transform:
-    """Return a transform with the hyperparameters of all param groups. ``root`` is the visit of ``tx``.
+def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers], defaults: Numbers) -> Transform:
+    """Return a transform with the hyperparameters of all param groups.
 
-    If groups have different numbers for a transform within ``tx``, that transform is replaced by `by_groups`.
+    ``root`` is the visit of ``tx``, and ``defaults`` are its numbers. If groups have different numbers for a transform
+    within ``tx``, that transform is replaced by `by_groups`.
     """
     common, conflicts = common_numbers(groups)
-    tx = with_hyperparams(tx, common)
+    changes = common
+    if not torch.compiler.is_compiling():  # a trace cannot compare the identities of numbers that change
+        changes = {name: number for name, number in common.items() if number is not defaults[name]}
+    if changes:  # none at construction
+        tx = with_hyperparams(tx, changes)
     if not conflicts:
         return tx
     return _split_by_groups(tx, root, groups, conflicts)

@@ -100,8 +100,10 @@ class GroupNumbers:
                 continue
             values_of_key = hyperparam.numbers_in(values[hyperparam.key])
             for name, number in zip(hyperparam.names, values_of_key, strict=True):
-                earlier_number = numbers.get(name, number)  # of an earlier key that sets it, too
-                numbers[name] = self._changed(name, earlier_number, number)
+                if name in numbers:  # an earlier key sets it, too
+                    numbers[name] = self._changed(name, numbers[name], number)
+                else:
+                    numbers[name] = number
         return numbers
 
     def _changed(self, name: str, first: Number, second: Number) -> Number:

@@ -66,49 +66,37 @@ def _shape_text(value: object) -> str:
 
 
 def on_this_rank(leaf: Any, value: Any) -> Tensor:
-    """Return this rank's part of a saved tensor, sharded like the state tensor ``leaf``, or raise `Misfit`."""
+    """Return this rank's part of a saved tensor, sharded like the state tensor ``leaf``, or raise `Misfit`.
+
+    The saved tensor is whole, or sharded like ``leaf``.
+    """
+    is_whole = not is_dtensor(value) and not isinstance(value, FlatShardTensor)
     if isinstance(leaf, FlatShardTensor):
-        return _interval_of(leaf, value)
-    if is_dtensor(leaf):
-        return _shard_of(leaf, value)
-    if is_dtensor(value) or isinstance(value, FlatShardTensor):
-        raise _other_placement(leaf, value)
-    return value
-
-
-def _interval_of(leaf: FlatShardTensor, value: Any) -> Tensor:
-    """Return the elements of a saved tensor in the interval of the flattened tensor that ``leaf`` holds."""
-    if is_dtensor(value):
-        raise _other_placement(leaf, value)
-    shard = leaf.shard
-    if not isinstance(value, FlatShardTensor):
-        return value.reshape(-1)[shard.start : shard.stop]
-    if (value.shard.start, value.shard.stop) != (shard.start, shard.stop):
-        raise _other_placement(leaf, value)
-    return value.shard.data
-
-
-def _shard_of(leaf: DTensor, value: Any) -> Tensor:
-    """Return this rank's shard of a saved tensor, which is a DTensor like ``leaf``, or whole."""
-    from torch.distributed.tensor import distribute_tensor
-
-    if isinstance(value, FlatShardTensor):
-        raise _other_placement(leaf, value)
-    if not is_dtensor(value):
-        # src_data_rank=None: each rank cuts its shard out of its own copy, without communication.
-        value = distribute_tensor(value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None)
-    if value.device_mesh != leaf.device_mesh or value.placements != leaf.placements:
-        raise _other_placement(leaf, value)
-    require_same_position(value, leaf.device_mesh)
-    return local_of(value)
-
-
-def _other_placement(leaf: Any, value: Any) -> Misfit:
-    """Return an error for a saved value that is sharded in another way than ``leaf``."""
-    return Misfit(
+        shard = leaf.shard
+        if is_whole:
+            return value.reshape(-1)[shard.start : shard.stop]
+        if isinstance(value, FlatShardTensor) and (value.shard.start, value.shard.stop) == (shard.start, shard.stop):
+            return value.shard.data
+    elif is_dtensor(leaf):
+        if is_whole:
+            value = _sharded_like(leaf, value)
+        if is_dtensor(value) and value.device_mesh == leaf.device_mesh and value.placements == leaf.placements:
+            require_same_position(value, leaf.device_mesh)
+            return local_of(value)
+    elif is_whole:
+        return value
+    raise Misfit(
         f"is placed as {_placement_text(value)}, here as {_placement_text(leaf)}: load through "
         "torch.distributed.checkpoint or muonfx.checkpoint, which move values between layouts"
     )
+
+
+def _sharded_like(leaf: DTensor, value: Tensor) -> DTensor:
+    """Return a whole tensor as a DTensor like ``leaf``."""
+    from torch.distributed.tensor import distribute_tensor
+
+    # src_data_rank=None: each rank cuts its shard out of its own copy, without communication.
+    return distribute_tensor(value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None)
 
 
 def _placement_text(value: Any) -> str:

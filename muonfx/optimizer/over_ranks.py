@@ -66,9 +66,8 @@ def stepping_for(
         return SteppingOverRanks(tx, layout.meta(list(params)), layout, settings)
     if bucket_bytes is None:
         is_on_cuda = any(param.is_cuda for param in params.values())
-        bucket_bytes = SMALL_BUCKET_ON_CUDA if is_on_cuda else SMALL_BUCKET
-        for param in params.values():
-            bucket_bytes = max(bucket_bytes, param.nbytes)
+        smallest = SMALL_BUCKET_ON_CUDA if is_on_cuda else SMALL_BUCKET
+        bucket_bytes = max([smallest, *[param.nbytes for param in params.values()]])
     return Stepping(tx, meta_like(dict(params)), bucket_bytes)
 
 

@@ -214,7 +214,7 @@ class Stepping:
         A transform for which groups have different numbers becomes a `by_groups`, which has one version of it for each
         set of numbers.
         """
-        tx = for_groups(self.inner, self.visits[0], self.members(groups, numbers))
+        tx = for_groups(self.inner, self.visits[0], self.members(groups, numbers), self.defaults)
         if torch.compiler.is_compiling() and any(visited.tx.factory is accumulate for visited in self.visits):
             tx = as_tensors(tx)  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
         return prepared(tx)
