@@ -1,12 +1,14 @@
-"""The parameters of an optimizer: find tensors that were replaced in models or groups, and missing gradients."""
+"""What each step compares: find replaced parameters, edited groups, and missing gradients."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +19,10 @@ from torch.nn.modules.module import (
 )
 
 from muonfx.core.checks import all_usable, is_frozen, is_usable, warn_caller
-from muonfx.optimizer.group_numbers import Group
+from muonfx.optimizer.group_numbers import Group, GroupNumbers, Hyperparam, TrackedGroup
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors, names_in
+from muonfx.optimizer.param_groups import warn_of_unread_keys
+from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, group_hyperparams, keys_by_label, label_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import is_dtensor
 
@@ -496,6 +500,156 @@ def _placement(param: Tensor) -> tuple[object, ...]:
     return (param.device, param.dtype)
 
 
+class TrackedGroups:
+    """Records the param groups from which the steps of an optimizer read the hyperparameters.
+
+    Args:
+        parameters: the parameters of the optimizer, from which the names of tensors in the groups are read.
+    """
+
+    def __init__(self, parameters: TrackedParameters) -> None:
+        self.groups: list[TrackedGroup] = []
+        """The groups as `record` has recorded them."""
+        self._parameters = parameters
+        self._key_counts: list[int] = []
+        """How many keys each group had when the keys were last read."""
+        self._reported = set[str]()
+        """The keys of which a warning was given."""
+        self._has_warned_of_rate = False
+        """True after the warning of an "lr" that no transform reads."""
+
+    @property
+    def named(self) -> NamedTensors:
+        """A dict from name to parameter, for the parameters that have optimizer state, in the order of the groups."""
+        tracked_parameters = self._parameters.tracked
+        named: dict[str, Tensor] = {}
+        for tracked in self.groups:
+            for name in tracked.names:
+                named[name] = tracked_parameters[name].param
+        return named
+
+    def are_current(self, groups: Sequence[Group]) -> bool:
+        """Return True if no parameter was replaced, resized or moved, in the param groups or in the models."""
+        return self._are_recorded(groups) and self._parameters.are_current()
+
+    def _are_recorded(self, groups: Sequence[Group]) -> bool:
+        """Return True if these are the param groups that `record` recorded, with the same parameters and names."""
+        if len(groups) != len(self.groups):
+            return False
+        params: list[Tensor] = []
+        for group, tracked in zip(groups, self.groups, strict=True):
+            if group is not tracked.group or group.get("param_names") != tracked.names:
+                return False
+            if len(group["params"]) != len(tracked.names):
+                return False
+            params += group["params"]
+        return all(map(is_, params, self.named.values()))  # each parameter is the same tensor object
+
+    def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
+        """Record the param groups from which later steps read the hyperparameters.
+
+        Keys of one label that have no effect are removed: if a group has "weight_decay" for all labels, then
+        "adamw.weight_decay".
+        """
+        tracked_groups: list[TrackedGroup] = []
+        for group in groups:
+            names: list[str] = list(group["param_names"])
+            distinct = distinct_rules(names, rules)
+            numbers = self._numbers_of(group, names, group_hyperparams(distinct, group))
+            for key in keys_by_label(distinct).difference(numbers.keys):
+                group.pop(key, None)
+            tracked_groups.append(TrackedGroup(group, names, numbers))
+        self.groups = tracked_groups
+        self._key_counts = []  # the next step reads the keys of all groups
+
+    def _numbers_of(self, group: Group, names: Sequence[str], hyperparams: tuple[Hyperparam, ...]) -> GroupNumbers:
+        """Return the object that reads the hyperparameters of a group.
+
+        It is a copy of the former one, if that had the same hyperparameters. The copy has the numbers of the last step,
+        which show whether the user has changed "momentum" or "betas" since.
+        """
+        former_numbers = self._former_numbers(group, names)
+        if former_numbers is None or former_numbers.hyperparams != hyperparams:
+            return GroupNumbers(hyperparams)
+        return copy.copy(former_numbers)
+
+    def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
+        """Return the object that has read a group so far, or the group in which its first parameter was; else None."""
+        for tracked in self.groups:
+            if tracked.group is group:
+                return tracked.numbers
+        for tracked in self.groups:
+            if names and names[0] in tracked.names:
+                return tracked.numbers
+        return None
+
+    def follow(self, groups: Sequence[Group], rules: UpdateRules) -> None:
+        """Check param groups that a user or engine has edited, set their "param_names", and `record` them.
+
+        Raise ValueError, before any change, if a tensor is of no parameter, or if a group lacks hyperparameters.
+        """
+        if self._are_recorded(groups):
+            return
+        names_per_group = self._parameters.names_of(groups)
+        for group, names in zip(groups, names_per_group, strict=True):  # check all groups before any is changed
+            _require_all_hyperparams(group, names, rules)
+        for group, names in zip(groups, names_per_group, strict=True):
+            group["params"] = list(group["params"])
+            group["param_names"] = names
+            group.setdefault("label", label_of(distinct_rules(names, rules)))
+        self.record(groups, rules)
+
+    def read_new_keys(self, rules: UpdateRules) -> None:
+        """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay"."""
+        if self._count_keys() == self._key_counts:  # a step only counts the keys, which is faster than comparing them
+            return
+        # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
+        self.record([tracked.group for tracked in self.groups], rules)
+        self._key_counts = self._count_keys()  # again, because `record` may have removed keys
+        all_keys = set[str]().union(*[tracked.numbers.keys for tracked in self.groups])
+        for tracked in self.groups:
+            first_name = tracked.names[0] if tracked.names else "no parameter"
+            # A scheduler may write a hyperparameter of some groups into all groups, as OneCycleLR does.
+            reported_or_known = self._reported | all_keys
+            new_entries = {key: value for key, value in tracked.group.items() if key not in reported_or_known}
+            self._reported.update(warn_of_unread_keys(new_entries, first_name, set(tracked.numbers.keys), all_keys))
+
+    def warn_of_unread_rate(self) -> None:
+        """Warn once if a group has an "lr" that somebody has set, and no transform of any group reads it."""
+        if self._has_warned_of_rate or any("lr" in tracked.numbers.keys for tracked in self.groups):
+            return
+        for index, tracked in enumerate(self.groups):
+            rate = tracked.group["lr"]
+            is_set = not isinstance(rate, Tensor) and rate != 0.0
+            has_scheduler = "initial_lr" in tracked.group  # which a scheduler adds
+            if is_set or has_scheduler:
+                self._has_warned_of_rate = True
+                warn_caller(
+                    f"param_groups[{index}]: 'lr' is {rate!r}, expected no value: the chain has a schedule or no "
+                    "learning rate, and ignores it. To set the rate in groups, create the chain with a number as "
+                    "learning rate"
+                )
+                return
+
+    def _count_keys(self) -> list[int]:
+        """Return the number of keys in each group."""
+        return [len(tracked.group) for tracked in self.groups]
+
+
+def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRules) -> None:
+    """Raise if parameters of other transforms were moved into a group, which lacks the hyperparameters of these."""
+    distinct = distinct_rules(names, rules)
+    if len(distinct) < 2 or all(hyperparam.key in group for hyperparam in group_hyperparams(distinct, group)):
+        return
+    first = names[0]
+    others = [name for name in names if rules[name] != rules[first]]
+    raise ValueError(
+        f"param_groups: {first!r} (label {rules[first].label!r}) and {others[0]!r} (label {rules[others[0]].label!r}) "
+        "are in one group, but different transforms update them, and the group lacks hyperparameters of one: recreate "
+        "the optimizer to change a label, or add_param_group to add parameters"
+    )
+
+
 class GradientCheck:
     """Raises or warns if gradients are missing, but parameters of a model that are not in the optimizer have some.
 
@@ -566,7 +720,7 @@ class GradientCheck:
             module = ref()
             if module is not None:
                 lengths.append(len(module._modules))
-        return without_gradient, self._parameters.version, _registrations.count, lengths
+        return without_gradient, self._parameters.version, _registrations["assigned"], lengths
 
     def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
         """Warn once of each of the parameters that have a gradient and are not in the optimizer."""
@@ -604,21 +758,16 @@ def require_dense_and_real(gradients: Gradients) -> None:
             )
 
 
-class _Registrations:
-    """Counts how often a parameter or a module was assigned to a module, of any model."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, *_: object) -> None:
-        self.count += 1
+_registrations = Counter[str]()
+"""How often a parameter or a module was assigned to a module, of any model, under the key "assigned"."""
 
 
-_registrations = _Registrations()
+def _count_registration(*_: object) -> None:
+    _registrations["assigned"] += 1
 
 
 @cache
 def _count_registrations() -> None:
     """Let `_registrations` count from now on, in all models of this process."""
-    register_module_parameter_registration_hook(_registrations)
-    register_module_module_registration_hook(_registrations)
+    register_module_parameter_registration_hook(_count_registration)
+    register_module_module_registration_hook(_count_registration)

@@ -49,7 +49,6 @@ from muonfx.optimizer.named_parameters import (
 )
 from muonfx.optimizer.over_ranks import stepping_for
 from muonfx.optimizer.param_groups import (
-    TrackedGroups,
     complete_entries,
     defaults_for_schedulers,
     new_groups,
@@ -57,6 +56,7 @@ from muonfx.optimizer.param_groups import (
 )
 from muonfx.optimizer.parameters import (
     GradientCheck,
+    TrackedGroups,
     TrackedParameters,
     check_real,
     check_usable,
