@@ -1,4 +1,4 @@
-"""Param groups: create them, follow what users and engines change in them, and warn of keys that no transform reads."""
+"""Create param groups, warn of keys that no transform reads, and keep other optimizers from stepping on the groups."""
 
 from __future__ import annotations
 
@@ -135,10 +135,11 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
     """
     pairs_of = pairs_by_rule(pairs, stepping.rules)
     rules = list(pairs_of)
-    # A group of several labels may have the common key "weight_decay", and "adamw.weight_decay" for one label.
-    group_keys = {hyperparam.key for hyperparam in group_hyperparams(rules, entries)} | holders_of(rules).keys()
-    all_keys = holders_of(set(stepping.rules.values())).keys()
-    warn_of_unread_keys(entries, pairs[0][0], group_keys, all_keys)
+    if entries:
+        # A group of several labels may have the common key "weight_decay", and "adamw.weight_decay" for one label.
+        group_keys = {hyperparam.key for hyperparam in group_hyperparams(rules, entries)} | holders_of(rules).keys()
+        all_keys = holders_of(set(stepping.rules.values())).keys()
+        warn_of_unread_keys(entries, pairs[0][0], group_keys, all_keys)
     if as_one:
         common_entries = with_agreed(rules, entries, stepping.defaults)
         labels_with_rate = holders_of(rules).get("lr", {})
