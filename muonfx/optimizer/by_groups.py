@@ -227,8 +227,11 @@ class CommonTensors:
         """How often each of these tensors had been written to when `check` last compared them."""
         for visited in visits:
             for name in visited.numbers.names:
-                numbers = [numbers.get(name) for numbers in numbers_of_groups]
-                tensors = [number for number in numbers if isinstance(number, Tensor)]
+                tensors: list[Tensor] = []
+                for numbers in numbers_of_groups:
+                    number = numbers.get(name)
+                    if isinstance(number, Tensor):
+                        tensors.append(number)
                 if len(tensors) > 1 and _runs_once(visited):
                     self._common.append((visited, name, tensors))
 

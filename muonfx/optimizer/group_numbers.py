@@ -153,12 +153,13 @@ class GroupNumbers:
             missing = [name for name in hyperparam.names if name not in numbers]
             if missing:
                 raise _missing(hyperparam.key, group, self._last_entries.get(hyperparam.key))
-        for hyperparam in self.hyperparams:
-            key = hyperparam.key
-            current = [numbers[name] for name in hyperparam.names]
-            is_current = key in group and all(map(equal, hyperparam.numbers_in(group[key]), current))
-            if not is_current:  # a number was changed under another key: "betas" follows "momentum"
-                group[key] = hyperparam.value_of(numbers)
+        if self.mirrors:  # a number may have been changed under another key: "betas" follows "momentum"
+            for hyperparam in self.hyperparams:
+                key = hyperparam.key
+                current = [numbers[name] for name in hyperparam.names]
+                is_current = key in group and all(map(equal, hyperparam.numbers_in(group[key]), current))
+                if not is_current:
+                    group[key] = hyperparam.value_of(numbers)
         self._last_entries = {key: group[key] for key in self.keys}  # for `_is_unchanged` in the next call
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
         if changed:
