@@ -92,16 +92,12 @@ def _kind_of_group(keys: Set[str]) -> int:
 
 def warn_of_ascent(root: Visit, rules: UpdateRules, params: NamedTensors) -> None:
     """Warn of trained parameters whose updates keep the sign of the gradient, so that a step increases the loss."""
-    may_keep_sign: dict[UpdateRule, bool] = {}
     ascending: list[str] = []
-    for name, param in params.items():
-        if not param.requires_grad:
-            continue
-        rule = rules[name]
-        if rule not in may_keep_sign:  # one parameter of a rule suffices: the same transforms update the others
-            may_keep_sign[rule] = 1 in _signs(root, name)  # 1: the sign of the gradient
-        if may_keep_sign[rule]:
-            ascending.append(name)
+    for pairs in pairs_by_rule(params.items(), rules).values():
+        names = [name for name, param in pairs if param.requires_grad]
+        # One parameter of a rule suffices, because the same transforms update the others. 1: the sign of the gradient.
+        if names and 1 in _signs(root, names[0]):
+            ascending += names
     if ascending:
         warn_caller(
             f"each step would increase the loss: the updates of {len(ascending)} of {len(params)} parameters, such as "
