@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
 import hypothesis
@@ -14,12 +14,11 @@ import hypothesis.errors
 import torch
 from hypothesis import strategies as st
 
-from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.progress import reporting
 from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
 from muonfx.testing.examples import Example, params_and_grads, standard_examples
-from muonfx.testing.law import LAWS, Law, LawFunction
+from muonfx.testing.law import LAWS, Law, LawFunction, select
 from muonfx.testing.violation import LawViolation
 
 
@@ -69,31 +68,7 @@ def laws_for(tx: Transform) -> dict[str, str | None]:
     >>> found["update_remembers_nothing"] is None, found["element_transforms_see_one_element"]
     (True, 'its locality is TREE')
     """
-    reasons: dict[str, str | None] = {}
-    for name, law in LAWS.items():
-        reasons[name] = law.why_not(tx)
-    return reasons
-
-
-def _selected(laws: Iterable[str | LawFunction]) -> list[Law]:
-    """Return the laws with these names, in the order of `LAWS`."""
-    names: list[str] = []
-    unknown: list[str] = []
-    for law in laws:
-        name = str(getattr(law, "__name__", law))  # of a function, or the name itself
-        names.append(name)
-        if name not in LAWS:
-            unknown.append(repr(name))
-    if unknown:
-        raise ValueError(f"found {', '.join(unknown)}, expected names of laws: {', '.join(LAWS)}")
-    return [law for name, law in LAWS.items() if name in names]
-
-
-_SHAPES_OF_RANKS = {
-    (0, 4): {"w": (2, 3), "b": (2,), "s": (), "k": (2, 1, 2), "empty": (0, 3)},
-    (2, 4): {"w": (2, 3), "k": (2, 1, 2), "empty": (0, 3)},
-}
-"""By the minimal and maximal number of dims of leaves: the shapes on which a transform is tried."""
+    return {name: law.why_not(tx) for name, law in LAWS.items()}
 
 
 @functools.cache
@@ -130,103 +105,32 @@ def _require_transform(tx: object) -> None:
 def _suitable_ranks(tx: Transform) -> tuple[int, int]:
     """Return the minimal and maximal number of dims of the leaves that the transform accepts: (0, 4) or (2, 4)."""
     _require_transform(tx)
-    errors: list[Exception] = []
-    for ranks, shapes in _SHAPES_OF_RANKS.items():
-        params, steps = Example.of(shapes, steps=1)
+    try:
+        _try_a_step(tx, (0, 4))
+    except Exception:
+        # A transform of matrices raises an error about vectors, which is not the mistake that its author looks for.
         try:
-            tx.update(steps[0], tx.init(params), params)
+            _try_a_step(tx, (2, 4))
         except Exception as error:
-            errors.append(error)
-        else:
-            return ranks
-    error_on_any, error_on_matrices = errors
-    raise _raised_on_examples(tx, error_on_any, error_on_matrices) from error_on_matrices
+            raise _raised_on_examples(tx, error) from error
+        return 2, 4
+    return 0, 4
 
 
-def _raised_on_examples(tx: Transform, error_on_any: Exception, error_on_matrices: Exception) -> TypeError:
-    """Return the error for a transform that raises both on leaves of 0 to 4 dims and on matrices."""
-    text_of_any = f"{type(error_on_any).__name__}: {error_on_any}"
-    text = f"{type(error_on_matrices).__name__}: {error_on_matrices}"
-    message = f"{tx.name} raised {text}\n(on parameters of 2 to 4 dims"
-    # On vectors, a transform of matrices raises an error about its input, not the mistake that its author looks for.
-    if text_of_any == text:
-        message += ", and of 0 to 4 dims)"
-    else:
-        message += f"; on parameters of 0 to 4 dims {text_of_any})"
+def _try_a_step(tx: Transform, ranks: tuple[int, int]) -> None:
+    params, steps = standard_examples(ranks)[0]
+    tx.update(steps[0], tx.init(params), params)
+
+
+def _raised_on_examples(tx: Transform, error: Exception) -> TypeError:
+    """Return the error for a transform that raises an error both on leaves of 0 to 4 dims and on matrices."""
     return TypeError(
-        f"{message}\nExpected a transform that accepts one of them. If it requires parameters of certain names or of "
-        "other shapes, give check_transform a strategy of examples, as in "
+        f"{tx.name} raised {type(error).__name__}: {error}\n(on parameters of 2 to 4 dims)\n"
+        "Expected a transform that accepts parameters of 0 to 4 dims, or of 2 to 4 dims. If it requires parameters of "
+        "certain names or of other shapes, give check_transform a strategy of examples, as in "
         "params=st.just(testing.Example.of({'layer.weight': (4, 3)})) with hypothesis.strategies as st, or "
         f"params=testing.params_and_grads(ranks=(2, 2)). The transform is {tx!r}"
     )
-
-
-Check = Callable[[Example], None]
-"""A function that checks a law on an example, and raises `LawViolation` if the law does not hold."""
-
-
-@dataclass(frozen=True)
-class _Examples:
-    """The examples of one call of `check_transform`, which all laws use: drawing takes longer than most laws.
-
-    Attributes:
-        standard: those of the `standard_examples` that are used, most important first.
-        drawn: the drawn examples, those with more elements later.
-        strategy: the strategy that drew them, used again to shrink a counterexample.
-        number: the number of examples that hypothesis draws to shrink a counterexample.
-        seed: the seed of the strategy, or None.
-    """
-
-    standard: list[Example]
-    drawn: list[Example]
-    strategy: st.SearchStrategy[Example]
-    number: int
-    seed: int | None
-
-    @classmethod
-    def of(cls, tx: Transform, params: st.SearchStrategy[Example] | None, number: int, seed: int | None) -> _Examples:
-        """Draw ``number`` examples; if no strategy is given, some of them are the `standard_examples`."""
-        standard: list[Example] = []
-        if params is None:
-            ranks = _suitable_ranks(tx)
-            params = _strategy(ranks)
-            number_drawn = number // 4  # at least
-            standard = standard_examples(ranks)[: number - number_drawn]
-        drawn: list[Example] = []
-        if number > len(standard):
-            drawn = _drawn(params, number - len(standard), seed)
-        return cls(standard, sorted(drawn, key=_size), params, number, seed)
-
-    @property
-    def pool(self) -> list[Example]:
-        """All examples."""
-        return [*self.drawn, *self.standard]
-
-    def share(self, share: float) -> list[Example]:
-        """Return a share of the examples, at least one: half of them the first standard ones, and drawn ones.
-
-        The drawn examples are evenly spaced from the largest to smaller ones.
-        """
-        count = math.ceil(len(self.pool) * share)
-        standard_count = max(math.ceil(count / 2), count - len(self.drawn))
-        examples = self.standard[:standard_count]
-        drawn_count = count - len(examples)
-        for index in range(drawn_count):
-            examples.append(self.drawn[-1 - index * len(self.drawn) // drawn_count])
-        return examples
-
-    def smallest_violation(self, law: Law, check: Check, violation: LawViolation) -> LawViolation:
-        """Return the violation on the smallest example that breaks the law: shrunk, drawn, or one leaf of the first."""
-        shrunk = None
-        if law.share >= SLOW:
-            shrunk = _shrunk(check, self.strategy, self.number, self.seed)
-        return shrunk or _smallest_unshrunk(check, self.pool, violation.example) or violation
-
-
-def _size(example: Example) -> tuple[int, int]:
-    """Return the number of elements and the number of tensors of an example."""
-    tensors = list(tree.tensors(example))
-    return sum(leaf.numel() for leaf in tensors), len(tensors)
 
 
 def check_transform(
@@ -277,13 +181,10 @@ def check_transform(
     ['update_remembers_nothing', 'identity_is_neutral']
     """
     _require_transform(tx)
-    skipped = _selected(skip)
+    selected, left_out = select(LAWS, laws, skip)
     checked: list[Law] = []
-    left_out: dict[str, str] = {}
-    for law in _selected(LAWS if laws is None else laws):
+    for law in selected:
         why_not = law.why_not(tx)
-        if law in skipped:
-            why_not = "skipped"
         if why_not is None:
             checked.append(law)
         else:
@@ -291,37 +192,47 @@ def check_transform(
     if not checked:
         return LawReport(repr(tx), {}, left_out)
 
-    examples = _Examples.of(tx, params, max_examples or hypothesis.settings().max_examples, seed)
+    number = max_examples or hypothesis.settings().max_examples
+    standard: list[Example] = []
+    if params is None:
+        ranks = _suitable_ranks(tx)
+        params = _strategy(ranks)
+        standard = standard_examples(ranks)[: number - number // 4]  # the others are drawn
+    examples = _alternating(standard, _drawn(params, number - len(standard), seed))
     held: dict[str, int] = {}
     with reporting(progress) as report:
-        for number, law in enumerate(checked, start=1):
-            report(f"{tx.name}: law {number} of {len(checked)}, {law.name}")
+        for index, law in enumerate(checked, start=1):
+            report(f"{tx.name}: law {index} of {len(checked)}, {law.name}")
             options: dict[str, Any] = {}
-            if updates_dtype is not None and "updates_dtype" in inspect.signature(law.check).parameters:
+            if law.name == "updates_look_like_the_gradients":
                 options["updates_dtype"] = updates_dtype
-            held[law.name] = _check_law(law, tx, examples, options)
+            check = functools.partial(_check_example, law, tx, options)
+            examples_of_law = examples[: math.ceil(len(examples) * law.share)]
+            try:
+                for example in examples_of_law:
+                    check(example)
+            except LawViolation as violation:
+                smaller = None
+                if law.share >= SLOW:
+                    smaller = _shrunk(check, params, number, seed)
+                # The cause is the error within the law, if it raised one.
+                raise smaller or _on_one_leaf(check, violation) from violation.__cause__
+            held[law.name] = len(examples_of_law)
     return LawReport(repr(tx), held, left_out)
 
 
-def _check_law(law: Law, tx: Transform, examples: _Examples, options: dict[str, Any]) -> int:
-    """Check one law, and return the number of examples on which it was checked.
-
-    Raises:
-        LawViolation: the law does not hold; with the smallest example that shows it.
-    """
-    check = functools.partial(_check_example, law, tx, options)
-    examples_of_law = examples.share(law.share)
-    try:
-        for example in examples_of_law:
-            check(example)
-    except LawViolation as violation:
-        smallest = examples.smallest_violation(law, check, violation)
-        raise smallest from violation.__cause__  # the error within the law, if it raised one
-    return len(examples_of_law)
+Check = Callable[[Example], None]
+"""A function that checks a law on an example, and raises `LawViolation` if the law does not hold."""
 
 
 def _check_example(law: Law, tx: Transform, options: dict[str, Any], example: Example) -> None:
     law.check(tx, *example, **options)
+
+
+def _alternating(standard: list[Example], drawn: list[Example]) -> list[Example]:
+    """Return standard and drawn examples in turn, the most important first: slow laws use the first examples only."""
+    pairs = zip_longest(standard, reversed(drawn))  # reversed, because hypothesis draws simple examples first
+    return [example for example in chain.from_iterable(pairs) if example is not None]
 
 
 def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> None:
@@ -334,7 +245,7 @@ def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int
         phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
         suppress_health_check=list(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType] - an Enum of its own kind
         report_multiple_bugs=False,
-        print_blob=False,
+        verbosity=hypothesis.Verbosity.quiet,  # the violation shows the example
     )
 
     @settings
@@ -356,13 +267,15 @@ def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) 
 
     The list is cached if the examples are reproducible.
     """
+    key = (strategy, number, seed)
     fixed = seed is not None or hypothesis.settings().derandomize
-    if fixed and (strategy, number, seed) in _pools:
-        return _pools[strategy, number, seed]
+    if fixed and key in _pools:
+        return _pools[key]
     pool: list[Example] = []
-    _for_each(pool.append, strategy, number, seed)
+    if number:
+        _for_each(pool.append, strategy, number, seed)
     if fixed:
-        _pools[strategy, number, seed] = pool
+        _pools[key] = pool
     return pool
 
 
@@ -370,36 +283,25 @@ SLOW = 0.05
 """A law checked on less than this share of the examples is too slow for hypothesis to shrink a counterexample."""
 
 
-def _smallest_unshrunk(check: Check, pool: list[Example], failing: object) -> LawViolation | None:
-    """Return the `LawViolation` of the smallest example that breaks a law, in the pool or a small one.
-
-    The small ones are the single leaves of the example ``failing``, which broke the law. Only ten examples are tried,
-    because this is for laws that are slow.
-    """
-    nonempty = [example for example in pool if any(_size(example))]
-    candidates = sorted(_single_leaves(failing) + nonempty, key=_size)
-    for candidate in candidates[:10]:
-        try:
-            check(candidate)
-        except LawViolation as violation:
-            return violation
-    return None
-
-
-def _single_leaves(example: object) -> list[Example]:
-    """Return an example with one leaf for each leaf of an example whose parameters are a dict; else none."""
-    if not isinstance(example, Example) or not isinstance(example.params, dict):
-        return []
-    return [example.map_trees(lambda values, name=name: {name: values[name]}) for name in example.params]
-
-
 def _shrunk(check: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> LawViolation | None:
     """Return the `LawViolation` of the smallest example that hypothesis finds by shrinking, or None if none fails."""
     try:
         _for_each(check, strategy, max(number, 100), seed)
     except LawViolation as violation:
-        # A new object, without hypothesis' notes about the same example.
-        return LawViolation(violation.law, violation.tx, violation.leaf, violation.found, violation.example)
+        return violation
     except hypothesis.errors.Flaky:  # the law fails only sometimes, so no example can be shrunk
         pass
     return None
+
+
+def _on_one_leaf(check: Check, violation: LawViolation) -> LawViolation:
+    """Return the violation on the first single leaf of the example that also breaks the law; else the given one."""
+    example: Example = violation.example
+    if not isinstance(example.params, dict):
+        return violation
+    for name in example.params:
+        try:
+            check(example.map_trees(lambda values, name=name: {name: values[name]}))
+        except LawViolation as smaller:
+            return smaller
+    return violation

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from muonfx.core import Transform
-from muonfx.testing.examples import Example
+from muonfx.testing.examples import Example, copied
 from muonfx.testing.violation import Breach, LawViolation
 from muonfx.tree import PyTree
 
-
-class LawFunction(Protocol):
-    """The type of a law: a function of a transform, parameters, and a list with the gradients of each step."""
-
-    __name__: str
-
-    def __call__(self, tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
-        """Check a transform on one example, and raise `LawViolation` if the law does not hold."""
-        ...
+LawFunction = Callable[..., None]
+"""The type of a law: a function of a transform, parameters, and a list with the gradients of each step."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +45,35 @@ LAWS: dict[str, Law] = {}
 """Every law by name. They are checked in this order, because a failure of an early law explains later failures."""
 
 
+L = TypeVar("L")
+
+
+def select(
+    registry: Mapping[str, L], laws: Iterable[str | LawFunction] | None, skip: Iterable[str | LawFunction]
+) -> tuple[list[L], dict[str, str]]:
+    """Return the laws of a registry to check, and a dict from the name of each skipped law to "skipped".
+
+    Args:
+        registry: all laws by name, such as `LAWS`. It determines the order.
+        laws: the laws to check, as names or functions. None: all laws.
+        skip: the laws not to check, as names or functions.
+
+    Raises:
+        ValueError: a law is not in the registry.
+    """
+    names = _names(registry if laws is None else laws)
+    skipped = _names(skip)
+    unknown = [repr(name) for name in names + skipped if name not in registry]
+    if unknown:
+        raise ValueError(f"found {', '.join(unknown)}, expected names of laws: {', '.join(registry)}")
+    selected = [law for name, law in registry.items() if name in names and name not in skipped]
+    return selected, dict.fromkeys(skipped, "skipped")
+
+
+def _names(laws: Iterable[str | LawFunction]) -> list[str]:
+    return [law if isinstance(law, str) else law.__name__ for law in laws]
+
+
 @contextmanager
 def without_torchs_own_warnings() -> Generator[None]:
     """Ignore torch's warnings about its own use of ``torch.jit``, in forward mode and inductor."""
@@ -61,11 +83,11 @@ def without_torchs_own_warnings() -> Generator[None]:
         yield
 
 
-def _check_one(function: Callable[..., None], tx: Transform, example: Example, options: dict[str, Any]) -> None:
+def _check_one(function: LawFunction, tx: Transform, example: Example, options: dict[str, Any]) -> None:
     """Check a law on a copy of one example, and raise every error as `LawViolation`."""
     name = function.__name__
     try:
-        function(tx, *example.clone(), **options)
+        function(tx, *example.map(copied), **options)
     except LawViolation:
         raise
     except Breach as breach:
@@ -82,7 +104,7 @@ def law(
     on: Callable[[Example], Example | list[Example]] = lambda example: example,
     unless: Callable[[Transform], str | None] = lambda tx: None,
     share: float = 1.0,
-) -> Callable[[Callable[..., None]], LawFunction]:
+) -> Callable[[LawFunction], LawFunction]:
     """Register a function as a law (a property that every transform must have).
 
     The function receives a transform, parameters, and a list with the gradients of each step. It raises an error,
@@ -113,7 +135,7 @@ def law(
         >>> del LAWS["updates_are_small"]
     """
 
-    def decorate(function: Callable[..., None]) -> LawFunction:
+    def decorate(function: LawFunction) -> LawFunction:
         """Add the law to `LAWS`, and return the function that checks it on every prepared example."""
 
         @functools.wraps(function)

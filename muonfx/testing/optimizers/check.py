@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from muonfx.internal.display import Report, Shown, Table
 from muonfx.internal.progress import reporting
-from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, OptimizerLaw, outcome_of
+from muonfx.testing.law import select
+from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, outcome_of
 from muonfx.testing.optimizers.ranks import outcome_on_ranks
 from muonfx.testing.optimizers.runs import seeded
 
@@ -34,10 +35,9 @@ class OptimizerReport(Shown):
     left_out: dict[str, str]
 
     def raise_failures(self) -> None:
-        """Raise an AssertionError with the table of failures if a law does not hold, for use in tests."""
+        """Raise an AssertionError with the printed table if a law does not hold, for use in tests."""
         if self.failures:
-            lines = [f"  {name} does not hold: {failure}" for name, failure in self.failures.items()]
-            raise AssertionError("\n".join([f"{self.optimizer}: {self._summary()}", *lines]))
+            raise AssertionError(str(self))
 
     def report(self) -> Report:
         """Return the table that is printed for this value."""
@@ -49,11 +49,9 @@ class OptimizerReport(Shown):
                 rows.append((name, "left out", self.left_out[name]))
             elif name in self.held:
                 rows.append((name, "holds", law.sentence))
-        return Report((Table(("law", "", ""), rows, title=f"{self.optimizer}: {self._summary()}"),))
-
-    def _summary(self) -> str:
         checked = len(self.held) + len(self.failures)
-        return f"{len(self.held)} of {checked} laws hold"
+        title = f"{self.optimizer}: {len(self.held)} of {checked} laws hold"
+        return Report((Table(("law", "", ""), rows, title=title),))
 
 
 def check_optimizer(
@@ -92,7 +90,7 @@ def check_optimizer(
     torch_save_resumes_the_run  holds  A run resumed from torch.save of the state dict ends in the bits of ...
     frozen_parameters_stay      holds  A parameter that is frozen after some steps stays, and trains again once ...
     """
-    checked, left_out = _selected(laws, skip)
+    checked, left_out = select(OPTIMIZER_LAWS, laws, skip)
     optimizer = type(build(seeded())).__name__
     held: list[str] = []
     failures: dict[str, str] = {}
@@ -107,20 +105,3 @@ def check_optimizer(
             else:
                 held.append(law.name)
     return OptimizerReport(optimizer, failures, tuple(held), left_out)
-
-
-def _selected(laws: Iterable[str] | None, skip: Iterable[str]) -> tuple[list[OptimizerLaw], dict[str, str]]:
-    """Return the laws to check in the order of `OPTIMIZER_LAWS`, and the reasons of the laws that are left out."""
-    names = set(OPTIMIZER_LAWS if laws is None else laws)
-    skipped = set(skip)
-    unknown = sorted((names | skipped) - OPTIMIZER_LAWS.keys())
-    if unknown:
-        raise ValueError(f"found {', '.join(unknown)}, expected names of laws: {', '.join(OPTIMIZER_LAWS)}")
-    checked: list[OptimizerLaw] = []
-    left_out: dict[str, str] = {}
-    for name, law in OPTIMIZER_LAWS.items():
-        if name in skipped:
-            left_out[name] = "skipped"
-        elif name in names:
-            checked.append(law)
-    return checked, left_out

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
+from muonfx.testing.violation import Breach
+
 Build = Callable[[nn.Module], Optimizer]
 """A function that returns a new optimizer for a model, such as ``lambda model: AdamW(model.parameters(), lr=0.01)``."""
-
-
-class Broken(Exception):
-    """Raised by a law that does not hold; the text says what was found and what was expected."""
 
 
 class NotApplicable(Exception):
@@ -63,8 +61,8 @@ def outcome_of(law: OptimizerLaw, build: Build) -> Outcome:
             law.check(build)
     except NotApplicable as reason:
         return Outcome(reason_left_out=str(reason))
-    except Broken as breach:
-        return Outcome(failure=str(breach))
+    except Breach as breach:
+        return Outcome(failure=f"{breach.leaf}: {breach.found}")
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         return Outcome(failure=f"raised {type(error).__name__}: {first_line}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from muonfx.testing.optimizers.law import Broken, Build, NotApplicable, optimizer_law
+from muonfx.testing.examples import copied_tree
+from muonfx.testing.optimizers.law import Build, NotApplicable, optimizer_law
 from muonfx.testing.optimizers.runs import (
     STEPS,
     ReversedModel,
@@ -29,6 +29,7 @@ from muonfx.testing.optimizers.runs import (
     seeded,
     state_tensors,
 )
+from muonfx.testing.violation import Breach, require_spec
 
 
 @optimizer_law
@@ -78,24 +79,20 @@ def names_resume_the_run_in_another_order(build: Build) -> None:
 def states_keep_their_dtypes(build: Build) -> None:
     """Each tensor of the state keeps its dtype and shape from the first step on, and through load_state_dict."""
     run = Run(build).steps(1)
-    first = _specs(run.optimizer)
-    _require_same_specs(_specs(run.steps(STEPS).optimizer), first, "after more steps")
+    first = copied_tree(state_tensors(run.optimizer))
+    run.steps(STEPS)
+    _require_same_specs("after more steps, the state", run.optimizer, first)
     loaded = Run(build)
     loaded.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-    _require_same_specs(_specs(loaded.optimizer), first, "after load_state_dict")
+    _require_same_specs("after load_state_dict, the state", loaded.optimizer, first)
 
 
-def _specs(optimizer: Optimizer) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in state_tensors(optimizer).items()}
-
-
-def _require_same_specs(specs: dict[str, Any], first: dict[str, Any], when: str) -> None:
-    if specs.keys() != first.keys():
-        difference = sorted(specs.keys() ^ first.keys())
-        raise Broken(f"{when}, the state has other entries than after the first step: {', '.join(difference[:4])}")
-    for name, spec in specs.items():
-        if spec != first[name]:
-            raise Broken(f"{when}, {name} has dtype and shape {spec}, expected {first[name]}, as after the first step")
+def _require_same_specs(what: str, optimizer: Optimizer, first: dict[str, Tensor]) -> None:
+    state = state_tensors(optimizer)
+    difference = sorted(state.keys() ^ first.keys())
+    if difference:
+        raise Breach(what, f"has other entries than after the first step: {', '.join(difference[:4])}")
+    require_spec(what, state, first, "after the first step")
 
 
 # ----------------------------------------------------------------------------------------------------------- gradients
@@ -147,7 +144,7 @@ def nan_stays_in_its_parameter(build: Build) -> None:
     values = run.values()
     usual_values = Run(build).steps(2).values()
     if bool(values[name_of_nan].isfinite().all()):
-        raise Broken(f"{name_of_nan} is finite after a step whose gradient has a NaN, expected that the NaN is visible")
+        raise Breach(name_of_nan, "is finite after a step whose gradient has a NaN, expected that the NaN is visible")
     del usual_values[name_of_nan]
     require_equal(values, usual_values, f"with a NaN in the gradient of {name_of_nan}")
 
@@ -196,7 +193,7 @@ def bf16_parameters_are_trained(build: Build) -> None:
     run.steps(STEPS)
     for name, value in run.values().items():
         if value.dtype != torch.bfloat16:
-            raise Broken(f"{name} has dtype {value.dtype}, expected torch.bfloat16")
+            raise Breach(name, f"has dtype {value.dtype}, expected torch.bfloat16")
     require_finite(run.values(), "in bfloat16")
     require_moved(before, run.values(), run.optimized, "in bfloat16")
 
@@ -241,7 +238,7 @@ def rates_may_be_tensors(build: Build) -> None:
     start = by_float.values()
     for rate in (0.25, 0.125):
         by_float.set_rate(rate)
-        by_tensor.set_rate(lambda rate=rate: torch.tensor(rate))
+        by_tensor.set_rate(torch.tensor(rate))
         by_float.step()
         by_tensor.step()
     require_close(by_tensor.values(), by_float.values(), start, 1e-5, "with a tensor as the rate")
@@ -255,7 +252,7 @@ def zero_grad_clears_every_gradient(build: Build) -> None:
     run.optimizer.zero_grad()
     for name, param in run.optimized.items():
         if param.grad is not None and bool(param.grad.any()):
-            raise Broken(f"{name} has a gradient after zero_grad()")
+            raise Breach(name, "has a gradient after zero_grad()")
 
 
 @optimizer_law
@@ -271,11 +268,11 @@ def closures_are_called_with_gradients_enabled(build: Build) -> None:
 
     loss = run.optimizer.step(closure)
     if not modes:
-        raise Broken("the closure was not called")
+        raise Breach("step(closure)", "has not called the closure")
     if not all(modes):
-        raise Broken("the closure was called with gradients disabled")
+        raise Breach("step(closure)", "has called the closure with gradients disabled")
     if loss != 1.5:
-        raise Broken(f"step(closure) returned {loss!r}, expected the loss of the closure, 1.5")
+        raise Breach("step(closure)", f"returned {loss!r}, expected the loss of the closure, 1.5")
 
 
 @optimizer_law

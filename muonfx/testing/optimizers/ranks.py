@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import tempfile
 import time
-from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
-from pathlib import Path
+from multiprocessing.queues import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -100,7 +98,7 @@ def _require_the_update_of_one_process(build: Build, model: nn.Module) -> None:
 
 
 def _require_equal_on_ranks(values: Values) -> None:
-    """Raise `Broken` unless this rank's whole parameters have the bits of the parameters of rank 0."""
+    """Raise `Breach` unless this rank's whole parameters have the bits of the parameters of rank 0."""
     for name, value in values.items():
         value_of_rank_0 = value.clone()
         dist.broadcast(value_of_rank_0, src=0)
@@ -136,47 +134,35 @@ def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
             f"other processes cannot import the function that builds the optimizer: define it in a module ({error})"
         )
         return Outcome(reason_left_out=reason)
+    # A new interpreter: one that is forked would inherit the threads of torch in an unknown state.
+    context = get_context("spawn")
+    outcomes = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        # A new interpreter: one that is forked would inherit the threads of torch in an unknown state.
-        context = get_context("spawn")
         processes: list[BaseProcess] = []
         for rank in range(RANKS):
-            process = context.Process(target=_run_rank, args=(rank, law.name, build, folder), daemon=True)
+            process = context.Process(target=_run_rank, args=(rank, law.name, build, folder, outcomes), daemon=True)
             process.start()
             processes.append(process)
-        finished = _wait_for(processes)
-        return _first_failure(Path(folder), finished)
-
-
-def _wait_for(processes: list[BaseProcess]) -> bool:
-    """Wait for all processes, end those that take longer than `SECONDS`, and return whether all have finished."""
-    deadline = time.monotonic() + SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    finished = not any(process.is_alive() for process in processes)
-    for process in processes:
-        process.kill()
-        process.join()
-    return finished
-
-
-def _first_failure(folder: Path, finished: bool) -> Outcome:
-    """Read the outcome that each rank has written, and return the first one that is not a success."""
+        deadline = time.monotonic() + SECONDS
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in processes:
+            process.kill()
+            process.join()
+    outcome_of_rank: dict[int, Outcome] = {}
+    while not outcomes.empty():
+        rank, outcome = outcomes.get()
+        outcome_of_rank[rank] = outcome
     for rank in range(RANKS):
-        file = folder / f"rank_{rank}.json"
-        if file.exists():
-            outcome = Outcome(**json.loads(file.read_text(encoding="utf-8")))
-        elif finished:
-            outcome = Outcome(failure=f"rank {rank} ended without a result")
-        else:
-            outcome = Outcome(failure=f"rank {rank} has not finished within {SECONDS} s")
+        no_result = Outcome(failure=f"rank {rank} ended without a result, or has not finished within {SECONDS} s")
+        outcome = outcome_of_rank.get(rank, no_result)
         if outcome != Outcome():
             return outcome
     return Outcome()
 
 
-def _run_rank(rank: int, law_name: str, build: Build, folder: str) -> None:
-    """Join the process group, check a law, and write the outcome to a file. The process ends here."""
+def _run_rank(rank: int, law_name: str, build: Build, folder: str, outcomes: SimpleQueue[tuple[int, Outcome]]) -> None:
+    """Join the process group, check a law, and send the outcome. The process ends here."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -186,8 +172,7 @@ def _run_rank(rank: int, law_name: str, build: Build, folder: str) -> None:
         timeout=timedelta(seconds=SECONDS / 3),  # a rank whose peer has raised an error does not wait for long
     )
     outcome = outcome_of(OPTIMIZER_LAWS[law_name], build)
-    file = Path(folder) / f"rank_{rank}.json"
-    file.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    outcomes.put((rank, outcome))
     if outcome == Outcome():
         dist.destroy_process_group()
     # Some versions of torch abort when an interpreter ends that has used fully_shard with gloo.
