@@ -13,7 +13,7 @@ except ImportError as error:  # pragma: no cover - the extra is installed wherev
 
 from muonfx.testing import laws
 from muonfx.testing.check import LawReport, check_transform, laws_for, suitable_params
-from muonfx.testing.examples import DTYPES, Example, Pair, params_and_grads, standard_examples, trees
+from muonfx.testing.examples import DTYPES, Example, Pair, params_and_grads, standard_examples
 from muonfx.testing.law import LAWS, Law, law
 from muonfx.testing.optimizers import OPTIMIZER_LAWS, OptimizerLaw, OptimizerReport, check_optimizer
 from muonfx.testing.transforms import MATRIX_ONLY, arguments, chains, schedules, transforms
@@ -28,7 +28,7 @@ __all__ = [
     # laws
     "laws", "LAWS", "Law", "law",
     # examples
-    "Example", "DTYPES", "Pair", "trees", "params_and_grads", "standard_examples",
+    "Example", "DTYPES", "Pair", "params_and_grads", "standard_examples",
     # transforms to check
     "MATRIX_ONLY", "arguments", "transforms", "chains", "schedules",
 ]

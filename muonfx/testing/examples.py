@@ -7,11 +7,8 @@ fast, and shrink to few and small leaves.
 from __future__ import annotations
 
 import functools
-import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +47,11 @@ class Example(NamedTuple):
         (torch.Size([2, 3]), 4)
         """
         generator = torch.Generator().manual_seed(seed)
-        trees: list[dict[str, Tensor]] = []
-        for _ in range(1 + steps):
-            values: dict[str, Tensor] = {}
-            for name, shape in shapes.items():
-                values[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-            trees.append(values)
+
+        def random(shape: tuple[int, ...]) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        trees = [{name: random(shape) for name, shape in shapes.items()} for _ in range(1 + steps)]
         params, *grads_of_steps = trees
         return cls(params, grads_of_steps)
 
@@ -73,10 +69,6 @@ class Example(NamedTuple):
     def map_trees(self, function: Callable[[PyTree], PyTree]) -> Example:
         """Return the example with a function applied to the tree of parameters and to the gradients of each step."""
         return Example(function(self.params), [function(grads) for grads in self.steps])
-
-    def clone(self) -> Example:
-        """Return a copy of the example, whose tensors have the same strides."""
-        return self.map(copied)
 
     def dense(self) -> Example:
         """Return the example with a tensor in place of each parameter or gradient that is None. Any values do."""
@@ -117,12 +109,6 @@ class Example(NamedTuple):
 
         params = self.dense().params
         return Example(tree.map(away, params), tree.map(away, [params] * steps))
-
-    def in_every_dtype(self) -> list[Example]:
-        """Return four copies with mixed dtypes. Each leaf has another of the four `DTYPES` in each copy."""
-        if not list(tree.tensors(self.params)):
-            return []
-        return [self.map_trees(functools.partial(_in_mixed_dtypes, shift)) for shift in range(len(DTYPES))]
 
     def shortened(self, steps: int = 2) -> Example:
         """Return the example with at most ``steps`` optimizer steps."""
@@ -188,27 +174,6 @@ def example_of_leaf(number: int, example: Example) -> Example:
 def scaled(values: Any, factor: float) -> Any:
     """Return a tree, or the numeric arguments of a transform, with every leaf multiplied by a factor."""
     return tree.map(lambda leaf: leaf * factor, values)
-
-
-def separating_groups(count: int) -> list[set[int]]:
-    """Return groups of the numbers of ``count`` leaves: for any two leaves, one group has only the first of them.
-
-    A law changes all leaves of a group at once, and compares the other leaves. With these groups it finds every leaf
-    that affects another, in fewer runs than there are leaves.
-
-    >>> separating_groups(6)
-    [{0, 1, 2}, {0, 3, 4}, {1, 3, 5}, {2, 4, 5}]
-    """
-    # Each leaf is in a different selection of half of the groups, so no selection contains another (Sperner).
-    number_of_groups = 2
-    while math.comb(number_of_groups, number_of_groups // 2) < count:
-        number_of_groups += 1
-    groups: list[set[int]] = [set() for _ in range(number_of_groups)]
-    selections = combinations(groups, number_of_groups // 2)
-    for leaf_number, selection in zip(range(count), selections, strict=False):
-        for group in selection:
-            group.add(leaf_number)
-    return [group for group in groups if group]
 
 
 def copied(leaf: Any) -> Any:
@@ -315,7 +280,7 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
         noncontiguous,
         with_nones,
         example_in[torch.float16],
-        Example(_in_mixed_dtypes(0, params), steps),
+        Example(in_mixed_dtypes(0, params), steps),
         plain.map_trees(_nested),
         plain.map(_degenerate),
         example_in[torch.float64],
@@ -333,7 +298,7 @@ def _without_a_third(grads: dict[str, Tensor], step: int) -> dict[str, Tensor | 
     return without_leaves(absent, grads)
 
 
-def _in_mixed_dtypes(shift: int, values: PyTree) -> PyTree:
+def in_mixed_dtypes(shift: int, values: PyTree) -> PyTree:
     """Return a tree of tensors with the `DTYPES` in turn, of which the first ``shift`` are skipped."""
 
     def converted(number: int, leaf: Tensor | None) -> Tensor | None:
@@ -365,25 +330,6 @@ class Pair(NamedTuple):
     second: Any
 
 
-@dataclass(frozen=True)
-class _DrawnLeaf:
-    """The drawn shape, dtype and other properties of a leaf. A seed then determines its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    layout: str
-    fill: str
-    power: int
-
-    def build(self, seed: int, dtype: torch.dtype | None = None, layout: str | None = None) -> Tensor:
-        values = torch.randn(self.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        if self.fill == "lowrank" and values.ndim >= 2 and values.numel():
-            values = _of_half_rank(values)
-        elif self.fill == "zeros":
-            values = values.zero_()
-        return laid_out((values * 2.0**self.power).to(dtype or self.dtype), layout or self.layout)
-
-
 LAYOUTS = ("contiguous", "transposed", "gaps", "offset")
 """The memory layouts of generated tensors; failing examples shrink to the first."""
 
@@ -406,26 +352,16 @@ _SIDES = (1, 2, 3, 4, 5, 2, 3, 4, 6, 7, 2, 0)
 _KEYS = ("w", "b", "blocks.0.q", "head")
 
 
-def _plan_trees(
-    ranks: tuple[int, int], dtypes: Sequence[torch.dtype], nones: bool, layouts: bool, max_leaves: int
-) -> st.SearchStrategy[PyTree]:
-    """Return a strategy that draws trees whose leaves are `_DrawnLeaf`, descriptions of tensors that `_build` builds.
-
-    Arguments are as for `trees`; ``max_leaves`` limits the size of a tree.
-    """
-    min_ndim, max_ndim = ranks
-    leaf: st.SearchStrategy[Any] = st.builds(
-        _DrawnLeaf,
-        shape=st.lists(st.sampled_from(_SIDES), min_size=min_ndim, max_size=max_ndim).map(tuple),
-        dtype=st.sampled_from(tuple(dtypes)),
-        layout=st.sampled_from(LAYOUTS if layouts else ("contiguous",)),
-        fill=st.sampled_from(("normal", "normal", "lowrank", "zeros")),
-        power=st.integers(-2, 2),
-    )
-    if nones:
-        leaf = st.one_of(leaf, leaf, leaf, st.none())  # one leaf in four is None
-    # The root is a container, because None instead of a tree means a missing argument.
-    return _containers(st.recursive(leaf, _containers, max_leaves=max_leaves))
+def _random_leaf(
+    seed: int, *, shape: tuple[int, ...], dtype: torch.dtype, layout: str, fill: str, power: int
+) -> Tensor:
+    """Return a tensor of the drawn properties, with values from a seed."""
+    values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    if fill == "lowrank" and values.ndim >= 2 and values.numel():
+        values = _of_half_rank(values)
+    elif fill == "zeros":
+        values = values.zero_()
+    return laid_out((values * 2.0**power).to(dtype), layout)
 
 
 def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -446,59 +382,38 @@ def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-def trees(
-    *, ranks: tuple[int, int] = (0, 4), dtypes: Sequence[torch.dtype] = DTYPES, nones: bool = True, layouts: bool = True
-) -> st.SearchStrategy[PyTree]:
-    """Return a hypothesis strategy that draws nested containers of tensors, such as dicts, tuples and lists.
+def _built(drawn_tree: PyTree, seed: int) -> PyTree:
+    """Return a tree of tensors: the leaves of a drawn tree are functions of a seed, and each has a seed of its own."""
 
-    Args:
-        ranks: the minimal and maximal number of dims of a leaf. The lengths of dims are 1 to 7, and rarely 0.
-        dtypes: the dtypes of leaves; failing examples shrink to the first.
-        nones: whether a leaf may be None.
-        layouts: whether leaves may be transposed, have gaps between elements, or start within a buffer.
-
-    >>> from hypothesis import given
-    >>> @given(trees(ranks=(2, 4), nones=False))
-    ... def has_matrices(drawn):
-    ...     assert all(leaf.ndim >= 2 for leaf in tree.leaves(drawn))
-    >>> has_matrices()
-    """
-    return st.builds(_build, _plan_trees(ranks, dtypes, nones, layouts, max_leaves=5), _SEEDS)
-
-
-def _build(plans: PyTree, seed: int, dtype: torch.dtype | None = None, layout: str | None = None) -> PyTree:
-    """Build the tensors of a drawn tree. Each leaf has a seed of its own; a dtype or layout replaces the drawn one."""
-
-    def built(number: int, plan: _DrawnLeaf | None) -> Tensor | None:
-        if plan is None:
+    def built(number: int, leaf: Callable[[int], Tensor] | None) -> Tensor | None:
+        if leaf is None:
             return None
-        return plan.build(seed + number, dtype, layout)
+        return leaf(seed + number)
 
-    return map_numbered(built, plans)
+    return map_numbered(built, drawn_tree)
+
+
+_IS_ABSENT = st.sampled_from((False, False, False, True))
 
 
 @st.composite
-def _examples(
-    draw: st.DrawFn, plan_trees: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool, layouts: bool
-) -> Example:
+def _examples(draw: st.DrawFn, drawn_trees: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool) -> Example:
     """Draw an example: parameters, and gradients of the same structure for a number of steps in ``steps``."""
-    plans = draw(plan_trees)
+    drawn_tree = draw(drawn_trees)
     seed = draw(_SEEDS)
-    number_of_leaves = len(tree.leaves(plans))
-    grads_dtype = draw(st.sampled_from((None, None, None, torch.float32)))  # None: the dtypes of the parameters
+    number_of_leaves = len(tree.leaves(drawn_tree))
+    grads_are_float32 = draw(st.sampled_from((False, False, False, True)))
     grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):
-        layout = None  # the drawn layouts of the leaves
-        if layouts:
-            layout = draw(st.sampled_from((None, "contiguous")))
-        seed_of_step = seed + 1000 * (step + 1)  # `_build` adds the numbers of the leaves, which are below 1000
-        grads = _build(plans, seed_of_step, grads_dtype, layout)
+        grads = _built(drawn_tree, seed + 1000 * (step + 1))  # there are fewer than 1000 leaves
+        if grads_are_float32:
+            grads = tree.map(torch.Tensor.float, grads)
+        if draw(st.booleans()):
+            grads = tree.map(torch.Tensor.contiguous, grads)
         if nones:
-            is_absent = st.sampled_from((False, False, False, True))
-            absent = draw(st.lists(is_absent, min_size=number_of_leaves, max_size=number_of_leaves))
-            grads = without_leaves([number for number in range(number_of_leaves) if absent[number]], grads)
+            grads = without_leaves([number for number in range(number_of_leaves) if draw(_IS_ABSENT)], grads)
         grads_of_steps.append(grads)
-    return Example(_build(plans, seed), grads_of_steps)
+    return Example(_built(drawn_tree, seed), grads_of_steps)
 
 
 def params_and_grads(
@@ -507,18 +422,19 @@ def params_and_grads(
     ranks: tuple[int, int] = (0, 4),
     dtypes: Sequence[torch.dtype] = DTYPES,
     nones: bool = True,
-    layouts: bool = True,
 ) -> st.SearchStrategy[Example]:
     """Return a hypothesis strategy that draws an `Example`: a tree of parameters, and a tree of gradients per step.
 
-    Gradients have the dtypes of their parameters, or are all float32, as in mixed-precision training.
+    Trees are nested containers, such as dicts, tuples and lists. Leaves may be transposed, have gaps between elements,
+    or start within a buffer. Gradients have the dtypes of their parameters, or are all float32, as in mixed-precision
+    training.
 
     Args:
         steps: the minimal and maximal number of steps.
-        ranks: the minimal and maximal number of dims of a leaf; ``(2, 4)`` for transforms of matrices.
+        ranks: the minimal and maximal number of dims of a leaf; ``(2, 4)`` for transforms of matrices. The lengths of
+            dims are 1 to 7, and rarely 0.
         dtypes: the dtypes of parameters; failing examples shrink to the first.
         nones: whether a parameter, or a gradient in some steps, may be None.
-        layouts: whether leaves may be noncontiguous, as in `trees`.
 
     >>> from hypothesis import given
     >>> @given(params_and_grads())
@@ -527,4 +443,18 @@ def params_and_grads(
     ...     assert tree.flatten(steps[0])[1] == tree.flatten(params)[1]
     >>> gradients_have_the_structure_of_parameters()
     """
-    return _examples(_plan_trees(ranks, dtypes, nones, layouts, max_leaves=4), steps, nones, layouts)
+    min_ndim, max_ndim = ranks
+    leaf: st.SearchStrategy[Any] = st.builds(
+        functools.partial,
+        st.just(_random_leaf),
+        shape=st.lists(st.sampled_from(_SIDES), min_size=min_ndim, max_size=max_ndim).map(tuple),
+        dtype=st.sampled_from(tuple(dtypes)),
+        layout=st.sampled_from(LAYOUTS),
+        fill=st.sampled_from(("normal", "normal", "lowrank", "zeros")),
+        power=st.integers(-2, 2),
+    )
+    if nones:
+        leaf = st.one_of(leaf, leaf, leaf, st.none())  # one leaf in four is None
+    # The root is a container, because None instead of a tree means a missing argument.
+    drawn_trees = _containers(st.recursive(leaf, _containers, max_leaves=4))
+    return _examples(drawn_trees, steps, nones)
