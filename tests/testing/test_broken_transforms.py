@@ -38,7 +38,8 @@ CAUGHT_BY = {
     "vmap_over_the_transform_equals_a_loop": "passes_its_number_to_lerp",
     "compiled_update_equals_eager": "branches_on_values",
     "element_transforms_see_one_element": (
-        "is_not_elementwise is_elementwise_for_three_steps is_not_elementwise_in_bfloat16"
+        "is_not_elementwise is_elementwise_for_three_steps is_not_elementwise_in_bfloat16 "
+        "looks_at_the_number_of_dims resolves_to_something_else resolves_by_values"
     ),
     "matrix_transforms_see_one_matrix": "is_not_matrixwise is_not_matrixwise_unless_square",
     "leaf_transforms_see_one_leaf": ("is_not_leafwise knows_how_many_leaves_there_are is_not_leafwise_for_scalars"),
@@ -52,7 +53,6 @@ CAUGHT_BY = {
     "pickle_gives_an_equal_transform": "a_closure",
     # false declarations
     "params_are_not_read_where_declared_so": "reads_parameters_that_it_disowns reads_parameters_at_init",
-    "element_transforms_see_no_shape": "looks_at_the_number_of_dims resolves_to_something_else resolves_by_values",
     "large_leaves_are_as_small_ones": (
         "is_not_elementwise_where_leaves_are_large is_not_leafwise_where_leaves_are_large"
     ),
@@ -159,7 +159,7 @@ def test_a_bug_is_caught_by_its_own_law_first(bug: str):
 def test_a_narrow_dtype_is_found_in_every_run(bug: str):
     for seed in range(3):
         violation = first_broken_law(made(bug), laws=[dict(PAIRS)[bug]], max_examples=5, seed=seed)
-        assert "it was narrowed" in str(violation)
+        assert "float64" in str(violation)
 
 
 def test_the_example_is_shrunk_to_plain_scalars():
@@ -169,7 +169,7 @@ def test_the_example_is_shrunk_to_plain_scalars():
     leaves = list(mfx.tree.tensors(params))
     assert len(leaves) <= 2
     assert all((leaf.shape, leaf.dtype) == ((), torch.float32) for leaf in leaves)
-    assert violation.leaf.startswith("gradients ")
+    assert violation.leaf.startswith("gradients.")
     assert "float32 ()" in str(violation)
 
 
@@ -326,7 +326,7 @@ def divides_by_the_norm_of_its_stack(*, view: mfx.MatrixView = EACH_MATRIX):
 
 def test_a_step_that_mixes_matrices_is_named_with_the_difference():
     example = kit.Example.of({"v": (3, 4), "w": (3, 4)})
-    with pytest.raises(kit.LawViolation, match=r"differ by up to \d.*reduce over the last two dims only"):
+    with pytest.raises(kit.LawViolation, match=r"reduce over the last two dims only.*differ by up to \d"):
         kit.laws.large_leaves_are_as_small_ones(divides_by_the_norm_of_its_stack(), *example)
 
 

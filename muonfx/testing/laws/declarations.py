@@ -19,25 +19,10 @@ from muonfx import tree
 from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import stacked
-from muonfx.core.visit import resolve_within, sums_over_leaves
-from muonfx.testing.examples import (
-    Example,
-    accepts_names,
-    example_of_leaf,
-    history,
-    on_meta,
-    only_leaf,
-    scaled,
-    updates_of,
-)
+from muonfx.core.visit import sums_over_leaves
+from muonfx.testing.examples import Example, accepts_names, history, on_meta, scaled, updates_of
 from muonfx.testing.law import law
-from muonfx.testing.laws.locality import (
-    check_elements,
-    check_sums,
-    enlarged,
-    precise,
-    wider_than,
-)
+from muonfx.testing.laws.locality import check_elements, check_leaves, check_sums, enlarged, precise
 from muonfx.testing.violation import Breach, require_close, require_same, require_spec, tolerance_of
 from muonfx.tree import PyTree
 
@@ -62,10 +47,9 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
     require_same("state at init, for other values of the parameters", state_of_others, state, "for these")
     for step, grads in enumerate(steps):
         expected = tx.run(grads, state, params)
-        without_params = tx.run(grads, state, None)
-        require_same(f"step {step}, without parameters, (updates, state)", without_params, expected, "with them")
-        with_others = tx.run(grads, state, other_params)
-        require_same(f"step {step}, with other parameters, (updates, state)", with_others, expected, "with these")
+        for which, replaced_params in (("no", None), ("other", other_params)):
+            results = tx.run(grads, state, replaced_params)
+            require_same(f"step {step}, with {which} parameters, (updates, state)", results, expected, "with these")
         _, state = expected
 
 
@@ -89,55 +73,30 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) if the update of a leaf depends on the order of items in one of the trees."""
     expected = [dict(tree.named_leaves(results)) for results in history(tx, params, steps)]
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
-    # For each case, the order of the gradients, of the parameters and of the state.
-    cases = {
-        "all dicts": (_reversed, _reversed, _reversed),
-        "the gradients' dicts": (_reversed, _unchanged, _unchanged),
-        "the parameters' dicts": (_unchanged, _reversed, _unchanged),
-        "the state's dicts": (_unchanged, _unchanged, _reversed),
-    }
-    for dicts, (order_grads, order_params, order_state) in cases.items():
-        ordered_params = order_params(params)
+    for reversed_trees in (["gradients"], ["parameters"], ["state"], ["gradients", "parameters", "state"]):
+        ordered_params = _ordered(params, reverse="parameters" in reversed_trees)
         state = tx.init(ordered_params)
         for step, grads in enumerate(steps):
-            updates, state = tx.update(order_grads(grads), order_state(state), ordered_params)
+            ordered_grads = _ordered(grads, reverse="gradients" in reversed_trees)
+            ordered_state = _ordered(state, reverse="state" in reversed_trees)
+            updates, state = tx.update(ordered_grads, ordered_state, ordered_params)
             results = dict(tree.named_leaves((updates, state)))
-            what = f"step {step}, with {dicts} in the other order, (updates, state)"
+            what = f"step {step}, with the dicts of {reversed_trees} in the other order, (updates, state)"
             require_close(what, results, expected[step], "in this order", tolerance)
 
 
-def _unchanged(values: PyTree) -> PyTree:
-    return values
-
-
-def _reversed(values: PyTree) -> PyTree:
-    """Return a tree in which the items of all dicts are in reversed order; lists and tuples keep their order."""
+def _ordered(values: PyTree, *, reverse: bool) -> PyTree:
+    """Return a tree, with ``reverse`` with the items of all dicts reversed; lists and tuples keep their order."""
+    if not reverse:
+        return values
     if type(values) is dict:
-        return {key: _reversed(item) for key, item in reversed(values.items())}
+        return {key: _ordered(item, reverse=True) for key, item in reversed(values.items())}
     if isinstance(values, tuple | list):
-        items = [_reversed(item) for item in values]
+        items = [_ordered(item, reverse=True) for item in values]
         if hasattr(values, "_fields"):
             return type(values)(*items)
         return type(values)(items)
     return values
-
-
-@law(on=precise, unless=wider_than(Locality.ELEMENT), share=0.2)
-def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that an elementwise transform (locality ELEMENT) has the same updates if leaves are flattened.
-
-    ZeRO splits flattened leaves into intervals. A choice that depends on the original shapes must be made before, by
-    the option ``resolve`` of `muonfx.transform`.
-
-    >>> import muonfx as mfx
-    >>> element_transforms_see_no_shape(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
-    """
-    whole = updates_of(tx, params, steps)
-    expected = tree.map(torch.flatten, whole)
-    resolved = resolve_within(tx, on_meta(params))  # the choices by shape are made before leaves are flattened
-    flat_params, flat_steps = Example(params, steps).map(torch.flatten)
-    results = updates_of(resolved, flat_params, flat_steps)
-    require_close("updates of flattened leaves", results, expected, "the whole's, flattened", tolerance_of(tx, whole))
 
 
 @law(on=lambda example: enlarged(precise(example)), share=0.08)
@@ -153,38 +112,9 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
     if tx.locality is Locality.ELEMENT:
         check_elements(tx, params, steps)
     elif tx.locality in (Locality.MATRIX, Locality.LEAF):
-        _check_leaves_alone(tx, params, steps)
+        check_leaves(tx, params, steps)
     for step, updates in enumerate(updates_of(tx, params, steps)):
         require_spec(f"step {step}, updates", updates, steps[step], "the gradients")
-
-
-def _check_leaves_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) if a leaf has another update when all other leaves are None.
-
-    A rank that computes a single leaf has None in place of the others.
-    """
-    whole = history(tx, params, steps)
-    tolerance = tolerance_of(tx, whole)
-    for number in range(len(tree.leaves(params))):
-        results = updates_of(tx, *example_of_leaf(number, Example(params, steps)))
-        for step, updates in enumerate(results):
-            what = f"step {step}, if the other leaves are None, the update of"
-            whole_updates, _ = whole[step]
-            expected = only_leaf(number, whole_updates)
-            try:
-                require_close(what, only_leaf(number, updates), expected, "among the others", tolerance)
-            except Breach as breach:
-                raise Breach(breach.leaf, breach.found + _advice_on_stacks(tx)) from None
-
-
-def _advice_on_stacks(tx: Transform) -> str:
-    """Return what to do if a leaf depends on others: for a transform of stacks of matrices, the only cause; else ""."""
-    if tx.declaration.matrices.on_stacks is None:
-        return ""
-    return (
-        ". Leaves of equal shape form one stack, and the step mixes the matrices of a stack: reduce over the last two "
-        "dims only, as in u.norm(dim=(-2, -1), keepdim=True)"
-    )
 
 
 @law(on=precise, unless=_without("resolve"), share=0.3)
@@ -247,7 +177,8 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
     tx_of_stacks, declared_shapes = stacked(tx, shapes)
-    matrix_shapes = _of_nonempty_stacks(declared_shapes, shapes)
+    # Leaves without elements are no stack of a certain number of matrices.
+    matrix_shapes = {name: shape for name, shape in declared_shapes.items() if prod(shapes[name])}
     if not matrix_shapes:
         return
     usual = updates_of(tx, params, steps)
@@ -264,24 +195,6 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     expected_of_first = tree.map(_first_matrix, expected)
     # A larger tolerance, since it is relative to the largest element, which may be in another matrix.
     require_close(what, updates_of_first, expected_of_first, "in the stack", tolerance * 1e2)
-
-
-def _of_nonempty_stacks(
-    declared_shapes: Mapping[str, tuple[int, int]], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, int]]:
-    """Return the declared (rows, columns) of each leaf with elements; raise `Breach` if they do not divide its shape.
-
-    The declaration ``{"w": (2, 3)}`` fits a leaf of the shape (4, 3), which is a stack of two matrices.
-    """
-    matrix_shapes: dict[str, tuple[int, int]] = {}
-    for name, (rows, columns) in declared_shapes.items():
-        numel = prod(shapes[name])
-        if numel == 0:
-            continue
-        if numel % (rows * columns):
-            raise Breach(f"{name!r}", f"of shape {shapes[name]} is not a stack of matrices of ({rows}, {columns})")
-        matrix_shapes[name] = (rows, columns)
-    return matrix_shapes
 
 
 def _as_stacks(matrix_shapes: Mapping[str, tuple[int, int]], values: PyTree) -> dict[str, Tensor]:

@@ -5,11 +5,10 @@ A transform reads no more than it declares: the element, its matrix, its leaf, o
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,11 +19,9 @@ from muonfx.core.transform import within
 from muonfx.core.visit import resolve_within, sums_over_leaves, works_on_pieces
 from muonfx.testing.examples import (
     Example,
-    History,
     history,
     map_some,
     on_meta,
-    separating_groups,
     updates_of,
     without_leaves,
 )
@@ -33,7 +30,7 @@ from muonfx.testing.violation import Breach, require_close, tolerance_of
 from muonfx.transforms import scale
 from muonfx.tree import PyTree
 
-# Also used by the laws of declarations: check_elements, check_sums, enlarged, precise, wider_than.
+# Also used by the laws of declarations: check_elements, check_leaves, check_sums, enlarged, precise, wider_than.
 
 
 def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
@@ -99,7 +96,9 @@ def _repeats_to_enlarge(leaf: Tensor) -> list[int]:
 def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that an elementwise transform (locality ELEMENT) updates each element independently of all others.
 
-    If leaves are halved or their elements are permuted, the updates must be the same, in the new order.
+    If leaves are halved, or flattened with their elements permuted, the updates must be the same, in the new order.
+    ZeRO splits flattened leaves into intervals. A choice that depends on the original shapes must be made before, by
+    the option ``resolve`` of `muonfx.transform`.
 
     >>> import muonfx as mfx
     >>> element_transforms_see_one_element(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -108,34 +107,40 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
 
 
 def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that an element's update depends on this element alone: halve leaves, and permute their elements.
+    """Check that an element's update depends on this element alone: halve leaves, flatten them and permute elements.
 
     Raise `Breach` (a failed law) if an element then has another update.
     """
-    whole = history(tx, params, steps)
-    _check_halves("leaf", tx, Example(params, steps), whole)
-    shuffled = updates_of(tx, *Example(params, steps).map(_shuffled))
-    expected = tree.map(_shuffled, [updates for updates, _ in whole])
-    tolerance = min(tolerance_of(tx, whole), _ROUNDING)
-    require_close("updates of leaves with permuted elements", shuffled, expected, "the whole's, permuted", tolerance)
+    example = Example(params, steps)
+    _check_halves("leaf", tx, example)
+    whole, tolerance = _updates_and_tolerance(tx, example)
+    resolved = resolve_within(tx, on_meta(params))  # the choices by shape are made before leaves are flattened
+    results = updates_of(resolved, *example.map(_flattened_and_permuted))
+    expected = tree.map(_flattened_and_permuted, whole)
+    what = "updates of flattened leaves with permuted elements"
+    require_close(what, results, expected, "the whole's, flattened and permuted", min(tolerance, _ROUNDING))
+
+
+def _updates_and_tolerance(tx: Transform, example: Example) -> tuple[list[PyTree], float]:
+    """Return the updates of each step, and a tolerance for comparisons with them, by the dtypes of the state too."""
+    results = history(tx, *example)
+    return [updates for updates, _ in results], tolerance_of(tx, results)
 
 
 _ROUNDING = 0.02
 """The tolerance of equal operations on one element, which may be vectorized in another way, in the narrowest dtype."""
 
 
-def _check_halves(of: str, tx: Transform, example: Example, whole: History) -> None:
+def _check_halves(of: str, tx: Transform, example: Example) -> None:
     """Raise `Breach` (a failed law) unless halves of the leaves, as on two ranks, have the updates of whole leaves.
 
-    ``whole`` are the updates and states of whole leaves at each step, and ``of`` names what is halved.
+    ``of`` names what is halved.
     """
-    tolerance = _for_halves(tolerance_of(tx, whole))
-    whole_updates = [updates for updates, _ in whole]
+    whole, tolerance = _updates_and_tolerance(tx, example)
     for which, half in _HALVES.items():
         results = updates_of(tx, *example.map(half))
-        expected = tree.map(half, whole_updates)
         what = f"updates of the {which} half of each {of}"
-        require_close(what, results, expected, "the same half of the whole's", tolerance)
+        require_close(what, results, tree.map(half, whole), "the same half of the whole's", _for_halves(tolerance))
 
 
 def _for_halves(tolerance: float) -> float:
@@ -143,26 +148,20 @@ def _for_halves(tolerance: float) -> float:
     return tolerance * 1e3 if tolerance < 1e-6 else tolerance
 
 
-def _first_half(leaf: Tensor) -> Tensor:
-    """Return the first half of a leaf along its first dim, which also has the middle row of an odd number."""
-    return leaf if leaf.ndim == 0 else leaf.narrow(0, 0, (leaf.shape[0] + 1) // 2).contiguous()
-
-
-def _second_half(leaf: Tensor) -> Tensor:
-    """Return the second half of a leaf along its first dim, without the middle row of an odd number."""
+def _half(number: int, leaf: Tensor) -> Tensor:
+    """Return half ``number`` of a leaf along its first dim. Half 0 also has the middle row of an odd number."""
     if leaf.ndim == 0:
         return leaf
-    rows = leaf.shape[0] // 2
-    return leaf.narrow(0, leaf.shape[0] - rows, rows).contiguous()
+    return leaf.tensor_split(2)[number].contiguous()
 
 
-_HALVES = {"first": _first_half, "second": _second_half}
+_HALVES = {"first": functools.partial(_half, 0), "second": functools.partial(_half, 1)}
 
 
-def _shuffled(leaf: Tensor) -> Tensor:
-    """Return a leaf with its elements in another order, which is the same for all leaves of its size."""
+def _flattened_and_permuted(leaf: Tensor) -> Tensor:
+    """Return a vector of the elements of a leaf in another order, which is the same for all leaves of its size."""
     order = torch.randperm(leaf.numel(), generator=torch.Generator().manual_seed(leaf.numel()))
-    return leaf.reshape(-1)[order].reshape(leaf.shape)
+    return leaf.reshape(-1)[order]
 
 
 def _batched(example: Example) -> list[Example]:
@@ -190,7 +189,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
     >>> tx = mfx.orthogonalize(view=mfx.MatrixView("... out in -> ... out in"))
     >>> matrix_transforms_see_one_matrix(tx, *Example.of({"w": (2, 2, 3)}))
     """
-    _check_halves("batch", tx, Example(params, steps), history(tx, params, steps))
+    _check_halves("batch", tx, Example(params, steps))
 
 
 @law(on=also_in_its_dtypes, unless=wider_than(Locality.LEAF), share=0.08)
@@ -203,26 +202,38 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
     """
-    whole = history(tx, params, steps)
-    tolerance = tolerance_of(tx, whole)
-    names = tree.names(params)
-    for group in separating_groups(len(names)):  # for any two leaves, one group has only the first
-        group_names = [names[number] for number in sorted(group)]
-        changed_params = map_some(lambda p: 5.0 * p + 1.0, group, params)
-        changed_steps = [map_some(lambda g: 7.0 * g - 3.0, group, grads) for grads in steps]
-        params_without = without_leaves(group, params)
-        steps_without = [without_leaves(group, grads) for grads in steps]
+    check_leaves(tx, params, steps)
+
+
+def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Raise `Breach` (a failed law) if the update of a leaf changes with the values or the presence of other leaves."""
+    whole, tolerance = _updates_and_tolerance(tx, Example(params, steps))
+    expected_is = "without this change" + _advice_on_stacks(tx)
+    numbers = set(range(len(tree.leaves(params))))
+    for number in numbers:
+        others = numbers - {number}
+        changed_params = map_some(lambda p: 5.0 * p + 1.0, others, params)
+        changed_steps = [map_some(lambda g: 7.0 * g - 3.0, others, grads) for grads in steps]
+        steps_without = [without_leaves(others, grads) for grads in steps]
         results_if = {
-            f"{group_names} have other values": updates_of(tx, changed_params, changed_steps),
-            f"the gradients of {group_names} are None": updates_of(tx, params, steps_without),
-            f"{group_names} are None": updates_of(tx, params_without, steps_without),
+            "other leaves have other values": updates_of(tx, changed_params, changed_steps),
+            "the gradients of other leaves are None": updates_of(tx, params, steps_without),
+            "other leaves are None": updates_of(tx, without_leaves(others, params), steps_without),
         }
+        expected = [without_leaves(others, updates) for updates in whole]
         for condition, results in results_if.items():
-            for step, updates in enumerate(results):
-                what = f"step {step}, if {condition}, the update of"
-                other_updates = without_leaves(group, updates)
-                expected = without_leaves(group, whole[step][0])
-                require_close(what, other_updates, expected, "without this change", tolerance)
+            updates_of_leaf = [without_leaves(others, updates) for updates in results]
+            require_close(f"if {condition}, updates by step", updates_of_leaf, expected, expected_is, tolerance)
+
+
+def _advice_on_stacks(tx: Transform) -> str:
+    """Return what to do if a leaf depends on others: for a transform of stacks of matrices, the only cause; else ""."""
+    if tx.declaration.matrices.on_stacks is None:
+        return ""
+    return (
+        " (leaves of equal shape form one stack, and the step must not mix its matrices: reduce over the last two dims "
+        "only, as in u.norm(dim=(-2, -1), keepdim=True))"
+    )
 
 
 def _needs_more_than_sums(tx: Transform) -> str | None:
@@ -257,7 +268,7 @@ def _why_gathered(tx: Transform) -> str:
 def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a transform which reads the whole tree (locality TREE) needs only sums over leaves of other ranks.
 
-    The law runs two threads as two ranks, which hold different leaves or a half of each leaf, and adds up their sums.
+    The law simulates two ranks, which hold different leaves or a half of each leaf, and adds up their sums.
     Transforms of whole matrices or leaves never receive halves. For halves, `scale` takes the place of those within
     ``tx``, such as `orthogonalize` after `clip_by_global_norm`.
 
@@ -271,12 +282,9 @@ def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: l
 def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) unless two ranks, with different leaves or halves, compute the updates of one."""
     _check_sums_of_halves(tx, Example(params, steps))
-    whole = history(tx, params, steps)
-    tolerance = tolerance_of(tx, whole)
-    whole_updates = [updates for updates, _ in whole]
     numbers = range(len(tree.leaves(params)))
-    _check_sums_of_leaves("every other leaf", tx, Example(params, steps), whole_updates, numbers[::2], tolerance)
-    _check_sums_of_leaves("all leaves or none", tx, Example(params, steps), whole_updates, numbers, tolerance)
+    _check_sums_of_leaves("every other leaf", tx, Example(params, steps), set(numbers[::2]))
+    _check_sums_of_leaves("all leaves or none", tx, Example(params, steps), set(numbers))
 
 
 def _check_sums_of_halves(tx: Transform, example: Example) -> None:
@@ -284,16 +292,12 @@ def _check_sums_of_halves(tx: Transform, example: Example) -> None:
     # Leaves without dims have no halves: both ranks hold them.
     on_both = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}
     tx = _without_work_on_wholes(tx)
-    whole = history(tx, *example)
-    tolerance = _for_halves(tolerance_of(tx, whole))
-    whole_updates = [updates for updates, _ in whole]
-    examples = [example.map(half) for half in _HALVES.values()]
+    whole, tolerance = _updates_and_tolerance(tx, example)
     resolved = resolve_within(tx, on_meta(example.params))
-    results = _on_two_ranks(resolved, examples, on_both)
-    for rank, half in enumerate(_HALVES.values()):
-        what = f"on two ranks that hold a half of each leaf, updates of rank {rank}"
-        expected = tree.map(half, whole_updates)
-        require_close(what, results[rank], expected, "the same half of one rank's", tolerance)
+    results = _on_two_ranks(resolved, [example.map(half) for half in _HALVES.values()], on_both)
+    expected = [tree.map(half, whole) for half in _HALVES.values()]
+    what = "on two ranks that hold a half of each leaf, updates by rank and step"
+    require_close(what, results, expected, "the same half of one rank's", _for_halves(tolerance))
 
 
 def _without_work_on_wholes(tx: Transform) -> Transform:
@@ -310,100 +314,75 @@ def _without_work_on_wholes(tx: Transform) -> Transform:
     return tx.with_children([_without_work_on_wholes(child) for child in tx.children])
 
 
-def _check_sums_of_leaves(
-    held: str,
-    tx: Transform,
-    example: Example,
-    whole_updates: list[PyTree],
-    on_first_rank: Sequence[int],
-    tolerance: float,
-) -> None:
+def _check_sums_of_leaves(held: str, tx: Transform, example: Example, on_first_rank: set[int]) -> None:
     """Raise `Breach` (a failed law) unless two ranks with gradients of different leaves compute the updates of one.
 
     The first rank has the gradients of the leaves with the numbers ``on_first_rank``, and the second rank the others.
     """
     params, steps = example
-    on_second_rank = set(range(len(tree.leaves(params)))).difference(on_first_rank)
-    missing_on_rank = (on_second_rank, on_first_rank)  # rank 0 misses the gradients that rank 1 has
+    on_second_rank = set(range(len(tree.leaves(params)))) - on_first_rank
+    whole, tolerance = _updates_and_tolerance(tx, example)
     examples: list[Example] = []
-    for missing in missing_on_rank:
-        steps_of_rank = [without_leaves(missing, grads) for grads in steps]
-        examples.append(Example(params, steps_of_rank))
+    expected: list[list[PyTree]] = []
+    for missing in (on_second_rank, on_first_rank):
+        examples.append(Example(params, [without_leaves(missing, grads) for grads in steps]))
+        expected.append([without_leaves(missing, updates) for updates in whole])
     results = _on_two_ranks(tx, examples, on_both=set())
-    for rank, missing in enumerate(missing_on_rank):
-        expected = [without_leaves(missing, updates) for updates in whole_updates]
-        what = f"on two ranks that hold {held}, updates of rank {rank}"
-        require_close(what, results[rank], expected, "on one rank", tolerance)
+    what = f"on two ranks that hold {held}, updates by rank and step"
+    require_close(what, results, expected, "on one rank", tolerance)
+
+
+class _NextSum(Exception):
+    """Raised by a rank that needs a sum to which the other rank has not contributed yet; with its own contribution."""
+
+    def __init__(self, contribution: Tensor) -> None:
+        super().__init__(contribution)
+        self.contribution = contribution
 
 
 def _on_two_ranks(tx: Transform, examples: list[Example], on_both: set[int]) -> list[list[PyTree]]:
     """Run a transform on two simulated ranks, and return the updates of all steps for each rank.
+
+    Each rank runs until it needs a sum that is not known. From what both have contributed to it follows the sum, and
+    both run again from the start with one more known sum, until no sum is missing.
 
     Args:
         tx: the transform, which takes ``sum_over_leaves``.
         examples: the parameters and gradients of each rank.
         on_both: the numbers of the leaves that both ranks hold; a sum counts them once.
     """
-    ranks = _TwoRanks()
-
-    def updates_of_rank(rank: int) -> list[PyTree]:
-        def sum_over_leaves(scalars: PyTree) -> Tensor:
-            if rank == 1:
-                scalars = without_leaves(on_both, scalars)  # rank 0 counts the leaves that both ranks hold
-            return ranks.sum(rank, scalars)
-
-        return updates_of(tx, *examples[rank], sum_over_leaves=sum_over_leaves)
-
-    return ranks.run(updates_of_rank)
-
-
-class _TwoRanks:
-    """Two threads that simulate two ranks and add up scalars, as ranks do with an all-reduce."""
-
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=60)
-        self.sent: list[list[Tensor | None]] = [[], []]
-        """For each rank, the values that it has sent in all calls of `_exchange`."""
-
-    def _exchange(self, rank: int, value: Tensor | None) -> list[Any]:
-        """Send a value, wait for the value of the other rank, and return both. A rank that has finished sends None."""
-        self.sent[rank].append(value)
-        self.barrier.wait()
-        call = len(self.sent[rank])
-        values = [values_of_rank[call - 1] for values_of_rank in self.sent]
-        has_finished = [value is None for value in values]
-        if any(has_finished) and not all(has_finished):
-            raise Breach(None, f"only one rank computes sum {call}, expected the same sums on both ranks")
-        return values
-
-    def sum(self, rank: int, scalars: PyTree) -> Tensor:
-        """Return the sum of the scalars of both ranks."""
-        total = torch.zeros((), dtype=torch.float64)
-        for scalar in tree.tensors(scalars):
-            total = total + scalar.double()
-        total_of_0, total_of_1 = self._exchange(rank, total)
-        return total_of_0 + total_of_1
-
-    def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Call ``function(rank)`` in both threads at once. Return both results, or raise the first error."""
-        errors: list[Exception] = []
-
-        def run_rank(rank: int) -> Any:
-            """Run the function on one rank. After an error, release the other thread from the barrier."""
+    known_sums: list[Tensor] = []
+    while True:
+        results: list[list[PyTree]] = []
+        contributions: list[Tensor] = []
+        for example, uncounted in zip(examples, (set[int](), on_both), strict=True):
             try:
-                result = function(rank)
-                self._require_both_finished(rank)
-                return result
-            except Exception as error:
-                errors.append(error)
-                self.barrier.abort()
+                results.append(_updates_with_sums(tx, example, known_sums, uncounted))
+            except _NextSum as next_sum:
+                contributions.append(next_sum.contribution)
+        if not contributions:
+            return results
+        if results:
+            text = f"only one rank computes sum {len(known_sums) + 1}, expected the same sums on both ranks"
+            raise Breach(None, text)
+        contribution_of_0, contribution_of_1 = contributions
+        known_sums.append(contribution_of_0 + contribution_of_1)
 
-        with ThreadPoolExecutor(2) as pool:
-            results = list(pool.map(run_rank, range(2)))
-        if errors:
-            raise errors[0]
-        return results
 
-    def _require_both_finished(self, rank: int) -> None:
-        """Raise `Breach` if the other rank waits for one more sum of this rank, which has finished."""
-        self._exchange(rank, None)
+def _updates_with_sums(tx: Transform, example: Example, known_sums: list[Tensor], uncounted: set[int]) -> list[PyTree]:
+    """Return the updates of one rank, or raise `_NextSum` for the first sum that is not among ``known_sums``.
+
+    ``uncounted`` are the numbers of the leaves that the other rank counts.
+    """
+    calls = itertools.count()
+
+    def sum_over_leaves(scalars: PyTree) -> Tensor:
+        call = next(calls)
+        if call < len(known_sums):
+            return known_sums[call]
+        contribution = torch.zeros((), dtype=torch.float64)
+        for scalar in tree.tensors(without_leaves(uncounted, scalars)):
+            contribution = contribution + scalar.double()
+        raise _NextSum(contribution)
+
+    return updates_of(tx, *example, sum_over_leaves=sum_over_leaves)
