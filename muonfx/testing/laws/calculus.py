@@ -55,66 +55,51 @@ def _split_like(vector: Tensor, like: PyTree) -> PyTree:
     return tree.unflatten(treedef, leaves)
 
 
-Function = Callable[[Tensor], Tensor]
+def _function_at(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+    """Return a function of vectors to a vector of all updates, and its arguments for an example.
 
-
-def _of_gradients(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
-    """Return a function from a vector of all gradients to a vector of all updates, and the gradients as a vector."""
+    The arguments are the elements of all "gradients" and "parameters", and "changes" of the numeric arguments, which
+    are zero. Without "changes", the numeric arguments are not replaced by tensors.
+    """
     tx = widened(tx)
-
-    def function(vector: Tensor) -> Tensor:
-        return _joined(updates_of(tx, params, _split_like(vector, steps)))
-
-    return function, _joined(steps)
-
-
-def _of_parameters(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
-    """Return a function from a vector of all parameters to a vector of all updates, and the parameters as a vector."""
-    tx = widened(tx)
-
-    def function(vector: Tensor) -> Tensor:
-        changed_params = _split_like(vector, params)
-        # The gradients depend on the parameters too, as those of a loss do.
-        changed_steps = [tree.map(lambda g, p: g + 0.1 * p, grads, changed_params) for grads in steps]
-        return _joined(updates_of(tx, changed_params, changed_steps))
-
-    return function, _joined(params)
-
-
-def _of_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
-    """Return a function of a vector of changes of the numeric arguments to a vector of all updates, and zeros."""
-    with_changes, zeros = _with_changed_numbers(tx)
-
-    def function(vector: Tensor) -> Tensor:
-        return _joined(updates_of(with_changes(vector), params, steps))
-
-    return function, zeros
-
-
-def _of_gradients_and_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
-    """Return a function of a vector of gradients and of changes of numbers, as in both functions above."""
-    with_changes, zeros = _with_changed_numbers(tx)
-    gradients = _joined(steps)
-
-    def function(vector: Tensor) -> Tensor:
-        grads, changes = vector.split([len(gradients), len(zeros)])
-        return _joined(updates_of(with_changes(changes), params, _split_like(grads, steps)))
-
-    return function, torch.cat([gradients, zeros])
-
-
-def _with_changed_numbers(tx: Transform) -> tuple[Callable[[Tensor], Transform], Tensor]:
-    """Return a function from a vector of changes to the transform with changed numeric arguments, and a zero change."""
-    leaves, treedef = tree.flatten(widened(tx))
-    numbers = [torch.as_tensor(leaf, dtype=torch.float64) for leaf in leaves]
-    values = _joined(numbers)
+    leaves, treedef = tree.flatten(tx)
+    numbers = _joined([torch.as_tensor(leaf, dtype=torch.float64) for leaf in leaves])
     # Scale by each number, so that finite differences take small steps even for an eps of 1e-8.
-    units = torch.where(values == 0, 1e-3, values.abs())
+    units = torch.where(numbers == 0, 1e-3, numbers.abs())
+    initial_parameters = _joined(params)
 
-    def with_changes(changes: Tensor) -> Transform:
-        return tree.unflatten(treedef, _split_like(values + units * changes, numbers))
+    def function(gradients: Tensor, parameters: Tensor, changes: Tensor | None = None) -> Tensor:
+        changed_tx = tx
+        if changes is not None:
+            changed_tx = tree.unflatten(treedef, (numbers + units * changes).unbind())
+        # The gradients depend on the parameters too, as those of a loss do.
+        moved = 0.1 * (parameters - initial_parameters)
+        changed_steps = _split_like(gradients + moved.repeat(len(steps)), steps)
+        return _joined(updates_of(changed_tx, _split_like(parameters, params), changed_steps))
 
-    return with_changes, torch.zeros_like(values)
+    point = {
+        "gradients": _joined(steps),
+        "parameters": initial_parameters,
+        "changes": torch.zeros_like(numbers),
+    }
+    return function, point
+
+
+def _check(
+    check: Callable[..., bool], by: str, tx: Transform, params: PyTree, steps: list[PyTree], **options: float
+) -> None:
+    """Call ``gradcheck`` or ``gradgradcheck`` for the derivatives by one argument of the function of `_function_at`."""
+    function, point = _function_at(tx, params, steps)
+    if by != "changes":
+        del point["changes"]
+    if not point[by].numel() or not function(**point).numel():
+        return
+
+    def connected(x: Tensor) -> Tensor:
+        """Add zero times the input, so that the result has a derivative by the input, as gradcheck requires."""
+        return function(**{**point, by: x}) + 0.0 * x.square().sum()
+
+    check(connected, point[by].clone().requires_grad_(), fast_mode=True, **options)
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
@@ -124,7 +109,7 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> derivatives_by_gradients_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check(gradcheck, *_of_gradients(tx, params, steps))
+    _check(gradcheck, "gradients", tx, params, steps)
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
@@ -136,7 +121,7 @@ def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: li
     >>> import muonfx as mfx
     >>> derivatives_by_parameters_are_right(mfx.add_decayed_weights(0.1), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check(gradcheck, *_of_parameters(tx, params, steps))
+    _check(gradcheck, "parameters", tx, params, steps)
 
 
 @law(on=Example.smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.1)
@@ -146,27 +131,29 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
     >>> import muonfx as mfx
     >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check(gradcheck, *_of_numbers(tx, params, steps))
+    _check(gradcheck, "changes", tx, params, steps)
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.08)
 def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that ``torch.func.jvp`` and ``torch.func.vjp`` agree, by gradients and hyperparameters together.
+    """Check that ``torch.func.jvp`` and ``torch.func.vjp`` agree, by gradients, parameters and numbers together.
 
     For a random tangent ``t`` and cotangent ``c`` of the function with the Jacobian ``J``, both compute ``c^T J t``.
 
     >>> import muonfx as mfx
     >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    function, point = _of_gradients_and_numbers(tx, params, steps)
-    if not point.numel():
+    function, arguments = _function_at(tx, params, steps)
+    point = tuple(arguments.values())
+    if not torch.cat(point).numel():
         return
     generator = torch.Generator().manual_seed(1)
-    t = torch.randn(point.shape, dtype=point.dtype, generator=generator)
+    tangents = tuple([torch.randn(vector.shape, dtype=vector.dtype, generator=generator) for vector in point])
     with without_torchs_own_warnings():
-        out, j_t = torch.func.jvp(function, (point,), (t,))[:2]
+        out, j_t = torch.func.jvp(function, point, tangents)[:2]
     c = torch.randn(out.shape, dtype=out.dtype, generator=generator)
-    (c_j,) = torch.func.vjp(function, point)[1](c)
+    t = torch.cat(tangents)
+    c_j = torch.cat(torch.func.vjp(function, *point)[1](c))
     by_forward = float(j_t.dot(c))
     by_reverse = float(t.dot(c_j))
     # The rounding errors of both products. If the exact derivative is zero, both are noise on the scale of the values.
@@ -183,16 +170,4 @@ def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> second_derivatives_are_right(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 2)}))
     """
-    _check(gradgradcheck, *_of_gradients(tx, params, steps), atol=1e-4)
-
-
-def _check(check: Callable[..., bool], function: Function, point: Tensor, **options: float) -> None:
-    """Call ``gradcheck`` or ``gradgradcheck`` for a function at a point; empty inputs and outputs are skipped."""
-    if not point.numel() or not function(point).numel():
-        return
-
-    def connected(x: Tensor) -> Tensor:
-        """Add zero times the input, so that the result has a derivative by the input, as gradcheck requires."""
-        return function(x) + 0.0 * x.square().sum()
-
-    check(connected, point.clone().requires_grad_(), fast_mode=True, **options)
+    _check(gradgradcheck, "gradients", tx, params, steps, atol=1e-4)

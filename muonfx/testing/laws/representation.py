@@ -12,6 +12,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.testing.examples import LAYOUTS, Example, History, accepts_names, copied_tree, history, laid_out, updates_of
 from muonfx.testing.law import law
+from muonfx.testing.laws.purity import names_by_storage
 from muonfx.testing.violation import TOLERANCES, Breach, require_close, require_same, tolerance_of, widened
 from muonfx.tree import PyTree
 
@@ -131,22 +132,17 @@ def one_tensor_may_be_two_leaves(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> one_tensor_may_be_two_leaves(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-
-    def pair(values: PyTree) -> PyTree:
-        return {"a": values, "z": values}
-
-    def copied_pair(values: PyTree) -> PyTree:
-        return {"a": copied_tree(values), "z": copied_tree(values)}
-
-    if not accepts_names(tx, copied_pair(params)):
-        return
     example = Example(params, steps)
-    expected = history(tx, *example.map_trees(copied_pair))
-    results = history(tx, *example.map_trees(pair))
-    require_same("(updates, state) of leaves that are one tensor", results, expected, "of copies")
-    state = copied_tree(tx.init(copied_pair(params)))
+    copies = example.map_trees(lambda values: {"a": copied_tree(values), "z": copied_tree(values)})
+    if not accepts_names(tx, copies.params):
+        return
+    expected = history(tx, *copies)
+    pairs = example.map_trees(lambda values: {"a": values, "z": values})
+    require_same("(updates, state) of leaves that are one tensor", history(tx, *pairs), expected, "of copies")
+    state = copied_tree(tx.init(copies.params))
     for step, grads in enumerate(steps):
-        updates, state = tx.update(pair(copied_tree(grads)), state, pair(params), donate=True)
+        donated = copied_tree(grads)
+        updates, state = tx.update({"a": donated, "z": donated}, state, pairs.params, donate=True)
         what = f"step {step}, donated (updates, state) of leaves that are one tensor"
         tolerance = tolerance_of(tx, expected[step], params)
         require_close(what, (updates, state), expected[step], "of copies", tolerance)
@@ -159,17 +155,13 @@ def leaves_of_the_state_share_no_storage(tx: Transform, params: PyTree, steps: l
     >>> import muonfx as mfx
     >>> leaves_of_the_state_share_no_storage(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _require_apart("state from init", tx.init(params))
+    _require_own_storages("state from init", tx.init(params))
     for step, (_, state) in enumerate(history(tx, params, steps)):
-        _require_apart(f"step {step}, new state", state)
+        _require_own_storages(f"step {step}, new state", state)
 
 
-def _require_apart(what: str, state: Any) -> None:
+def _require_own_storages(what: str, state: PyTree) -> None:
     """Raise `Breach` (a failed law) if two tensors of a state share storage."""
-    name_of: dict[int, str] = {}
-    for name, leaf in tree.named_leaves(state):
-        if not isinstance(leaf, Tensor) or not leaf.numel():
-            continue
-        storage_name = name_of.setdefault(leaf.untyped_storage().data_ptr(), name)
-        if storage_name != name:
-            raise Breach(f"{what} {name!r}", f"shares its storage with {storage_name!r}; writing to one changes both")
+    for names in names_by_storage(state).values():
+        if len(names) > 1:
+            raise Breach(f"{what} {names[0]!r}", f"shares its storage with {names[1]!r}; writing to one changes both")

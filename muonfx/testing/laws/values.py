@@ -120,4 +120,4 @@ def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) 
 
 
 def _are_same_objects(leaves: list[Any], expected: list[Any]) -> bool:
-    return [id(leaf) for leaf in leaves] == [id(leaf) for leaf in expected]
+    return list(map(id, leaves)) == list(map(id, expected))
