@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _imported(name: str, rate: float) -> Build:
     """Import ``module:name``, and return the function that builds the optimizer."""
-    value: Any = pkgutil.resolve_name(name)
-    if not callable(value):
+    if ":" not in name:
         raise ValueError(f"found {name!r}, expected module:name, such as torch.optim:AdamW")
+    value: Any = pkgutil.resolve_name(name)
     if isinstance(value, type) and issubclass(value, Optimizer):
         return partial(build_with_class, value, rate)
     return value

@@ -112,7 +112,8 @@ def _another_seed() -> Generator[None]:
 def _another_time() -> AbstractContextManager[Any]:
     """Move the clocks of the module `time` by about 11 days and 7 seconds."""
     names = ("time", "monotonic", "perf_counter", "process_time")
-    return mock.patch.multiple(time, **{name: _later(getattr(time, name)) for name in names})
+    clocks: dict[str, Any] = {name: _later(getattr(time, name)) for name in names}
+    return mock.patch.multiple(time, **clocks)
 
 
 def _later(clock: Callable[[], float]) -> Callable[[], float]:
