@@ -8,7 +8,6 @@ from benchmarks import report
 from benchmarks.rates import (
     ADAMW,
     CHECK,
-    EARLIER,
     MUON,
     RULES,
     SEEDS,
@@ -66,7 +65,6 @@ def result_line(study: Study, setting: Setting) -> list[str]:
         mean_and_range(two_rates_losses),
         mean_and_range(rule_losses),
         f"{gap:+.3f}, {best[0]:g} and {best[1]:g}",
-        *(mean_and_range(muon.get(rates)) for rates in EARLIER.values()),
     ]
 
 
@@ -93,7 +91,6 @@ def rates() -> str:
         "`mfx.Muon` by the rule",
         "above the best pair, which is",
     ]
-    head += [f"{name}: {matrices:g}, {rest:g}" for name, (matrices, rest) in EARLIER.items()]
     lines = [result_line(study, setting) for setting in (*SETTINGS, CHECK)]
     pairs: dict[Pair, None] = {}
     for setting in SETTINGS:
