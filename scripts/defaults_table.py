@@ -1,4 +1,4 @@
-"""Print the table of defaults in docs/beside-others.md, read from the signatures of Optax, torch and muonfx."""
+"""Print the defaults that differ, as in docs/beside-others.md, read from the signatures of Optax, torch and muonfx."""
 
 from __future__ import annotations
 
@@ -48,17 +48,20 @@ ROWS: list[tuple[str, Place, Place, Place]] = [
 ]
 
 
-def _cell(place: Place) -> str:
-    if place is None:
-        return ""
+def _default(place: tuple[Callable[..., Any], str]) -> str:
     function, argument = place
-    return f"`{argument}={inspect.signature(function).parameters[argument].default!r}`"
+    return repr(inspect.signature(function).parameters[argument].default)
+
+
+def _cell(place: Place) -> str:
+    return "" if place is None else f"`{place[1]}={_default(place)}`"
 
 
 def table() -> str:
-    """Return the table as Markdown."""
+    """Return the table of the defaults that differ, as Markdown."""
+    rows = [row for row in ROWS if len({_default(place) for place in row[1:] if place is not None}) > 1]
     head = "| | Optax | torch | muonfx |\n| --- | --- | --- | --- |"
-    return "\n".join([head, *(f"| {what} | {' | '.join(map(_cell, places))} |" for what, *places in ROWS)])
+    return "\n".join([head, *(f"| {what} | {' | '.join(map(_cell, places))} |" for what, *places in rows)])
 
 
 if __name__ == "__main__":
