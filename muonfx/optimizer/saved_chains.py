@@ -138,10 +138,10 @@ def record_of_group(stepping: Stepping, names: Iterable[str], plain_name_of: Map
     return record_of(plain_chains)
 
 
-def with_new_names(saved: Group, new_name_of: Mapping[str, str]) -> Group:
+def with_new_names(saved: Mapping[str, Any], new_name_of: Mapping[str, str]) -> Group:
     """Return the entries of a saved group, in which the record of its chains has this optimizer's names."""
     if not saved.get(CHAINS):
-        return saved
+        return dict(saved)
     count, *chains = saved[CHAINS]
     record: list[Any] = [count]
     for code, fingerprint, *names in chains:

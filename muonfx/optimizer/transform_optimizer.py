@@ -246,7 +246,7 @@ class TransformOptimizer(Optimizer):
         self._update_initial_state()
         self._tracked_groups.follow(self._groups, self._stepping.rules)  # sets "param_names", which a copy reads
         read_numbers(self._tracked_groups.groups)  # if "momentum" was changed, "betas" follows
-        attributes = {
+        attributes: dict[str, Any] = {
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
             "_current": self._current,

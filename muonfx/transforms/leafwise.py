@@ -143,7 +143,7 @@ class PlainTrees:
     reads_copies = False
 
     def __init__(self, dtype: WideStateDtype, start: Literal["zeros", "params"]) -> None:
-        self._dtype = dtype
+        self._dtype: WideStateDtype = dtype
         self._start = start
 
     def init(self, params: PyTree) -> PyTree:
