@@ -173,17 +173,18 @@ def runs(world: World, name: str) -> dict[str, list[dict[str, Tensor]]]:
 
 
 def machine() -> str:
-    """The facts on which the last bits of a product depend."""
-    cpu = Path("/proc/cpuinfo")
-    words = cpu.read_text().split() if cpu.exists() else []
-    vendor = words[words.index("vendor_id") + 2] if "vendor_id" in words else platform.processor()
-    if vendor == "AuthenticAMD":
-        # Zen 4 (family 25) and Zen 5 (family 26) have the same instructions, and MKL's sums differ.
-        vendor += f"-{words[words.index('family') + 2]}"
-    # MKL selects its kernels by vendor, and bfloat16 products run on other instructions where there are any.
-    special = sorted({"avx512_bf16", "amx_bf16"}.intersection(words))
+    """Return the facts on which the last bits of a product depend, and a digest of a few products of torch.
+
+    Virtual machines of one kind of CPU may still select other kernels, and only the products show it.
+    """
     torch_version = torch.__version__.partition("+")[0]
-    return " ".join([torch_version, platform.machine(), torch.backends.cpu.get_cpu_capability(), vendor, *special])
+    probe = hashlib.sha256()
+    for value in drawn(0).values():
+        if value.ndim == 2:
+            for product in (value @ value.mT, value.mT @ value, (value.bfloat16() @ value.bfloat16().mT).float()):
+                probe.update(product.contiguous().numpy().tobytes())
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{torch_version} {platform.machine()} {capability} {probe.hexdigest()[:16]}"
 
 
 def digest(trajectory: list[dict[str, Tensor]]) -> str:
