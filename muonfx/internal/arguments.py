@@ -91,7 +91,7 @@ def _python_number(value: Any, type_names: frozenset[str]) -> Any:
 def _words_for(type_names: frozenset[str]) -> str:
     """Return words for the allowed types, such as "a number or a 0-d tensor or None" for {"float", "None"}."""
     words: list[str] = []
-    for name in sorted(type_names, key=lambda name: (name == "None", name)):
+    for name in sorted(type_names, key=lambda name: (name == "None", _is_other_type(name), name)):
         if name != "Tensor" or "float" not in type_names:  # else in the words "a number or a 0-d tensor"
             words.append(_PLAIN.get(name, name.replace("'", '"')))
     return " or ".join(words)
