@@ -253,8 +253,11 @@ def _require_sorted_dict(params: PyTree, specs: Mapping[str, Spec]) -> None:
 
     For any other tree it is not known whether the buffer has the order of the tree or the sorted order.
     """
+    names_in_dict: list[str] = []
+    if isinstance(params, Mapping):
+        names_in_dict = [str(name) for name in params if name in specs]
     sorted_names = list(specs)
-    if not isinstance(params, Mapping) or [name for name in params if name in specs] != sorted_names:
+    if names_in_dict != sorted_names:
         raise ValueError(
             "order: found None, expected the names in their order in the buffer, because params is not a dict with "
             f"sorted names; they are {format_list(sorted_names)}: pass order=list(params) or order=sorted(params)"
