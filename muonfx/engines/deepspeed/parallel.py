@@ -161,5 +161,5 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     """Return the values of all ranks of a group, by default of all ranks of the job, in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
-    world: Any = dist.group.WORLD  # torch's types include None, for a job without process groups
-    return all_objects(value, group or world, "an exchange of DeepSpeed's partition")
+    all_ranks: Any = dist.group.WORLD
+    return all_objects(value, group or all_ranks, "an exchange of DeepSpeed's partition")
