@@ -93,7 +93,10 @@ class Saver:
             if self.ranks not in (1, leaf.divided_among):
                 checksums = {box: checksum_of_shard(values) for box, values in leaf.shards.items()}
             leaves[name] = ProposedLeaf(leaf.spec, leaf.is_plain, checksums)
-        return Proposal(self.request.arguments(), leaves)
+        arguments: dict[str, str] = {}
+        if self.ranks > 1:  # a single rank has nothing to compare them with
+            arguments = self.request.arguments()
+        return Proposal(arguments, leaves)
 
     @no_collection()
     def assign(self, proposals: list[Proposal]) -> list[Assignment]:
