@@ -143,14 +143,14 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
         conflicts: the dotted names of the numbers that differ between groups, such as "momentum.decay".
     """
     conflicts_of_tx = [name for name in visited.numbers.names if name in conflicts]
-    if conflicts_of_tx and not _runs_once(visited):
+    if conflicts_of_tx and not runs_once(visited):
         return _versions(tx, visited, groups)
     # A transform that runs once for all parameters cannot have several numbers, only several tensors of one value,
-    # which `CommonTensors` compares.
+    # which `CommonTensors` of the stepping compares.
     for name in conflicts_of_tx:
         numbers = [group.numbers[name] for group in groups if name in group.numbers]
         if not all(isinstance(number, Tensor) for number in numbers):
-            raise _different_values(visited, name)
+            raise different_values(visited, name)
     new_children: list[Transform] = []
     for child, child_visit in zip(tx.children, visited.calls, strict=True):
         new_children.append(_split_by_groups(child, child_visit, groups, conflicts))
@@ -189,7 +189,7 @@ def _identity(number: Number) -> object:
 # ------------------------------------------ numbers that one transform reads for the parameters of all groups
 
 
-def _runs_once(visited: Visit) -> bool:
+def runs_once(visited: Visit) -> bool:
     """Return True if a transform runs once for all parameters, so that all groups must have the same numbers."""
     return bool(visited.calls) or visited.tx.locality is Locality.TREE or _keeps_a_number(visited)
 
@@ -203,48 +203,10 @@ def _keeps_a_number(visited: Visit) -> bool:
     return False
 
 
-def _different_values(visited: Visit, name: str) -> ValueError:
+def different_values(visited: Visit, name: str) -> ValueError:
     """Return an error for a number that must be equal in all groups, because its transform runs once for all."""
     reason = "wraps other transforms" if visited.calls else "combines all parameters"
     return ValueError(
         f"param_groups: found different values of {name!r}, expected one value, because the transform that reads it "
         f"{reason}: set the same value in all groups"
     )
-
-
-class CommonTensors:
-    """Compares the tensors of several groups that must have the same value, because one transform reads them.
-
-    Args:
-        visits: the visits of all transforms in the optimizer's transform.
-        numbers_of_groups: the numbers of each group by dotted name.
-    """
-
-    def __init__(self, visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> None:
-        self._common: list[tuple[Visit, str, list[Tensor]]] = []
-        """The visit of a transform, the dotted name of a number, and the tensor in each group, which must be equal."""
-        self._write_counts: list[int] = []
-        """How often each of these tensors had been written to when `check` last compared them."""
-        for visited in visits:
-            for name in visited.numbers.names:
-                tensors: list[Tensor] = []
-                for numbers in numbers_of_groups:
-                    number = numbers.get(name)
-                    if isinstance(number, Tensor):
-                        tensors.append(number)
-                if len(tensors) > 1 and _runs_once(visited):
-                    self._common.append((visited, name, tensors))
-
-    def check(self) -> None:
-        """Raise ValueError if two groups have tensors of different values. Compare only if a tensor was written to."""
-        if torch.compiler.is_compiling() or not self._common:
-            return
-        write_counts: list[int] = []
-        for _, _, tensors in self._common:
-            write_counts += [tensor._version for tensor in tensors]
-        if write_counts == self._write_counts:
-            return
-        for visited, name, tensors in self._common:
-            if not all(torch.equal(tensors[0], tensor) for tensor in tensors):
-                raise _different_values(visited, name)
-        self._write_counts = write_counts

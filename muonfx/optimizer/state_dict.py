@@ -236,7 +236,7 @@ def read_state_dict(
             elif has_state and param.requires_grad:
                 # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
                 without_state.append(name)
-    _require_fit(problems)
+    _raise_problems(problems)
     loads.sort(key=lambda load: load.leaf_index)  # all ranks load in this order
     warnings = [
         *_warnings(groups, saved_groups, without_state),
@@ -253,7 +253,7 @@ def read_groups(
     Raise ValueError with all differences unless the saved groups have the same members and hyperparameters.
     """
     matched_groups = match_groups(groups_with_names(saved_groups, groups, {}), groups, not_trained)
-    _require_fit(_missing_hyperparams(tx, groups, matched_groups))
+    _raise_problems(_missing_hyperparams(tx, groups, matched_groups))
     return matched_groups
 
 
@@ -311,7 +311,7 @@ def _missing_hyperparams(
     return lines
 
 
-def _require_fit(problems: list[str]) -> None:
+def _raise_problems(problems: list[str]) -> None:
     """Raise if a state dict has problems; list the first in alphabetical order, and the number of others."""
     if problems:
         raise ValueError(

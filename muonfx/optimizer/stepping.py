@@ -21,8 +21,8 @@ from muonfx.core.hyperparams import as_tensors, hyperparams
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import check_extras, patterns_in
 from muonfx.core.value import numbers_of, prepared, with_numbers
-from muonfx.core.visit import visit
-from muonfx.optimizer.by_groups import CommonTensors, GroupMembers, for_groups
+from muonfx.core.visit import Visit, visit
+from muonfx.optimizer.by_groups import GroupMembers, different_values, for_groups, runs_once
 from muonfx.optimizer.group_numbers import (
     CallersTensors,
     Number,
@@ -50,6 +50,44 @@ class FormerState(NamedTuple):
 
     stepping: Stepping
     state: PyTree
+
+
+class CommonTensors:
+    """Compares the tensors of several groups that must have the same value, because one transform reads them.
+
+    Args:
+        visits: the visits of all transforms in the optimizer's transform.
+        numbers_of_groups: the numbers of each group by dotted name.
+    """
+
+    def __init__(self, visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> None:
+        self._common: list[tuple[Visit, str, list[Tensor]]] = []
+        """The visit of a transform, the dotted name of a number, and the tensor in each group, which must be equal."""
+        self._write_counts: list[int] = []
+        """How often each of these tensors had been written to when `check` last compared them."""
+        for visited in visits:
+            for name in visited.numbers.names:
+                tensors: list[Tensor] = []
+                for numbers in numbers_of_groups:
+                    number = numbers.get(name)
+                    if isinstance(number, Tensor):
+                        tensors.append(number)
+                if len(tensors) > 1 and runs_once(visited):
+                    self._common.append((visited, name, tensors))
+
+    def check(self) -> None:
+        """Raise ValueError if two groups have tensors of different values. Compare only if a tensor was written to."""
+        if torch.compiler.is_compiling() or not self._common:
+            return
+        write_counts: list[int] = []
+        for _, _, tensors in self._common:
+            write_counts += [tensor._version for tensor in tensors]
+        if write_counts == self._write_counts:
+            return
+        for visited, name, tensors in self._common:
+            if not all(torch.equal(tensors[0], tensor) for tensor in tensors):
+                raise different_values(visited, name)
+        self._write_counts = write_counts
 
 
 class Stepping:
