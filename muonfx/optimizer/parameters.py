@@ -1,4 +1,4 @@
-"""What each step compares: find replaced parameters, edited groups, and missing gradients."""
+"""Find parameters that were replaced, param groups that were edited, and gradients that are missing."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from muonfx.core import Transform, identity, masked
-from muonfx.core.chain_differences import CHAINS, differences_of_chains
+from muonfx.core.chain_differences import CHAINS, structure_differences
 from muonfx.core.schedules import Schedule, ScheduleFunction, schedule
 from muonfx.core.value import walk
 from muonfx.core.visit import Visit
@@ -138,10 +138,10 @@ def record_of_group(stepping: Stepping, names: Iterable[str], plain_name_of: Map
     return record_of(plain_chains)
 
 
-def with_new_names(saved: Mapping[str, Any], new_name_of: Mapping[str, str]) -> Group:
+def with_new_names(saved: Mapping[str, Any], new_name_of: Mapping[str, str]) -> Mapping[str, Any]:
     """Return the entries of a saved group, in which the record of its chains has this optimizer's names."""
     if not saved.get(CHAINS):
-        return dict(saved)
+        return saved
     count, *chains = saved[CHAINS]
     record: list[Any] = [count]
     for code, fingerprint, *names in chains:
@@ -219,6 +219,6 @@ def _differences(
             titles.append(f"group {tracked.group['label']!r}")
         if len(names) < len(chain_of):
             titles.append(format_list(names))
-        for difference in differences_of_chains(saved_chain.code, repr(chain)).structure:
+        for difference in structure_differences(saved_chain.code, repr(chain), chain):
             lines.append(", ".join([*titles, difference]))
     return lines
