@@ -245,6 +245,7 @@ def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int
         phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
         suppress_health_check=list(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType] - an Enum of its own kind
         report_multiple_bugs=False,
+        print_blob=False,
         verbosity=hypothesis.Verbosity.quiet,  # the violation shows the example
     )
 

@@ -63,15 +63,16 @@ def _function_at(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Ca
     """
     tx = widened(tx)
     leaves, treedef = tree.flatten(tx)
-    numbers = _joined([torch.as_tensor(leaf, dtype=torch.float64) for leaf in leaves])
+    numbers = [torch.as_tensor(leaf, dtype=torch.float64) for leaf in leaves]
+    values = _joined(numbers)
     # Scale by each number, so that finite differences take small steps even for an eps of 1e-8.
-    units = torch.where(numbers == 0, 1e-3, numbers.abs())
+    units = torch.where(values == 0, 1e-3, values.abs())
     initial_parameters = _joined(params)
 
     def function(gradients: Tensor, parameters: Tensor, changes: Tensor | None = None) -> Tensor:
         changed_tx = tx
         if changes is not None:
-            changed_tx = tree.unflatten(treedef, (numbers + units * changes).unbind())
+            changed_tx = tree.unflatten(treedef, _split_like(values + units * changes, numbers))
         # The gradients depend on the parameters too, as those of a loss do.
         moved = 0.1 * (parameters - initial_parameters)
         changed_steps = _split_like(gradients + moved.repeat(len(steps)), steps)
@@ -80,7 +81,7 @@ def _function_at(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Ca
     point = {
         "gradients": _joined(steps),
         "parameters": initial_parameters,
-        "changes": torch.zeros_like(numbers),
+        "changes": torch.zeros_like(values),
     }
     return function, point
 
