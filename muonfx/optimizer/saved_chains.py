@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from muonfx.core import Transform, identity, masked
-from muonfx.core.chain_differences import CHAINS, structure_differences
+from muonfx.core.chain_differences import CHAINS, differences_of_chains
 from muonfx.core.schedules import Schedule, ScheduleFunction, schedule
 from muonfx.core.value import walk
 from muonfx.core.visit import Visit
@@ -219,6 +219,6 @@ def _differences(
             titles.append(f"group {tracked.group['label']!r}")
         if len(names) < len(chain_of):
             titles.append(format_list(names))
-        for difference in structure_differences(saved_chain.code, repr(chain), chain):
+        for difference in differences_of_chains(saved_chain.code, repr(chain)).structure:
             lines.append(", ".join([*titles, difference]))
     return lines
