@@ -341,16 +341,24 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
 
 
 def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> Index:
-    """Return an index with the fields about a transform only: its fingerprint, ``repr``, and dtypes of its products."""
+    """Return an index with the fields about a transform only: its fingerprint, ``repr``, and dtypes of its products.
+
+    It is cached on the transform, because a run saves often.
+    """
     floats = {name: leaf for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
     params = [leaf for name, leaf in floats.items() if in_section(name, PARAMS)]
     if not params:  # parameters that are not saved are assumed to have the dtypes of the state
         params = list(floats.values())
-    plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
-    products: dict[str, str] = {}
-    if params:
-        products = product_dtypes(plain_tx, {leaf.dtype for leaf in params}, torch.device(params[0].device))
-    return Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
+    dtypes = frozenset(leaf.dtype for leaf in params)
+    device = torch.device(params[0].device) if params else None
+    key = ("checkpoint", dtypes, device)
+    if key not in tx.derived or tx.tensors:  # a number in a tensor may have changed in place
+        plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
+        products: dict[str, str] = {}
+        if device is not None:
+            products = product_dtypes(plain_tx, dtypes, device)
+        tx.derived[key] = Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
+    return tx.derived[key]
 
 
 # ------------------------------------------------------------------------------------------------------- the background

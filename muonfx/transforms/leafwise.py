@@ -1,9 +1,10 @@
 """The decorator `leafwise`, which makes transforms from the arithmetic of one leaf.
 
-This arithmetic is a function, the step. At each update it is called with a `Leaf` for each operand, a placeholder that
-records the operations on it. A `Plan` contains the recorded operations that the update and the new state need. `Values`
-runs each of them once, on the lists of all leaves, with `muonfx.tree.elementwise`. The plan counts the uses of every
-value, so that `Values` overwrites only storage that is donated or no longer needed.
+This arithmetic is a function, the step. It is called with a `Leaf` for each operand, a placeholder that records the
+operations on it. The call is repeated at each update only if the step reads numbers that may change, such as a count. A
+`Plan` contains the recorded operations that the update and the new state need. `Values` runs each of them once, on the
+lists of all leaves, with `muonfx.tree.elementwise`. The plan counts the uses of every value, so that `Values`
+overwrites only storage that is donated or no longer needed.
 
 A step that calls ``sum_over_leaves`` needs the sum while it is recorded. The operations that the sum needs run then,
 without overwriting anything, and the rest of the step uses their results.
@@ -17,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_not
-from typing import Any, Literal, ParamSpec, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, overload
 
 import torch
 from torch import Tensor
@@ -376,6 +377,18 @@ def _extra_names(step: Step) -> tuple[str, ...]:
     return code.co_varnames[first : first + code.co_kwonlyargcount]
 
 
+class RecordedStep(NamedTuple):
+    """The operations of one call of a step, and what it received and returned."""
+
+    operands: list[Any]
+    """The placeholder of the update, and then for each field of the state a placeholder, or the 0-d tensor of a number
+    that all leaves share."""
+    outputs: list[Any]
+    """For each operand, the placeholder or the number that the step returns in its place."""
+    plan: Plan
+    """The operations that the outputs need."""
+
+
 class _Formula:
     """A step and its declared state, which runs the step on the lists of all leaves."""
 
@@ -386,6 +399,8 @@ class _Formula:
         self._extra_names = _extra_names(step)
         """The names of the extra arguments of the step, such as "sum_over_leaves"."""
         self._reads_params = reads_params
+        self._saved_step: RecordedStep | None = None
+        """The recorded step, if it is the same at each update."""
         self._fields: list[SlotTrees | SharedNumber] = []
         """The fields of the state in order: one tensor for each leaf, or one number for all."""
         for name_of_field, declared_field in tree.named_leaves(declared):
@@ -452,9 +467,8 @@ class _Formula:
         if "sum_over_leaves" in extras:
             extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
 
-        operands, outputs = self._call_step(containers, old_fields, extras)
-        placeholders = [output for output in outputs if isinstance(output, Leaf)]
-        values.run(Plan.of(operands[0].record, placeholders), overwrite=True)
+        operands, outputs, plan = self._recorded_step(containers, old_fields, extras)
+        values.run(plan, overwrite=True)
 
         # Before any output is taken: an operand that the step returns as it is may not give its storage to another.
         for operand, output in zip(operands, outputs, strict=True):
@@ -469,14 +483,24 @@ class _Formula:
         new_updates = self._new_updates(operands[0], outputs[0], updates, values)
         return new_updates, tree.unflatten(containers, new_fields)
 
-    def _call_step(
-        self, containers: Structure, old_fields: list[PyTree], extras: dict[str, Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Call the step, which records its operations. Return its operands and what it returns for each of them.
+    def _recorded_step(self, containers: Structure, old_fields: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
+        """Return the recorded step. It is saved if it is the same at each update, since a step of few leaves is short.
 
-        They are the placeholder of the update, and then for each field of the state a placeholder, or the tensor of a
-        number that all leaves share.
+        A recorded step contains the numbers that it has read. So it is recorded again if one of them may change: a
+        number that all leaves share, an extra argument, or another tensor.
         """
+        is_compiling = torch.compiler.is_compiling()  # a graph that reads the saved step would be compiled again
+        if self._saved_step is not None and not is_compiling:
+            return self._saved_step
+        recorded = self._call_step(containers, old_fields, extras)
+        has_numbers = any(isinstance(field, SharedNumber) for field in self._fields)
+        has_tensors = any(isinstance(scalar, Tensor) for scalar in recorded.plan.scalars)
+        if not (has_numbers or extras or has_tensors or is_compiling):
+            self._saved_step = recorded
+        return recorded
+
+    def _call_step(self, containers: Structure, old_fields: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
+        """Call the step with placeholders, which record its operations."""
         record: list[Operation | None] = []
         operands: list[Any] = [Leaf(record)]
         for field, old_field in zip(self._fields, old_fields, strict=True):
@@ -488,7 +512,9 @@ class _Formula:
         if not isinstance(new_update, Leaf):
             update_type = type(new_update).__name__
             raise TypeError(f"{self._name}: the step returns an update of type {update_type}, not one made of operands")
-        return operands, [new_update, *self._new_fields(containers, operands[1:], new_state)]
+        outputs = [new_update, *self._new_fields(containers, operands[1:], new_state)]
+        placeholders = [output for output in outputs if isinstance(output, Leaf)]
+        return RecordedStep(operands, outputs, Plan.of(record, placeholders))
 
     def _operands(self, updates: PyTree, old_fields: list[PyTree], params: PyTree, donate: Donation) -> Values:
         """Return the operands of the step: the updates, each field with a tensor for each leaf, and the parameters."""
