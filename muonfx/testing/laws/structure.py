@@ -43,10 +43,17 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
             absent = set(tree.names(params))
         absent -= {name for name, grad in tree.named_leaves(grads) if grad is not None}
         expected = copied_tree(_state_of(absent, owners, state))
+        structure = tree.flatten(state)[1]
         updates, state = tx.run(grads, state, params)
-        for name, update in tree.named_leaves(updates):
+        if tree.flatten(state)[1] != structure:
+            raise Breach(f"step {step}, state", "the structure has changed")
+        if tree.flatten(updates)[1] != tree.flatten(grads)[1]:
+            raise Breach(f"step {step}", f"updates {updates!r} do not have the structure of the gradients {grads!r}")
+        for (name, update), grad in zip(tree.named_leaves(updates), tree.leaves(grads), strict=True):
             if name in absent and update is not None:
                 raise Breach(f"step {step}, updates {name!r}", f"found {shown(update)}, but the gradient is None")
+            if grad is not None and update is None:
+                raise Breach(f"step {step}, updates {name!r}", f"found None for the gradient {shown(grad)}")
         require_same(f"step {step}, state of None gradients,", _state_of(absent, owners, state), expected, "before")
 
 
