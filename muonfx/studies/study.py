@@ -71,8 +71,8 @@ def study(
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: ``rates`` names other optimizers, the transforms of an optimizer cannot be stacked, or ``folder``
-            has runs of another study.
+        ValueError: there is nothing to train, ``rates`` names other optimizers, the transforms of an optimizer cannot
+            be stacked, or ``folder`` has runs of another study.
 
     Example:
         >>> import muonfx as mfx
@@ -89,7 +89,10 @@ def study(
         0.5 1 5.0
         0.5 2 0.0
     """
+    if not isinstance(folder, str | os.PathLike | None):
+        raise TypeError(f"folder: found {folder!r}, expected a path or None")
     rates_by_name = _rates_by_name(rates, optimizers)
+    _require_work(optimizers, seeds, steps, report_every)
     interval = report_every or math.ceil(steps / REPORTS)
     report_steps = [*range(interval, steps, interval), steps]
     rows: Rows = []
@@ -244,4 +247,28 @@ def _rates_by_name(
         rates = dict.fromkeys(optimizers, rates)
     if set(rates) != set(optimizers):
         raise ValueError(f"rates: found rates for {sorted(rates)}, expected rates for {sorted(optimizers)}")
-    return {name: [float(rate) for rate in rates[name]] for name in optimizers}
+    rates_by_name: dict[str, list[float]] = {}
+    for name in optimizers:
+        rates_of_name = [float(rate) for rate in rates[name]]
+        if not rates_of_name or len(set(rates_of_name)) < len(rates_of_name):
+            raise ValueError(f"rates: found {rates_of_name} for {name!r}, expected at least one rate, each once")
+        rates_by_name[name] = rates_of_name
+    return rates_by_name
+
+
+def _require_work(optimizers: Mapping[str, object], seeds: Sequence[int], steps: int, report_every: int | None) -> None:
+    """Raise an error if there is nothing to train."""
+    if not optimizers:
+        raise ValueError("optimizers: found none, expected a dict from name to a function of a rate")
+    for name, make_transform in optimizers.items():
+        if isinstance(make_transform, Transform):
+            raise TypeError(
+                f"optimizers[{name!r}]: found a transform, expected a function of a rate that returns one, such as "
+                "lambda rate: muonfx.adamw(rate)"
+            )
+    if len(seeds) == 0 or len(set(seeds)) < len(seeds):  # an array has no truth value
+        raise ValueError(f"seeds: found {list(seeds)}, expected at least one seed, each once")
+    if steps < 1:
+        raise ValueError(f"steps: found {steps}, expected at least 1")
+    if report_every is not None and report_every < 1:
+        raise ValueError(f"report_every: found {report_every}, expected at least 1, or None")

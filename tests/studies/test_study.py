@@ -250,7 +250,14 @@ def test_any_name_is_a_folder_within_the_folder(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"optimizers": {}}, "optimizers: found none"),
+        ({"seeds": []}, "seeds: found"),
+        ({"seeds": [1, 1]}, "seeds: found"),
+        ({"rates": []}, "rates: found"),
+        ({"rates": [0.1, 0.1]}, "rates: found"),
         ({"rates": {"muon": [0.1]}}, "rates: found rates for .*expected rates for"),
+        ({"steps": 0}, "steps: found 0"),
+        ({"report_every": 0}, "report_every: found 0"),
         (
             {"optimizers": {"either": lambda rate: mfx.scale(rate) if rate < 0.05 else mfx.adamw(rate)}},
             "optimizers.'either'.*vmap=False",
@@ -261,6 +268,11 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
     arguments = {"task": TASK, "optimizers": OPTIMIZERS, "rates": [0.01, 0.1], "seeds": [0, 1], "steps": 2}
     with pytest.raises(ValueError, match=message):
         mfx.study(**arguments | changes, progress=False)
+
+
+def test_a_transform_in_place_of_a_function_of_a_rate_is_named() -> None:
+    with pytest.raises(TypeError, match=r"optimizers\['adamw'\]: found a transform, .*lambda rate: "):
+        mfx.study(TASK, {"adamw": mfx.adamw(1e-3)}, rates=[0.1], seeds=[0], steps=2, progress=False)  # type: ignore[dict-item]
 
 
 def test_transforms_of_any_structure_train_one_after_another() -> None:
