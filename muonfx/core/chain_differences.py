@@ -22,8 +22,18 @@ _OBJECT = re.compile(r"<[^<>]*(<[^<>]*>)?[^<>]*>")
 _LONGEST = 200
 """The largest number of characters of a value in a message."""
 
-_NOT_SET = "not set"
-"""The text for an argument, or a member of a chain, that only the other code has."""
+
+class _Value(NamedTuple):
+    """The value of an argument, or a member of a chain."""
+
+    head: str
+    """Its code, which is compared. A call has its function only, "momentum(...)", since its arguments are compared."""
+    code: str
+    """Its whole code, for messages."""
+
+
+_NOT_SET = _Value("not set", "not set")
+"""The value of an argument, or a member of a chain, that only the other code has."""
 
 
 class Differences(NamedTuple):
@@ -56,10 +66,11 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
         saved_value = saved_values.get(path, _NOT_SET)
         value = values.get(path, _NOT_SET)
         outer = path[:-1]
-        if saved_value == value or (path and saved_values.get(outer) != values.get(outer)):
+        has_same_outer = saved_values.get(outer, _NOT_SET).head == values.get(outer, _NOT_SET).head
+        if saved_value.head == value.head or (path and not has_same_outer):
             continue  # of arguments in one another, only the outermost is reported
         shown_path = "".join(path).removeprefix(".") or "the chain"
-        text = f"{shown_path}: {saved_value:.{_LONGEST}} in the checkpoint, {value:.{_LONGEST}} here"
+        text = f"{shown_path}: {saved_value.code:.{_LONGEST}} in the checkpoint, {value.code:.{_LONGEST}} here"
         if _is_number(path, saved_value) and _is_number(path, value):
             numbers.append(text)
         else:
@@ -69,41 +80,41 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
     return Differences(structure, numbers)
 
 
-def _is_number(path: ArgumentPath, value: str) -> bool:
+def _is_number(path: ArgumentPath, value: _Value) -> bool:
     """Return True for the code of a float or tensor, except in a dict, whose numbers the fingerprint includes."""
     if path and path[-1].endswith("]"):
         return False
-    return value == _NOT_SET or _NUMBER.fullmatch(value) is not None
+    return value == _NOT_SET or _NUMBER.fullmatch(value.code) is not None
 
 
-def _values_in(chain: str) -> dict[ArgumentPath, str]:
-    """Return the code of each argument in the code of a chain, by path. A call has its function only: "scale(...)"."""
-    values: dict[ArgumentPath, str] = {}
+def _values_in(chain: str) -> dict[ArgumentPath, _Value]:
+    """Return the value of each argument in the code of a chain, by path."""
+    values: dict[ArgumentPath, _Value] = {}
     code = _OBJECT.sub("_", chain)  # a name, so that "module.f.<locals>.<lambda>" becomes "module.f._._"
     _add_value((), ast.parse(code, mode="eval").body, values)
     return values
 
 
-def _add_value(path: ArgumentPath, node: ast.expr, values: dict[ArgumentPath, str]) -> None:
-    """Add the code of the argument at ``path``, and of all arguments and items in it, to ``values``."""
+def _add_value(path: ArgumentPath, node: ast.expr, values: dict[ArgumentPath, _Value]) -> None:
+    """Add the value of the argument at ``path``, and of all arguments and items in it, to ``values``."""
     code = ast.unparse(node)
     if isinstance(node, ast.Dict):
-        values[path] = "{...}"
+        values[path] = _Value("{...}", code)
         for key, item in zip(node.keys, node.values, strict=True):
             key_code = ast.unparse(key) if key else "**"
             _add_value((*path, f"[{key_code}]"), item, values)
     elif isinstance(node, ast.Call) and not _NUMBER.fullmatch(code):
-        values[path] = f"{ast.unparse(node.func)}(...)"
+        values[path] = _Value(f"{ast.unparse(node.func)}(...)", code)
         for index, argument in enumerate(node.args):
             _add_value(_path_of_positional(path, node, index, values), argument, values)
         for keyword in node.keywords:
             _add_value((*path, f".{keyword.arg}"), keyword.value, values)
     else:
-        values[path] = code
+        values[path] = _Value(code, code)
 
 
 def _path_of_positional(
-    path: ArgumentPath, call: ast.Call, index: int, values: dict[ArgumentPath, str]
+    path: ArgumentPath, call: ast.Call, index: int, values: dict[ArgumentPath, _Value]
 ) -> ArgumentPath:
     """Return the path of a positional argument of the call at ``path``.
 

@@ -504,8 +504,8 @@ def test_one_error_lists_everything_that_does_not_fit(saved):
     problems, message = "\n".join(caught.value.problems), str(caught.value)
     for expected in (
         "chain:     momentum.dtype: not set in the checkpoint, torch.bfloat16 here",
-        "chain:     scale_by_adam: scale_by_adam(...) in the checkpoint, not set here",
-        "chain:     scale_by_lion: not set in the checkpoint, scale_by_lion(...) here",
+        "chain:     scale_by_adam: scale_by_adam() in the checkpoint, not set here",
+        "chain:     scale_by_lion: not set in the checkpoint, scale_by_lion() here",
         "missing:   'scale_by_lion/mu/embed.weight', (9, 4) float32, is not in the checkpoint",
         f"extra:     'momentum/trace/{B}' is in the checkpoint and not in `like`",
         "reshaped:  'momentum/trace/embed.weight' has shape (8, 4) in the checkpoint, expected (9, 4)",
