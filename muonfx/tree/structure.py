@@ -113,7 +113,8 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
     kind = type(node)
     if kind in _DICTS:
         return _open_dict(node)
-    if node is None or optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
+    # A compiler cannot call the function of optree on a tensor outside of a graph.
+    if node is None or isinstance(node, Tensor) or optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
         return None, []
     children, metadata, entries, build = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
     if optree.is_namedtuple_class(kind):  # optree has indices as entries; paths have the names of fields
