@@ -173,10 +173,10 @@ def test_fp16_is_more_accurate_than_bf16(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", ["rows", "two rows", "parallel rows", "one huge row", "entries", "zero rows"])
 @pytest.mark.parametrize("name", ["polar_express_5", "keller", "quintic", "deepseek_v4"])
 def test_singular_values_stay_within_the_bound_of_the_plan(kind: str, name: str) -> None:
-    plan = explain((256, 512), coefficients=name, method="gram")
+    plan = explain(SHAPE, coefficients=name, method="gram")
     assert plan.dtype == torch.float16
     assert plan.bound is not None
-    y = orthogonalize(scaled(kind, 0, 256, 512, batch=2)[0], coefficients=name, method="gram")
+    y = orthogonalize(scaled(kind, 0, *SHAPE, batch=2)[0], coefficients=name, method="gram")
     assert torch.linalg.matrix_norm(y.double(), 2) <= (plan.bound + 2e-3) * band(name).peak  # and one rounding to bf16
 
 
