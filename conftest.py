@@ -1,6 +1,8 @@
 """Setup of every test and doctest: one thread, a fixed seed, and a hypothesis profile."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 # Set before torch is imported. With one thread, the order of summation is the same on every machine, and two pytest
 # workers do not compete for two cores.
@@ -33,3 +35,11 @@ def _seed(doctest_namespace: dict[str, object]) -> None:
     torch.manual_seed(0)
     doctest_namespace["torch"] = torch
     doctest_namespace["mfx"] = mfx
+
+
+@pytest.fixture(autouse=True)
+def _close_figures() -> Iterator[None]:
+    """Close the figures of each test, since matplotlib warns of more than 20."""
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
