@@ -271,21 +271,20 @@ def _names(matrices: bool) -> list[str]:
     return [name for name in _ARGUMENTS if name not in MATRIX_ONLY]
 
 
-def chains(*, min_size: int = 0, max_size: int = 4) -> st.SearchStrategy[list[Transform]]:
+def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> st.SearchStrategy[list[Transform]]:
     """Return a hypothesis strategy that draws a list of transforms which `chain` accepts without a warning.
-
-    The transforms accept any tree.
 
     Args:
         min_size: the minimal number of transforms.
         max_size: the maximal number of transforms.
+        matrices: also draw transforms that accept only matrices (`MATRIX_ONLY`).
 
     >>> from hypothesis import find
     >>> find(chains(), lambda drawn: len(drawn) == 1)
     [identity()]
     """
     # master_params applies a whole chain to its copy of the parameters, so it cannot be a member of another chain.
-    names = [name for name in _names(matrices=False) if name != "master_params"]
+    names = [name for name in _names(matrices) if name != "master_params"]
     return st.lists(transforms(names), min_size=min_size, max_size=max_size).filter(_is_sensible)
 
 
