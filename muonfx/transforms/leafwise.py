@@ -489,13 +489,15 @@ class _Formula:
         A recorded step contains the numbers that it has read. So it is recorded again if one of them may change: a
         number that all leaves share, an extra argument, or another tensor.
         """
-        is_compiling = torch.compiler.is_compiling()  # a graph that reads the saved step would be compiled again
-        if self._saved_step is not None and not is_compiling:
+        # A compiled graph that reads the saved step would be compiled again when it changes, so this comes first.
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and self._saved_step is not None:
             return self._saved_step
         recorded = self._call_step(containers, old_fields, extras)
         has_numbers = any(isinstance(field, SharedNumber) for field in self._fields)
         has_tensors = any(isinstance(scalar, Tensor) for scalar in recorded.plan.scalars)
-        if not (has_numbers or extras or has_tensors or is_compiling):
+        may_vary = has_numbers or has_tensors or len(extras) > 0
+        if not is_compiling and not may_vary:
             self._saved_step = recorded
         return recorded
 
