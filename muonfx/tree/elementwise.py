@@ -103,7 +103,9 @@ def _for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
     """
     if not isinstance(scalar, Tensor):
         return [scalar] * len(xs)
-    scalar_in = {dtype: scalar if dtype in _NARROW else scalar.to(dtype) for dtype in _dtypes(xs)}
+    scalar_in: dict[torch.dtype, Tensor] = {}
+    for dtype in _dtypes(xs):
+        scalar_in[dtype] = scalar if dtype in _NARROW else scalar.to(dtype)
     return [scalar_in[x.dtype] for x in xs]
 
 
