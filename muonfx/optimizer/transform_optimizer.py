@@ -198,6 +198,7 @@ class TransformOptimizer(Optimizer):
     ) -> None:
         tx, layout, settings = _without_sharding(tx, layout)
         require_transform("tx", tx)
+        _require_one_model(tx)
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, found {bucket_bytes}")
         self.donate_grads = donate_grads
@@ -1026,3 +1027,14 @@ def _unshared(state: Mapping[int, Group]) -> dict[int, Group]:
             leaf_ids.add(id(leaf))
             unshared[index][key] = leaf
     return unshared
+
+
+def _require_one_model(tx: Transform) -> None:
+    """Raise ValueError if a number of the transform has several values, as those of `muonfx.stack` have."""
+    for number in tx.tensors:
+        if number.ndim > 0:
+            raise ValueError(
+                f"tx: found a number of shape {tuple(number.shape)}, as in a transform of muonfx.stack, expected one "
+                "value: an optimizer trains one model. To train several, call tx.init and tx.update under "
+                "torch.func.vmap"
+            )

@@ -551,3 +551,9 @@ def test_metrics_of_an_optimizer_are_those_of_its_state():
     param.grad = torch.tensor([3.0, 4.0])
     optimizer.step()
     assert mfx.metrics(optimizer) == mfx.metrics(optimizer.transform_state) == {"grad/norm": torch.tensor(5.0)}
+
+
+def test_a_stack_of_transforms_is_refused_since_an_optimizer_trains_one_model():
+    stacked = mfx.stack([mfx.adamw(1e-3), mfx.adamw(1e-2)])
+    with pytest.raises(ValueError, match=r"tx: found a number of shape \(2,\).*vmap"):
+        mfx.TransformOptimizer(torch.nn.Linear(2, 2), stacked)
