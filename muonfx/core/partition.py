@@ -10,6 +10,7 @@ conditions on names and shapes (`Condition`), both through the base classes in t
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,7 @@ from muonfx.core.chain import widest
 from muonfx.core.checks import specs_of, warn_caller
 from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.patterns import NamePatterns
-from muonfx.core.transform import Combinator, Locality, Transform, require_transform, transform
+from muonfx.core.transform import Combinator, Locality, Transform, left_out, require_transform, transform
 from muonfx.core.value import Memory, with_memory
 from muonfx.internal.display import format_list
 from muonfx.internal.wrappers import unwrapped
@@ -107,15 +108,22 @@ class _Chooser:
         self._cache: dict[Any, _Choice] = {} if memory is None else memory
         """A dict from the `_cache_key` of some parameters to the choice for them."""
 
-    def __call__(self, params: PyTree) -> _Choice:
-        """Return the value of each parameter, from the cache if these parameters were seen before."""
+    def __call__(self, params: PyTree, *, quiet: bool = False) -> _Choice:
+        """Return the value of each parameter, from the cache if these parameters were seen before.
+
+        With ``quiet``, warnings that the source issues are suppressed.
+        """
         names = tree.names(params)
         key = self._cache_key(params, names)
         if key in self._cache:
             return self._cache[key]
-        choice = self._choose(params, names)
-        if not torch.compiler.is_compiling():  # a trace may not change the cache
-            self._cache[key] = choice
+        if torch.compiler.is_compiling():  # a trace may not change the cache
+            return self._choose(params, names)
+        with warnings.catch_warnings():
+            if quiet:
+                warnings.simplefilter("ignore")
+            choice = self._choose(params, names)
+        self._cache[key] = choice
         return choice
 
     def _cache_key(self, params: PyTree, names: list[str]) -> object:
@@ -128,11 +136,21 @@ class _Chooser:
         return tuple(zip(names, specs_of(tree.leaves(params)), strict=True))
 
     def for_step(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
-        """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step.
+        """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step. It issues no warnings.
 
-        ``params`` may be None. The updates then give the names, shapes and dtypes.
+        ``params`` may be None. The updates then give the names, shapes and dtypes. A function that chooses values may
+        read the shape of any parameter, so an update of None, which has no shape, is an error.
         """
-        return self(updates if params is None else params).value_of
+        if params is not None:
+            return self(params, quiet=True).value_of
+        if callable(self.source):
+            for name, leaf in tree.named_leaves(updates):
+                if leaf is None:
+                    raise ValueError(
+                        f"{self.argument}: found no parameters, and no gradient for {name!r}, so the function that "
+                        "chooses values cannot read its shape; expected parameters: call update(updates, state, params)"
+                    )
+        return self(updates, quiet=True).value_of
 
     def _choose(self, params: PyTree, names: list[str]) -> _Choice:
         """Return the value of each parameter, without the cache. Raise if one has no value or a wrong one.
@@ -153,8 +171,9 @@ class _Chooser:
         missing = [name for name in names if name not in key_of]
         if missing:
             raise ValueError(
-                f"{self.argument}: found no value for {format_list(missing)}, expected {self.expected} for each "
-                "parameter: add them, or select a whole subtree with a pattern, as in muonfx.routing.path('head.*')"
+                f"{self.argument}: found a {type(chosen).__name__} without a value for {format_list(missing)}, "
+                f"expected {self.expected} for each parameter: add them, or select a whole subtree with a pattern, as "
+                "in muonfx.routing.path('head.*')"
             )
         value_of = {name: values[key] for name, key in key_of.items()}
         for name, value in value_of.items():
@@ -310,10 +329,20 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(labels=choice.routed_labels.without_shapes())
 
 
-def _left_out(tx: Transform, params: PyTree) -> set[str]:
-    """Return the names of the parameters to which a `partition` gives the label None."""
-    labels = _label_chooser(tx.arguments["labels"])(params).value_of
-    return {name for name, label in labels.items() if label is None}
+def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
+    """Return the names that a `partition` does not update: the label is None, or its transform leaves them out."""
+    labels = _label_chooser(tx.arguments["labels"])(params, quiet=True).value_of
+    transforms = tx.arguments["transforms"]
+    names = {name for name, label in labels.items() if label is None}
+    for label, leaves in _leaves_by_value(labels, transforms, params).items():
+        names |= left_out(transforms[label], leaves)
+    return names
+
+
+def _left_out_by_mask(tx: Transform, params: PyTree) -> set[str]:
+    """Return the names of the selected parameters that the inner transform of `masked` does not update."""
+    is_selected = _mask_chooser("masked: mask", tx.arguments["mask"])(params, quiet=True).value_of
+    return left_out(tx.arguments["inner"], _leaves_by_value(is_selected, [True], params)[True])
 
 
 def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
@@ -323,7 +352,7 @@ def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
 
 @transform(
     locality=lambda transforms, labels: widest(transforms.values()),
-    combinator=Combinator(own_locality=Locality.ELEMENT, leaves_out=_left_out),
+    combinator=Combinator(own_locality=Locality.ELEMENT, leaves_out=_left_out_by_labels),
     resolve=_resolve_partition,
 )
 @with_memory
@@ -392,7 +421,7 @@ def partition(
 
 @transform(
     locality=lambda inner, mask: inner.locality,
-    combinator=Combinator(own_locality=Locality.ELEMENT, leaves_out=lambda tx, params: set()),
+    combinator=Combinator(own_locality=Locality.ELEMENT, leaves_out=_left_out_by_mask),
     resolve=_resolve_masked,
     name_patterns=mask_patterns,
 )

@@ -229,12 +229,12 @@ def _split(value: Any, values: list[object], *, in_container: bool = False) -> o
 
 
 def _ordered_items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """Return the items of a dict, those of a dict of transforms or tensors in the order of its keys.
+    """Return the items of a dict, those of a dict of transforms in the order of its keys.
 
-    The order of such a dict has no meaning, so it is normalized; the order of patterns has one.
+    The order of a dict of transforms has no meaning, so it is normalized; the order of patterns has one.
     """
     items = list(mapping.items())
-    if any(isinstance(value, Recorded | Tensor) for value in mapping.values()):
+    if all(isinstance(value, Recorded) for value in mapping.values()):
         items.sort(key=lambda item: str(item[0]))
     return items
 
