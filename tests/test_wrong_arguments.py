@@ -377,6 +377,15 @@ def test_a_mapping_that_is_no_tree_is_an_error_that_names_dict(kind: Any):
         mfx.adamw().init(kind({"w": torch.ones(1)}))
 
 
+@pytest.mark.parametrize("moved", ["updates", "params", "state"])
+def test_leaves_on_two_devices_are_named(moved: str):
+    tx, params = mfx.adamw(), {"w": torch.ones(2)}
+    trees = {"updates": params, "params": params, "state": tx.init(params)}
+    trees[moved] = mfx.tree.map(lambda leaf: leaf.to("meta"), trees[moved])
+    with pytest.raises(ValueError, match=rf"{moved}: .* on meta.*\.to\(device\)|cpu and {moved}: .* on meta"):
+        tx.update(trees["updates"], trees["state"], trees["params"])
+
+
 def test_a_sparse_gradient_is_told_about_dense_embeddings():
     embedding = nn.Embedding(4, 3, sparse=True)
     optimizer = mfx.TransformOptimizer(embedding, mfx.adamw())

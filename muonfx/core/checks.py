@@ -236,6 +236,24 @@ def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
     return TypeError(f"{subject} must be a tensor or None, found {type(leaf).__name__}{advice}")
 
 
+def mixed_devices(**trees: PyTree) -> str | None:
+    """Return a sentence that names two leaves on different devices; None if all leaves are on one device.
+
+    >>> mixed_devices(updates={"w": torch.zeros(2)}, state={"mu": torch.zeros(2, device="meta")})
+    "updates: 'w' is on cpu and state: 'mu' on meta, expected one device: move one of them with .to(device)"
+    """
+    leaf_on: dict[torch.device, str] = {}
+    for tree_name, values in trees.items():
+        for name, leaf in tree.named_leaves(values):
+            if isinstance(leaf, Tensor):
+                leaf_on.setdefault(leaf.device, f"{tree_name}: {shown_name(name)}")
+    if len(leaf_on) < 2:
+        return None
+    device, different_device, *_ = leaf_on
+    leaves = f"{leaf_on[device]} is on {device} and {leaf_on[different_device]} on {different_device}"
+    return f"{leaves}, expected one device: move one of them with .to(device)"
+
+
 def check_tree(tree_name: str, values: PyTree) -> None:
     """Raise TypeError unless each leaf of a tree is None or has a shape and a dtype, as all tensors have.
 

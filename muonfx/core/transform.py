@@ -421,7 +421,13 @@ class Transform(Recorded):
             checks.check_structure("updates", updates, "params", params)
         check_extras(self, extras)
         donation, updates, state = unshared(Donation.of(donate), updates, state, params)
-        new_updates, new_state = self.run(updates, state, params, donate=donation, **extras)
+        try:
+            new_updates, new_state = self.run(updates, state, params, donate=donation, **extras)
+        except RuntimeError as error:
+            problem = checks.mixed_devices(updates=updates, params=params, state=state)
+            if problem is None:
+                raise
+            raise ValueError(f"{self.name}: {problem}") from error
         if donation.state or torch.compiler.is_compiling():
             return new_updates, new_state
         return new_updates, tree.copy_shared(new_state, state)
