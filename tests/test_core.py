@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -441,3 +442,45 @@ def test_nesterov_reaches_adam_and_is_not_shown_by_default() -> None:
     assert repr(ahead) in repr(mfx.muon_with_adamw(0.1, adam=ahead))
     assert mfx.adamw(0.1, nesterov=False).fingerprint == mfx.adamw(0.1).fingerprint
     assert "nesterov" not in repr(mfx.adamw(0.1)) + repr(mfx.muon_with_adamw(0.1))
+
+
+def test_the_order_of_a_dict_of_tensors_in_an_argument_is_kept():
+    @mfx.core.transform(locality=mfx.Locality.LEAF)
+    def by_first_match(rates: dict[str, torch.Tensor]):
+        def rate_of(name: str) -> torch.Tensor:
+            return next(rate for pattern, rate in rates.items() if fnmatch(name, pattern))
+
+        def update(updates, state, params=None):
+            return {name: leaf * rate_of(name) for name, leaf in updates.items()}, state
+
+        return lambda params: (), update
+
+    tx = by_first_match({"head*": torch.tensor(0.5), "*": torch.tensor(2.0)})
+    grads = {"head": torch.ones(1), "other": torch.ones(1)}
+    updates, _ = tx.update(grads, tx.init(grads))
+    assert updates == {"head": torch.tensor([0.5]), "other": torch.tensor([2.0])}
+
+
+def test_the_label_none_leaves_out_a_quantized_weight_within_other_transforms():
+    params = {"w": torch.ones(3, 3), "q": torch.ones(3, 3, dtype=torch.int8)}
+    inner = mfx.partition({"a": mfx.momentum()}, {"w": "a", "q": None})
+    for tx in (
+        mfx.partition({"all": inner}, {"w": "all", "q": "all"}),
+        mfx.masked(inner, {"w": True, "q": True}),
+        mfx.chain(inner),
+    ):
+        updates, _ = tx.update({"w": params["w"], "q": None}, tx.init(params), params)
+        assert updates["q"] is None
+        assert updates["w"] is not None
+
+
+def test_a_function_of_labels_without_params_requires_each_gradient():
+    tx = mfx.partition({"matrix": mfx.momentum(), "rest": mfx.scale(1.0)}, by_ndim)
+    params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"no parameters, and no gradient for 'w'.*update\(updates, state, params\)"):
+        tx.update({"w": None, "b": torch.ones(2)}, state)
+
+
+def by_ndim(params: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: "matrix" if leaf.ndim == 2 else "rest" for name, leaf in params.items()}
