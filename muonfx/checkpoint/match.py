@@ -288,6 +288,10 @@ class _Comparison:
         if is_other or self.moved:  # moved states show that it is another chain, also if it is not known
             names = f", which loads {_moved_text(self.moved)}" if self.moved else ""
             self.advice.append(f"if the state has the same meaning for this chain: allow_other_chain=True{names}")
+            self.advice.append(
+                "if labels, layers or transforms have changed since: muonfx.checkpoint.load_changed(path, optimizer) "
+                "loads what fits, and returns an account of the rest"
+            )
 
     def _check_patterns(self, names: Collection[str]) -> None:
         """Report patterns of the caller that match none of the leaf names."""

@@ -124,7 +124,10 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
     if isinstance(item, Tensor) and known:
         if item not in known:
             shape = tuple(item.shape)
-            raise ValueError(f"params: a tensor of shape {shape} is not a parameter of the model: give (name, tensor)")
+            raise ValueError(
+                f"params: a tensor of shape {shape} is not a parameter of the model: pass the model, or a list "
+                "that was made after the model was sharded or changed"
+            )
         return known[item], item
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor):
         return item

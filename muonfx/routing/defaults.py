@@ -135,13 +135,24 @@ def _warn_of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> None:
         if info.ndim > 2 and not is_explained:
             unexplained.append(info)
     if unexplained:
+        pattern_of = {_same_last_name(info.name): "... out in -> ... out in" for info in unexplained}
         warn_caller(
             "default_labels: these have more than two dims for an unknown reason, and all dims after the first are "
             f"flattened: {format_list(unexplained, _name_and_shape)}. Give Muon's orthogonalize, or each transform "
-            "that takes a view, view=muonfx.MatrixView({'*.name': '... out in -> ... out in'}) for a stack of matrices "
-            "(out, in), '... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for one matrix whose "
+            f"that takes a view, view=muonfx.MatrixView({pattern_of}) for a stack of matrices (out, in), with "
+            "'... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for one matrix whose "
             "columns are two dims"
         )
+
+
+def _same_last_name(name: str) -> str:
+    """Return a pattern for a parameter and those of other layers with the same last name.
+
+    >>> _same_last_name("layers.0.mlp.w1")
+    '*.w1'
+    """
+    _, dot, last_name = name.rpartition(".")
+    return f"*.{last_name}" if dot else name
 
 
 def _name_and_shape(info: ParamInfo) -> str:
