@@ -330,6 +330,7 @@ class Loader:
         self._index_lock.close()  # all ranks have opened their files
         with replacement(self.reader.folder, self.reader.index):
             self.reader.read(self.transfers)
+        self.reader.close()  # within the step of all ranks, which reports a rank that ends here
 
     def result(self) -> tuple[Any, Index]:
         """Return the tree with the values that were read, and the index of the checkpoint."""

@@ -134,6 +134,10 @@ class DataReader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files and end the threads. A closed reader may be closed again."""
         self._pool.shutdown()
         for file in self._files.values():
             close_read(file)
