@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from muonfx.core import Transform
-from muonfx.core.checks import is_frozen
+from muonfx.core.checks import is_frozen, warn_caller
 from muonfx.internal.display import format_list
 from muonfx.optimizer.group_numbers import Group
 
@@ -34,7 +34,8 @@ def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
 def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
     """Convert the argument ``params`` of an optimizer to a list of groups whose "params" are (name, tensor) pairs.
 
-    ``model`` provides the names of tensors without names. Raise unless each parameter is given once.
+    ``model`` provides the names of tensors without names. Raise unless each parameter is given once. Warn of a group
+    without parameters, as when the names that select it match nothing.
     """
     require_parameters(params)
     if model is not None and not isinstance(model, nn.Module):
@@ -47,8 +48,10 @@ def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
             groups = items
     named_groups: list[Group] = []
     all_pairs: NamedPairs = []
-    for group in groups:
+    for number, group in enumerate(groups):
         pairs = named_pairs(params_of(group), known)
+        if not pairs and len(groups) > 1:
+            warn_caller(f"params: group {number} has no parameters; check the names that select them")
         named_groups.append({**group, "params": pairs})
         all_pairs += pairs
     check_once(all_pairs)

@@ -663,3 +663,11 @@ def test_the_state_dict_of_adamw_is_refused_with_advice():
     optimizer = mfx.Muon(model, labels=labels)
     with pytest.raises(ValueError, match="such as AdamW, load the weights only, and start with a new state"):
         optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+
+
+def test_a_group_that_selects_no_parameter_is_warned_of():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    named = list(model.named_parameters())
+    selected = [(name, param) for name, param in named if name.startswith("embed.")]
+    with pytest.warns(UserWarning, match="group 1 has no parameters"):
+        mfx.TransformOptimizer([{"params": named}, {"params": selected}], mfx.adamw(1e-3))
