@@ -171,7 +171,7 @@ class _Chooser:
         missing = [name for name in names if name not in key_of]
         if missing:
             raise ValueError(
-                f"{self.argument}: found a {type(chosen).__name__} without a value for {format_list(missing)}, "
+                f"{self.argument}: found no value for {format_list(missing)} in a {type(chosen).__name__}, "
                 f"expected {self.expected} for each parameter: add them, or select a whole subtree with a pattern, as "
                 "in muonfx.routing.path('head.*')"
             )
