@@ -569,10 +569,10 @@ def _slower() -> str:
             slower.append(f"{what} has {throughput:.2f} of the throughput of plain safetensors")
     if not slower:
         return ""
-    return (
-        f"**More than a tenth slower:** {'; '.join(slower)}. A load verifies every byte; safetensors does not. "
-        f"See [orthogonalization](#orthogonalization) and [checkpoints](#checkpoints)."
-    )
+    text = f"**More than a tenth slower:** {'; '.join(slower)}."
+    if "checkpoint" in text:
+        text += " A load verifies every byte; safetensors does not."
+    return f"{text} See [orthogonalization](#orthogonalization) and [checkpoints](#checkpoints)."
 
 
 def findings() -> str:
