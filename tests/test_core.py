@@ -456,6 +456,11 @@ def test_the_order_of_a_dict_of_tensors_in_an_argument_is_kept():
         return lambda params: (), update
 
     tx = by_first_match({"head*": torch.tensor(0.5), "*": torch.tensor(2.0)})
+    reversed_tx = by_first_match({"*": torch.tensor(2.0), "head*": torch.tensor(0.5)})
+    assert tx != reversed_tx
+    assert by_first_match({"head*": 0.5, "*": 2.0}) != by_first_match({"*": 2.0, "head*": 0.5})
+    with pytest.raises(ValueError, match="stack: transform 1"):
+        mfx.stack([tx, reversed_tx])
     grads = {"head": torch.ones(1), "other": torch.ones(1)}
     updates, _ = tx.update(grads, tx.init(grads))
     assert updates == {"head": torch.tensor([0.5]), "other": torch.tensor([2.0])}

@@ -270,6 +270,24 @@ def _names_of_holes(skeleton: Any, name: str) -> list[str]:
     return names
 
 
+def _keys_in(skeleton: Any) -> list[object]:
+    """Return the keys of all dicts in an argument, in order.
+
+    >>> _keys_in({"head*": 0.1, "*": {"b": 1, "a": 2}})
+    ['head*', '*', 'b', 'a']
+    """
+    if type(skeleton) not in (dict, tuple, list):
+        return []
+    keys: list[object] = []
+    items = skeleton
+    if type(skeleton) is dict:
+        keys += skeleton
+        items = skeleton.values()
+    for item in items:
+        keys += _keys_in(item)
+    return keys
+
+
 R = TypeVar("R", bound="Recorded")
 
 
@@ -294,7 +312,10 @@ class Structure:
             return NotImplemented
         if self is other:  # as for values that differ only in numbers
             return True
-        return self.kind is other.kind and self.factory == other.factory and self.skeleton == other.skeleton
+        if self.kind is not other.kind or self.factory != other.factory:
+            return False
+        # Equal dicts may have their keys in another order, which has a meaning for patterns. Parts are stored in it.
+        return self.skeleton == other.skeleton and _keys_in(self.skeleton) == _keys_in(other.skeleton)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.factory))
