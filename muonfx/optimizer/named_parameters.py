@@ -34,8 +34,7 @@ def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
 def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
     """Convert the argument ``params`` of an optimizer to a list of groups whose "params" are (name, tensor) pairs.
 
-    ``model`` provides the names of tensors without names. Raise unless each parameter is given once. Warn of a group
-    without parameters, as when the names that select it match nothing.
+    ``model`` provides the names of tensors without names. Raise unless each parameter is given once.
     """
     require_parameters(params)
     if model is not None and not isinstance(model, nn.Module):
@@ -48,14 +47,28 @@ def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
             groups = items
     named_groups: list[Group] = []
     all_pairs: NamedPairs = []
-    for number, group in enumerate(groups):
+    for group in groups:
         pairs = named_pairs(params_of(group), known)
-        if not pairs and len(groups) > 1:
-            warn_caller(f"params: group {number} has no parameters; check the names that select them")
         named_groups.append({**group, "params": pairs})
         all_pairs += pairs
     check_once(all_pairs)
     return named_groups
+
+
+def warn_of_empty_groups(groups: Iterable[Group], model: nn.Module | None) -> None:
+    """Warn of each group without parameters, as when the names that select them match nothing.
+
+    Do not warn if a group may be empty on purpose:
+
+    - Frozen parameters are often left out of the groups. So ``model`` must be given, and none of its parameters frozen.
+    - Parameters with and without weight decay are often two groups, of which one is empty in a model without biases
+      and norms. So a group with "weight_decay" may be empty.
+    """
+    if model is None or any(is_frozen(param) for param in model.parameters()):
+        return
+    for number, group in enumerate(groups):
+        if not group["params"] and "weight_decay" not in group:
+            warn_caller(f"params: group {number} has no parameters; check the names that select them")
 
 
 def params_of(group: object) -> Any:

@@ -46,6 +46,7 @@ from muonfx.optimizer.named_parameters import (
     named_pairs,
     params_of,
     resolve_groups,
+    warn_of_empty_groups,
 )
 from muonfx.optimizer.over_ranks import stepping_for
 from muonfx.optimizer.param_groups import (
@@ -159,9 +160,9 @@ class TransformOptimizer(Optimizer):
     Warns:
         UserWarning: some parameters would move in the direction of the gradient, because none of their transforms
             reverses its sign, as `scale_by_learning_rate` does; or a key of a group looks like a misspelt
-            hyperparameter;
-            or weight decay has no effect, because rounding to the dtype of the parameters, bfloat16 or float16, removes
-            it.
+            hyperparameter; or a group without "weight_decay" has no parameters, although ``model`` is given and none
+            of its parameters is frozen; or weight decay has no effect, because rounding to the dtype of the
+            parameters, bfloat16 or float16, removes it.
 
     Example:
         >>> import muonfx as mfx
@@ -210,6 +211,7 @@ class TransformOptimizer(Optimizer):
             named.update(group["params"])
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
+        warn_of_empty_groups(groups, model)
         self._settings = (_layout_for(named, layout), settings)
         self._callers_tensors = CallersTensors()
         frozen, unfrozen = divide_frozen(named)

@@ -618,7 +618,8 @@ def test_a_key_close_to_a_hyperparameter_warns_once(key: str, meant: str, when: 
         with pytest.warns(UserWarning, match=message):
             mfx.Muon([{"params": weight, key: 0.5}, {"params": biases}], model=model)
         return
-    optimizer = mfx.Muon([{"params": weight if when == "written" else biases}, {"params": biases[:0]}], model=model)
+    empty = {"params": [], "weight_decay": 0.0}
+    optimizer = mfx.Muon([{"params": weight if when == "written" else biases}, empty], model=model)
     if when == "added":
         with pytest.warns(UserWarning, match=message):
             optimizer.add_param_group({"params": weight, key: 0.5})

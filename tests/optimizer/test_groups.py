@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -666,8 +667,39 @@ def test_the_state_dict_of_adamw_is_refused_with_advice():
 
 
 def test_a_group_that_selects_no_parameter_is_warned_of():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model = make_model()
     named = list(model.named_parameters())
     selected = [(name, param) for name, param in named if name.startswith("embed.")]
-    with pytest.warns(UserWarning, match="group 1 has no parameters"):
-        mfx.TransformOptimizer([{"params": named}, {"params": selected}], mfx.adamw(1e-3))
+    groups = [{"params": named}, {"params": selected, "lr": 0.5}]
+    labels = {name: "muon" if param.ndim == 2 else "adamw" for name, param in named}
+    for build in (partial(mfx.Muon, labels=labels), partial(mfx.TransformOptimizer, tx=mfx.adamw(1e-3))):
+        with pytest.warns(UserWarning, match="group 1 has no parameters") as warned:
+            build(groups, model=model)
+        assert len(warned) == 1
+
+
+def groups_by_decay(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """The two groups of Hugging Face's Trainer and of nanoGPT."""
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    decayed = [(name, param) for name, param in trained if param.ndim >= 2]
+    others = [(name, param) for name, param in trained if param.ndim < 2]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("is_model_given", [False, True])
+def test_a_group_that_may_be_empty_on_purpose_is_not_warned_of(is_model_given: bool):
+    """Warnings are errors in these tests."""
+    without_biases = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    with_frozen_biases = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for layer in with_frozen_biases:
+        layer.bias.requires_grad_(False)
+    named = list(with_frozen_biases.named_parameters())
+    by_rate = [
+        {"params": [(name, param) for name, param in named if param.ndim == 2]},
+        {"params": [(name, param) for name, param in named if param.ndim < 2 and param.requires_grad], "lr": 1e-4},
+    ]
+    for groups in (groups_by_decay(with_frozen_biases), by_rate):
+        model = with_frozen_biases if is_model_given else None
+        mfx.TransformOptimizer(groups, mfx.adamw(1e-3), model=model)
+    model = without_biases if is_model_given else None
+    mfx.TransformOptimizer(groups_by_decay(without_biases), mfx.adamw(1e-3), model=model)
