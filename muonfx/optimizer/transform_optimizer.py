@@ -748,6 +748,17 @@ class TransformOptimizer(Optimizer):
             TypeError: a gradient is sparse or complex, or no transform accepts an extra argument. No parameter or state
                 has been changed when an error is raised.
         """
+        if self._stepping.is_over_ranks and torch.compiler.is_compiling():
+            return self._step_uncompiled(closure, extras)
+        return self._step(closure, extras)
+
+    @torch.compiler.disable(reason="the ranks communicate within a step, which a compiled graph cannot contain")
+    def _step_uncompiled(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:
+        """Run a step that is called while a function is compiled, between the graphs of this function."""
+        return self._step(closure, extras)
+
+    def _step(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:
+        """Run a step and return the result of the closure."""
         loss: Any = None
         problem: Exception | None = None  # an error of this rank; the calls after the block raise it, on all ranks
         try:

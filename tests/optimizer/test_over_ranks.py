@@ -221,6 +221,22 @@ def test_a_sharded_model_trains_as_a_whole_one(here: Here, kind: str, chain: str
     assert_same(*pairs)
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@on_ranks(2)
+@quiet()
+def test_a_step_in_a_compiled_function_runs_between_its_graphs(here: Here, kind: str):
+    net, optimizer = optimized(kind, here, "by label")
+    one, other = optimized(None, here, "by label")
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for number in range(2):
+        set_gradients(named(net), named(one), number)
+        step()
+        other.step()
+    assert_same((net, optimizer), (one, other))
+    with pytest.raises(Exception, match="the ranks communicate within a step"):
+        torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)()
+
+
 def assert_same(found: tuple[Any, Any], wanted: tuple[Any, Any]) -> None:
     """Compare the parameters and the states of two models with their optimizers."""
     (net, optimizer), (one, other) = found, wanted
