@@ -33,6 +33,8 @@ class Routing(Shown):
     """The ``param_groups`` of the optimizer that was described; empty if labels were described."""
     without_rate: Sequence[int] = ()
     """The indices of parameter groups that do not use ``lr``; the table does not show it for them."""
+    matrix_labels: Collection[Label] = ("muon",)
+    """The labels whose transforms compute with matrices."""
 
     def report(self) -> Report:
         """Return the tables: a row for each parameter, then totals by label or by the optimizer's parameter groups."""
@@ -41,14 +43,23 @@ class Routing(Shown):
         return Report((self._parameters(), self._totals_by_group(), self._hyperparameters()))
 
     def _parameters(self) -> Table:
-        """Return the table with a row for each parameter. Labels without a view need no columns about matrices."""
-        labels_with_views = set(map(self.labels.get, self.labels.views))
+        """Return the table with a row for each parameter, and columns about matrices if some labels need them."""
+        divided_labels = self._divided_labels()
         header = ["parameter", "shape", "label"]
-        if labels_with_views:
+        if divided_labels:
             header += ["matrices", "stored"]
         header.append("rule")
-        rows = [_row(info, self.labels.routes[info.name], labels_with_views) for info in self.params]
+        rows = [_row(info, self.labels.routes[info.name], divided_labels) for info in self.params]
         return Table(header, rows)
+
+    def _divided_labels(self) -> set[Label]:
+        """Return the labels with a parameter that is not one matrix of its own shape: it has a view or more dims."""
+        labels = set(map(self.labels.get, self.labels.views))
+        for info in self.params:
+            label = self.labels[info.name]
+            if info.ndim > 2 and label in self.matrix_labels:
+                labels.add(label)
+        return labels
 
     def _totals_by_label(self) -> Table:
         """Return the numbers of tensors and elements for each label; parameters that are left out have the last row."""
@@ -109,10 +120,10 @@ class Routing(Shown):
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
     """Return a table of every parameter's label and the reason for it, with totals for each label.
 
-    If a parameter holds several matrices or a transposed matrix (it has a `MatrixView`), two more columns show the
-    number and sides of the matrices, and the order in which they are stored. For an optimizer, a ``view`` given to
-    its transform replaces the view of the labels. Names are never shortened, so that rules can be written from them.
-    The label None is shown as ``-``.
+    If a parameter holds several matrices or a transposed matrix (it has a `MatrixView`), or a matrix has more than two
+    dims and is flattened, two more columns show the number and sides of the matrices, and the order in which they are
+    stored. For an optimizer, a ``view`` given to its transform replaces the view of the labels. Names are never
+    shortened, so that rules can be written from them. The label None is shown as ``-``.
 
     Args:
         what: labels, together with ``params``; a model or named tensors, to which `default_labels` is applied; or a
@@ -203,7 +214,8 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
             routes[name] = _with_view_of_transform(name, route, views)
             named_tensors.append((name, tensor))
     infos, _ = read_params(named_tensors)
-    return Routing(infos, Labels(routes), groups, getattr(optimizer, "groups_without_rate", ()))
+    groups_without_rate = getattr(optimizer, "groups_without_rate", ())
+    return Routing(infos, Labels(routes), groups, groups_without_rate, _matrix_labels(transforms))
 
 
 def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, MatrixView]) -> Route:
@@ -218,6 +230,18 @@ def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, Matri
         return route
     reason = route.reason.partition(f"; {MAYBE_FUSED}")[0]
     return route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
+
+
+def _matrix_labels(transforms: Sequence[Transform]) -> set[Label]:
+    """Return the labels of the partitions in ``transforms`` for which a transform divides parameters into matrices."""
+    labels: set[Label] = set()
+    for transform in transforms:
+        if transform.factory is not partition:
+            continue
+        for label, inner in transform.arguments["transforms"].items():
+            if any("view" in member.arguments for member in within(inner)):
+                labels.add(label)
+    return labels
 
 
 def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView]:
@@ -257,15 +281,15 @@ def _number(value: object) -> str:
     return str(value)
 
 
-def _row(info: ParamInfo, route: Route, labels_with_views: Collection[Label]) -> list[str]:
+def _row(info: ParamInfo, route: Route, divided_labels: Collection[Label]) -> list[str]:
     """Return the cells of a parameter: name, shape, label, matrices, order in memory, reason for the label.
 
-    The cells about matrices are empty if no parameter with this label has a view. They are left out if no label has.
+    The cells about matrices are empty for a label that is not in ``divided_labels``. They are left out if none is.
     """
     matrices: list[str] = []
-    if info.ndim > 1 and route.label in labels_with_views:
+    if info.ndim > 1 and route.label in divided_labels:
         matrices = [_matrices_text(route.shape or info.shape, route.view), _order_text(route.view)]
-    elif labels_with_views:
+    elif divided_labels:
         matrices = ["", ""]
     return [info.name, format_shape(info.shape), _shown(route.label), *matrices, route.reason]
 

@@ -742,3 +742,13 @@ def test_an_optimizer_is_described_with_the_patterns_of_its_transform():
     assert found.labels.views == {"wqkv.weight": muonfx.MatrixView("(q=6 + k=3 + v=3) in -> q in, k in, v in")}
     assert "6 x 4 + 3 x 4 + 3 x 4" in str(found)
     assert found.labels.reason("up.weight") == "hidden matrix (2-D)"
+
+
+@pytest.mark.parametrize("of_optimizer", [False, True])
+def test_describe_shows_into_which_matrix_more_than_two_dims_are_flattened(of_optimizer: bool):
+    params = {"conv.weight": nn.Parameter(torch.zeros(16, 8, 3, 3)), "conv.bias": nn.Parameter(torch.zeros(16))}
+    what = muonfx.Muon(params, lr=1e-3) if of_optimizer else params
+    header, conv, bias = str(describe(what)).split("\n\n", 1)[0].splitlines()
+    assert header.split() == ["parameter", "shape", "label", "matrices", "stored", "rule"]
+    assert "16 x 8 x 3 x 3  muon   16 x 72   out, in  hidden matrix (4-D)" in conv
+    assert bias.split() == ["conv.bias", "16", "adamw", "1-D"]
