@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from muonfx.internal.tracing import is_wrapped, matches
 from muonfx.internal.wrappers import unwrapped
+from muonfx.tree.elementwise import wide_dtype
 
 __all__ = ["collect_max_logits", "max_logits", "record_max_logits", "reduce_max_logits"]
 
@@ -316,7 +317,8 @@ def reduce_max_logits(logits: Mapping[str, Tensor], group: dist.ProcessGroup | N
         group: the process group; default: all ranks.
 
     Returns:
-        A dict from module name to the largest logits. If no process group is initialized, the given tensors.
+        A dict from module name to the largest logits, in the widest of their dtypes, at least float32. If no process
+        group is initialized, the given tensors.
 
     Example:
         >>> import muonfx as mfx
@@ -326,8 +328,9 @@ def reduce_max_logits(logits: Mapping[str, Tensor], group: dist.ProcessGroup | N
     if not logits or not dist.is_available() or not dist.is_initialized():
         return dict(logits)
     names = sorted(logits)
-    logits_of_modules = [logits[name].float() for name in names]
+    logits_of_modules = [logits[name] for name in names]
+    dtype = wide_dtype(*[most.dtype for most in logits_of_modules])
     sizes = list(map(len, logits_of_modules))
-    largest = torch.cat(logits_of_modules)
+    largest = torch.cat(logits_of_modules).to(dtype)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return dict(zip(names, largest.split(sizes), strict=True))

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import muonfx as mfx
 from muonfx.transforms import attention
+from tests.processes import Here, on_ranks
 
 
 def whole_matrix(
@@ -460,3 +461,15 @@ def test_logits_stay_bounded_that_explode_without():
     clipped = largest_logits(tau)
     assert max(clipped) <= 1.05 * tau
     assert clipped[-1] > 0.9 * tau
+
+
+@pytest.mark.dist
+@on_ranks(2)
+def test_the_largest_logits_of_all_ranks_have_one_value_in_full_precision(here: Here):
+    fine = 1.0 + 2.0**-40
+    logits = {
+        "late": torch.tensor([fine, 0.0] if here.rank == 0 else [0.0, 3.0], dtype=torch.float64),
+        "early": torch.tensor([-math.inf] if here.rank == 0 else [-5.0]),
+    }
+    found = attention.reduce_max_logits(logits, here.group)
+    assert {name: most.tolist() for name, most in found.items()} == {"early": [-5.0], "late": [fine, 3.0]}
