@@ -42,9 +42,9 @@ from muonfx.tree import PyTree
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, Placement
 
-SMALL_BUCKET = 1 << 22
+SMALL_BUCKET = 1 << 23
 SMALL_BUCKET_ON_CUDA = 1 << 29
-"""The smallest defaults of ``bucket_bytes``: for small parameters, larger buckets save kernel launches."""
+"""The smallest defaults of ``bucket_bytes``: for small parameters, larger buckets save calls and kernel launches."""
 
 
 def stepping_for(

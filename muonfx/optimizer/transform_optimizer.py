@@ -140,7 +140,7 @@ class TransformOptimizer(Optimizer):
             tree, such as `clip_by_global_norm`. The values of ``.grad`` are undefined after such a step.
         bucket_bytes: the approximate bytes of parameters that elementwise and matrix transforms process at a time.
             Larger buckets are faster for small parameters, and smaller buckets use less memory. None: the size of the
-            largest parameter, but at least 4 MiB, on CUDA 512 MiB. For sharded parameters: as in
+            largest parameter, but at least 8 MiB, on CUDA 512 MiB. For sharded parameters: as in
             `muonfx.sharding.sharded`.
         layout: for plain tensors in a distributed run: a `muonfx.sharding.Layout`, which describes the shard of each
             parameter on each rank, or a function from the named parameters to a layout. Under
