@@ -48,11 +48,14 @@ class Example(NamedTuple):
         """
         generator = torch.Generator().manual_seed(seed)
 
-        def random(shape: tuple[int, ...]) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        def random_leaves() -> dict[str, Tensor]:
+            leaves: dict[str, Tensor] = {}
+            for name, shape in shapes.items():
+                leaves[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            return leaves
 
-        trees = [{name: random(shape) for name, shape in shapes.items()} for _ in range(1 + steps)]
-        params, *grads_of_steps = trees
+        params = random_leaves()
+        grads_of_steps: list[PyTree] = [random_leaves() for _ in range(steps)]
         return cls(params, grads_of_steps)
 
     def __repr__(self) -> str:
@@ -382,13 +385,16 @@ def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-def _built(drawn_tree: PyTree, seed: int) -> PyTree:
-    """Return a tree of tensors: the leaves of a drawn tree are functions of a seed, and each has a seed of its own."""
+def _built(drawn_tree: PyTree, seed: int, **properties: Any) -> PyTree:
+    """Return a tree of tensors: the leaves of a drawn tree are functions of a seed, and each has a seed of its own.
 
-    def built(number: int, leaf: Callable[[int], Tensor] | None) -> Tensor | None:
+    ``properties`` replace those that were drawn for each leaf, such as ``layout="contiguous"``.
+    """
+
+    def built(number: int, leaf: Callable[..., Tensor] | None) -> Tensor | None:
         if leaf is None:
             return None
-        return leaf(seed + number)
+        return leaf(seed + number, **properties)
 
     return map_numbered(built, drawn_tree)
 
@@ -405,11 +411,12 @@ def _examples(draw: st.DrawFn, drawn_trees: st.SearchStrategy[PyTree], steps: tu
     grads_are_float32 = draw(st.sampled_from((False, False, False, True)))
     grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):
-        grads = _built(drawn_tree, seed + 1000 * (step + 1))  # there are fewer than 1000 leaves
+        properties: dict[str, Any] = {}
         if grads_are_float32:
-            grads = tree.map(torch.Tensor.float, grads)
+            properties["dtype"] = torch.float32  # not by a conversion, which would have only values of narrow dtypes
         if draw(st.booleans()):
-            grads = tree.map(torch.Tensor.contiguous, grads)
+            properties["layout"] = "contiguous"
+        grads = _built(drawn_tree, seed + 1000 * (step + 1), **properties)  # there are fewer than 1000 leaves
         if nones:
             grads = without_leaves([number for number in range(number_of_leaves) if draw(_IS_ABSENT)], grads)
         grads_of_steps.append(grads)
