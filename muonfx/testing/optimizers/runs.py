@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -210,7 +211,8 @@ def require_close(values: Values, expected: Values, start: Values, tolerance: fl
         difference = float((update - expected_update).norm())
         # The smallest difference that counts: one rounding of the parameter itself in each step.
         rounding = 4 * torch.finfo(expected_value.dtype).eps * float(expected_value.double().norm())
-        if not difference <= tolerance * size + rounding:  # NaN fails too
+        # NaN and inf fail too: an expected update of infinite size is within no tolerance.
+        if not math.isfinite(difference) or difference > tolerance * size + rounding:
             text = f"the update of {name} differs by {difference:.1e}, expected at most {tolerance:.0e} of its norm"
             raise Breach(what, f"{text}, {size:.1e}")
 
