@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from typing import Any
 
 import hypothesis
@@ -14,6 +13,7 @@ import hypothesis.errors
 import torch
 from hypothesis import strategies as st
 
+from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.progress import reporting
 from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
@@ -198,7 +198,7 @@ def check_transform(
         ranks = _suitable_ranks(tx)
         params = _strategy(ranks)
         standard = standard_examples(ranks)[: number - number // 4]  # the others are drawn
-    examples = _alternating(standard, _drawn(params, number - len(standard), seed))
+    drawn = _drawn(params, number - len(standard), seed)
     held: dict[str, int] = {}
     with reporting(progress) as report:
         for index, law in enumerate(checked, start=1):
@@ -207,7 +207,7 @@ def check_transform(
             if law.name == "updates_look_like_the_gradients":
                 options["updates_dtype"] = updates_dtype
             check = functools.partial(_check_example, law, tx, options)
-            examples_of_law = examples[: math.ceil(len(examples) * law.share)]
+            examples_of_law = _share(law.share, standard, drawn)
             try:
                 for example in examples_of_law:
                     check(example)
@@ -229,10 +229,24 @@ def _check_example(law: Law, tx: Transform, options: dict[str, Any], example: Ex
     law.check(tx, *example, **options)
 
 
-def _alternating(standard: list[Example], drawn: list[Example]) -> list[Example]:
-    """Return standard and drawn examples in turn, the most important first: slow laws use the first examples only."""
-    pairs = zip_longest(standard, reversed(drawn))  # reversed, because hypothesis draws simple examples first
-    return [example for example in chain.from_iterable(pairs) if example is not None]
+def _share(share: float, standard: list[Example], drawn: list[Example]) -> list[Example]:
+    """Return a share of the examples, at least one. Half of them are the first standard examples, the others drawn.
+
+    The drawn examples, which are sorted by size, are taken at equal distances, beginning with the largest.
+    """
+    count = math.ceil((len(standard) + len(drawn)) * share)
+    standard_count = max(math.ceil(count / 2), count - len(drawn))
+    examples = standard[:standard_count]
+    drawn_count = count - len(examples)
+    for index in range(drawn_count):
+        examples.append(drawn[-1 - index * len(drawn) // drawn_count])
+    return examples
+
+
+def _size(example: Example) -> tuple[int, int]:
+    """Return the number of elements and the number of tensors of an example."""
+    tensors = list(tree.tensors(example))
+    return sum(leaf.numel() for leaf in tensors), len(tensors)
 
 
 def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> None:
@@ -264,7 +278,7 @@ _pools: dict[Any, list[Example]] = {}
 
 
 def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> list[Example]:
-    """Return a list of drawn examples. All laws use the same list, because drawing takes longer than most laws.
+    """Return drawn examples, sorted by size. All laws use the same list, because drawing takes longer than most laws.
 
     The list is cached if the examples are reproducible.
     """
@@ -275,6 +289,7 @@ def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) 
     pool: list[Example] = []
     if number:
         _for_each(pool.append, strategy, number, seed)
+    pool.sort(key=_size)
     if fixed:
         _pools[key] = pool
     return pool
