@@ -312,8 +312,9 @@ def _shrunk(check: Check, strategy: st.SearchStrategy[Example], number: int, see
 
 def _on_one_leaf(check: Check, violation: LawViolation) -> LawViolation:
     """Return the violation on the first single leaf of the example that also breaks the law; else the given one."""
-    example: Example = violation.example
-    if not isinstance(example.params, dict):
+    example = violation.example
+    # A law may raise a violation without an example, or with one that is no dict of leaves.
+    if not isinstance(example, Example) or not isinstance(example.params, dict):
         return violation
     for name in example.params:
         try:

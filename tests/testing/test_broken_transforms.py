@@ -174,6 +174,20 @@ def test_the_example_is_shrunk_to_plain_scalars():
     assert not hasattr(violation, "__notes__")  # hypothesis would show the same example again
 
 
+@pytest.mark.parametrize("share", [1.0, 0.01])
+def test_a_violation_that_a_law_raises_itself_reaches_the_caller(share: float):
+    @kit.law(share=share)
+    def no_transform_is_named_identity(tx, params, steps):
+        if tx.name == "identity":
+            raise kit.LawViolation("no_transform_is_named_identity", tx, None, "another name is expected")
+
+    try:
+        violation = first_broken_law(mfx.identity(), laws=[no_transform_is_named_identity], max_examples=3)
+    finally:
+        del kit.LAWS["no_transform_is_named_identity"]
+    assert "another name is expected" in str(violation)
+
+
 def test_laws_can_be_chosen_and_skipped_by_name_or_function():
     law = kit.laws.update_remembers_nothing
     report = kit.check_transform(
