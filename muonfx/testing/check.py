@@ -64,11 +64,14 @@ def laws_for(tx: Transform) -> dict[str, str | None]:
     """Return a dict with the name of every law: None if it applies to the transform, else the reason why not.
 
     >>> import muonfx as mfx
-    >>> found = laws_for(mfx.clip_by_global_norm(1.0))
-    >>> found["update_remembers_nothing"] is None, found["element_transforms_see_one_element"]
+    >>> reasons = laws_for(mfx.clip_by_global_norm(1.0))
+    >>> reasons["update_remembers_nothing"] is None, reasons["element_transforms_see_one_element"]
     (True, 'its locality is TREE')
     """
-    return {name: law.why_not(tx) for name, law in LAWS.items()}
+    reasons: dict[str, str | None] = {}
+    for name, law in LAWS.items():
+        reasons[name] = law.why_not(tx)
+    return reasons
 
 
 @functools.cache
