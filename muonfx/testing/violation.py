@@ -20,23 +20,30 @@ class LawViolation(AssertionError):
 
     Attributes:
         law: the name of the law.
-        tx: the transform.
+        tx: the transform; only its repr if the error was pickled.
         leaf: the name of the leaf that breaks the law, or None if no single leaf does.
         found: a text with the found and the expected values.
         example: the `Example` on which the law does not hold, or None.
     """
 
     def __init__(self, law: str, tx: object, leaf: str | None, found: str, example: Any = None) -> None:
-        super().__init__(law, tx, leaf, found, example)  # so that the error can be pickled
+        super().__init__(law, tx, leaf, found, example)
         self.law = law
         self.tx = tx
         self.leaf = leaf
         self.found = found
         self.example = example
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A transform that has a local function cannot be pickled. The error reaches another process all the same.
+        return LawViolation, (self.law, self._tx_text(), self.leaf, self.found, self.example)
+
+    def _tx_text(self) -> str:
+        return self.tx if isinstance(self.tx, str) else repr(self.tx)
+
     def __str__(self) -> str:
         """Return the message."""
-        message = f"{self.law} does not hold for {self.tx!r}\n  "
+        message = f"{self.law} does not hold for {self._tx_text()}\n  "
         if self.leaf:
             message += f"at {self.leaf}: "
         message += self.found

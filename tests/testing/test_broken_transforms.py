@@ -1,6 +1,7 @@
 """The laws catch what they are for: each deliberate bug is reported under the right name, with a small example."""
 
 import io
+import pickle
 from collections import OrderedDict, deque
 from pathlib import Path
 
@@ -186,6 +187,12 @@ def test_a_violation_that_a_law_raises_itself_reaches_the_caller(share: float):
     finally:
         del kit.LAWS["no_transform_is_named_identity"]
     assert "another name is expected" in str(violation)
+
+
+def test_a_violation_can_be_pickled_also_if_its_transform_cannot():
+    example = kit.Example.of({"w": (2,)})
+    violation = kit.LawViolation("a_law", mfx.stateless(lambda u, params: u), "w", "an error", example)
+    assert str(pickle.loads(pickle.dumps(violation))) == str(violation)
 
 
 def test_laws_can_be_chosen_and_skipped_by_name_or_function():
