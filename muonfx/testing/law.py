@@ -71,7 +71,8 @@ def select(
 
 
 def _names(laws: Iterable[str | LawFunction]) -> list[str]:
-    return [law if isinstance(law, str) else law.__name__ for law in laws]
+    # Of a function, or the name itself; another value, such as a `Law`, is then reported as unknown.
+    return [str(getattr(law, "__name__", law)) for law in laws]
 
 
 @contextmanager
