@@ -232,6 +232,21 @@ def decays_the_state_of_absent_gradients():
     return traces, update
 
 
+@mfx.transform(locality=ELEMENT)
+def decays_the_state_of_absent_gradients_beside_a_count():
+    def init(params):
+        return {**dict(tree.named_leaves(traces(params).trace)), "count": torch.zeros(())}
+
+    def update(updates, state, params=None):
+        new_state = {**state, "count": state["count"] + 1}
+        for name, u in tree.named_leaves(updates):
+            if state[name] is not None:
+                new_state[name] = state[name] * 0.5 + (0.0 if u is None else u.to(state[name].dtype))
+        return tree.map(lambda u: u * 2.0, updates), new_state
+
+    return init, update
+
+
 @of_trees(LEAF)
 def is_not_leafwise(updates, state, params):
     total = mfx.tree.norm(updates)

@@ -33,7 +33,8 @@ CAUGHT_BY = {
         "keeps_the_parameters_themselves keeps_the_graph_of_parameters keeps_a_parameter_in_its_state"
     ),
     "absent_leaves_are_left_alone": (
-        "forgets_absent_gradients decays_the_state_of_absent_gradients treats_absent_gradients_as_zeros"
+        "forgets_absent_gradients decays_the_state_of_absent_gradients treats_absent_gradients_as_zeros "
+        "decays_the_state_of_absent_gradients_beside_a_count"
     ),
     "vmap_over_gradients_equals_a_loop": "branches_on_values",
     "vmap_over_the_transform_equals_a_loop": "passes_its_number_to_lerp",
