@@ -7,6 +7,8 @@ import torch
 
 import muonfx as mfx
 from muonfx.testing import OPTIMIZER_LAWS, check_optimizer
+from muonfx.testing.optimizers.runs import require_close
+from muonfx.testing.violation import Breach
 from tests.testing import broken_optimizers
 
 FOUND_BY = {
@@ -102,6 +104,12 @@ def test_right_optimizers_obey_the_laws_of_ranks(build):
 def test_ranks_cannot_import_a_function_within_a_function():
     report = check_optimizer(lambda model: muon(model), laws=OF_RANKS[:1], progress=False)
     assert "define it in a module" in report.left_out[OF_RANKS[0]]
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1.0, torch.inf), (torch.inf, 1.0), (torch.inf, torch.inf)])
+def test_an_infinite_update_is_close_to_none(value: float, expected: float):
+    with pytest.raises(Breach, match="the update of w differs by"):
+        require_close({"w": torch.tensor(value)}, {"w": torch.tensor(expected)}, {"w": torch.tensor(0.0)}, 0.1, "a run")
 
 
 def test_an_unknown_law_is_an_error():
