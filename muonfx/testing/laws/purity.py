@@ -21,17 +21,20 @@ class Witness:
 
     def __init__(self, **trees: PyTree) -> None:
         self.trees = trees
-        self.leaves, self.structure = tree.flatten(trees)
-        self.copies = copied_tree(self.leaves)
-        self.versions = [getattr(leaf, "_version", None) for leaf in self.leaves]
+        self.flattened = {title: tree.flatten(values) for title, values in trees.items()}
+        leaves = tree.leaves(trees)
+        self.copies = copied_tree(leaves)
+        self.versions = [getattr(leaf, "_version", None) for leaf in leaves]
         """The number of writes to each tensor, which torch counts."""
 
     def require_unchanged(self, when: str) -> None:
         """Raise `Breach` (a failed law) if a tree has changed. ``when`` starts its message: "update, at step 0,"."""
-        leaves, structure = tree.flatten(self.trees)
-        if structure != self.structure or not all(map(operator.is_, leaves, self.leaves)):
-            raise Breach(", ".join(self.trees), f"{when} has put other leaves into a container")
-        for name, leaf, copy, version in zip(tree.names(self.trees), leaves, self.copies, self.versions, strict=True):
+        for title, values in self.trees.items():
+            leaves, structure = tree.flatten(values)
+            old_leaves, old_structure = self.flattened[title]
+            if structure != old_structure or not all(map(operator.is_, leaves, old_leaves)):
+                raise Breach(title, f"{when} has put other leaves into its container")
+        for (name, leaf), copy, version in zip(tree.named_leaves(self.trees), self.copies, self.versions, strict=True):
             if not isinstance(leaf, Tensor):
                 continue
             if not bits_equal(leaf, copy):
@@ -118,8 +121,12 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
         expected: dict[str, Tensor] = {}
         for number, (name, update) in enumerate(new_updates.items()):
             expected[name] = update + number
-        for number, update in enumerate(new_updates.values()):
-            update.add_(number)  # an error, if two of its elements are at one place in memory
+        for number, (name, update) in enumerate(new_updates.items()):
+            try:
+                update.add_(number)
+            except RuntimeError as error:  # two of its elements are at one place in memory
+                text = f"cannot be written to, strides {update.stride()}: {error}"
+                raise Breach(f"updates {name!r}", text) from None
         require_same("updates, each changed in place,", new_updates, expected, "if changed alone")
 
 
