@@ -177,8 +177,14 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
     tx_of_stacks, declared_shapes = stacked(tx, shapes)
-    # Leaves without elements are no stack of a certain number of matrices.
-    matrix_shapes = {name: shape for name, shape in declared_shapes.items() if prod(shapes[name])}
+    matrix_shapes: dict[str, tuple[int, int]] = {}
+    for name, (rows, columns) in declared_shapes.items():
+        numel = prod(shapes[name])
+        if numel == 0:
+            continue  # without elements it is no stack of a certain number of matrices
+        if numel % (rows * columns):
+            raise Breach(f"{name!r}", f"of shape {shapes[name]} is not a stack of matrices of ({rows}, {columns})")
+        matrix_shapes[name] = (rows, columns)
     if not matrix_shapes:
         return
     usual = updates_of(tx, params, steps)
