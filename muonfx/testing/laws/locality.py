@@ -294,8 +294,12 @@ def _check_sums_of_halves(tx: Transform, example: Example) -> None:
     tx = _without_work_on_wholes(tx)
     whole, tolerance = _updates_and_tolerance(tx, example)
     resolved = resolve_within(tx, on_meta(example.params))
-    results = _on_two_ranks(resolved, [example.map(half) for half in _HALVES.values()], on_both)
-    expected = [tree.map(half, whole) for half in _HALVES.values()]
+    examples: list[Example] = []
+    expected: list[PyTree] = []
+    for half in _HALVES.values():
+        examples.append(example.map(half))
+        expected.append(tree.map(half, whole))
+    results = _on_two_ranks(resolved, examples, on_both)
     what = "on two ranks that hold a half of each leaf, updates by rank and step"
     require_close(what, results, expected, "the same half of one rank's", _for_halves(tolerance))
 
@@ -332,8 +336,11 @@ def _check_sums_of_leaves(held: str, tx: Transform, example: Example, on_first_r
     require_close(what, results, expected, "on one rank", tolerance)
 
 
-class _NextSum(Exception):
-    """Raised by a rank that needs a sum to which the other rank has not contributed yet; with its own contribution."""
+class _NextSum(BaseException):
+    """Raised by a rank that needs a sum to which the other rank has not contributed yet; with its own contribution.
+
+    It is no Exception, since a transform may catch these.
+    """
 
     def __init__(self, contribution: Tensor) -> None:
         super().__init__(contribution)
