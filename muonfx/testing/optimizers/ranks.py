@@ -146,6 +146,7 @@ def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
         deadline = time.monotonic() + SECONDS
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
+        finished = not any(process.is_alive() for process in processes)
         for process in processes:
             process.kill()
             process.join()
@@ -153,9 +154,9 @@ def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
     while not outcomes.empty():
         rank, outcome = outcomes.get()
         outcome_of_rank[rank] = outcome
+    reason = "ended without a result" if finished else f"has not finished within {SECONDS} s"
     for rank in range(RANKS):
-        no_result = Outcome(failure=f"rank {rank} ended without a result, or has not finished within {SECONDS} s")
-        outcome = outcome_of_rank.get(rank, no_result)
+        outcome = outcome_of_rank.get(rank, Outcome(failure=f"rank {rank} {reason}"))
         if outcome != Outcome():
             return outcome
     return Outcome()
