@@ -50,7 +50,7 @@ def histories_elsewhere(tx: Any, examples: list[Example]) -> list[Any]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        _send(process.stdin, (tx, examples))
+        _send(process.stdin, _packed((tx, examples)))
         results_or_error = _receive(process.stdout)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
         _other_process.cache_clear()  # the next law starts another
@@ -60,12 +60,17 @@ def histories_elsewhere(tx: Any, examples: list[Example]) -> list[Any]:
     return results_or_error
 
 
-def _send(stream: IO[bytes], value: object) -> None:
-    """Write a value to a stream."""
+def _packed(value: object) -> bytes:
+    """Return a value as bytes. ``pickle`` alone does not support float8 tensors."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)  # pickle alone does not support float8 tensors
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _send(stream: IO[bytes], message: bytes) -> None:
+    """Write a message, the bytes of a value, to a stream."""
     # Pickled, the bytes have an end, even if the other process cannot load the value: the next one would be misread.
-    pickle.dump(buffer.getvalue(), stream)
+    pickle.dump(message, stream)
     stream.flush()
 
 
@@ -83,9 +88,9 @@ def serve() -> None:
     while True:
         try:
             tx, examples = _receive(sys.stdin.buffer)
-            answer: object = [history(tx, *example) for example in examples]
+            answer = _packed([history(tx, *example) for example in examples])
         except EOFError:
             return
-        except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
+        except Exception as error:  # also of a result that cannot be sent
+            answer = _packed(f"{type(error).__name__}: {error}")
         _send(results, answer)
