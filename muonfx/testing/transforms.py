@@ -42,13 +42,20 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     linear_schedule(start=0.0, end=0.125, steps=1)
     """
     values = st.sampled_from((0.0, 0.125, 0.5, 1.0))
-    lengths = st.integers(0, 4)
+    lengths = st.integers(0, 4)  # short, so that an example of a few steps reaches the end of a schedule
+
+    def cosine(peak: float, warmup: int, decay: int) -> sch.Schedule:
+        return sch.warmup_cosine_decay_schedule(peak, warmup, warmup + decay)
+
+    def trapezoid(peak: float, warmup: int, decay: int, stable: int) -> sch.Schedule:
+        return sch.warmup_stable_decay_schedule(peak, warmup, decay, warmup + stable + decay)
+
     simple: Strategy = st.one_of(
         st.builds(sch.constant_schedule, values),
         st.builds(sch.linear_schedule, values, values, lengths),
         st.builds(sch.cosine_decay_schedule, values, lengths, values),
-        st.builds(sch.warmup_cosine_decay_schedule, values, lengths, st.integers(4, 8)),
-        st.builds(sch.warmup_stable_decay_schedule, values, lengths, lengths, st.integers(8, 12)),
+        st.builds(cosine, values, lengths, lengths),
+        st.builds(trapezoid, values, lengths, lengths, lengths),
         # Not from 0: growth overflows at late steps, and zero times infinity is NaN, which is refused.
         st.builds(sch.exponential_decay, st.sampled_from((0.125, 0.5)), st.integers(1, 3), st.sampled_from((0.5, 2.0))),
     )
