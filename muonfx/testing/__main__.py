@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _imported(name: str, rate: float) -> Build:
     """Import ``module:name``, and return the function that builds the optimizer."""
-    if ":" not in name:
+    _, _, attribute = name.partition(":")
+    if not attribute:
         raise ValueError(f"found {name!r}, expected module:name, such as torch.optim:AdamW")
     value: Any = pkgutil.resolve_name(name)
     if isinstance(value, type) and issubclass(value, Optimizer):

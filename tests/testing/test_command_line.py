@@ -32,7 +32,12 @@ def test_a_law_that_does_not_hold_gives_exit_code_1(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("torch.optim", "expected module:name"), ("torch.optim:Adamm", "no attribute 'Adamm'"), ("no_such:A", "no_such")],
+    [
+        ("torch.optim", "expected module:name"),
+        ("torch.optim:", "expected module:name"),
+        ("torch.optim:Adamm", "no attribute 'Adamm'"),
+        ("no_such:A", "no_such"),
+    ],
 )
 def test_a_name_that_cannot_be_imported_gives_exit_code_2(name: str, text: str, capsys: pytest.CaptureFixture[str]):
     assert main([name]) == 2
