@@ -418,7 +418,11 @@ def _examples(draw: st.DrawFn, drawn_trees: st.SearchStrategy[PyTree], steps: tu
             properties["layout"] = "contiguous"
         grads = _built(drawn_tree, seed + 1000 * (step + 1), **properties)  # there are fewer than 1000 leaves
         if nones:
-            grads = without_leaves([number for number in range(number_of_leaves) if draw(_IS_ABSENT)], grads)
+            absent: list[int] = []
+            for number in range(number_of_leaves):
+                if draw(_IS_ABSENT):
+                    absent.append(number)
+            grads = without_leaves(absent, grads)
         grads_of_steps.append(grads)
     return Example(_built(drawn_tree, seed), grads_of_steps)
 

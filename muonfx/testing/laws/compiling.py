@@ -73,10 +73,13 @@ def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: li
 def _require_one_graph(step: int, graphs: int) -> None:
     """Raise `Breach` (a failed law) unless dynamo has compiled one graph by the end of a step, without a break."""
     breaks = list(torch._dynamo.utils.counters["graph_break"])
-    if graphs > 1 or breaks:  # no graph, if the update computes nothing
-        reasons = " ".join(str(breaks).split())
-        text = f"compiled {graphs} graphs until step {step}, expected one for all steps; breaks of the graph: {reasons}"
-        raise Breach(None, text)
+    if graphs <= 1 and not breaks:  # no graph, if the update computes nothing
+        return
+    text = f"compiled {graphs} graphs until step {step}, expected one for all steps"
+    if breaks:
+        reason = " ".join(str(breaks[0]).split())
+        text += f"; the graph breaks: {reason}"
+    raise Breach(None, text)
 
 
 def _steady(example: Example) -> Example:
