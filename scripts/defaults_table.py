@@ -54,14 +54,21 @@ def _default(place: tuple[Callable[..., Any], str]) -> str:
 
 
 def _cell(place: Place) -> str:
-    return "" if place is None else f"`{place[1]}={_default(place)}`"
+    if place is None:
+        return ""
+    _, argument = place
+    return f"`{argument}={_default(place)}`"
 
 
 def table() -> str:
     """Return the table of the defaults that differ, as Markdown."""
-    rows = [row for row in ROWS if len({_default(place) for place in row[1:] if place is not None}) > 1]
-    head = "| | Optax | torch | muonfx |\n| --- | --- | --- | --- |"
-    return "\n".join([head, *(f"| {what} | {' | '.join(map(_cell, places))} |" for what, *places in rows)])
+    lines = ["| | Optax | torch | muonfx |", "| --- | --- | --- | --- |"]
+    for what, *places in ROWS:
+        defaults = {_default(place) for place in places if place is not None}
+        if len(defaults) > 1:
+            cells = " | ".join(map(_cell, places))
+            lines.append(f"| {what} | {cells} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
