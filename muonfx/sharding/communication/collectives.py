@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +30,14 @@ BUCKET = 1 << 25
 
 def gathered(layout: ShardTable, local: PyTree) -> PyTree:
     """Gather this rank's shards to whole tensors on every rank, without derivatives. None stays None."""
+    leaves, treedef = tree.flatten(local)
+    names = tree.names(local)
+    leaf_of = dict(zip(names, leaves, strict=True))
     with outside_transforms("layout.gather", local) as problem, torch.no_grad():
-        shards = _shards_to_gather(layout, local, None, problem)
+        shards = _shards_to_gather(layout, leaf_of, None, problem)
         wholes = _gather(layout, [*shards], [*shards.values()])
-    return _with_wholes(local, dict(zip(shards, wholes, strict=True)))
+    whole_of = dict(zip(shards, wholes, strict=True))
+    return tree.unflatten(treedef, map(whole_of.get, names))
 
 
 def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequence[str] | None) -> PyTree:
@@ -41,52 +45,51 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
 
     Leaves whose names are not in `chosen` are returned unchanged. None: gather all leaves.
     """
-    shards = _shards_to_gather(layout, local, chosen)
+    leaves, treedef = tree.flatten(local)
+    names = tree.names(local)
+    leaf_of = dict(zip(names, leaves, strict=True))
+    shards = _shards_to_gather(layout, leaf_of, chosen)
     # The backward pass of `_gather` is `_reduce`, and the other way round.
     wholes = _Linear.apply(_gather, _reduce, layout, [*shards], *shards.values())
-    return _with_wholes(local, dict(zip(shards, wholes, strict=True)))
+    whole_of = dict(zip(shards, wholes, strict=True))
+    # A leaf that is not gathered is returned unchanged.
+    return tree.unflatten(treedef, map(whole_of.get, names, leaves))
 
 
 def _shards_to_gather(
-    layout: ShardTable, local: PyTree, chosen: Sequence[str] | None, problem: Exception | None = None
+    layout: ShardTable, leaf_of: dict[str, Any], chosen: Sequence[str] | None, problem: Exception | None = None
 ) -> dict[str, Tensor]:
     """Return by name the shards of the `chosen` leaves (None: of all). Raise on all ranks unless all have the same.
 
-    `problem` is an error that this rank already has.
+    `leaf_of` has all leaves by name: a flat dict, because the names in a tree of many levels take as long to find as
+    the collectives. `problem` is an error that this rank already has.
     """
     required = sorted(chosen or [])
     with without_transforms():
         agreement = agree_on_shards(
             "gathering leaves",
-            local,
+            leaf_of,
             layout,
             problem,
             same=required,
             explain=lambda: {"arguments": str(required)},  # for the error if `chosen` differs between ranks
         )
-    leaves = tree.named_leaves(local)
     # The following is equal on all ranks, so all of them raise.
-    unknown = sorted(set(required) - {name for name, _ in leaves})
+    unknown = sorted(set(required) - leaf_of.keys())
     if unknown:
         raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
     for index in agreement.missing:
         raise ShardingError(
-            f"{leaves[index][0]!r} is None on some ranks, expected a shard on all ranks or None on all: pass the shard "
-            "of every rank"
+            f"{tree.names(leaf_of)[index]!r} is None on some ranks, expected a shard on all ranks or None on all: pass "
+            "the shard of every rank"
         )
     shards: dict[str, Tensor] = {}
-    for name, leaf in leaves:
+    for name, leaf in leaf_of.items():
         if leaf is None or (chosen is not None and name not in chosen):
             continue
         # `to_local` is differentiable, so a gradient reaches the DTensor.
         shards[name] = leaf.to_local() if is_dtensor(leaf) else leaf
     return shards
-
-
-def _with_wholes(local: PyTree, whole_of: Mapping[str, Tensor]) -> PyTree:
-    """Return a tree with the whole tensors by name. A leaf that is not gathered is returned unchanged."""
-    leaves, treedef = tree.flatten(local)
-    return tree.unflatten(treedef, map(whole_of.get, tree.names(local), leaves))
 
 
 def agree_on_shards(
