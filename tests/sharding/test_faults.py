@@ -3,6 +3,7 @@
 import os
 import signal
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
 from muonfx import sharding
@@ -142,6 +143,52 @@ def test_parameters_whose_placements_have_changed_are_an_error(here: Here):
     other = {"a": params["a"].redistribute(placements=[Shard(0), Replicate()])}
     with pytest.raises(ShardingError, match=r"has the placements .* expected"):
         tx.update(other, state, other)
+
+
+@on_ranks(2)
+def test_a_dtensor_with_a_local_tensor_of_another_shape_is_an_error(here: Here):
+    params = {"a": distribute_tensor(some(4, 4), here.mesh, [Shard(0)], src_data_rank=None)}
+    layout = sharding.from_dtensors(params, here.group)
+    tx = sharding.sharded(mfx.momentum(), layout)
+    state = tx.init(params)
+    longer = DTensor.from_local(some(3, 4), here.mesh, [Shard(0)], run_check=False, shape=(4, 4), stride=(4, 1))
+    calls: list[Callable[[], Any]] = [
+        lambda: layout.gather({"a": longer}),
+        lambda: tx.init({"a": longer}),
+        lambda: tx.update({"a": longer}, state, params),
+        lambda: tx.update(params, state, {"a": longer}),
+    ]
+    for call in calls:
+        with pytest.raises(ShardingError, match=r"'a' has shape \(3, 4\), expected \(2, 4\) under the layout"):
+            call()
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Partial("sum")])
+@on_ranks(2)
+def test_a_dtensor_as_the_gradient_of_a_plain_parameter_counts_as_a_whole(here: Here, placement: Replicate | Partial):
+    params = {"a": distribute_tensor(some(4, 4), here.mesh, [Shard(0)], src_data_rank=None), "norm": some(4)}
+    layout = sharding.from_dtensors(params, here.group)
+    tx = sharding.sharded(mfx.momentum(), layout)
+    whole = some(4, seed=1)
+    part = whole
+    if placement.is_partial():
+        part = whole * 0.25 if here.rank == 0 else whole * 0.75
+    gradient = DTensor.from_local(part, here.mesh, [placement], run_check=False)
+    updates, _ = tx.update({**params, "norm": gradient}, tx.init(params), params)
+    expected, _ = tx.update({**params, "norm": whole}, tx.init(params), params)
+    assert torch.allclose(plain(updates["norm"]), plain(expected["norm"]))
+    assert not isinstance(updates["norm"], DTensor)
+
+
+@on_ranks(2)
+def test_a_dtensor_where_ranks_hold_parts_of_a_plain_parameter_is_an_error(here: Here):
+    params = {"a": some(4, 4)}
+    layout = sharding.zero(params, here.group, partition="flat")
+    tx = sharding.sharded(mfx.momentum(), layout)
+    local = layout.shard(params)
+    gradient = distribute_tensor(some(4, 4), here.mesh, [Shard(0)], src_data_rank=None)
+    with pytest.raises(ShardingError, match=r"'a' has the placements .* expected a plain tensor .* from_dtensors"):
+        tx.update({"a": gradient}, tx.init(local), local)
 
 
 def fail() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import is_dtensor, local_of
 from muonfx.tree import PyTree
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement, device: torch.device) -> PyTree:
@@ -46,8 +50,13 @@ def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement
 def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
     """Return the local tensor of a gradient, with the placements of its parameter."""
     if is_dtensor(leaf):
-        placements = layout.dtensors[name].placements
-        if leaf.placements != placements:
+        from torch.distributed.tensor import Replicate
+
+        # A plain parameter may have a DTensor as its gradient, for example under `implicit_replication`.
+        placements: Sequence[Placement] = [Replicate()] * leaf.device_mesh.ndim
+        if name in layout.dtensors:
+            placements = layout.dtensors[name].placements
+        if tuple(leaf.placements) != tuple(placements):
             leaf = leaf.redistribute(placements=placements)
     return local_of(leaf)
 

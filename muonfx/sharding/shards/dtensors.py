@@ -66,14 +66,18 @@ def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:
 
 def require_shards(layout: ShardTable, values: PyTree) -> None:
     """Raise unless each leaf is None or this rank's shard, and each DTensor has the placements of its parameter."""
-    for name in unplaced_shards(layout, values):
-        raise _wrong_placements(layout, name, dict(tree.named_leaves(values))[name])
+    unplaced = unplaced_shards(layout, values)
+    if unplaced:
+        name = unplaced[0]
+        leaf_of = dict(tree.named_leaves(values))
+        raise _wrong_placements(layout, name, leaf_of[name])
 
 
 def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
     """Return the names of DTensors that have other placements than their parameter, such as a gradient with Partial.
 
-    Raise unless each other leaf is None or this rank's shard.
+    A DTensor of a plain parameter that this rank holds whole is one of them. Raise unless each other leaf is None or
+    this rank's shard.
     """
     unplaced: list[str] = []
     for name, leaf in tree.named_leaves(values):
@@ -87,12 +91,14 @@ def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
             whole_shape = layout.specs[name].shape
             if tuple(leaf.shape) != whole_shape:
                 raise _wrong_shape(name, leaf.shape, whole_shape)
-            if name not in layout.dtensors:
-                raise _wrong_placements(layout, name, leaf)
-            if not _are_equal(leaf._spec, layout.dtensors[name]):
+            if name not in layout.dtensors and position.shape != whole_shape:
+                raise _wrong_placements(layout, name, leaf)  # no placements have the shard of this rank
+            if not _are_equal(leaf._spec, layout.dtensors.get(name)):
                 unplaced.append(name)
-        elif not position.fits(leaf):
-            raise _wrong_shape(name, leaf.shape, position.shape)
+                continue
+        local = local_of(leaf)
+        if not position.fits(local):
+            raise _wrong_shape(name, local.shape, position.shape)
     return unplaced
 
 
@@ -116,18 +122,20 @@ def _are_equal(spec: DTensorSpec, expected: DTensorSpec | None) -> bool:
 
 def _wrong_placements(layout: ShardTable, name: str, leaf: Any) -> ShardingError:
     expected = "a plain tensor"
+    advice = "pass this rank's shard, or create a layout with from_dtensors"
     if name in layout.dtensors:
         spec = layout.dtensors[name]
         expected = f"{spec.placements} on {spec.mesh}"
+        advice = "create a new layout after changing placements"
     return ShardingError(
         f"{name!r} has the placements {leaf.placements} on {leaf.device_mesh}, expected {expected} as in the layout: "
-        "create a new layout after changing placements"
+        f"{advice}"
     )
 
 
 def _wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> ShardingError:
     return ShardingError(
-        f"{name!r} has the shape {tuple(shape)}, expected {tuple(expected)} under the layout: shard the tree with "
+        f"{name!r} has shape {tuple(shape)}, expected {tuple(expected)} under the layout: shard the tree with "
         "layout.shard(...) of this layout"
     )
 
