@@ -417,6 +417,15 @@ def test_a_parameter_that_is_none_on_one_rank_is_not_broadcast(here: Here):
         sharding.broadcast(params, layout)
 
 
+@on_ranks(2)
+def test_broadcast_returns_none_for_a_leaf_that_is_no_parameter(here: Here):
+    params: dict[str, Any] = {"a": some(4, 5, seed=here.rank), "b": None}
+    layout = sharding.replicated(params, here.group)
+    equal = sharding.broadcast(params, layout)
+    assert torch.equal(equal["a"], some(4, 5, seed=0))
+    assert equal["b"] is None
+
+
 @on_ranks(3)
 def test_a_difference_of_parameters_without_init_is_an_error_on_all(here: Here):
     layout, mine = flat(here, {"a": some(4, 4)} | ({"c": some(2)} if here.rank == 1 else {}))

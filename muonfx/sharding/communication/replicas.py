@@ -243,8 +243,10 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         on_all_ranks: list[Tensor] = []
         on_some_ranks: dict[str, Tensor] = {}
         for index, name in enumerate(names):
+            if leaves[index] is None:  # perhaps no parameter of the layout
+                continue
             copies = layout.cuts[name].copies
-            if leaves[index] is None or not copies:  # no other rank holds this shard
+            if not copies:  # no other rank holds this shard
                 continue
             if not donate:
                 leaves[index] = leaves[index].detach().clone()
