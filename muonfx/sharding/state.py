@@ -19,7 +19,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform, checks
-from muonfx.core.visit import Path, Visit, fixed
+from muonfx.core.visit import Path, Visit, fixed, visit
 from muonfx.placement.arguments import meta_like
 from muonfx.placement.placed import execution_of, matrix_stages
 from muonfx.sharding.binding import Binding, by_structure
@@ -77,7 +77,8 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
     placement_at: dict[Path, LeafPlacement] = {}
     with warnings.catch_warnings():  # the first `init` has already warned
         warnings.simplefilter("ignore")
-        visits = binding.visits(tx, params)
+        # Not `binding.visits`: its paths may be of another tree with the same names, such as nested and flat dicts.
+        visits = tuple(visit(tx, binding.global_like(params)))
         if not binding.holds_all:
             for stage in matrix_stages(visits[0]):
                 plan = binding.plan(run_of(stage), stage[0].params)
@@ -143,10 +144,13 @@ def _placement_on_owners(plan: RunPlan, name: str, leaf: Tensor) -> LeafPlacemen
 
 def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *, with_dtypes: bool) -> None:
     """Raise unless a state is one that `init` returns on this rank for parameters like ``like``, local tensors."""
-    leaves = tree.leaves(like)
-    if any(leaf is None for leaf in leaves):
-        return  # without its shape, the state that `init` returns cannot be computed
-    key = tx.treedef, tuple(tree.names(like)), tuple([leaf.dtype for leaf in leaves])
+    leaves, structure = tree.flatten(like)
+    dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
+    if None in dtypes:
+        names_of_none = {name for name, leaf in tree.named_leaves(like) if leaf is None}
+        if not names_of_none.isdisjoint(binding.layout.specs):
+            return  # without its shape, such as of a missing gradient, the state of `init` cannot be computed
+    key = tx.treedef, structure, tuple(dtypes)
     if key not in binding.expected_states:  # most steps have the same: `init` is called once, on meta tensors
         meta_state = binding.init(tx, meta_like(like))
         binding.expected_states[key] = checks.ExpectedState.of(meta_state)

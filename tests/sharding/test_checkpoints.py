@@ -202,3 +202,28 @@ def test_a_state_of_another_layout_is_refused_on_all_ranks(here: Here, tmp_path:
         with pytest.raises(mfx.checkpoint.CheckpointError, match=f"rank 1: .*{said.get(what, 'it does not fit')}"):
             use()
     assert not (tmp_path / "bad").exists()
+
+
+def test_a_wrong_leaf_of_a_state_is_named_before_it_is_converted():
+    params = {"a": torch.zeros(4, 4), "frozen": None}
+    layout = sharding.zero(params, 1, partition="flat")
+    tx = sharding.sharded(mfx.momentum(), layout)
+    local = layout.shard(params)
+    state = tx.init(local)
+    assert mfx.tree.names(state) == ["trace.a", "trace.frozen"]
+    longer = mfx.tree.map(lambda _: torch.zeros(99), state)
+    for use in (lambda: sharding.to_global(tx, longer, local), lambda: tx.update(local, longer, local)):
+        with pytest.raises(ValueError, match=r"'trace\.a' has shape \(99,\) .* expected \(16,\)"):
+            use()
+
+
+def test_a_state_is_converted_after_a_step_with_a_tree_of_another_structure_and_the_same_names():
+    flat = {"a.w": torch.zeros(4, 4)}
+    nested = {"a": {"w": torch.zeros(4, 4)}}
+    layout = sharding.zero(flat, 1, partition="flat")
+    tx = sharding.sharded(mfx.accumulate(mfx.momentum(), every=2), layout)
+    shards = layout.shard(nested)
+    tx.update(shards, tx.init(shards), shards, boundary=True)
+    params = layout.shard(flat)
+    converted = sharding.to_global(tx, tx.init(params), params)
+    assert all(isinstance(leaf, mfx.checkpoint.FlatShard) for leaf in mfx.tree.leaves(converted.inner.trace))
