@@ -133,6 +133,7 @@ def sharded(
         local = local_tree(params)
         are_meta = [tensor.is_meta for tensor in tree.tensors(local)]
         if are_meta and all(are_meta):  # only the structure of the state: no communication
+            binding.likes.setdefault(inner.treedef, local)  # for `to_global` and `from_global`
             return binding.init(inner, local)
         progress = _memory.setdefault(_PROGRESS, Progress())
         # An equal transform that is built again for a later step, without `init`, continues with this progress.

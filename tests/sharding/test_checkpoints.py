@@ -227,3 +227,13 @@ def test_a_state_is_converted_after_a_step_with_a_tree_of_another_structure_and_
     params = layout.shard(flat)
     converted = sharding.to_global(tx, tx.init(params), params)
     assert all(isinstance(leaf, mfx.checkpoint.FlatShard) for leaf in mfx.tree.leaves(converted.inner.trace))
+
+
+def test_a_state_of_init_on_meta_tensors_is_converted_without_the_parameters():
+    nested = {"a": {"w": torch.zeros(4, 4), "x": torch.zeros(4, 4)}}
+    layout = sharding.zero(nested, 1, partition="flat")
+    tx = sharding.sharded(mfx.momentum(), layout)
+    state = tx.init(mfx.tree.map(lambda shard: shard.to("meta"), layout.shard(nested)))
+    converted = sharding.to_global(tx, state)
+    assert isinstance(converted.trace["a"]["w"], mfx.checkpoint.FlatShard)
+    assert mfx.tree.names(sharding.from_global(tx, converted)) == mfx.tree.names(state)
