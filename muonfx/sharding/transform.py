@@ -126,27 +126,28 @@ def sharded(
     inner = inner_of(tx)  # without offload
     store = store_of(tx)
 
-    @torch.compiler.disable  # a compiled graph cannot contain these collectives
+    # A compiled graph cannot contain the collectives of these functions, so torch.compile skips them.
+    # A call inside a transform of torch.func, such as `grad`, is an error. All ranks raise it together, after their
+    # first collective: `outside_transforms` suspends these transforms, and the error is passed on as `problem`.
+
+    @torch.compiler.disable
     def init(params: PyTree) -> PyTree:
         params = without_left_out(tx, params)
         binding = bind(layout, settings, store)
-        local = local_tree(params)
-        are_meta = [tensor.is_meta for tensor in tree.tensors(local)]
+        local_params = local_tree(params)
+        are_meta = [tensor.is_meta for tensor in tree.tensors(local_params)]
         if are_meta and all(are_meta):  # only the structure of the state: no communication
-            binding.likes.setdefault(inner.treedef, local)  # for `to_global` and `from_global`
-            return binding.init(inner, local)
+            binding.likes.setdefault(inner.treedef, local_params)  # for `to_global` and `from_global`
+            return binding.init(inner, local_params)
         progress = _memory.setdefault(_PROGRESS, Progress())
         # An equal transform that is built again for a later step, without `init`, continues with this progress.
         binding.progress_of[inner.treedef] = progress
-        # A call inside `torch.func.grad`, for example, is an error. The ranks raise it together, after the first
-        # collective, for which the transforms of torch.func are suspended.
         with outside_transforms("init of a sharded transform", params) as problem:
             state = init_sharded(binding, progress, inner, params, problem)
-        if not layout.dtensors:
-            return state
-        return state_to_dtensors(binding, inner, params, state)
+        if layout.dtensors:
+            return state_to_dtensors(binding, inner, params, state)
+        return state
 
-    # The step runs on local tensors: the arguments are converted from DTensors before it, and the results after it.
     @torch.compiler.disable
     @torch.no_grad()
     def update(
@@ -154,22 +155,25 @@ def sharded(
         state: PyTree,
         params: PyTree = None,
         *,
-        donate: Any = NOTHING,  # checked later, with the trees, so that its error is raised on all ranks
+        donate: Any = NOTHING,  # checked in the step, so that its error is raised on all ranks
         check: bool = False,  # whether the trees are compared with each other, as in `Transform.update`
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
-        binding = bind(layout, settings, store)
         params = without_left_out(tx, params)
+        binding = bind(layout, settings, store)
         call = Arguments(updates, state, params, donate, extras)
+        # 1. The state of DTensors as local tensors. The step converts the other arguments.
         if layout.dtensors:
             call = call._replace(state=local_state(binding, inner, call.like, state))
-        # A call inside `torch.func.grad`, for example, is an error, which `step_sharded` raises on all ranks.
+        # 2. The step on local tensors.
         with outside_transforms("update of a sharded transform", call) as problem:
             progress = _progress_of(_memory, binding, inner)
             out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
+        # 3. DTensors, if the caller uses them.
         if layout.dtensors:
             caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
-            if not PLAIN.issuperset(map(type, caller_leaves)):  # the caller uses DTensors
+            are_plain = PLAIN.issuperset(map(type, caller_leaves))
+            if not are_plain:
                 out = to_dtensors(layout, out, updates)
                 new_state = state_to_dtensors(binding, inner, updates, new_state, state)
         return out, new_state
@@ -334,7 +338,7 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     binding, inner, like = binding_of(tx, params)
     _progress_of(tx.structure.memory, binding, inner).load()
     state = local_state(binding, inner, like, state)
-    if tx.arguments["layout"].dtensors:
+    if binding.layout.dtensors:
         return state_to_dtensors(binding, inner, like, state)
     return state
 

@@ -169,9 +169,9 @@ def collective(what: str) -> Generator[None]:
     """Turn an error of the torch.distributed calls in a ``with`` block into a `ShardingError` that names `what`."""
     try:
         yield
-    except ShardingError:
-        raise
     except RuntimeError as error:
+        if isinstance(error, ShardingError):  # it is a RuntimeError too, and has such a text already
+            raise
         raise ShardingError(
             f"{what} failed: another rank has ended, or did not start the same call within the timeout of the "
             f"process group: {error}. See the error of that rank, or raise the timeout of the group"
