@@ -39,9 +39,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 def by_structure(function: F) -> F:
     """Decorate a function of a binding, a transform and parameters, whose result follows from structures and names.
 
-    The binding remembers each result, by the tree structure of the transform and the names of the parameters.
+    The binding remembers each result, by the tree structure of the transform and the names of the parameters. Nested
+    and flat dicts of parameters with equal names share a result, so it must not depend on their containers.
     """
-    attribute = f"_by_structure_{function.__qualname__}"
+    attribute = f"_by_structure_{function.__module__}.{function.__qualname__}"
 
     @functools.wraps(function)
     def call(binding: Binding, tx: Transform, params: PyTree) -> Any:
@@ -116,9 +117,9 @@ class Binding:
     progress_of: dict[Hashable, Progress] = field(default_factory=dict)
     """A dict from the tree structure of a transform to the progress of the one that was initialized last."""
 
-    # Caches, by the tree structure of a transform and the names of the parameters; see also `by_structure`.
+    # Caches; see also `by_structure`.
     expected_states: dict[Hashable, Any] = field(default_factory=dict)
-    """The structure, shapes and dtypes that a state must have, also by the dtypes of the parameters."""
+    """The structure, shapes and dtypes of a state, by the structures of transform and parameters, and their dtypes."""
     plans: dict[Hashable, RunPlan] = field(default_factory=dict)
     """The results of `plan`, by names of parameters, transforms and device."""
     _warned: set[Hashable] = field(default_factory=set)

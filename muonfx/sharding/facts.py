@@ -113,6 +113,7 @@ def _constant_facts(binding: Binding, tx: Transform, params: PyTree) -> _Constan
 
 @remembered
 def _digest_of_dtypes(binding: Binding, dtypes: tuple[torch.dtype | None, ...]) -> str:
+    """Return a digest of the dtypes of this rank's parameters. The binding remembers it for the next steps."""
     return digest(dtypes)
 
 

@@ -12,6 +12,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def remembered(function: F) -> F:
     """Decorate a method, or a function of an object, so that the object remembers each result by the other arguments.
 
+    These are passed by position and are hashable. The results live as long as the object.
+
     >>> class Table:
     ...     @remembered
     ...     def row(self, name):
@@ -22,7 +24,7 @@ def remembered(function: F) -> F:
     computing w
     (['w'], ['w'])
     """
-    attribute = f"_remembered_{function.__qualname__}"
+    attribute = f"_remembered_{function.__module__}.{function.__qualname__}"
 
     @functools.wraps(function)
     def call(owner: Any, *arguments: Any) -> Any:
