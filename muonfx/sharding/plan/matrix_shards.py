@@ -12,7 +12,7 @@ import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -91,7 +91,7 @@ class MatrixShard:
     stop: int
     shape: tuple[int, ...]
     """The shape in which the owner computes: the parameter's own, or (count, rows, columns) for a stack of matrices."""
-    cut: Cut
+    cut: Cut = field(repr=False)
     """The partition of the parameter over the ranks that hold it."""
     candidates: tuple[int, ...]
     """The ranks of which one is chosen as the owner."""
