@@ -88,8 +88,9 @@ class Layout(ShardTable):
             raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
         wholes = map_named(lambda name, leaf: leaf.new_zeros(self.specs[name].shape), locals_[0])
         whole_leaves = tree.named_leaves(wholes)
-        for rank, local in enumerate(locals_):
-            for (name, whole), shard in zip(whole_leaves, tree.leaves(local), strict=True):
+        for rank in reversed(range(self.size)):  # the lowest rank that holds a shard is last, as in `broadcast`
+            shards = tree.leaves(locals_[rank])
+            for (name, whole), shard in zip(whole_leaves, shards, strict=True):
                 if whole is not None:
                     self.position(name, rank).paste(shard, whole)
         return wholes

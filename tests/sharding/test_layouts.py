@@ -145,6 +145,12 @@ def test_flat_takes_names_from_an_iterator_and_a_tree_without_parameters():
     assert not sharding.flat([], 1, cuts=[0, 0]).specs
 
 
+def test_assemble_takes_the_values_of_the_lowest_rank_of_replicas():
+    layout = sharding.replicated({"a": torch.zeros(2)}, 2)
+    whole = layout.assemble([{"a": torch.ones(2)}, {"a": torch.zeros(2)}])
+    assert torch.equal(whole["a"], torch.ones(2))
+
+
 @pytest.mark.parametrize("other", [{"a": AB["a"]}, {**AB, "c": AB["a"]}])
 def test_assemble_requires_the_same_leaves_of_all_ranks(other: dict[str, torch.Tensor]):
     layout = sharding.replicated(AB, 2)
