@@ -135,7 +135,8 @@ def test_a_library_that_fails_on_one_rank_is_an_error_on_all_before_anything_cha
         mock.patch.object(policy.quack, "is_capable", return_value=True),
         mock.patch.object(policy.quack, "symmetric_matmul", side_effect=AssertionError("a kernel")),
     ):
-        with raises("is quack-kernels on rank 0 and torch for bfloat16 on rank 1", 'give products="batched"'):
+        difference = "'orthogonalize' is quack-kernels on rank 0 and torch for bfloat16 on rank 1"
+        with raises(difference, 'give products="batched"'):
             orthogonalized((1,))
         expected = polar.orthogonalize(params["a"], products="batched", dtype=torch.bfloat16)
         assert torch.equal(orthogonalized((0, 1)), expected)
