@@ -265,7 +265,7 @@ def _require_sorted_dict(params: PyTree, specs: Mapping[str, Spec]) -> None:
 
 
 def _require_each_once(argument: str, names: Sequence[str], specs: Mapping[str, Spec]) -> None:
-    """Raise ValueError unless the names of an argument, "order" or "starts", are those of the parameters."""
+    """Raise ValueError unless an argument, "order" or "starts", has the name of each parameter once."""
     if sorted(names) == sorted(specs):
         return
     wrong = sorted(set(names) ^ set(specs))

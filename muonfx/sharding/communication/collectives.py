@@ -97,7 +97,7 @@ def agree_on_shards(
 ) -> LeafAgreement:
     """Raise on all ranks unless each leaf is None or the shard of its rank. Else return which leaves are missing.
 
-    The arguments are those of `agree_on_leaves`.
+    The arguments are as in `agree_on_leaves`.
     """
     if problem is None:
         try:

@@ -41,7 +41,7 @@ def cuts_on_meshes(
     ranks_of: Mapping[DeviceMesh, tuple[int, ...]],
     group: dist.ProcessGroup,
 ) -> tuple[dict[str, Cut], tuple[str, ...]]:
-    """Return the partition of each parameter by name, and the names of those that have several meshes.
+    """Return the partition of each parameter by name, and the names of parameters with different meshes on ranks.
 
     If the meshes have different ranks, a parameter may have the mesh of ranks 0 and 2 on these two ranks, and the mesh
     of ranks 1 and 3 on the other two. All ranks then call this together.
@@ -75,7 +75,7 @@ def _coordinates_of_all_ranks(
     coordinates_on: dict[DeviceMesh, MeshCoordinates],
     group: dist.ProcessGroup,
 ) -> tuple[dict[DeviceMesh, MeshCoordinates], set[DeviceMesh]]:
-    """Return the coordinates of all ranks on this rank's meshes, and the meshes that have other ranks elsewhere.
+    """Return the coordinates of all ranks on this rank's meshes, and the meshes that differ on other ranks.
 
     A rank has coordinates on its own meshes only, so all ranks send theirs. The first mesh of a rank corresponds to the
     first meshes of the other ranks, and so on. If anything but the ranks on these meshes differs between ranks (their

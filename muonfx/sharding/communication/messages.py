@@ -170,7 +170,7 @@ def collective(what: str) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, ShardingError):  # it is a RuntimeError too, and has such a text already
+        if isinstance(error, ShardingError):  # it is a RuntimeError too, and its text already says what failed
             raise
         raise ShardingError(
             f"{what} failed: another rank has ended, or did not start the same call within the timeout of the "

@@ -92,7 +92,7 @@ def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
             if tuple(leaf.shape) != whole_shape:
                 raise _wrong_shape(name, leaf.shape, whole_shape)
             if name not in layout.dtensors and position.shape != whole_shape:
-                raise _wrong_placements(layout, name, leaf)  # no placements have the shard of this rank
+                raise _wrong_placements(layout, name, leaf)  # it cannot be converted to the part that this rank holds
             if not _are_equal(leaf._spec, layout.dtensors.get(name)):
                 unplaced.append(name)
                 continue
