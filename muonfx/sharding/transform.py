@@ -310,8 +310,23 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     if is_global(state):
         return state
     plain_state = local_state(binding, inner, like, state)
-    check_state(binding, inner, local_tree(like), plain_state, with_dtypes=False)
+    checked_state = plain_state
+    was_used = inner.treedef in binding.likes
+    if params is None and not was_used:  # then `like` is a flat dict, but the parameters may be in other containers
+        checked_state = _in_containers_of(binding.init(inner, like), plain_state)
+    check_state(binding, inner, local_tree(like), checked_state, with_dtypes=False)
     return global_state(binding, inner, like, plain_state)
+
+
+def _in_containers_of(expected: PyTree, state: PyTree) -> PyTree:
+    """Return the leaves of a state in the containers of another with the same names, such as a flat dict.
+
+    Return the state unchanged if its leaves have other names, or the same in another order.
+    """
+    if tree.names(state) != tree.names(expected):
+        return state
+    _, treedef = tree.flatten(expected)
+    return tree.unflatten(treedef, tree.leaves(state))
 
 
 def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:

@@ -237,3 +237,19 @@ def test_a_state_of_init_on_meta_tensors_is_converted_without_the_parameters():
     converted = sharding.to_global(tx, state)
     assert isinstance(converted.trace["a"]["w"], mfx.checkpoint.FlatShard)
     assert mfx.tree.names(sharding.from_global(tx, converted)) == mfx.tree.names(state)
+
+
+def test_a_state_is_saved_and_loaded_with_a_transform_that_was_not_used_yet(tmp_path: Path):
+    nested = {"a": {"w": torch.zeros(4, 4), "x": torch.zeros(4, 4)}}
+
+    def build() -> Any:
+        return sharding.sharded(mfx.momentum(), sharding.zero(nested, 1, partition="flat"))
+
+    tx = build()
+    local = tx.layout.shard(nested)
+    state = tx.init(local)
+    mfx.checkpoint.save(tmp_path / "saved", state, params=local, tx=build())
+    loaded = mfx.checkpoint.load(tmp_path / "saved", like=state, tx=build())
+    assert mfx.tree.names(loaded) == mfx.tree.names(state)
+    with pytest.raises(ValueError, match=r"missing 'trace\.a\.w'.* unexpected 'trace\.b'"):
+        sharding.to_global(build(), {"trace": {"b": torch.zeros(16)}})
