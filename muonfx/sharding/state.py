@@ -205,18 +205,22 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) 
     if len(placements) != len(leaves):
         return tree.map(local_of, state)  # the state of another transform: the check of the state reports it
     for index, (placement, leaf) in enumerate(zip(placements, leaves, strict=True)):
-        is_flat = isinstance(leaf, FlatShard)
-        if not is_flat and not is_dtensor(leaf):
-            continue
-        local = leaf.data if is_flat else local_of(leaf)
-        is_in_other_shape = is_flat or (placement is not None and placement.owned)
-        if placement is None or not is_in_other_shape:
-            leaves[index] = local
-        elif placement.local is None:  # other ranks compute the matrices of its parameter
-            leaves[index] = None
-        else:  # in the shape in which this rank computes
-            leaves[index] = local.view(placement.local)
+        if isinstance(leaf, FlatShard):
+            leaves[index] = _in_local_shape(placement, leaf.data)
+        elif is_dtensor(leaf):
+            leaves[index] = local_of(leaf)
+            if placement is not None and placement.owned:  # else it has the shape of this rank's shard
+                leaves[index] = _in_local_shape(placement, leaves[index])
     return tree.unflatten(treedef, leaves)
+
+
+def _in_local_shape(placement: LeafPlacement | None, values: Tensor) -> Tensor | None:
+    """Return a leaf of the state in the shape in which this rank computes; None if other ranks compute it."""
+    if placement is None:
+        return values
+    if placement.local is None:
+        return None
+    return values.view(placement.local)
 
 
 def global_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:

@@ -74,7 +74,8 @@ _LONGEST = 400
 
 def _around_difference(first: str, second: str) -> tuple[str, str]:
     """Shorten two long texts to the part around the first character that differs."""
-    common = len(os.path.commonprefix([first, second]))  # noqa: RUF071  # of characters
+    # `commonprefix` compares characters, so the texts need not be paths.
+    common = len(os.path.commonprefix([first, second]))  # noqa: RUF071
     return _excerpt(first, common), _excerpt(second, common)
 
 

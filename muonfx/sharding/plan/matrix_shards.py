@@ -263,8 +263,18 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
     numel = prod(matrix)
     shards: list[MatrixShard] = []
     for first, stop, candidates, complete, one_each in _ranges(cut, numel):
-        shape = (stop - first, *matrix)
-        shards.append(MatrixShard(name, first * numel, stop * numel, shape, cut, candidates, complete, one_each))
+        shards.append(
+            MatrixShard(
+                name,
+                start=first * numel,
+                stop=stop * numel,
+                shape=(stop - first, *matrix),
+                cut=cut,
+                candidates=candidates,
+                complete=complete,
+                one_each=one_each,
+            )
+        )
     return shards
 
 
