@@ -161,37 +161,51 @@ def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str,
     """Return a dict from each leaf of a state that only moved in the tree to its name in the checkpoint.
 
     A state may be under another label or in a chain now: ``{"partition/muon/trace/w": "muon/trace/w"}``. The dict is
-    empty if a step count would have two values: that of the leaf with its name, and that of the parameters that moved.
+    empty if a step count would have several values: those of several states that become one, or that of the leaf with
+    its name and that of the parameters that moved.
     """
-    expected_shapes = {name: spec.shape for name, spec in expected.leaves.items()}
-    shapes = _to_match(expected_shapes, stored, rules.allow_missing)
-    stored_shapes = _to_match(stored, expected_shapes, rules.allow_extra)
+    all_shapes = {name: spec.shape for name, spec in expected.leaves.items()}
+    shapes = _leaves_to_match(all_shapes, stored, rules.allow_missing)
+    stored_shapes = _leaves_to_match(stored, all_shapes, rules.allow_extra)
     if shapes.keys() <= stored_shapes.keys() or stored_shapes.keys() <= shapes.keys():  # the usual case
         return {}
     source_of, equal_counts = sources(shapes, stored_shapes)
     moved: dict[str, str] = {}
     for name, source in source_of.items():
+        if name in equal_counts:
+            return {}
         if name == source:
             continue
-        if name in stored or name in equal_counts:
+        if name in stored:
             return {}
         moved[name] = source
-    # A 0-d leaf moves with the state of a parameter. By itself it may be a parameter's, and of another transform.
-    moves = {_move(name, source) for name, source in moved.items() if shapes[name]}
-    has_only_counts = not any(shapes.values())
-    for name, source in list(moved.items()):
-        if not has_only_counts and _move(name, source) not in moves:
-            del moved[name]
-    return moved
+    return _moved_with_parameters(moved, shapes)
 
 
-def _to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -> Shapes:
-    """Return the leaves without those that have no partner and that a pattern allows.
+def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -> Shapes:
+    """Return the leaves except those that have no partner, and that an ``allowed`` pattern matches."""
+    patterns = [pattern for pattern in allowed if pattern != "*"]  # states that "*" matches may have moved, too
+    leaves: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if name in partners or not matches_any(patterns, name):
+            leaves[name] = shape
+    return leaves
 
-    The pattern "*" allows all leaves, and is not considered: states that it matches may have moved, too.
+
+def _moved_with_parameters(moved: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
+    """Return the moved leaves except 0-d leaves with other levels than the moved states of parameters.
+
+    A step count alone is not evidence of a move: the one with the closest name may be of another transform. If the
+    whole state has only 0-d leaves, as of a schedule, all are returned.
     """
-    patterns = [pattern for pattern in allowed if pattern != "*"]
-    return {name: shape for name, shape in shapes.items() if name in partners or not matches_any(patterns, name)}
+    if not any(shapes.values()):
+        return dict(moved)
+    moves_of_parameters = {_move(name, source) for name, source in moved.items() if shapes[name]}
+    leaves: dict[str, str] = {}
+    for name, source in moved.items():
+        if _move(name, source) in moves_of_parameters:
+            leaves[name] = source
+    return leaves
 
 
 def _with_moved_leaves(

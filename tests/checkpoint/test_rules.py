@@ -387,10 +387,12 @@ UNCLEAR = {
 @pytest.mark.parametrize(("source", "target"), UNCLEAR.values(), ids=UNCLEAR)
 def test_leaves_that_could_have_several_partners_or_have_none_are_not_guessed(source, target, tmp_path):
     path = ck.save(tmp_path / "saved", trained(source, MODEL)[1])
-    with pytest.raises(ck.MismatchError) as caught:
-        ck.load(path, like=target.init(MODEL), allow_other_chain=True)
-    assert "what to do" in str(caught.value)
-    assert "which loads" not in str(caught.value)
+    for allow_extra in (False, True):
+        with pytest.raises(ck.MismatchError) as caught:
+            ck.load(path, like=target.init(MODEL), allow_other_chain=True, allow_extra=allow_extra)
+        assert "missing:" in str(caught.value)
+        assert "what to do" in str(caught.value)
+        assert "which loads" not in str(caught.value)
 
 
 W, B = "blocks.0.up.weight", "blocks.0.up.bias"
