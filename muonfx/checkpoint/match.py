@@ -426,9 +426,18 @@ class _Comparison:
         self.advice.append("cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it")
 
     def _has_codes(self, stored_name: str) -> bool:
-        """Return whether a leaf has the codes of a quantized state, as "trace/codes/w" if "trace/scales/w" exists."""
-        upper_levels, codes, lower_levels = stored_name.partition("/codes/")
-        return bool(codes) and f"{upper_levels}/scales/{lower_levels}" in self.index.leaves
+        """Return whether a leaf has the codes of a quantized state, as "trace/codes/w" if "trace/scales/w" exists.
+
+        A label may be "codes", too: "partition/codes/trace/codes/w". The codes of one tensor are "trace/codes".
+        """
+        levels = stored_name.split("/")
+        for position, level in enumerate(levels):
+            if position == 0 or level != "codes":
+                continue
+            scales_name = "/".join([*levels[:position], "scales", *levels[position + 1 :]])
+            if scales_name in self.index.leaves:
+                return True
+        return False
 
 
 def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[str]:

@@ -719,6 +719,18 @@ def test_codes_are_never_taken_for_values(tmp_path: Path, dtype: mfx.QuantizedDt
         ck.load(path, mfx.momentum().init(params), rename=rename, allow_extra=True, cast={"trace": torch.float32})
 
 
+@pytest.mark.parametrize("place", ["a label", "one tensor"])
+def test_codes_are_found_at_any_level_of_a_name(tmp_path: Path, place: str):
+    tx, params = mfx.momentum(dtype=mfx.int8()), torch.randn(64, 96)
+    if place == "a label":
+        tx, params = mfx.chain(mfx.partition({"codes": tx}, {"w": "codes"}), mfx.scale_by_adam()), {"w": params}
+    state = tx.init(params)
+    path = ck.save(tmp_path / "a", state)
+    wider = tree.map(lambda leaf: leaf.to(torch.int16) if leaf.dtype == torch.int8 else leaf, state)
+    with pytest.raises(ck.MismatchError, match=r"holds codes of torch\.int8, which have no meaning as torch\.int16"):
+        ck.load(path, wider)
+
+
 AUTO = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(), mfx.routing.ndim(min=2)), mfx.scale(-0.1))
 
 
