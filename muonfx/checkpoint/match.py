@@ -336,7 +336,8 @@ class _Comparison:
         for name in _unmatched(self.objects, stored_objects, self.rules.allow_missing):
             self.problems.append(f"missing:   {name!r} is not in the checkpoint")
             self.advice.append(
-                f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer"
+                f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer itself, not "
+                "its transform_state, with scheduler= if it has one"
             )
         if SCHEDULER in stored_objects and _unmatched([SCHEDULER], self.objects, self.rules.allow_extra):
             self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
