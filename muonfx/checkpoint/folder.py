@@ -56,7 +56,11 @@ def folder_named(path: StrPath) -> Path:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path must be a str or a path, found {path!r}")
     text = os.fspath(path)
-    if text == "" or "\0" in text:
+    try:
+        is_name = text != "" and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # a name that the file system cannot have
+        is_name = False
+    if not is_name:
         raise ValueError(f"path must name a folder, found {text!r}")
     return Path(text).absolute()
 

@@ -221,6 +221,7 @@ def test_a_rename_that_may_have_been_done_takes_nothing_back(
 
 BAD_PATHS = {
     "NUL": ("a\0b", ValueError, "path must name a folder"),
+    "a surrogate": ("a\ud800b", ValueError, "path must name a folder"),
     "too long": ("x" * 300, CheckpointError, "name too long"),
     "below a file": ("file/x", CheckpointError, "Not a directory|no such folder"),
     "a file": ("file", CheckpointError, "a checkpoint is a folder"),
