@@ -408,11 +408,10 @@ def remove_files_of_killed_saves(path: Path) -> None:
         folders = _by_step(path.parent)
     for folder in folders:
         has_lock = any(lock_name(save_id) in names for save_id, names in _names_by_save(folder).items())
-        if has_lock or not _may_exist(
-            folder / INDEX
-        ):  # else it is an ordinary checkpoint, whose index need not be read
-            _unnamed_files(folder, ("dead",), remove=True)
-            _remove_if_empty(folder, path)
+        if not has_lock and _may_exist(folder / INDEX):  # an ordinary checkpoint, whose index need not be read
+            continue
+        _unnamed_files(folder, ("dead",), remove=True)
+        _remove_if_empty(folder, path)
 
 
 def _remove_if_empty(folder: Path, kept: Path) -> None:
