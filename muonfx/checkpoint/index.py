@@ -280,7 +280,9 @@ def _file(entry: Any) -> DataFile:
 
 def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
     """Return the `Leaf` that an entry of the index describes; its chunks hold each element once."""
-    dtype = DTYPES[entry["dtype"]]
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:  # such as one of a newer version of torch
+        raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
     shape = tuple(entry["shape"])
     _require_sizes(shape)
     strides_fit = prod(filter(None, shape)) * dtype.itemsize <= _BIGGEST  # torch has strides also for a size of 0

@@ -176,6 +176,17 @@ def test_texts_that_are_no_index(good, text: str, error: type[Exception], messag
         ck.load(path, like=state)
 
 
+def test_a_dtype_of_another_version_is_named_with_its_leaf(good):
+    path, state = good
+
+    def change(body: Any) -> None:
+        body["leaves"]["momentum/trace/embed.weight"]["dtype"] = "float4"
+
+    sign(path, change)
+    with pytest.raises(CorruptError, match=r"'momentum/trace/embed\.weight' has the unknown dtype 'float4'"):
+        ck.load(path, like=state)
+
+
 def test_a_checkpoint_cannot_run_code(good, tmp_path: Path):
     class Trap:
         def __reduce__(self):
