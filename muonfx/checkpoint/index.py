@@ -119,25 +119,33 @@ class Index(Shown):
 
     def report(self) -> Report:
         """Return the printed form: a heading with step, transform and versions, and a table of the saved tensors."""
-        chain = "-"
-        if self.fingerprint is not None:
-            chain = f"{self.chain} (fingerprint {self.fingerprint})"
-        file_nbytes = sum([file.nbytes for file in self.files])
-        heading = {
-            "step": self.step,
-            "chain": chain,
-            "written by": ", ".join([f"{name} {version}" for name, version in self.versions.items()]),
-            "extra": json.dumps(self.extra, sort_keys=True),
-            "files": f"{len(self.files)}, {format_bytes(file_nbytes)}",
-            "objects": f"{len(self.objects)} values that are no tensors",
-        }
-        lines = [f"{key:10}  {printable(text):.2000}" for key, text in heading.items()]
+        lines = [f"{key:10}  {printable(text):.2000}" for key, text in self._heading().items()]
         rows: list[tuple[str, ...]] = []
         for name, (spec, chunks) in self.leaves.items():
             dtype_name = str(spec.dtype).removeprefix("torch.")
             rows.append((name, str(spec.shape), dtype_name, format_bytes(spec.nbytes), str(len(chunks))))
         table = Table(("leaf", "shape", "dtype", "bytes", "parts"), rows, right=(3, 4))
         return Report(("\n".join(lines), table, f"{len(rows)} leaves, {format_bytes(self.nbytes)}"))
+
+    def _heading(self) -> dict[str, str]:
+        """Return the lines above the printed table, such as ``{"step": "7", "chain": "-", ...}``, in their order."""
+        file_nbytes = sum([file.nbytes for file in self.files])
+        heading = {
+            "step": "-",
+            "chain": "-",
+            "written by": ", ".join([f"{name} {version}" for name, version in self.versions.items()]),
+            "extra": "-",
+            "files": f"{len(self.files)}, {format_bytes(file_nbytes)}",
+        }
+        if self.step is not None:
+            heading["step"] = str(self.step)
+        if self.fingerprint is not None:
+            heading["chain"] = f"{self.chain} (fingerprint {self.fingerprint})"
+        if self.extra:
+            heading["extra"] = json.dumps(self.extra, sort_keys=True)
+        if self.objects:
+            heading["objects"] = f"{len(self.objects)} values that are no tensors"
+        return heading
 
 
 def data_name(save_id: str, rank: int, ranks: int) -> str:

@@ -25,6 +25,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_what_a_checkpoint_does_not_have_is_a_dash(tmp_path: Path):
+    path = ck.save(tmp_path / "params", None, params=small_params())
+    heading, _ = str(ck.inspect(path)).split("\n\n", 1)
+    assert "step        -\nchain       -\nwritten by  muonfx" in heading
+    assert "\nextra       -\nfiles       1, " in heading
+    assert "objects" not in heading
+
+
 def test_inspect_shows_a_checkpoint_or_a_folder(folder: Path, capsys):
     assert main(["inspect", str(ck.step_path(folder, 2))]) == 0
     out = capsys.readouterr().out
