@@ -165,14 +165,18 @@ def lock_name(save_id: str) -> str:
 
 def save_id_of(name: str) -> str | None:
     """Return the id of the save that has named a data file, an unfinished index or a lock; None for other names."""
-    match = _OWN_NAME.fullmatch(name)
-    if match is None:
-        return None
-    return match["save_id"]
+    for pattern in _OWN_NAMES:
+        match = pattern.fullmatch(name)
+        if match is not None:
+            return match[1]
+    return None
 
 
-_OWN_NAME = re.compile(
-    rf"(data|\.{re.escape(INDEX)}|\.save)-(?P<save_id>[0-9a-f]{{16}})(-\d+-of-\d+\.safetensors|\.part|\.lock)"
+_SAVE_ID = "([0-9a-f]{16})"
+_OWN_NAMES = (
+    re.compile(rf"data-{_SAVE_ID}-\d+-of-\d+\.safetensors"),
+    re.compile(rf"\.{re.escape(INDEX)}-{_SAVE_ID}\.part"),
+    re.compile(rf"\.save-{_SAVE_ID}\.lock"),
 )
 
 

@@ -117,6 +117,7 @@ def test_a_save_removes_only_the_files_of_the_checkpoint_that_it_replaces(tmp_pa
         ck.save(folders[step - 1], OLD, step=step)
     left = [file for folder in folders for file in leftovers(folder)]
     others = [folders[1] / "notes.txt", folders[2] / "model.safetensors", tmp_path / "step-7.txt", tmp_path / "x.part"]
+    others += [folders[1] / "data-0123456789abcdef.part", folders[2] / ".save-0123456789abcdef.part"]
     for file in others:
         file.write_text("mine")
     (tmp_path / "step-x").mkdir()
