@@ -313,6 +313,8 @@ def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) ->
     chunk = Chunk(entry["file"], entry["begin"], box, tuple(entry["crc32"]))
     _require_sizes([chunk.file, chunk.begin, *box.offsets, *box.sizes])
     nbytes = prod(box.sizes) * itemsize
+    if chunk.file >= len(files):
+        raise ValueError(f"a chunk of {name!r} is in file {chunk.file}, and there are {len(files)} data files")
     file = files[chunk.file]
     if not file.header_nbytes <= chunk.begin <= file.nbytes - nbytes:
         raise ValueError(f"a chunk of {name!r} is outside of the data files")

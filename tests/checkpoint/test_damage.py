@@ -187,6 +187,17 @@ def test_a_dtype_of_another_version_is_named_with_its_leaf(good):
         ck.load(path, like=state)
 
 
+def test_a_chunk_in_a_file_that_is_not_listed_is_named_with_its_leaf(good):
+    path, state = good
+
+    def change(body: Any) -> None:
+        body["leaves"]["momentum/trace/embed.weight"]["chunks"][0]["file"] = 5
+
+    sign(path, change)
+    with pytest.raises(CorruptError, match=r"a chunk of 'momentum/trace/embed\.weight' is in file 5, and there are 1"):
+        ck.load(path, like=state)
+
+
 def test_a_checkpoint_cannot_run_code(good, tmp_path: Path):
     class Trap:
         def __reduce__(self):
