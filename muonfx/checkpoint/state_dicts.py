@@ -184,12 +184,16 @@ def _levels_of_key(key: str) -> Path:
 def _expected_names(names: Iterable[str]) -> dict[tuple[str, str | None], str]:
     """Return names of leaves by their keys in a state dict and the names of the parameters, None for a step count.
 
+    Any level of a name may be the parameter: the state of a transform may have a dict for each, as in "trace/w/mean".
+
     >>> _expected_names(["trace/w"])
-    {('trace.w', None): 'trace/w', ('trace', 'w'): 'trace/w'}
+    {('trace.w', None): 'trace/w', ('w', 'trace'): 'trace/w', ('trace', 'w'): 'trace/w'}
     """
     expected_name_of: dict[tuple[str, str | None], str] = {}
     for name in names:
-        *upper_keys, last_key = map(str, path_of(name) or ("",))  # a state that is one leaf has no keys
-        expected_name_of[".".join([*upper_keys, last_key]), None] = name
-        expected_name_of[".".join(upper_keys), last_key] = name
+        keys = [str(level) for level in path_of(name)]
+        expected_name_of[".".join(keys), None] = name
+        for position, key in enumerate(keys):
+            other_keys = keys[:position] + keys[position + 1 :]
+            expected_name_of[".".join(other_keys), key] = name
     return expected_name_of

@@ -67,6 +67,20 @@ def with_soap(model: nn.Module) -> mfx.Transform:
     return mfx.partition({"soap": soap, "adamw": mfx.adamw(0.003)}, labels)
 
 
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def trace_records() -> mfx.InitAndUpdate:
+    """A momentum whose state has a dict for each parameter: the parameter is not the last level of a name."""
+
+    def init(params: mfx.PyTree) -> dict[str, dict[str, torch.Tensor]]:
+        return {name: {"sum": torch.zeros_like(param)} for name, param in params.items()}
+
+    def update(updates: mfx.PyTree, state: mfx.PyTree, params: mfx.PyTree = None) -> tuple[mfx.PyTree, mfx.PyTree]:
+        state = {name: {"sum": state[name]["sum"] + update} for name, update in updates.items()}
+        return {name: record["sum"] for name, record in state.items()}, state
+
+    return init, update
+
+
 CHAINS: dict[str, Callable[[nn.Module], mfx.Transform]] = {
     "recipe": lambda model: recipe(model, LAST_IS_ADAMW),
     "labels with dots": with_dots,
@@ -75,6 +89,7 @@ CHAINS: dict[str, Callable[[nn.Module], mfx.Transform]] = {
     "accumulate": lambda model: mfx.accumulate(recipe(model, LAST_IS_ADAMW), every=2),
     "skip_nonfinite": lambda _: mfx.skip_nonfinite(mfx.adamw(0.003)),
     "soap": with_soap,
+    "records": lambda _: mfx.chain(trace_records(), mfx.scale(-0.1)),
     "prodigy": lambda _: mfx.chain(mfx.contrib.scale_by_prodigy(), mfx.scale(-1.0)),
     "ema_params": lambda model: mfx.chain(recipe(model, LAST_IS_ADAMW), mfx.ema_params(0.9)),
 }
