@@ -149,7 +149,7 @@ def _continue_optimizer(optimizer: Any, continuation: Continuation, index: Index
         except ValueError as error:
             reason = _moved_params(current_groups, saved_groups)
             if not reason:
-                reason = str(error).replace("nothing was loaded", "its numbers were not loaded")
+                reason = str(error).removeprefix("nothing was loaded: ")  # the state is loaded below
         else:
             groups = "; ".join(["param_groups: loaded", *new_numbers])
             return replace(continuation, state=optimizer.transform_state, groups=groups)
