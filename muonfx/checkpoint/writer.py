@@ -302,6 +302,7 @@ def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, P
         for name, leaf in leaves.items():
             holders_by_leaf.setdefault(name, {})[rank] = leaf
     plan: dict[str, PlannedLeaf] = {}
+    differences: list[str] = []  # one of each leaf of which ranks hold other bits
     for name, holders in holders_by_leaf.items():
         spec = _common_spec(name, holders)
         _require_on_all_ranks(name, holders, len(leaves_of_rank))
@@ -315,9 +316,12 @@ def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, P
             raise CheckpointError(
                 f"nothing was written: the shards of {name!r} on all ranks {problem}, expected {described(spec)}"
             )
-        for box, checksum_of_rank in checksums_of_box.items():
-            _require_equal(name, box, spec, checksum_of_rank)
+        difference = _difference_of_replicas(spec, checksums_of_box)
+        if difference is not None:
+            differences.append(f"the leaf {name!r} {difference}")
         plan[name] = PlannedLeaf(spec, {box: list(ranks) for box, ranks in checksums_of_box.items()})
+    if differences:
+        raise _unequal_replicas(differences)
     return plan
 
 
@@ -347,19 +351,32 @@ def _require_on_all_ranks(name: str, holders: Mapping[int, ProposedLeaf], ranks:
     )
 
 
-def _require_equal(name: str, box: Box, spec: Spec, checksum_of_rank: Mapping[int, str | None]) -> None:
-    """Raise if ranks hold other bits of a shard than the first of its ranks."""
-    first_rank = min(checksum_of_rank)
-    expected = checksum_of_rank[first_rank]
-    different = [rank for rank, checksum_of_box in checksum_of_rank.items() if checksum_of_box != expected]
-    if not different or not box.numel:
-        return
-    part = ""
-    if box.sizes != spec.shape:
-        part = f" in [{', '.join(slices_of(box))}]"
-    raise CheckpointError(
-        f"nothing was written: the leaf {name!r} has other values on {listed(different)} than on rank {first_rank}"
-        f"{part}, expected equal bits, because all of these ranks hold it. If they are replicas, make them equal with "
-        "muonfx.sharding.broadcast(params, layout), or load one checkpoint on all ranks. If each rank has values of "
-        "its own, give them different names, or save them without group= to different paths"
+def _difference_of_replicas(spec: Spec, checksums_of_box: Mapping[Box, Mapping[int, str | None]]) -> str | None:
+    """Return a text about the first shard of a leaf that ranks hold with other bits; None if there is none.
+
+    For example "has other values on ranks 2, 3 than on rank 0 in [0:4, 0:8]".
+    """
+    for box, checksum_of_rank in checksums_of_box.items():
+        first_rank = min(checksum_of_rank)
+        expected = checksum_of_rank[first_rank]
+        different = [rank for rank, checksum_of_box in checksum_of_rank.items() if checksum_of_box != expected]
+        if not different or not box.numel:
+            continue
+        text = f"has other values on {listed(different)} than on rank {first_rank}"
+        if box.sizes != spec.shape:
+            text += f" in [{', '.join(slices_of(box))}]"
+        return text
+    return None
+
+
+def _unequal_replicas(differences: Sequence[str]) -> CheckpointError:
+    """Return the error of a save in which ranks hold other bits. It has the first difference, and counts the others."""
+    more = ""
+    if len(differences) > 1:
+        more = f" (and {len(differences) - 1} other leaves differ)"
+    return CheckpointError(
+        f"nothing was written: {differences[0]}{more}, expected equal bits, because all of these ranks hold it. If "
+        "they are replicas, make them equal with muonfx.sharding.broadcast(params, layout), or load one checkpoint on "
+        "all ranks. If each rank has values of its own, give them different names, or save them without group= to "
+        "different paths"
     )

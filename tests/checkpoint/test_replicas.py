@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import muonfx as mfx
 from muonfx.checkpoint import FlatShard
+from muonfx.checkpoint.leaves import whole_box
+from muonfx.checkpoint.writer import ProposedLeaf, plan_of
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.processes import Here, World, errors_of
 
@@ -178,3 +180,14 @@ def test_ranks_may_hold_different_leaves_if_they_say_so(world: World, tmp_path: 
         "stage1": 1.0,
         "stage2": 2.0,
     }
+
+
+def test_the_error_counts_the_other_leaves_that_differ() -> None:
+    spec = mfx.tree.Spec((2,), torch.float32)
+    box = whole_box((2,))
+    leaves_of_rank: list[dict[str, ProposedLeaf]] = []
+    for checksum in ("cpu 1", "cpu 1", "cpu 2"):
+        leaves_of_rank.append({name: ProposedLeaf(spec, True, {box: checksum}) for name in ("a", "b", "c")})
+    text = r"the leaf 'a' has other values on rank 2 than on rank 0 \(and 2 other leaves differ\), expected equal bits"
+    with pytest.raises(ck.CheckpointError, match=text):
+        plan_of(leaves_of_rank)
