@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import muonfx as mfx
 from tests.checkpoint.common import assert_same_tree
-from tests.processes import Here, World
+from tests.processes import ROOT, Here, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -217,6 +219,28 @@ def check_refused(path: Path, model: nn.Module, reason: str) -> None:
         with pytest.raises(ck.MismatchError, match=reason):
             load(path, optimizer)
     assert_same_tree(optimizer.transform_state, before)
+
+
+@pytest.mark.parametrize("change", ["labels", "groups"])
+def test_dcp_load_of_a_changed_optimizer_raises_what_the_page_says(change: str, tmp_path: Path) -> None:
+    """The planner of torch raises it before the `Reader` is called, so only the page can name `load_changed`."""
+    model = model_of()
+    saved = mfx.TransformOptimizer(model, recipe(model, LAST_IS_ADAMW))
+    changed = mfx.TransformOptimizer(model, recipe(model, {**LAST_IS_ADAMW, "4.weight": "muon"}))
+    if change == "groups":
+        named = list(model.named_parameters())
+        saved = mfx.TransformOptimizer(model, mfx.adamw(0.003))
+        changed = mfx.TransformOptimizer([{"params": named[:2]}, {"params": named[2:]}], mfx.adamw(0.003))
+    train(model, saved)
+    save_by_dcp(tmp_path, model, saved)
+    error = "Missing key in checkpoint state_dict: "
+    key = {"labels": "optimizer.state.4.weight.muon.", "groups": "optimizer.param_groups.1."}[change]
+    state = {"optimizer": get_optimizer_state_dict(model, changed)}
+    with pytest.raises(CheckpointException, match=re.escape(error + key)):
+        dcp.load(state, storage_reader=ck.Reader(tmp_path), no_dist=True)
+    for page in ("changing-a-run", "sharded-models"):
+        assert f"`{error}...`" in (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    assert ck.load_changed(tmp_path, changed).kept
 
 
 def test_a_flattened_state_dict_is_refused_with_the_way_to_load_it(tmp_path: Path) -> None:
