@@ -87,8 +87,9 @@ def load(
             groups if the checkpoint has none.
         allow_extra: patterns of leaves of the checkpoint that may be missing in ``like``, or True for all leaves.
             ``["param_groups"]`` keeps the groups of the optimizer, for example if it has other labels now.
-        allow_other_chain: True to load a state that another transform wrote. States that moved as a whole, such as to a
-            new label or into a chain, are found. A step count is copied to all labels that the state is divided into.
+        allow_other_chain: True to load a state that another transform wrote. The state of a parameter that moved as a
+            whole, such as to a new label or into a chain, is found. A step count is copied to all labels that the state
+            is divided into.
         cast: a dict from pattern to dtype; matching leaves, which have this dtype in ``like``, may be rounded to it.
         rename: a dict from names in the checkpoint to names in ``like``. A key is a name, the first
             levels of names, or a pattern. Each ``*`` in a pattern matches any text, which replaces the ``*`` at the

@@ -1,6 +1,7 @@
 """Find where the leaves of a changed state come from: the names in a checkpoint of states that moved in the tree.
 
-The names of a leaf have the levels transform, variable and parameter, as in "adamw/scale_by_adam" "mu" "wte.weight".
+The name of a leaf has the levels of the transform, the variable and the parameter, as in
+"adamw/scale_by_adam/mu/wte.weight".
 """
 
 from __future__ import annotations
