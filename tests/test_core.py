@@ -143,7 +143,7 @@ def test_a_model_in_the_place_of_its_parameters_is_told_what_to_give():
         with pytest.raises(TypeError, match=r"by name, such as dict\(model.named_parameters\(\)\)"):
             tx.init(given)
     params = dict(model.named_parameters())
-    with pytest.raises(TypeError, match=r"updates .* such as dict\(model.named_parameters\(\)\)"):
+    with pytest.raises(TypeError, match=r"updates .* p.grad for name, p in model.named_parameters\(\)"):
         tx.update(model, tx.init(params), params)
     with pytest.raises(TypeError, match=r"dict\(model.named_parameters\(\)\)"):
         mfx.apply_updates(model, params)
@@ -444,17 +444,18 @@ def test_nesterov_reaches_adam_and_is_not_shown_by_default() -> None:
     assert "nesterov" not in repr(mfx.adamw(0.1)) + repr(mfx.muon_with_adamw(0.1))
 
 
+@mfx.core.transform(locality=mfx.Locality.LEAF)
+def by_first_match(rates: dict[str, torch.Tensor]):
+    def rate_of(name: str) -> torch.Tensor:
+        return next(rate for pattern, rate in rates.items() if fnmatch(name, pattern))
+
+    def update(updates, state, params=None):
+        return {name: leaf * rate_of(name) for name, leaf in updates.items()}, state
+
+    return lambda params: (), update
+
+
 def test_the_order_of_a_dict_of_tensors_in_an_argument_is_kept():
-    @mfx.core.transform(locality=mfx.Locality.LEAF)
-    def by_first_match(rates: dict[str, torch.Tensor]):
-        def rate_of(name: str) -> torch.Tensor:
-            return next(rate for pattern, rate in rates.items() if fnmatch(name, pattern))
-
-        def update(updates, state, params=None):
-            return {name: leaf * rate_of(name) for name, leaf in updates.items()}, state
-
-        return lambda params: (), update
-
     tx = by_first_match({"head*": torch.tensor(0.5), "*": torch.tensor(2.0)})
     reversed_tx = by_first_match({"*": torch.tensor(2.0), "head*": torch.tensor(0.5)})
     assert tx != reversed_tx
@@ -464,6 +465,16 @@ def test_the_order_of_a_dict_of_tensors_in_an_argument_is_kept():
     grads = {"head": torch.ones(1), "other": torch.ones(1)}
     updates, _ = tx.update(grads, tx.init(grads))
     assert updates == {"head": torch.tensor([0.5]), "other": torch.tensor([2.0])}
+
+
+def test_transforms_with_another_order_of_a_dict_are_not_equal_and_cannot_be_stacked():
+    patterns = {"head*": torch.tensor(0.5), "*": torch.tensor(2.0)}
+    tx, reordered = by_first_match(patterns), by_first_match(dict(reversed(patterns.items())))
+    assert tx == by_first_match(dict(patterns))
+    assert tx != reordered
+    assert tx.structure != reordered.structure
+    with pytest.raises(ValueError, match="stack: transform 1 is by_first_match"):
+        mfx.stack([tx, reordered])
 
 
 def test_the_label_none_leaves_out_a_quantized_weight_within_other_transforms():

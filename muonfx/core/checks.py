@@ -229,7 +229,10 @@ def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
     """Return the TypeError to raise if the leaf ``name`` of a tree, such as "params", is not a tensor."""
     advice = ""
     if isinstance(leaf, nn.Module | Iterator):
-        advice = "; expected a tree of tensors by name, such as dict(model.named_parameters())"
+        code = "dict(model.named_parameters())"
+        if tree_name == "updates":
+            code = "{name: p.grad for name, p in model.named_parameters()}"
+        advice = f"; expected a tree of tensors by name, such as {code}"
     elif isinstance(leaf, Mapping):
         advice = "; trees are made of dicts, tuples, lists and NamedTuples: convert it with dict(...)"
     subject = f"{tree_name}: {shown_name(name)}" if name else tree_name
