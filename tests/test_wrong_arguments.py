@@ -119,7 +119,10 @@ WRONG = {
     "Muon(MODEL, labels=lambda model: None)": "Muon: labels must be .*found a function that returns None",
     "Muon(MODEL, labels=lambda name: 'muon')": "Muon: labels must be .*found a function that returns 'muon'",
     "TransformOptimizer(None, adamw())": r"params must be a model, .*found NoneType",
-    "masked({'w': True}, scale(0.1))": "masked: inner must be a muonfx.Transform, found {'w': True}",
+    "masked({'w': True}, scale(0.1))": "masked: found {'w': True} before the transform, expected the transform first",
+    "masked(routing.ndim(2), scale(0.1))": r"masked: found ndim\(2\) before the transform, expected the",
+    "masked(lambda params: {'w': True}, scale(0.1))": "masked: found <function .* before the transform, expected",
+    "masked(3, True)": "masked: inner must be a muonfx.Transform, found 3",
     "momentum(nesterov=linear_schedule(0.5, 0.9, 4))": "momentum: nesterov must be True or False, found linear",
     "normalize_neurons(dtype=int8())": r'"auto", a floating-point torch.dtype or None, found int8\(\)',
     "accumulate(scale(1.0), 2, dtype=int8())": r'"auto", a floating-point torch.dtype or None, found int8\(\)',
@@ -138,6 +141,11 @@ WRONG = {
     "muon().init({'bias': torch.zeros(3)})": r"'bias' has shape \(3,\), expected at least two dims: give vectors",
     "partition({'slow': scale(1.0)}, {'w': 'fast'}).init(W)": "has the label 'fast', expected .*'slow': change",
     "partition({'slow': scale(1.0)}, {}).init(W)": "no value for 'w'",
+    "partition({'slow': scale(1.0)}, ['slow']).init(W)": r"labels: found \['slow'\], expected a dict from .* are 'w'",
+    "partition({'a': scale(1.0)}, ['a', 'a']).init([W['w']])": r"found \['a', 'a'\], expected a dict .*or a tree",
+    "partition({'slow': scale(1.0)}, lambda params: 'slow').init(W)": "a function that returns 'slow', expected a dict",
+    "partition({'slow': scale(1.0)}, lambda params: None).init(W)": "a function that returns None, expected a dict",
+    "masked(scale(1.0), lambda params: {'w'}).init(W)": "a function that returns {'w'}, .*to True or False, or a tree",
     "partition({'slow': scale}, {'w': 'slow'})": r"transforms\['slow'\] must be a muonfx.Transform",
     "apply_updates(W, adamw().update(W, adamw().init(W), W))": r"apply_updates: .*\(updates, state\), pass the first",
     "add_decayed_weights(0.1, lambda name, p: p.ndim > 1).init(W)": (
@@ -170,6 +178,12 @@ WRONG = {
     "with_hyperparams(momentum(0.9), {'decya': 0.5})": r"decya \(did you mean 'decay'\?\)",
     "stateless(lambda u, p: {}).update({'w': torch.ones(2)}, core.EmptyState())": "the function returns .* missing 'w'",
     "add_updates(identity(), momentum)": "add_updates: argument 1 must be a Transform .*: momentum",
+    "contrib.reduce_on_plateau().update(W, contrib.reduce_on_plateau().init(W), W, value=True)": (
+        "found value=True, expected the loss as a real number or real tensor"
+    ),
+    "contrib.reduce_on_plateau().update(W, contrib.reduce_on_plateau().init(W), W, value=torch.tensor(1j))": (
+        r"found value=tensor\(0.\+1.j\), expected the loss as a real number or real tensor"
+    ),
     "cautious(3)": "cautious: inner must be a muonfx.Transform, found 3",
     "contrib.schedule_free(torch.sum, 0.1)": "inner must be a muonfx.Transform, found the function sum",
     "stack([adamw(), adamw])": "stack: expected a transform, found adamw; call the factory",

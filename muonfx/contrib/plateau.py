@@ -29,10 +29,14 @@ class ReduceOnPlateauState(NamedTuple):
 
 
 def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
-    """Raise unless the extra argument ``value`` is a real number or a tensor of one element."""
+    """Raise unless the extra argument ``value`` is a real number or a real tensor of one element."""
     value = extras.get("value", 0.0)
-    if not isinstance(value, Real | Tensor):
-        raise TypeError(f"reduce_on_plateau: found value={value!r}, expected the loss as a real number or a tensor")
+    if isinstance(value, Tensor):
+        is_real = not value.is_complex() and value.dtype != torch.bool
+    else:
+        is_real = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_real:
+        raise TypeError(f"reduce_on_plateau: found value={value!r}, expected the loss as a real number or real tensor")
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(
             f"reduce_on_plateau: found a value of shape {tuple(value.shape)}, expected one element: reduce the loss "

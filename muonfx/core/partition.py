@@ -25,6 +25,7 @@ from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.patterns import NamePatterns
 from muonfx.core.transform import Combinator, Locality, Transform, left_out, require_transform, transform
 from muonfx.core.value import Memory, with_memory
+from muonfx.internal.arguments import short_repr
 from muonfx.internal.display import format_list
 from muonfx.internal.wrappers import unwrapped
 from muonfx.tree import PyTree
@@ -157,7 +158,7 @@ class _Chooser:
 
         A condition or a function is first evaluated on the parameters, which gives one of two forms: a mapping by name,
         ``{"fc.weight": "muon"}``, or a tree like the parameters, ``{"fc": {"weight": "muon"}}``. The leaves of both
-        have the same dotted names. There may be more of them than parameters.
+        have the same dotted names. A dict may have more of them than there are parameters.
         """
         source = self.source
         if isinstance(source, Condition):
@@ -166,14 +167,18 @@ class _Chooser:
             chosen = self._call(source, params)
         else:
             chosen = source
-        values = dict(tree.named_leaves(dict(chosen) if isinstance(chosen, Mapping) else chosen))
+        if isinstance(chosen, Mapping):
+            values = dict(tree.named_leaves(dict(chosen)))
+        else:
+            values = dict(tree.named_leaves(chosen))
+            if values.keys() != set(names):
+                raise self._wrong_form(chosen, names)
         key_of = _keys_of(names, values)
         missing = [name for name in names if name not in key_of]
         if missing:
             raise ValueError(
-                f"{self.argument}: found no value for {format_list(missing)} in a {type(chosen).__name__}, "
-                f"expected {self.expected} for each parameter: add them, or select a whole subtree with a pattern, as "
-                "in muonfx.routing.path('head.*')"
+                f"{self.argument}: found no value for {format_list(missing)}, expected {self.expected} for each "
+                "parameter: add them, or select a whole subtree with a pattern, as in muonfx.routing.path('head.*')"
             )
         value_of = {name: values[key] for name, key in key_of.items()}
         for name, value in value_of.items():
@@ -182,6 +187,16 @@ class _Chooser:
         if isinstance(chosen, RoutedLabels):
             return _Choice(value_of, chosen.for_names(key_of))
         return _Choice(value_of)
+
+    def _wrong_form(self, chosen: object, names: list[str]) -> ValueError:
+        """Return the error for a value, such as a string or a list, that is no dict and no tree like the parameters."""
+        subject = short_repr(chosen)
+        if callable(self.source):
+            subject = f"a function that returns {subject}"
+        return ValueError(
+            f"{self.argument}: found {subject}, expected a dict from the name of each parameter to {self.expected}, or "
+            f"a tree with the structure of the parameters, whose names are {format_list(names)}"
+        )
 
     def _call(self, function: Callable[[PyTree], Any], params: PyTree) -> Any:
         """Return ``function(params)``. A note on an error says what the function received."""
@@ -452,6 +467,8 @@ def masked(
         >>> tx.update(params, tx.init(params))[0]
         {'w': tensor([[-1.]]), 'b': tensor([1.])}
     """
+    if isinstance(mask, Transform):
+        raise TypeError(f"masked: found {short_repr(inner)} before the transform, expected the transform first")
     require_transform("masked: inner", inner)
     choose = _mask_chooser("masked: mask", mask, _memory)
 
