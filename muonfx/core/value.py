@@ -148,6 +148,8 @@ class Lazy(Generic[V]):
     Later reads find it there without a call. Nothing is cached while torch.compile traces.
     """
 
+    _is_of_structure: ClassVar[bool] = False
+
     def __init__(self, compute: Callable[[Any], V]) -> None:
         self._compute = compute
         self._name = compute.__name__
@@ -157,24 +159,23 @@ class Lazy(Generic[V]):
         """Return the property of an object, and store it in ``instance.__dict__``."""
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
-        result = self._result(instance)
+        if self._is_of_structure:
+            results: dict[str, Any] = instance.structure.attributes
+            if self._name not in results:
+                results[self._name] = self._compute(instance)
+            result = results[self._name]
+        else:
+            result = self._compute(instance)
         # Objects created while tracing must not be stored on an object that outlives the trace.
         if not torch.compiler.is_compiling():
             instance.__dict__[self._name] = result
         return result
 
-    def _result(self, instance: Any) -> V:
-        return self._compute(instance)
-
 
 class LazyOfStructure(Lazy[V]):
     """A `Lazy` property whose result is also cached in the structure, which values with other numbers share."""
 
-    def _result(self, instance: Any) -> V:
-        results: dict[str, Any] = instance.structure.attributes
-        if self._name not in results:
-            results[self._name] = self._compute(instance)
-        return results[self._name]
+    _is_of_structure = True
 
 
 # ----------------------------------------------------------------------------------------- the options of the decorator
@@ -239,15 +240,24 @@ def _ordered_items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
     return items
 
 
+_CONTAINERS = (tuple, list, dict)
+"""The types of arguments in which transforms and tensors are replaced by placeholders."""
+
+
 def _join(skeleton: Any, values: Iterator[object]) -> Any:
-    """Replace the placeholders in an argument by ``values``, in order. This is the inverse of `_split`."""
-    if skeleton is _HOLE:
-        return next(values)
+    """Replace the placeholders in a container by ``values``, in order. This is the inverse of `_split`."""
+    items = skeleton.values() if type(skeleton) is dict else skeleton
+    joined: list[object] = []
+    for item in items:
+        if item is _HOLE:
+            joined.append(next(values))
+        elif type(item) in _CONTAINERS:
+            joined.append(_join(item, values))
+        else:
+            joined.append(item)
     if type(skeleton) is dict:
-        return {key: _join(item, values) for key, item in skeleton.items()}
-    if type(skeleton) in (tuple, list):
-        return type(skeleton)([_join(item, values) for item in skeleton])
-    return skeleton
+        return dict(zip(skeleton, joined, strict=True))
+    return type(skeleton)(joined)
 
 
 def _names_of_holes(skeleton: Any, name: str) -> list[str]:
@@ -528,7 +538,7 @@ class Recorded:
         Transforms with equal fingerprints have states of the same meaning. Numeric arguments are ignored, so a run can
         resume with another learning rate. The digits are the same in every process, and if code is moved.
         """
-        return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
+        return hashlib.sha256(_text_of_call(self).encode()).hexdigest()[:16]
 
 
 def prepared(recorded: R) -> R:
@@ -564,7 +574,13 @@ def parts_of(recorded: Recorded, name: str = "") -> list[tuple[str, Any]]:
 
 def numbers_of(recorded: Recorded) -> list[Any]:
     """Return the numeric arguments of a transform and of its inner transforms, in the order of pytree leaves."""
-    return [number for _, number in parts_of(recorded)]
+    numbers: list[Any] = []
+    for value in recorded.parts:
+        if isinstance(value, Recorded):
+            numbers += numbers_of(value)
+        else:
+            numbers.append(value)
+    return numbers
 
 
 def with_numbers(recorded: R, numbers: Iterator[object]) -> R:
@@ -587,14 +603,16 @@ def strip_transparent(value: Any) -> Any:
     return value
 
 
-def dotted(name: str) -> str:
-    """Return ``name`` with a dot appended, or "" for an empty name."""
-    return f"{name}." if name else ""
-
-
 def joined_name(name: str, argument: str) -> str:
-    """Return the dotted name of an argument of the transform ``name``. A transparent wrapper adds nothing to it."""
-    return dotted(name) + argument if argument else name
+    """Return the dotted name of an argument of the transform ``name``: "muon.decay" for "muon" and "decay".
+
+    The outermost transform has the name "". The argument of a transparent wrapper is called "" and adds nothing.
+    """
+    if not name:
+        return argument
+    if not argument:
+        return name
+    return f"{name}.{argument}"
 
 
 def walk(recorded: Recorded, name: str = "") -> Iterator[tuple[str, Recorded]]:
@@ -622,12 +640,15 @@ def _part_names(recorded: Recorded) -> tuple[str, ...]:
     if recorded.factory.definition.transparent:
         return ("",)
     names: list[str] = []
-    for argument in recorded.structure.skeleton:
-        names += recorded._names_of_parts(argument)
+    for argument, skeleton in recorded.structure.skeleton.items():
+        if skeleton is _HOLE:
+            names.append(argument)
+        elif type(skeleton) in _CONTAINERS:
+            names += recorded._names_of_parts(argument)
     return tuple(names)
 
 
-def _structure(recorded: Recorded) -> str:
+def _text_of_call(recorded: Recorded) -> str:
     """Return the text whose hash is the fingerprint: public names and arguments, without numbers and defaults.
 
     For example, "muonfx.chain(transforms=(muonfx.momentum(nesterov=True),muonfx.scale()))".
@@ -637,7 +658,7 @@ def _structure(recorded: Recorded) -> str:
     parts = iter(recorded.parts)
     texts: list[str] = []
     for name, skeleton in recorded.structure.skeleton.items():
-        text = _text(skeleton, parts)
+        text = _text_of_argument(skeleton, parts)
         if text != _text_of_default(definition, name):
             texts.append(f"{name}={text}")
     return f"{public_name(recorded.factory)}({','.join(texts)})"
@@ -647,16 +668,18 @@ _NUMBER = "*"
 """The text of a number, and of an argument without a default."""
 
 
-def _text(skeleton: object, parts: Iterator[object]) -> str:
+def _text_of_argument(skeleton: object, parts: Iterator[object]) -> str:
     """Return an argument as text for the fingerprint. Each placeholder in it takes the next value from ``parts``."""
+    if skeleton is _HOLE:
+        part = next(parts)
+        if isinstance(part, Recorded):
+            return _text_of_call(part)
+        return _NUMBER
 
     def text_of_item(item: object) -> str:
-        return _text(item, parts)
+        return _text_of_argument(item, parts)
 
-    if skeleton is not _HOLE:
-        return text_of(skeleton, text_of_item)
-    part = next(parts)
-    return _structure(part) if isinstance(part, Recorded) else _NUMBER
+    return text_of(skeleton, text_of_item)
 
 
 def _text_of_default(definition: Definition, name: str) -> str:
@@ -670,4 +693,4 @@ def _text_of_default(definition: Definition, name: str) -> str:
         return _NUMBER
     parts: list[object] = []
     skeleton = _split(definition.as_float(name, parameter.default), parts)  # appends to `parts`
-    return _text(skeleton, iter(parts))
+    return _text_of_argument(skeleton, iter(parts))

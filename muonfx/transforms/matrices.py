@@ -144,7 +144,9 @@ def _parse(text: object) -> Pattern:
 
 def view_of(tx: Transform) -> MatrixView | None:
     """Return the argument ``view`` of a transform (how parameters divide into matrices); None if it is not set."""
-    view = tx.arguments.get("view")
+    if "view" not in tx.factory.definition.parameters:
+        return None
+    view = tx.arguments["view"]
     return view if isinstance(view, MatrixView) else None
 
 
