@@ -158,6 +158,41 @@ def test_a_number_that_is_a_tensor_is_read_at_every_call():
     assert tx.update({"w": torch.ones(2)}, ())[0]["w"].tolist() == [4.0, 4.0]
 
 
+def test_a_step_of_numbers_is_called_once():
+    calls = []
+
+    def step(u: mfx.Leaf, s: Any):
+        calls.append(1)
+        return u * 2.0, s
+
+    tx = made(step)
+    for _ in range(3):
+        tx.update(GRADS, ())
+    assert calls == [1]
+
+
+def test_a_tensor_that_a_step_reads_from_outside_may_change():
+    factor, offsets = torch.tensor(2.0), torch.tensor([1.0])
+    tx = made(lambda u, s: (torch.where(u > 0, u, offsets) * factor, s))
+    grads = {"w": torch.tensor([1.0, -1.0])}
+    assert tx.update(grads, ())[0]["w"].tolist() == [2.0, 2.0]
+    factor.fill_(3.0)
+    offsets.fill_(5.0)
+    assert tx.update(grads, ())[0]["w"].tolist() == [3.0, 15.0]
+
+
+def test_a_saved_step_runs_in_transforms_of_torch_func_and_on_donated_tensors():
+    tx = made(lambda u, s: (u * 2.0 + 1.0, s))
+    eager = tx.update({"w": torch.ones(2)}, ())[0]["w"]
+    batched = torch.func.vmap(lambda u: tx.update({"w": u}, ())[0]["w"])(torch.ones(3, 2))
+    gradient = torch.func.grad(lambda u: tx.update({"w": u}, ())[0]["w"].sum())(torch.ones(2))
+    compiled = torch.compile(lambda u: tx.update({"w": u}, ())[0]["w"], fullgraph=True, backend="eager")(torch.ones(2))
+    donated = tx.update({"w": torch.ones(2)}, (), donate=True)[0]["w"]
+    assert batched.tolist() == [eager.tolist()] * 3
+    assert gradient.tolist() == [2.0, 2.0]
+    assert compiled.tolist() == donated.tolist() == tx.update({"w": torch.ones(2)}, ())[0]["w"].tolist()
+
+
 def test_a_sum_over_leaves_skips_gradients_of_none_and_is_a_plain_sum():
     grads = {"a": torch.tensor([3.0, 0.0]), "b": None, "c": torch.tensor(4.0)}
     tx, params = by_a_norm_over_all_leaves(0.0), {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(())}
