@@ -84,11 +84,11 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
 
 def _advice(globs: tuple[str, ...], names: list[str]) -> str:
     """Return the parameter names that are close to some globs, such as "close: 'h.qkv'"; if none is, list all."""
-    close: list[str] = []
+    close: dict[str, None] = {}  # each name once, in this order
     for glob in globs:
-        close += close_names(glob.strip("*."), names)
+        close |= dict.fromkeys(close_names(glob.strip("*."), names))
     if close:
-        return f"close: {format_list(close, shown_name)}"
+        return f"close: {format_list(list(close), shown_name)}"
     return f"they are {format_list(names, shown_name)}"
 
 

@@ -283,7 +283,7 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
     leaves = dict(tree.named_leaves(params))
     members: list[_Member] = []
     for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
-        if leaves[name] is None:  # a parameter of another label of a `partition`
+        if leaves[name] is None:  # no update, as for a frozen quantized weight
             continue
         for attention in attentions:
             module, roles = attention.module_of(plain_name)
