@@ -101,15 +101,16 @@ def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, s
     >>> prefix_renaming(extra=["trace/fc.weight"], missing=["trace/model.fc.weight"])
     {'trace/*': 'trace/model.*'}
     """
-    extra_names = sorted(extra)  # with one prefix more or less, both have one order
-    missing_names = sorted(missing)
+    # Sorted by path, then by parameter. With one prefix more or less, both lists have one order.
+    extra_names = sorted([name.rpartition("/") for name in extra])  # [("trace", "/", "fc.weight")]
+    missing_names = sorted([name.rpartition("/") for name in missing])
     if len(extra_names) != len(missing_names):
         return {}
     renaming: dict[str, str] = {}
     prefixes: set[tuple[str, str]] = set()
     for extra_name, missing_name in zip(extra_names, missing_names, strict=True):
-        path, slash, parameter = extra_name.rpartition("/")  # ("trace", "/", "fc.weight")
-        new_path, _, new_parameter = missing_name.rpartition("/")
+        path, slash, parameter = extra_name
+        new_path, _, new_parameter = missing_name
         if path != new_path:
             return {}
         if new_parameter.endswith(f".{parameter}"):
