@@ -327,7 +327,10 @@ INDEPENDENT = mfx.subtract_decayed_weights(0.1)
         ([mfx.adamw(0.1), mfx.masked(DECAY, {"w": True})], "comes after .* in 'chain'.* put it before 'chain'"),
         ([LEARNING_RATE, mfx.chain(mfx.momentum(), DECAY)], "comes after the learning rate"),
         ([LEARNING_RATE, mfx.cautious(mfx.momentum())], "cautious comes after"),
-        ([INDEPENDENT, LEARNING_RATE], "subtract_decayed_weights comes before scale_by_learning_rate"),
+        (
+            [INDEPENDENT, LEARNING_RATE],
+            r"comes before scale_by_learning_rate .* put it after 'scale_by_learning_rate'$",
+        ),
         ([INDEPENDENT, mfx.scale(-0.1)], "subtract_decayed_weights comes before scale in 'scale'"),
         ([mfx.masked(INDEPENDENT, {"w": True}), mfx.adamw(0.1)], "before .* in 'chain'.* put it after"),
         ([mfx.muon(0.1, weight_decay=0.0), LEARNING_RATE], "found learning rates in .*, expected one"),
@@ -335,7 +338,10 @@ INDEPENDENT = mfx.subtract_decayed_weights(0.1)
         ([mfx.qk_clip(()), LEARNING_RATE], "qk_clip comes before"),
         ([mfx.ema_params(), mfx.chain(mfx.clip_by_value(1.0), LEARNING_RATE)], "ema_params comes before"),
         ([mfx.ema_params(), mfx.scale(mfx.linear_schedule(-0.1, 0.0, 10))], "ema_params comes before scale in 'scale'"),
-        ([mfx.master_params(mfx.momentum()), LEARNING_RATE], "put it after .* or move scale_by_learning_rate into"),
+        (
+            [mfx.master_params(mfx.momentum()), LEARNING_RATE],
+            r"or move scale_by_learning_rate into master_params\(...\)$",
+        ),
     ],
     ids=repr,
 )

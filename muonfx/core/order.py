@@ -141,11 +141,14 @@ def _error(earlier: _Placed, later: _Placed) -> str:
             f"direction of the gradient; put it before {earlier.member!r}"
         )
     if earlier.position in _AFTER and later.position in ("learning_rate", "turns"):
-        return (
+        message = (
             f"{earlier.tx.name} comes before {later.tx.name} in {later.member!r}, which reverses the sign of the "
-            f"updates, but it requires the updates that are added to the parameters; put it after {later.member!r}, or "
-            f"move {later.tx.name} into it if it is a wrapper"
+            f"updates, but {earlier.tx.name} requires the updates that are added to the parameters; put it after "
+            f"{later.member!r}"
         )
+        if earlier.tx.children:  # a wrapper, such as master_params
+            message += f", or move {later.tx.name} into {earlier.tx.name}(...)"
+        return message
     return ""
 
 
