@@ -484,10 +484,11 @@ class _Formula:
         return new_updates, tree.unflatten(containers, new_fields)
 
     def _recorded_step(self, containers: Structure, old_fields: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
-        """Return the recorded step. It is saved if it is the same at each update, since a step of few leaves is short.
+        """Return the recorded step, which is saved if it is the same at each update.
 
-        A recorded step contains the numbers that it has read. So it is recorded again if one of them may change: a
-        number that all leaves share, an extra argument, or another tensor.
+        For a few small leaves, recording takes longer than the rest of an update. A recorded step contains the numbers
+        that it has read. So it is recorded again if one of them may change: a number that all leaves share, an extra
+        argument, or another tensor.
         """
         # A compiled graph that reads the saved step would be compiled again when it changes, so this comes first.
         is_compiling = torch.compiler.is_compiling()

@@ -536,11 +536,12 @@ def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> N
     The parts k and v of ``(h=8 (k=128 + v=64)) in`` require a result with h, k and in, and one with h, v and in.
     """
     plain_names, part_names = _plain_and_part_names(dims)
-    expected = [sorted(plain_names)]
+    expected_names = [sorted(plain_names)]  # a list of names for each result
     if part_names:
-        expected = [sorted([*plain_names, part]) for part in part_names]
-    if sorted([sorted(_names(result)) for result in results]) != sorted(expected):
-        texts = [f"one result with each of {', '.join(names)} once" for names in expected]
+        expected_names = [sorted([*plain_names, part]) for part in part_names]
+    names_of_results = [sorted(_names(result)) for result in results]
+    if sorted(names_of_results) != sorted(expected_names):  # results may have another order than the parts
+        texts = [f"one result with each of {', '.join(names)} once" for names in expected_names]
         raise _Malformed(f"right of the arrow, write {' and '.join(texts)}, separated by commas")
 
 

@@ -283,14 +283,23 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
     leaves = dict(tree.named_leaves(params))
     members: list[_Member] = []
     for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
-        if leaves[name] is None:  # no update, as for a frozen quantized weight
+        if leaves[name] is None:  # it is not updated, as a frozen quantized weight
             continue
-        for attention in attentions:
-            module, roles = attention.module_of(plain_name)
-            if roles:
-                members.append(_Member(name, module, attention, roles, tuple(leaves[name].shape)))
-                break  # the first `AttentionHeads` that matches a parameter is used
+        member = _first_member(attentions, name, plain_name, tuple(leaves[name].shape))
+        if member is not None:
+            members.append(member)
     return members
+
+
+def _first_member(
+    attentions: list[AttentionHeads], name: str, plain_name: str, shape: tuple[int, ...]
+) -> _Member | None:
+    """Return a parameter as a member of the first `AttentionHeads` that matches its plain name, or None."""
+    for attention in attentions:
+        module, roles = attention.module_of(plain_name)
+        if roles:
+            return _Member(name, module, attention, roles, shape)
+    return None
 
 
 def _resolve(tx: Transform, params: PyTree) -> Transform:
