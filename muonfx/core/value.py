@@ -247,7 +247,7 @@ _CONTAINERS = (tuple, list, dict)
 def _join(skeleton: Any, values: Iterator[object]) -> Any:
     """Replace the placeholders in a container by ``values``, in order. This is the inverse of `_split`."""
     items = skeleton.values() if type(skeleton) is dict else skeleton
-    joined: list[object] = []
+    joined: list[Any] = []
     for item in items:
         if item is _HOLE:
             joined.append(next(values))
