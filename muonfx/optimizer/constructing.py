@@ -54,19 +54,28 @@ def _without_iterators(params: Any) -> Any:
 def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGroup | None:
     """Return the process group of the ranks that construct an optimizer with these arguments; None if it is alone.
 
-    A layout has its group. A function that creates a layout, or DTensors on meshes of all ranks, mean all ranks.
+    The layout of the parameters has it, or else the parameters themselves, if they are DTensors.
     """
     if not dist.is_initialized():
         return None
-    layout = options.get("layout")
+    layout = options.get("layout")  # a layout, a function that creates one, or None
     for argument in (*args, *options.values()):
         if isinstance(argument, Sharded):  # a transform with a layout, as ``sharded(tx, layout)`` returns it
             layout = argument.layout
     if isinstance(layout, Layout):
         return layout.group
+    if layout is not None:
+        return _group_of_function(layout)
     params = args[0] if args else options.get("params")
-    if layout is None and not _are_on_all_ranks(params):
-        return None
+    return dist.group.WORLD if _are_on_all_ranks(params) else None
+
+
+def _group_of_function(layout: object) -> dist.ProcessGroup | None:
+    """Return the group of a function that creates a layout: the one in ``partial(zero, group=...)``, or all ranks."""
+    if isinstance(layout, functools.partial):
+        group = layout.keywords.get("group")
+        if isinstance(group, dist.ProcessGroup):
+            return group
     return dist.group.WORLD
 
 

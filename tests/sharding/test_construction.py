@@ -1,6 +1,7 @@
 """A constructor that fails on one rank is an error on all ranks in seconds, not after the timeout of the group."""
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +45,8 @@ def construct(here: Here, mistake: str, *, is_wrong: bool) -> None:
         rate = -1.0
     if mistake == "a layout":
         mfx.Muon(model, layout=failing if is_wrong else sharding.replicated)
+    elif mistake == "a rate beside a layout of a group":
+        mfx.Muon(model, lr=rate, layout=partial(sharding.replicated, group=here.group))
     elif mistake == "DTensors":
         params = {name: distribute_tensor(param, here.mesh, [Shard(0)]) for name, param in params.items()}
         labels = {name: "muon" if param.ndim == 2 else "adamw" for name, param in params.items()}
@@ -73,6 +76,7 @@ def construct_timed(here: Here, mistake: str) -> None:
     [
         ("a rate", 3),
         *((mistake, 2) for mistake in (*WRONG_OPTIONS, "a shape", "sharded", "a group")),
+        ("a rate beside a layout of a group", 2),  # the other ranks of the job construct nothing
         *((mistake, 4) for mistake in ("a layout", "DTensors")),  # on the default group
     ],
 )
