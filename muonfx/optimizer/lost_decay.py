@@ -36,12 +36,14 @@ def warn_of_lost_decay(stepping: Stepping, groups: Sequence[TrackedGroup], param
             narrow_names.difference_update(visited.names)
     lost_changes: dict[str, float] = {}  # per parameter name, the relative change by a step, which is rounded away
     for tracked in groups:
-        names = narrow_names.intersection(tracked.names)
+        names = [name for name in tracked.names if name in narrow_names]
+        if not names:  # the numbers of parameters on the meta device may be there, too, without values
+            continue
         decay = float(tracked.group.get("weight_decay", 0.0))
-        if decay == 0.0 or not names:
+        if decay == 0.0:
             continue
         change = decay * _largest_rate(stepping.tx, tracked)
-        for name in sorted(names):
+        for name in names:
             # A unit in the last place of x is between eps / 2 and eps times x. Less than half a unit is rounded away.
             if 0.0 < change < torch.finfo(params[name].dtype).eps / 4:
                 lost_changes[name] = change

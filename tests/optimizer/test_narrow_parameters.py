@@ -115,6 +115,9 @@ KEPT: dict[str, Callable[[], Any]] = {
     "frozen": lambda: mfx.TransformOptimizer(
         nn.Linear(4, 4, dtype=BF16).requires_grad_(False), mfx.adamw(1e-3, weight_decay=0.1)
     ),
+    "numbers on the meta device": lambda: mfx.TransformOptimizer(
+        nn.Linear(4, 4, dtype=BF16, device="meta"), mfx.as_tensors(mfx.adamw(1e-3, weight_decay=0.1), device="meta")
+    ),
 }
 
 
