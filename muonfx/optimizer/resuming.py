@@ -10,7 +10,8 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 
-from muonfx import tree
+from torch import Tensor
+
 from muonfx.core import Transform
 from muonfx.core.chain_differences import CHAINS
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
@@ -140,9 +141,20 @@ def _before_schedulers(key: str, group: Group) -> object:
 
 
 def _are_close(first: object, second: object) -> bool:
-    """Return True if two values of a group, numbers or tuples of numbers, are equal except for rounding."""
-    pairs = zip(tree.leaves(first), tree.leaves(second), strict=True)
-    return all(math.isclose(float(number), float(other), rel_tol=1e-6) for number, other in pairs)
+    """Return True if two values of a group are equal, or are numbers that differ by rounding only.
+
+    Tuples such as ``(0.9, 0.95)`` are compared number by number. A list may stand for a tuple, as in files of JSON.
+    Another value, such as None, may be in "initial_lr", which is not checked before.
+    """
+    if isinstance(first, _SEQUENCES) and isinstance(second, _SEQUENCES):
+        return len(first) == len(second) and all(map(_are_close, first, second))
+    if isinstance(first, _NUMBERS) and isinstance(second, _NUMBERS):
+        return math.isclose(float(first), float(second), rel_tol=1e-6)
+    return first == second
+
+
+_SEQUENCES = (tuple, list)
+_NUMBERS = (int, float, Tensor)
 
 
 def first_lines(lines: Sequence[str], limit: int = 10) -> str:

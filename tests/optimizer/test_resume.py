@@ -107,9 +107,19 @@ def test_a_schedule_comes_whole_from_the_code(name: str, how: str):
 def test_a_difference_of_schedules_is_reported_by_name_with_both_values():
     old = optimizer_for(mfx.adamw(cosine(1.0, 100)), steps=2)
     new = optimizer_for(mfx.adamw(cosine(0.1, 10)))
-    (message,) = messages_of("torch.save", old, new)
-    for part in (RATE, "peak=1.0", "total_steps=100", "peak=0.1", "total_steps=10"):
-        assert part in message
+    for _ in range(2):  # each load reports it
+        (message,) = messages_of("torch.save", old, new)
+        for part in (RATE, "peak=1.0", "total_steps=100", "peak=0.1", "total_steps=10"):
+            assert part in message
+
+
+def test_a_saved_initial_rate_that_is_no_number_is_loaded_and_reported():
+    saved = optimizer_for(mfx.adamw(0.5), steps=2).state_dict()
+    saved["param_groups"][0]["initial_lr"] = None
+    new = optimizer_for(mfx.adamw(0.5))
+    with pytest.warns(UserWarning, match=r"lr: None in the file, 0\.5 in the code"):
+        new.load_state_dict(saved)
+    assert new.param_groups[0]["initial_lr"] is None
 
 
 NUMBERS: dict[str, tuple[dict[str, Any], Any]] = {
