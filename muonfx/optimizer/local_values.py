@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -119,6 +119,11 @@ def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
         has_same_shard = all(saved_position[dim] == position[dim] for dim in sharded_dims)
     if not has_same_shard:
         raise Misfit(
-            f"is the shard of the rank at position {saved_position} of the mesh, expected position {position}: load "
-            "the state that this rank saved"
+            f"is the shard of the rank at {_position_text(saved_position)} of the mesh, expected "
+            f"{_position_text(position)}: load the state that this rank saved"
         )
+
+
+def _position_text(position: Sequence[int] | None) -> str:
+    """Return "position (0, 1)" for the coordinates of a rank, and "no position" for a rank that is not in the mesh."""
+    return "no position" if position is None else f"position {tuple(position)}"

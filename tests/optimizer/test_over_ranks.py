@@ -726,7 +726,7 @@ def test_what_another_rank_had_of_a_sharded_state_is_refused_by_name(world: Worl
     assert isinstance(second, ValueError)
     assert isinstance(first, ShardingError)
     for error in (first, second):
-        assert "'back.weight': 'muon.momentum.trace' is the shard of the rank at position " in str(error)
+        assert "'back.weight': 'muon.momentum.trace' is the shard of the rank at position (0,)" in str(error)
         assert "expected position (1,)" in str(error)
 
 
