@@ -9,7 +9,7 @@ it, ``chain(momentum(), orthogonalize(view=MatrixView("(qkv=3 out) in -> qkv out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from muonfx.core import Transform, identity, masked
@@ -163,16 +163,16 @@ def saved_chains(record: Sequence[Any], names: Sequence[str]) -> dict[str, Saved
 
     ``record`` is a value of `record_of`, with the names of this optimizer.
     """
-    count, _, *exceptions = record
-    exceptional_names: set[str] = set()
-    for _, _, *names_of_chain in exceptions:
-        exceptional_names.update(names_of_chain)
-    known_names: Collection[str] = names
+    count, usual, *exceptions = record
+    saved_chain_of: dict[str, SavedChain] = {}
+    for code, fingerprint, *exceptional_names in exceptions:
+        saved_chain_of.update(dict.fromkeys(exceptional_names, SavedChain(code, fingerprint)))
     # torch.distributed.checkpoint merges saved groups whose parameters are in one group now, and keeps one record. And
     # names of exceptions may be unknown here. Both make it unknown which parameters have the usual chain.
-    if len(names) > count or not exceptional_names.issubset(names):
-        known_names = exceptional_names.intersection(names)
-    return {name: chain_in(record, name) for name in known_names}
+    if len(names) <= count and saved_chain_of.keys() <= set(names):
+        for name in names:
+            saved_chain_of.setdefault(name, SavedChain(*usual))
+    return saved_chain_of
 
 
 def chain_warnings(
