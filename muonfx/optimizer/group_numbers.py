@@ -74,6 +74,9 @@ class GroupNumbers:
         """The keys of the group that hold hyperparameters, such as ("lr", "betas", "momentum")."""
         self.mirrors = frozenset([hyperparam.key for hyperparam in hyperparams if hyperparam.is_mirror])
         """The keys that repeat numbers of other keys, such as "momentum"."""
+        names = [name for hyperparam in hyperparams for name in hyperparam.names]
+        self._has_common_numbers = len(set(names)) < len(names)
+        """True if two keys set one number, such as "betas" and "momentum"."""
         self._last_numbers: dict[str, Number] = {}
         """The numbers that the last `read` returned, by dotted name: ``{"scale_by_adam.b1": 0.9, ...}``."""
         self._last_entries: Group = {}
@@ -153,7 +156,7 @@ class GroupNumbers:
             missing = [name for name in hyperparam.names if name not in numbers]
             if missing:
                 raise _missing(hyperparam.key, group, self._last_entries.get(hyperparam.key))
-        if self.mirrors:  # a number may have been changed under another key: "betas" follows "momentum"
+        if self._has_common_numbers:  # one may have been changed under another key: "betas" follows "momentum"
             for hyperparam in self.hyperparams:
                 key = hyperparam.key
                 current = [numbers[name] for name in hyperparam.names]

@@ -666,6 +666,28 @@ def test_the_state_dict_of_adamw_is_refused_with_advice():
         optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
 
 
+def test_two_keys_of_one_number_follow_each_other_in_any_order_of_declaration():
+    @mfx.leafwise(short_names={"momentum": "b1", "betas": ("b1", "b2")})
+    def scale_by_decays(b1: float = 0.5, b2: float = 0.25):
+        return mfx.core.EmptyState(), lambda u, s: (u * b1 + u * b2, s)
+
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = mfx.TransformOptimizer({"w": param}, mfx.chain(scale_by_decays(), mfx.scale_by_learning_rate(1.0)))
+    (group,) = optimizer.param_groups
+    for key, value, betas in (
+        ("momentum", 0.75, (0.75, 0.25)),
+        ("lr", 2.0, (0.75, 0.25)),
+        ("betas", (0.0, 1.0), (0, 1)),
+    ):
+        group[key] = value
+        param.data.zero_()
+        param.grad = torch.ones(1)
+        optimizer.step()
+        assert group["betas"] == betas
+        assert group["momentum"] == betas[0]
+        assert param.item() == -group["lr"] * sum(betas)
+
+
 def test_a_group_that_selects_no_parameter_is_warned_of():
     model = make_model()
     named = list(model.named_parameters())
