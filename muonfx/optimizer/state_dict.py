@@ -85,11 +85,15 @@ def _named_by_order(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], r
     """Give saved groups without names the names of this optimizer, whose order torchtitan and other engines keep."""
     saved_sizes = [len(saved["params"]) for saved in saved_groups]
     sizes = [len(tracked.names) for tracked in groups]
-    if rename or saved_sizes != sizes:
+    problem = None
+    if rename:
+        problem = "rename= needs names"
+    elif saved_sizes != sizes:
+        problem = f"its groups have {saved_sizes} parameters, expected {sizes}, as in this optimizer"
+    if problem is not None:
         raise ValueError(
-            "nothing was loaded: the state dict has no 'param_names' to find parameters by, which rename= needs; "
-            f"without them, its groups must have {sizes} parameters, found {saved_sizes}; if another optimizer saved "
-            "it, such as AdamW, load the weights only, and start with a new state"
+            f"nothing was loaded: the state dict has no 'param_names' to find parameters by, and {problem}; if another "
+            "optimizer saved it, such as AdamW, load the weights only, and start with a new state"
         )
     return [{**saved, "param_names": list(tracked.names)} for tracked, saved in zip(groups, saved_groups, strict=True)]
 

@@ -662,8 +662,12 @@ def test_the_state_dict_of_adamw_is_refused_with_advice():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     labels = {name: "muon" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()}
     optimizer = mfx.Muon(model, labels=labels)
-    with pytest.raises(ValueError, match="such as AdamW, load the weights only, and start with a new state"):
-        optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+    saved = torch.optim.AdamW(model.parameters()).state_dict()
+    advice = "if another optimizer saved it, such as AdamW, load the weights only, and start with a new state"
+    with pytest.raises(ValueError, match=rf"its groups have \[4\] parameters, expected \[2, 2\], .*{advice}"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError, match=rf"no 'param_names' .* rename= needs names; {advice}"):
+        optimizer.load_state_dict(saved, rename={"0": "layers.0"})
 
 
 def test_two_keys_of_one_number_follow_each_other_in_any_order_of_declaration():
