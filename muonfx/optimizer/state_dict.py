@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -143,7 +144,7 @@ def match_groups(
     saved_group_of: dict[str, Group] = {}  # by the name of each parameter
     for saved in saved_groups:
         saved_group_of |= dict.fromkeys(saved["param_names"], saved)
-    without_known_names = iter([saved for saved in saved_groups if names.isdisjoint(saved["param_names"])])
+    without_known_names = deque([saved for saved in saved_groups if names.isdisjoint(saved["param_names"])])
     matched: list[Group | None] = []
     for tracked in groups:
         members = saved_names.intersection(tracked.names)
@@ -151,10 +152,10 @@ def match_groups(
             saved = saved_group_of[min(members)]
             _require_same_members(members, names.intersection(saved["param_names"]))
             matched.append(saved)
-        elif tracked.names:  # for example, all of its parameters were frozen when the state was saved
+        elif not tracked.names and without_known_names:  # a group without parameters
+            matched.append(without_known_names.popleft())
+        else:  # for example, all of its parameters were frozen when the state was saved
             matched.append(None)
-        else:
-            matched.append(next(without_known_names, None))
     return matched
 
 
