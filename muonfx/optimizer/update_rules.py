@@ -55,7 +55,8 @@ def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
 def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -> UpdateRule:
     """Return the update rule of a parameter.
 
-    Its ``order`` sorts the param groups: Muon's, Adam's, then others; of two such groups, those with matrices first.
+    The field ``order`` sorts the param groups: first Muon's, then Adam's, then others. Of two groups of one kind, the
+    group with a transform of whole matrices is first.
 
     Args:
         name: the name of the parameter.
@@ -63,12 +64,14 @@ def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -
         visits: the visits of these transforms.
     """
     labels = [visited.label for visited in visits if visited.label is not None]
+    label = "/".join(labels) if labels else None
     is_left_out = any(_leaves_out(visited, name) for visited in visits)
+    hyperparams = tuple(hyperparams_of(visits))
+    # The order of the group: the first value that differs between two groups counts, and False comes before True.
+    keys = {hyperparam.key for hyperparam in hyperparams}
     has_matrices = any(needs_matrices(visited.tx) for visited in visits)
-    hyperparams = hyperparams_of(visits)
-    kind = _kind_of_group({hyperparam.key for hyperparam in hyperparams})
-    order = (kind, not has_matrices, indices)
-    return UpdateRule(indices, "/".join(labels) or None, is_left_out, tuple(hyperparams), order)
+    order = (_kind_of_group(keys), not has_matrices, indices)
+    return UpdateRule(indices, label, is_left_out, hyperparams, order)
 
 
 def _leaves_out(visited: Visit, name: str) -> bool:
