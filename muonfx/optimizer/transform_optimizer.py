@@ -591,9 +591,10 @@ class TransformOptimizer(Optimizer):
                 "optimizer.state[param]['momentum.trace'].zero_()"
             )
         initial_leaves = tree.leaves(self._stepping.initial_state(named))
+        emptied_names = set(emptied)
         loads: list[Load] = []
         for index, slot in enumerate(self._current["entries"].slots):
-            if set(slot.names).issubset(emptied):  # its only parameter, or all parameters if they share the leaf
+            if emptied_names.issuperset(slot.names):  # its only parameter, or all parameters if they share the leaf
                 loads.append(Load(index, initial_leaves[index]))
         return loads
 
