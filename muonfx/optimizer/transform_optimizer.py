@@ -937,8 +937,9 @@ class TransformOptimizer(Optimizer):
                 the groups stay as they are.
 
         Raises:
-            ValueError: a leaf has another shape, or the groups have other members or hyperparameters. Nothing has been
-                changed when an error is raised.
+            ValueError: the state has another structure, a leaf has another shape, or the groups have other members or
+                hyperparameters. Nothing has been changed when an error is raised.
+            TypeError: a leaf of the state is no tensor. Nothing has been changed.
 
         Warns:
             UserWarning: numbers of the groups or schedules differ between ``groups`` and this optimizer: the schedules
