@@ -276,7 +276,7 @@ def _fitted_tensor(name: str, tensor: Tensor, default: Number) -> Tensor:
     """Return a tensor of a param group, as a view with the shape that the transform's number ``default`` has."""
     if not isinstance(default, Tensor) or not default.ndim:
         return scalar(name, tensor)  # the group may have a tensor of shape (1,)
-    # The transform has a tensor with dims for this number, such as one rate for each model of an ensemble.
+    # The transform has a tensor with dims for this number, such as the table of rates of a schedule.
     if tensor.shape != default.shape:
         raise ValueError(
             f"{name} must be a number or a tensor of shape {tuple(default.shape)}, found {tuple(tensor.shape)}"

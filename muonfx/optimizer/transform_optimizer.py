@@ -23,7 +23,7 @@ from muonfx.core import Donation, Transform
 from muonfx.core.chain_differences import CHAINS
 from muonfx.core.checks import ExpectedState, check_state_like, warn_caller
 from muonfx.core.donation import check_writable
-from muonfx.core.hyperparams import with_hyperparams
+from muonfx.core.hyperparams import check_numbers, with_hyperparams
 from muonfx.core.transform import require_transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.display import format_list
@@ -1045,11 +1045,10 @@ def _unshared(state: Mapping[int, Group]) -> dict[int, Group]:
 
 
 def _require_one_model(tx: Transform) -> None:
-    """Raise ValueError if a number of the transform has several values, as those of `muonfx.stack` have."""
-    for number in tx.tensors:
-        if number.ndim > 0:
-            raise ValueError(
-                f"tx: found a number of shape {tuple(number.shape)}, as in a transform of muonfx.stack, expected one "
-                "value: an optimizer trains one model. To train several, call tx.init and tx.update under "
-                "torch.func.vmap"
-            )
+    """Raise ValueError for a transform of `muonfx.stack`, whose numbers have one value for each of several models."""
+    if not any(number.ndim for number in tx.tensors):
+        return
+    try:
+        check_numbers(tx)  # accepts other tensors with dims, such as the table of rates of a schedule
+    except ValueError as error:
+        raise ValueError(f"tx: {error}, with tx.init and tx.update, because an optimizer trains one model") from None

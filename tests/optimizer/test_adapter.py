@@ -555,5 +555,20 @@ def test_metrics_of_an_optimizer_are_those_of_its_state():
 
 def test_a_stack_of_transforms_is_refused_since_an_optimizer_trains_one_model():
     stacked = mfx.stack([mfx.adamw(1e-3), mfx.adamw(1e-2)])
-    with pytest.raises(ValueError, match=r"tx: found a number of shape \(2,\).*vmap"):
+    with pytest.raises(ValueError, match=r"tx: scale_by_adam: b1 must be .*shape \(2,\).*one model"):
         mfx.TransformOptimizer(torch.nn.Linear(2, 2), stacked)
+
+
+def test_a_schedule_may_have_a_tensor_with_a_value_for_each_step():
+    @mfx.schedule
+    def from_table(rates):
+        return lambda count: rates[count.long().clamp(max=2)]
+
+    for before_rate in ([], [mfx.add_decayed_weights(0.0)]):
+        tx = mfx.chain(*before_rate, mfx.scale_by_learning_rate(from_table(torch.tensor([1.0, 2.0, 4.0]))))
+        param = nn.Parameter(torch.zeros(1))
+        optimizer = mfx.TransformOptimizer({"w": param}, tx)
+        for expected in (-1.0, -3.0, -7.0):
+            param.grad = torch.ones(1)
+            optimizer.step()
+            assert param.item() == expected
