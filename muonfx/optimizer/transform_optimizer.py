@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypedDict, cast
 
 import torch
@@ -960,7 +960,11 @@ class TransformOptimizer(Optimizer):
             tracked_groups = self._tracked_groups.groups
             matched_groups = read_groups(groups, self.tx, tracked_groups, self._parameters.not_trained())
         current_state = self.transform_state
-        check_state_like("this optimizer", state, ExpectedState.of(current_state), with_dtypes=False)
+        expected = ExpectedState.of(current_state)
+        # An OrderedDict may stand for a dict, as in the state of model.state_dict().
+        with suppress(ValueError):  # the check below names another difference of structure
+            state = tree.unflatten(expected.structure, expected.structure.flatten_up_to(state))
+        check_state_like("this optimizer", state, expected, with_dtypes=False)
         # All checks have passed: overwrite the tensors of the state, then the entries of the groups.
         with torch.no_grad():
             tree.map(lambda leaf, value: leaf.copy_(value), current_state, state)

@@ -572,3 +572,22 @@ def test_a_schedule_may_have_a_tensor_with_a_value_for_each_step():
             param.grad = torch.ones(1)
             optimizer.step()
             assert param.item() == expected
+
+
+def test_a_transform_state_is_loaded_from_other_dicts_and_refused_by_name():
+    model = nn.Linear(2, 2)
+    tx = mfx.adamw(1e-3)
+    optimizer = mfx.TransformOptimizer(model, tx)
+    state = tx.init(model.state_dict())  # an OrderedDict
+    state["scale_by_adam"].mu["bias"].fill_(7.0)
+    optimizer.load_transform_state(state)
+    assert optimizer.state[model.bias]["scale_by_adam.mu"].tolist() == [7.0, 7.0]
+    wrong_states = {
+        r"'scale_by_adam\.mu\.weight' has shape \(2, 3\)": tx.init(nn.Linear(3, 2).state_dict()),
+        r"missing 'scale_by_adam\.count'.*unexpected 'trace\.": mfx.momentum().init(model.state_dict()),
+        r"'scale_by_adam\.count' must be a tensor, found float": mfx.tree.map(lambda leaf: 0.0, state),
+    }
+    for message, wrong_state in wrong_states.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            optimizer.load_transform_state(wrong_state)
+    assert optimizer.state[model.bias]["scale_by_adam.mu"].tolist() == [7.0, 7.0]
