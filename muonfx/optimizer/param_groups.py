@@ -175,7 +175,9 @@ def _complete_group(stepping: Stepping, rules: Sequence[UpdateRule], entries: Gr
 
     ``rules`` are the different rules (labels and transforms) of the parameters.
     """
-    group: Group = {**entries, "params": pairs}
+    # With copies, since a group of the caller may be split into several, which would have a tensor in common.
+    group: Group = {key: own_copy(value) for key, value in entries.items()}
+    group["params"] = pairs
     complete_entries(stepping, rules, group)
     # "label" and "lr" come first in the dict, where people look for them.
     return {"label": label_of(rules), "lr": group["lr"], **group}

@@ -670,6 +670,16 @@ def test_the_state_dict_of_adamw_is_refused_with_advice():
         optimizer.load_state_dict(saved, rename={"0": "layers.0"})
 
 
+def test_the_groups_of_a_split_group_have_their_own_copies_of_a_tensor_of_the_caller():
+    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in MIXED.items()}
+    scale = torch.ones(2)
+    optimizer = mfx.TransformOptimizer([{"params": params, "layer_scale": scale}], mixed(None))
+    for group in optimizer.param_groups:
+        assert torch.equal(group["layer_scale"], torch.ones(2))
+        group["layer_scale"].zero_()
+    assert scale.tolist() == [1.0, 1.0]
+
+
 def test_two_keys_of_one_number_follow_each_other_in_any_order_of_declaration():
     @mfx.leafwise(short_names={"momentum": "b1", "betas": ("b1", "b2")})
     def scale_by_decays(b1: float = 0.5, b2: float = 0.25):
