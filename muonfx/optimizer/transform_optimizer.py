@@ -498,24 +498,24 @@ class TransformOptimizer(Optimizer):
             self._current["initial"] = InitialState(named, state)
         else:
             added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
-            self._record_initial(added_paths, state, former.state)
+            self._record_initial(added_paths, named, state, former.state)
         self._current["state"] = state
         self._show_all(named)
 
-    def _record_initial(self, new_paths: set[Path], state: PyTree, former_state: PyTree) -> None:
-        """Record that the leaves of ``state`` at ``new_paths`` have initial values, and others that still have theirs.
+    def _record_initial(self, new_paths: set[Path], named: NamedTensors, state: PyTree, former_state: PyTree) -> None:
+        """Record that the leaves of ``state`` at ``new_paths`` were initialized just now, from ``named`` parameters.
 
-        ``former_state`` is the state before; leaves at other paths have its values. If a step was made, they do not
-        have their initial values. Leaves may have been initialized from weights that were replaced since. A record
-        without parameters fits no weights, so that the next step initializes these leaves again.
+        ``former_state`` is the state before; leaves at other paths have its values. Before the first step, some of
+        these have initial values too, perhaps from weights that were replaced since. A record without parameters fits
+        no weights, so that the next step initializes all of these leaves again.
         """
-        no_params: NamedTensors = {}
         former_initial = self._current["initial"]
         if former_initial is not None:
+            no_params: NamedTensors = {}
             paths = new_paths | former_initial.unwritten(former_state)
             self._current["initial"] = InitialState(no_params, state, paths)
-        elif new_paths:
-            self._current["initial"] = InitialState(no_params, state, new_paths)
+        elif new_paths:  # a step was made: other leaves do not have their initial values
+            self._current["initial"] = InitialState(named, state, new_paths)
 
     def _update_initial_state(self, *, may_communicate: bool = False, problem: Exception | None = None) -> None:
         """Before the first step, initialize the state again if parameters were changed after it was made.
@@ -572,7 +572,7 @@ class TransformOptimizer(Optimizer):
         if initial_values:  # the next step initializes these leaves again if weights are loaded before it
             paths = tree.paths(state)
             restarted_paths = {paths[load.leaf_index] for load in initial_values}
-            self._record_initial(restarted_paths, state, state)
+            self._record_initial(restarted_paths, named, state, state)
         self._show_all(named)
         warn_of_shared(entries, emptied)
 

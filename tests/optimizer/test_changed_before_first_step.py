@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import muonfx as mfx
+from muonfx.optimizer.stepping import Stepping
 from tests.processes import Here, World, errors_of, on_ranks
 
 RATE = 1e-3
@@ -162,6 +163,20 @@ def test_weights_of_an_added_group_are_followed_until_its_first_step():
         torch.equal(optimizer.state[layer.weight]["scale_by_prodigy.start"], start)
         for layer, start in zip(model, starts, strict=True)
     )
+
+
+def test_an_added_group_is_initialized_once_if_no_weight_changes(monkeypatch: pytest.MonkeyPatch):
+    """The initial state of all parameters takes as much memory as the state, when gradients are there, too."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].requires_grad_(False)
+    optimizer = mfx.TransformOptimizer(model, CHAINS["prodigy"]())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    model[1].requires_grad_()
+    optimizer.add_param_group({"params": [("1.weight", model[1].weight)]})
+    monkeypatch.setattr(Stepping, "initial_state", lambda *_: pytest.fail("the state was initialized again"))
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
 
 
 def test_state_that_is_saved_before_the_first_step_is_of_the_loaded_weights():
