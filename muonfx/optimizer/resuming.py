@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
 from torch import Tensor
 
@@ -146,15 +147,23 @@ def _are_close(first: object, second: object) -> bool:
     Tuples such as ``(0.9, 0.95)`` are compared number by number. A list may stand for a tuple, as in files of JSON.
     Another value, such as None, may be in "initial_lr", which is not checked before.
     """
+    first = _without_tensor(first)
+    second = _without_tensor(second)
     if isinstance(first, _SEQUENCES) and isinstance(second, _SEQUENCES):
         return len(first) == len(second) and all(map(_are_close, first, second))
-    if isinstance(first, _NUMBERS) and isinstance(second, _NUMBERS):
+    if isinstance(first, Real) and isinstance(second, Real):
         return math.isclose(float(first), float(second), rel_tol=1e-6)
     return first == second
 
 
 _SEQUENCES = (tuple, list)
-_NUMBERS = (int, float, Tensor)
+
+
+def _without_tensor(value: object) -> object:
+    """Return the number in a tensor of one element, or the list of the numbers in a schedule's table of rates."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if value.numel() == 1 else value.tolist()
 
 
 def first_lines(lines: Sequence[str], limit: int = 10) -> str:

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import lr_scheduler
 
 import muonfx as mfx
@@ -120,6 +124,29 @@ def test_a_saved_initial_rate_that_is_no_number_is_loaded_and_reported():
     with pytest.warns(UserWarning, match=r"lr: None in the file, 0\.5 in the code"):
         new.load_state_dict(saved)
     assert new.param_groups[0]["initial_lr"] is None
+
+
+@mfx.schedule
+def from_table(rates: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda count: rates[count.long()]
+
+
+def test_a_table_of_rates_is_compared_where_a_flattened_state_dict_has_no_code_of_schedules():
+    """torch drops the code if a group has several parameters."""
+
+    def linear_with(rates: list[float]) -> tuple[nn.Linear, mfx.TransformOptimizer]:
+        model = nn.Linear(1, 1)
+        tx = mfx.scale_by_learning_rate(from_table(torch.tensor(rates)))
+        return model, mfx.TransformOptimizer(model, tx)
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    for rates, count in (([1.0, 2.0, 4.0], 0), ([1.0, 3.0, 4.0], 1), ([1.0, 2.0, 4.0, 5.0], 1)):
+        saved = get_optimizer_state_dict(*linear_with([1.0, 2.0, 4.0]), options=options)
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            set_optimizer_state_dict(*linear_with(rates), saved, options=options)
+        messages = [str(warning.message) for warning in caught if "other numbers" in str(warning.message)]
+        assert len(messages) == count
+        assert all("learning_rate.rates: " in message for message in messages)
 
 
 NUMBERS: dict[str, tuple[dict[str, Any], Any]] = {
