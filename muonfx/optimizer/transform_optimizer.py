@@ -753,7 +753,9 @@ class TransformOptimizer(Optimizer):
             return self._step_uncompiled(closure, extras)
         return self._step(closure, extras)
 
-    @torch.compiler.disable(reason="the ranks communicate within a step, which a compiled graph cannot contain")
+    @torch.compiler.disable(  # pyright: ignore[reportUntypedFunctionDecorator]
+        reason="the ranks communicate within a step, which a compiled graph cannot contain"
+    )
     def _step_uncompiled(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:
         """Run a step that is called while a function is compiled, between the graphs of this function."""
         return self._step(closure, extras)
