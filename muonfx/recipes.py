@@ -222,8 +222,8 @@ def check_roles(
 
     Raises:
         TypeError: a number in a dict has another type.
-        ValueError: the keys of a dict are not the labels of AdamW's parameters; or there is no dict, and a label is
-            neither "muon" nor "adamw".
+        ValueError: the keys of a dict are not the labels of AdamW's parameters, or one of them is "muon"; or there is
+            no dict, and a label is neither "muon" nor "adamw".
     """
     numbers_by_role: dict[str, Mapping[str, object]] = {}
     for argument, value in numbers.items():
@@ -236,6 +236,8 @@ def check_roles(
     first_argument = next(iter(numbers_by_role))
     roles = list(numbers_by_role[first_argument])
     expected_roles = used_labels or set(roles)  # if the labels are unknown, all dicts must have the same roles
+    if "muon" in expected_roles:  # AdamW would train these parameters, because Muon's label is "hidden" here
+        raise _muon_is_no_role(owner, first_argument)
     for argument, number_of_role in numbers_by_role.items():
         _require_roles(owner, argument, list(number_of_role), expected_roles - {"hidden"})
         for role, value in number_of_role.items():
@@ -266,6 +268,14 @@ def _require_muon_and_adamw(owner: str, used_labels: set[str] | None, argument: 
             f"{owner}: parameters have the labels {format_list(other_labels)}, expected 'muon', 'adamw' or None: "
             f"change the labels, or give {argument} as a dict with a number for each label"
         )
+
+
+def _muon_is_no_role(owner: str, argument: str) -> ValueError:
+    """Return the error for a dict of numbers by role if the labels, or the roles in the dict, include "muon"."""
+    return ValueError(
+        f"{owner}: {argument} has numbers by role, and 'muon' is no role, expected 'hidden' as the label of Muon's "
+        "parameters: give labels=muonfx.default_labels(model, roles=True), and a number for each of its other labels"
+    )
 
 
 def _require_roles(owner: str, argument: str, roles: list[str], expected_roles: set[str]) -> None:

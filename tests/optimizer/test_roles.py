@@ -87,6 +87,7 @@ def test_labels_of_your_own_have_their_numbers():
 
 ROLES = default_labels(Net(), roles=True)
 EXPECTED = r"expected one for each label of AdamW's parameters .*, 'embedding', 'head', 'vector': correct"
+NO_ROLE = r"'muon' is no role, expected 'hidden' .*: give labels=muonfx.default_labels\(model, roles=True\)"
 WRONG = [
     ({"labels": ROLES}, r"parameters have the labels 'embedding', .*, expected 'muon', 'adamw' or None: change .*"),
     ({"rates": {"embedding": 0.3, "vector": 0.1}, "labels": ROLES}, rf"has numbers for .*, 'vector', {EXPECTED}"),
@@ -100,7 +101,8 @@ WRONG = [
         {"rates": RATES, "decays": {"head": 0.1}, "labels": ROLES},
         rf"adamw_weight_decay has numbers for 'head', {EXPECTED}",
     ),
-    ({"rates": RATES, "labels": default_labels(Net())}, r"has numbers for .*, 'adamw', 'muon': correct .* roles=True"),
+    ({"rates": RATES, "labels": default_labels(Net())}, NO_ROLE),
+    ({"rates": {"muon": 0.02, "adamw": 0.01}, "labels": default_labels(Net())}, NO_ROLE),
 ]
 
 
@@ -122,8 +124,13 @@ def test_a_number_of_another_type_is_an_error_that_names_its_role():
 
 def test_labels_by_a_function_are_checked_when_they_are_known():
     for labels in (default_labels, default_labels_by_name):
-        with pytest.raises(ValueError, match=r"has numbers for .*, 'adamw', 'muon': correct .* roles=True"):
-            mfx.muon_with_adamw(0.02, RATES, labels=labels)
+        for rates in (RATES, {"muon": 0.02, "adamw": 0.01}, {"adamw": 0.01}):
+            with pytest.raises(
+                ValueError, match=f"^muon_with_adamw: adamw_learning_rate has numbers by role.*{NO_ROLE}"
+            ):
+                mfx.muon_with_adamw(0.02, rates, labels=labels)
+    with pytest.raises(ValueError, match=NO_ROLE):  # the labels are not known yet, but AdamW would train "muon"
+        mfx.muon_with_adamw(0.02, {"muon": 0.02, "adamw": 0.01}, labels=lambda p: default_labels_by_name(p))
     tx = mfx.muon_with_adamw(0.02, {"embedding": 0.3}, labels=lambda p: default_labels_by_name(p, roles=True))
     with pytest.raises(ValueError, match=r"has the label '.*', expected a label that has .*, 'embedding', 'hidden'"):
         tx.init(params_of(Net()))
