@@ -16,7 +16,8 @@ from muonfx.routing.roles import ROLES, Decision, Role, roles_of
 from muonfx.routing.route import Label
 from muonfx.routing.rules import Labels, Rule, apply_rules, make_labels
 from muonfx.routing.structure import structure_of
-from muonfx.routing.views import is_convolution
+from muonfx.routing.views import is_convolution, patterns
+from muonfx.transforms.matrices import STACK
 
 
 def default_labels(
@@ -135,24 +136,15 @@ def _warn_of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> None:
         if info.ndim > 2 and not is_explained:
             unexplained.append(info)
     if unexplained:
-        pattern_of = {_same_last_name(info.name): "... out in -> ... out in" for info in unexplained}
+        pattern_of_name = {info.name: STACK for info in unexplained}
+        pattern_of_glob = patterns(pattern_of_name, labels)  # globs that match no convolution and no fused matrix
         warn_caller(
             "default_labels: these have more than two dims for an unknown reason, and all dims after the first are "
             f"flattened: {format_list(unexplained, _name_and_shape)}. Give Muon's orthogonalize, or each transform "
-            f"that takes a view, view=muonfx.MatrixView({pattern_of}) for a stack of matrices (out, in), with "
+            f"that takes a view, view=muonfx.MatrixView({pattern_of_glob}) for a stack of matrices (out, in), with "
             "'... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for one matrix whose "
             "columns are two dims"
         )
-
-
-def _same_last_name(name: str) -> str:
-    """Return a pattern for a parameter and those of other layers with the same last name.
-
-    >>> _same_last_name("layers.0.mlp.w1")
-    '*.w1'
-    """
-    _, dot, last_name = name.rpartition(".")
-    return f"*.{last_name}" if dot else name
 
 
 def _name_and_shape(info: ParamInfo) -> str:

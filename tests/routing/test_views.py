@@ -193,6 +193,19 @@ def test_a_parameter_of_three_dims_that_nothing_explains_is_warned_of():
     default_labels(model, [(path("odd.*"), "adamw")])
 
 
+def test_the_view_for_a_parameter_of_three_dims_changes_no_other_parameter():
+    model = held(odd=Holder(weight=(4, 8, 8)), conv=nn.Conv2d(8, 8, 3), attn=nn.MultiheadAttention(8, 2))
+    with pytest.warns(UserWarning, match="more than two dims") as caught:
+        before = default_labels(model)
+    text = str(caught[0].message)
+    code = text[text.index("muonfx.MatrixView(") :].partition(" for a stack")[0]
+    with pytest.warns(UserWarning, match="more than two dims"):  # the labels do not depend on the transform
+        optimizer = mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=eval(code, {"muonfx": mfx})))
+    after = mfx.describe(optimizer).labels.views
+    assert after.pop("odd.weight") == mfx.MatrixView(STACK)
+    assert after == before.views
+
+
 @pytest.mark.filterwarnings("ignore:partition. these parameters may hold")
 def test_a_partition_that_does_not_use_the_views_of_its_labels_is_warned_of():
     model = held(experts=Experts(), fc=nn.Linear(8, 8))
