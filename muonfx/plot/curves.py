@@ -39,7 +39,7 @@ def plot_band(
         The axes, with one more line and its band.
 
     Raises:
-        ValueError: ``runs`` is not two-dimensional or has no runs.
+        ValueError: ``runs`` is not two-dimensional or has no runs, or ``x`` has another length.
 
     >>> import muonfx as mfx
     >>> losses = [[1.0, 0.6, 0.5], [1.0, 0.8, 0.3]]
@@ -53,20 +53,26 @@ def plot_band(
     if x is None:
         x = range(table.shape[1])
     with axes_for(ax) as axes:
-        draw_band(axes, torch.as_tensor(x).tolist(), table.unbind(1), label=label)
+        positions: list[float] = torch.as_tensor(x).tolist()
+        draw_band(axes, positions, table.unbind(dim=1), label=label)
     return axes
 
 
-def draw_band(axes: Axes, x: Sequence[float], values_at: Sequence[Tensor], **style: Any) -> None:
-    """Draw the mean of several runs as a line with a style, and their range as a band.
+def draw_band(axes: Axes, positions: Sequence[float], values_at: Sequence[Tensor], **line_style: Any) -> None:
+    """Draw the mean of several runs as a line, and a band from the lowest to the highest run.
 
-    ``values_at`` has the values of the runs at each ``x``, shape (runs,).
+    ``positions`` are on the x axis, and ``values_at`` has a tensor for each: the values of the runs, shape (runs,).
+    The number of runs may differ between positions. ``line_style`` are arguments of `Axes.plot`.
     """
-    means = [values.mean().item() for values in values_at]
-    lowest = [values.min().item() for values in values_at]
-    highest = [values.max().item() for values in values_at]
-    (line,) = axes.plot(x, means, **style)
-    axes.fill_between(x, lowest, highest, color=line.get_color(), alpha=0.16, linewidth=0)
+    means: list[float] = []
+    lowest: list[float] = []
+    highest: list[float] = []
+    for values in values_at:
+        means.append(values.mean().item())
+        lowest.append(values.min().item())
+        highest.append(values.max().item())
+    (line,) = axes.plot(positions, means, **line_style)
+    axes.fill_between(positions, lowest, highest, color=line.get_color(), alpha=0.16, linewidth=0)
 
 
 def plot_polynomial(coefficients: CoefficientsLike, *, ax: Axes | None = None) -> Axes:

@@ -42,7 +42,7 @@ def plot_losses(rows: Rows, *, ax: Axes | None = None) -> Axes:
         ax: the axes to draw on; None: a new figure.
 
     Raises:
-        ValueError: the rows are of several studies.
+        ValueError: there are no rows, or they are of several studies.
 
     >>> import muonfx as mfx
     >>> rows = [{"optimizer": "muon", "rate": 0.1, "seed": 0, "step": step, "loss": 1 / step} for step in (1, 2, 4)]
@@ -71,7 +71,7 @@ def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
         ax: the axes to draw on; None: a new figure.
 
     Raises:
-        ValueError: the rows are of several studies.
+        ValueError: there are no rows, or they are of several studies.
 
     >>> import muonfx as mfx
     >>> rows = [{"optimizer": "muon", "rate": rate, "seed": 0, "step": 9, "loss": 1 + rate} for rate in (0.1, 1.0)]
@@ -108,7 +108,8 @@ def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
         ax: the axes to draw on; None: a new figure.
 
     Raises:
-        ValueError: no optimizer reaches the loss from all seeds at any rate.
+        ValueError: there are no rows, they are of several studies, or no optimizer reaches the loss from all seeds at
+            any rate.
 
     >>> import muonfx as mfx
     >>> rows = [{"optimizer": "muon", "rate": 0.1, "seed": 0, "step": step, "loss": 1 / step} for step in (1, 2, 4)]
@@ -137,15 +138,20 @@ def plot_schedule(
 
     Args:
         schedule: a schedule such as `muonfx.cosine_decay_schedule`, or any function of the step count, a 0-d tensor.
-        steps: the number of steps.
+        steps: the number of steps, at least 1.
         label: the name of the schedule in a legend.
         ax: the axes to draw on; None: a new figure.
+
+    Raises:
+        ValueError: ``steps`` is less than 1.
 
     >>> import muonfx as mfx
     >>> ax = mfx.plot.plot_schedule(mfx.linear_schedule(1.0, 0.0, 4), 5)
     >>> ax.lines[0].get_ydata().tolist()
     [1.0, 0.75, 0.5, 0.25, 0.0]
     """
+    if steps < 1:  # else the plot would be empty
+        raise ValueError(f"steps: found {steps}, expected at least 1")
     values = [float(schedule(torch.tensor(step))) for step in range(steps)]
     with axes_for(ax) as axes:
         axes.plot(range(steps), values, label=label)
@@ -157,6 +163,8 @@ def plot_schedule(
 
 def _key_of_loss(rows: Rows) -> str:
     """Return the key of the loss to draw: "validation_loss" if the rows have it, otherwise "loss"."""
+    if not rows:  # else the plot would be empty
+        raise ValueError("rows: found none, expected the rows that muonfx.study returns")
     has_validation = any("validation_loss" in row for row in rows)
     return "validation_loss" if has_validation else "loss"
 
@@ -227,6 +235,8 @@ def _draw_band(axes: Axes, values_at: Mapping[Any, Tensor], contender: Contender
     ``values_at`` maps a position, such as a step or a rate, to the values of the seeds there, shape (seeds,). If it is
     empty, nothing is drawn.
     """
-    if values_at:
-        values = list(values_at.values())
-        draw_band(axes, list(values_at), values, label=label, color=contender.color, marker=contender.marker)
+    if not values_at:
+        return
+    positions = list(values_at)
+    values = list(values_at.values())
+    draw_band(axes, positions, values, label=label, color=contender.color, marker=contender.marker)

@@ -268,6 +268,9 @@ def test_steps_to_a_loss_are_drawn_where_each_seed_reaches_it():
 def test_the_validation_loss_is_drawn_if_there_is_one(draw: Callable):
     rows = [row | {"validation_loss": 7.0} for row in STUDY]
     assert set(draw(rows).lines[0].get_ydata()) == {7.0}
+    assert 7.0 not in draw(STUDY).lines[0].get_ydata()
+    with pytest.raises(ValueError, match="rows: found none"):
+        draw([])
 
 
 def test_a_schedule_is_drawn_step_by_step():
@@ -275,3 +278,5 @@ def test_a_schedule_is_drawn_step_by_step():
     ax = mfx.plot.plot_schedule(schedule, 10, label="warmup")
     assert ax.lines[0].get_ydata().tolist() == [float(schedule(torch.tensor(step))) for step in range(10)]
     assert ax.get_legend() is not None
+    with pytest.raises(ValueError, match="steps: found 0"):
+        mfx.plot.plot_schedule(schedule, 0)
