@@ -99,10 +99,12 @@ def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: M
     """Warn of parameters that may hold several matrices in unknown code, with the argument of `Muon` that splits them.
 
     ``suggested`` is a dict from parameter name to the pattern that splits it, and ``view`` the view of the transform.
-    The argument has the patterns as globs that match no other parameters of the transform, and then those of ``view``.
+    The argument has globs for the names, which match no other parameters of the transform, and then those of ``view``.
     """
     labels = {routes[name].label for name in suggested}
     names_with_labels = [name for name, route in routes.items() if route.label in labels]
+    whole_pattern_of_name = {name: _whole_pattern(routes[name]) for name in suggested}
+    whole_patterns = patterns(whole_pattern_of_name, names_with_labels)
     pattern_of_glob = patterns(suggested, names_with_labels)
     if isinstance(view.pattern, Mapping):
         for glob, pattern in view.pattern.items():
@@ -121,6 +123,15 @@ def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: M
         f"{placeholders}A transform of your own takes the same view=. "
         "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
         "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. To "
-        "keep one whole without this warning, write the pattern 'whole ... -> whole (...)', or "
-        "'... whole in -> ... whole in' for a stack of matrices"
+        f"keep a parameter whole without this warning, write its pattern of these instead:\n  {whole_patterns!r}"
     )
+
+
+def _whole_pattern(route: Route) -> str:
+    """Return the pattern with which a parameter remains one matrix, or one stack, as it is stored.
+
+    For a weight stored as (in, out), whose view is ``"in out -> out in"``, it is ``"in whole -> whole in"``. A pattern
+    that differs from the view of the labels counts as the choice of the user, so that the warning ends.
+    """
+    stored = route.view.text("") or "out ... -> out (...)"
+    return stored.replace("out", "whole")

@@ -291,16 +291,12 @@ class Block(nn.Module):
         self.proj = nn.Linear(4, 4, bias=False)
 
 
-WHOLE = {1: "whole ... -> whole (...)", 2: "... whole in -> ... whole in"}
-"""The patterns that keep one matrix, or a stack, as the warning writes them."""
-
-
-def view_of(caught) -> mfx.MatrixView:
-    """The view in the line of a warning of fused matrices."""
+def views_of(caught) -> tuple[mfx.MatrixView, mfx.MatrixView]:
+    """The views in a warning of fused matrices: the one that splits them, and the one that keeps them whole."""
     (said,) = [str(one.message) for one in caught if "several matrices each" in str(one.message)]
-    assert all(repr(pattern) in said for pattern in WHOLE.values())
-    (line,) = [line.strip() for line in said.splitlines() if "orthogonalize=" in line]
-    return eval(f"dict({line})", {"muonfx": mfx})["orthogonalize"].arguments["view"]
+    _, split, *_, whole = said.splitlines()
+    view = eval(f"dict({split})", {"muonfx": mfx})["orthogonalize"].arguments["view"]
+    return view, mfx.MatrixView(eval(whole))
 
 
 @pytest.mark.parametrize(("name", "parts"), [("c_attn", 3), ("Wqkv", 3), ("gate_up_proj", 2), ("kv_proj", 2)])
@@ -308,7 +304,7 @@ def test_a_fused_matrix_of_unknown_code_is_warned_of_once_with_the_line_that_spl
     model = nn.ModuleList([Block(**{name: 12}), Block(**{name: 12})])
     with pytest.warns(UserWarning, match=rf"'0\.{name}\.weight', '1\.{name}\.weight'\. If their parts") as caught:
         mfx.Muon(model)
-    split, whole = view_of(caught), mfx.MatrixView({f"*{name}*": WHOLE[1]})
+    split, whole = views_of(caught)
     pieces = {n: [*p.chunk(parts)] if name in n else [p] for n, p in model.named_parameters()}
     wanted = as_matrices(model, pieces)
     near(stepped(model, split), {key: torch.cat(rows) for key, rows in wanted.items()})  # no warning
@@ -348,7 +344,7 @@ def test_a_fused_stack_is_warned_of_by_the_widths_of_the_stack_beside_it(case: s
     assert f"{stored} -> ... part out in" in labels.reason(name)
     with pytest.warns(UserWarning, match="several matrices each") as caught:
         mfx.Muon(model)
-    split, whole = view_of(caught), mfx.MatrixView({name: WHOLE[2]})
+    split, whole = views_of(caught)
     assert split.text(name) == f"{stored} -> ... part out in"
     # Each view fits, is the only one needed, and makes the matrices that it names.
     param = dict(model.named_parameters())[name].detach()
@@ -404,7 +400,20 @@ def test_rows_that_do_not_divide_are_split_by_sizes_of_the_user(name: str, rows:
     found = stepped(model, view)  # no warning
     wanted = as_matrices(model, {f"0.{name}.weight": [*model.get_parameter(f"0.{name}.weight").split(sizes)]})
     near({"rows": found[f"0.{name}.weight"]}, {"rows": torch.cat(wanted[f"0.{name}.weight"])})
-    mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView({f"*{name}*": WHOLE[1]})))  # no warning
+    whole = mfx.MatrixView(eval(warning.splitlines()[-1]))
+    mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=whole))  # no warning
+
+
+def test_a_transposed_matrix_of_unknown_code_is_kept_whole_as_it_is_stored():
+    model = held(attn=held(c_attn=Conv1D(12, 4), c_proj=Conv1D(4, 4)))
+    with pytest.warns(UserWarning, match="several matrices each") as caught:
+        before = mfx.describe(mfx.Muon(model))
+    split, whole = views_of(caught)
+    assert split.text("attn.c_attn.weight") == "in (part=3 out) -> part out in"
+    assert whole.text("attn.c_attn.weight") == "in whole -> whole in"
+    after = mfx.describe(mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=whole)))  # no warning
+    assert "attn.c_attn.weight  4 x 12  muon   12 x 4" in str(before)
+    assert "attn.c_attn.weight  4 x 12  muon   12 x 4" in str(after)
 
 
 @pytest.mark.filterwarnings("ignore:default_labels. these have more than two dims")
@@ -412,7 +421,7 @@ def test_the_line_that_splits_a_parameter_of_three_dims_fits_it():
     model = held(odd=Holder(qkv=(12, 4, 5)))
     with pytest.warns(UserWarning, match="several matrices each") as caught:
         mfx.Muon(model)
-    split, whole = view_of(caught), mfx.MatrixView({"*qkv": WHOLE[1]})
+    split, whole = views_of(caught)
     found, together = stepped(model, split), stepped(model, whole)
     wanted = as_matrices(model, {"odd.qkv": [part.flatten(1) for part in model.odd.qkv.chunk(3)]})["odd.qkv"]
     near({"odd.qkv": found["odd.qkv"]}, {"odd.qkv": torch.cat(wanted).reshape(12, 4, 5)})
@@ -425,7 +434,7 @@ def test_the_line_that_splits_keeps_what_was_given_and_what_was_found():
     given = {"*.other.weight": "(part=2 out) in -> part out in"}
     with pytest.warns(UserWarning, match="several matrices each") as caught:
         mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(given)))
-    split = view_of(caught)
+    split, _ = views_of(caught)
     labels = default_labels(model)
     before = labels.view(mfx.MatrixView(given))
     mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=split))
