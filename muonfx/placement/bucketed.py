@@ -27,6 +27,7 @@ from muonfx.placement.buckets import (
     moves,
     sizes_of,
     store_away,
+    stored_again,
 )
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.tree import PyTree, Structure
@@ -221,6 +222,10 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
             bucketed.write_back(0, new_own_state)
             new_updates = bucketed.copied_from_buffers(new_updates)
             stored_own_state = bucketed.end()
+        # An inner transform has stored its new state. The wrapper may have replaced this state, as by `torch.where` of
+        # the old and the new one, by tensors that are not in the store.
+        for index, inner_state in enumerate(inner_states):
+            new_inner_states[index] = stored_again(store, device, inner_state, new_inner_states[index])
         return new_updates, division.merge(stored_own_state, new_inner_states)
 
     return init, update

@@ -76,11 +76,29 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
     for index, (leaf, parameter) in enumerate(zip(leaves, parameters, strict=True)):
         if moves(leaf, parameter) and not leaf.is_meta and not store.has(leaf, device):
             indices.append(index)
+    _store_leaves(store, device, leaves, indices)
+    return tree.unflatten(treedef, leaves)
+
+
+def stored_again(store: Store, device: torch.device, old_state: PyTree, new_state: PyTree) -> PyTree:
+    """Return a new state, in which a tensor that was in the store in the old state is in the store again."""
+    old_leaves = tree.leaves(old_state)
+    new_leaves, treedef = tree.flatten(new_state)
+    indices: list[int] = []
+    for index, (old_leaf, new_leaf) in enumerate(zip(old_leaves, new_leaves, strict=True)):
+        was_stored = isinstance(old_leaf, Tensor) and old_leaf.ndim > 0 and store.has(old_leaf, device)
+        if was_stored and not store.has(new_leaf, device):
+            indices.append(index)
+    _store_leaves(store, device, new_leaves, indices)
+    return tree.unflatten(treedef, new_leaves)
+
+
+def _store_leaves(store: Store, device: torch.device, leaves: list[Any], indices: Sequence[int]) -> None:
+    """Replace the leaves with the given indices, in the list, by copies in the store."""
     targets = store.allocate([tree.spec(leaves[index]) for index in indices], device)
     for index, target in zip(indices, targets, strict=True):
         leaves[index] = target.copy_(leaves[index])
         release(target)
-    return tree.unflatten(treedef, leaves)
 
 
 def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:

@@ -9,6 +9,7 @@ from torch import nn
 
 import muonfx as mfx
 from muonfx import sharding
+from muonfx.placement.store import folder_of
 from tests.processes import Here, on_ranks
 
 
@@ -28,6 +29,24 @@ def damped(inner: mfx.Transform, decay: float = 0.5):
         out, inner_state = inner.update(updates, state.inner, params, **extras)
         scaled = mfx.tree.map(lambda u: (u * state.factor).to(u.dtype), out)
         return scaled, DampedState(state.factor * decay, inner_state)
+
+    return init, update
+
+
+@mfx.transform(locality=lambda inner, steps: inner.locality, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
+def first_steps(inner: mfx.Transform, steps: int):
+    """Apply the inner transform in the first steps; it chooses between its old and its new state."""
+
+    def init(params):
+        return {"count": torch.zeros((), dtype=torch.int64), "inner": inner.init(params)}
+
+    def update(updates, state, params=None, **extras):
+        def chosen(new, old):
+            return torch.where(state["count"] < steps, new, old)
+
+        new_updates, new_inner = inner.run(updates, state["inner"], params, **extras)
+        new_state = {"count": state["count"] + 1, "inner": mfx.tree.map(chosen, new_inner, state["inner"])}
+        return mfx.tree.map(chosen, new_updates, updates), new_state
 
     return init, update
 
@@ -73,6 +92,21 @@ def test_sharded_and_offloaded_it_is_what_it_is_in_one_process(here: Here, kind:
 def test_offloaded_in_one_process_it_is_the_same_bit_by_bit(to: str, tmp_path):
     tx = sharding.offload(chain(), "cpu" if to == "cpu" else tmp_path, bucket_bytes=1 << 20)
     torch.testing.assert_close(three_steps(tx), three_steps(chain()), rtol=0, atol=0)
+
+
+def test_a_state_that_a_wrapper_chooses_is_stored_again(tmp_path):
+    # Of the locality TREE, so that the inner transforms store their states themselves.
+    tx = first_steps(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.momentum()), steps=2)
+    offloaded = sharding.offload(tx, str(tmp_path))
+    params = {"w": torch.zeros(64, 64)}
+    state, expected = offloaded.init(params), tx.init(params)
+    for step in range(4):
+        grads = {"w": torch.full((64, 64), step + 1.0)}
+        updates, state = offloaded.update(grads, state, params, donate=step % 2 == 1)
+        expected_updates, expected = tx.update(grads, expected, params)
+        torch.testing.assert_close(updates, expected_updates, rtol=0, atol=0)
+        (trace,) = [leaf for leaf in mfx.tree.tensors(state) if leaf.ndim]
+        assert folder_of(trace) == str(tmp_path)
 
 
 def test_under_the_torch_optimizer_it_is_the_same_and_its_numbers_are_in_the_groups():
