@@ -116,15 +116,7 @@ def offload(
         return placed(tx, params).functions.init(params)
 
     @torch.no_grad()
-    def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree = None,
-        *,
-        donate: Donation = NOTHING,
-        apply_to_params: object = None,  # not for a member of a chain, and an outermost transform is placed without it
-        **extras: Any,
-    ):
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         shaped_like_params = updates if params is None else params
         require_room(store, state, shaped_like_params, donate)
         return placed(tx, shaped_like_params).run(updates, state, params, donate=donate, **extras)

@@ -262,7 +262,10 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     rewritten: dict[str, Transform] = {}  # by the number of the group
     for index, group in enumerate(groups):
         is_last = index == len(groups) - 1
-        rewritten[str(index)] = _place_group(group, visited.params, where, applies=applies and is_last)
+        result = _place_group(group, visited.params, where, applies=applies and is_last)
+        if applies and not is_last and result.extras.takes_all:
+            result = without_apply(result)
+        rewritten[str(index)] = result
     return in_groups(as_chain(rewritten), tuple(map(list, groups)))
 
 
@@ -364,6 +367,28 @@ def applying(tx: Transform):
         apply_to_params(params, updates)
         _, treedef = tree.flatten(updates)
         return tree.unflatten(treedef, [None] * treedef.num_leaves), state
+
+    return tx.functions.init, update
+
+
+@stand_in
+def without_apply(tx: Transform):
+    """Run a transform with all extra arguments but ``apply_to_params``.
+
+    An earlier member of a chain with ``**extras`` would pass it on. If it is `offload` or `sharded`, or calls one of
+    them, this one would add its updates to the parameters before the later members have changed them.
+    """
+
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        apply_to_params: ApplyToParams | None = None,
+        **extras: Any,
+    ):
+        return tx.run(updates, state, params, donate=donate, **extras)
 
     return tx.functions.init, update
 

@@ -88,6 +88,28 @@ def test_sharded_and_offloaded_it_is_what_it_is_in_one_process(here: Here, kind:
     torch.testing.assert_close(found, three_steps(chain()), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks()
+def test_a_sharded_member_of_a_chain_does_not_apply_its_updates(here: Here, wrapped: bool):
+    layout = sharding.replicated(values(0), here.group)
+
+    def trained(member: mfx.Transform) -> dict[str, torch.Tensor]:
+        model = nn.ParameterDict({name: nn.Parameter(value) for name, value in values(0).items()})
+        optimizer = mfx.TransformOptimizer(model, mfx.chain(member, mfx.scale(-0.1)))
+        for step in range(1, 4):
+            for name, grad in values(step).items():
+                model[name].grad = grad
+            optimizer.step()
+        return {name: param.detach() for name, param in model.items()}
+
+    member = sharding.sharded(mfx.momentum(), layout)
+    expected = trained(mfx.momentum())
+    if wrapped:
+        member = first_steps(member, steps=9)
+    torch.testing.assert_close(trained(member), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("to", ["cpu", "disk"])
 def test_offloaded_in_one_process_it_is_the_same_bit_by_bit(to: str, tmp_path):
     tx = sharding.offload(chain(), "cpu" if to == "cpu" else tmp_path, bucket_bytes=1 << 20)
