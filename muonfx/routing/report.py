@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from muonfx.core import Transform
 from muonfx.core.partition import partition
@@ -156,7 +157,7 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
         return _of_optimizer(what)
     if params is not None:
         return _of_labels(what, params)
-    if isinstance(what, Labels):
+    if _is_labels(what):  # without parameters
         raise TypeError(
             "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
         )
@@ -187,6 +188,14 @@ def _of_labels(labels: object, params: Params) -> Routing:
             "labels from the same parameters"
         )
     return Routing(infos, labels)
+
+
+def _is_labels(argument: object) -> bool:
+    """Return True for labels, or a function that returns labels: they have no shapes."""
+    if isinstance(argument, Mapping):
+        values = cast("Mapping[object, object]", argument).values()
+        return isinstance(argument, Labels) or any(isinstance(value, str) for value in values)
+    return callable(argument) and not isinstance(argument, nn.Module)  # such as labels=default_labels
 
 
 _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
