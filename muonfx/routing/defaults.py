@@ -106,7 +106,7 @@ def default_labels(
     >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
     True
     """
-    label_of_role = _labels_of_roles(muon, other, roles)
+    label_of_role = _labels_of_roles("default_labels", muon, other, roles)
     labels, hidden, possible_heads = _labels(model_or_params, rules, label_of_role)
     if torch.compiler.is_compiling():
         return labels
@@ -185,14 +185,16 @@ def default_labels_by_name(
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
     Labels({'wte.weight': 'adamw', 'h.fc.weight': 'muon'})
     """
-    labels, _, _ = _labels(params, rules, _labels_of_roles(muon, other, roles))
+    label_of_role = _labels_of_roles("default_labels_by_name", muon, other, roles)
+    labels, _, _ = _labels(params, rules, label_of_role)
     return labels
 
 
-def _labels_of_roles(muon: Label, other: Label, roles: bool) -> dict[Role, Label]:
+def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dict[Role, Label]:
     """Return the label of each role, for the last arguments of `default_labels`.
 
-    By default it is "muon" for "hidden", and "adamw" for "embedding", "head" and so on.
+    By default it is "muon" for "hidden", and "adamw" for "embedding", "head" and so on. ``caller`` is the name of the
+    function that has these arguments, for errors.
     """
     if not roles:
         label_of_role: dict[Role, Label] = dict.fromkeys(ROLES, other)
@@ -200,8 +202,8 @@ def _labels_of_roles(muon: Label, other: Label, roles: bool) -> dict[Role, Label
         return label_of_role
     if (muon, other) != ("muon", "adamw"):
         raise ValueError(
-            f"default_labels: found roles=True with muon={muon!r} and other={other!r}, expected one of the two: the "
-            "labels are then the roles. To give a role another label, use a dict: "
+            f"{caller}: found roles=True with muon={muon!r} and other={other!r}, expected one of the two: the labels "
+            "are then the roles. To give a role another label, use a dict: "
             "Labels({name: mine.get(role, role) for name, role in labels.items()})"
         )
     return {role: role for role in ROLES}

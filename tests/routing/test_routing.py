@@ -518,7 +518,7 @@ def test_a_tied_head_has_the_role_of_the_embedding():
 @pytest.mark.parametrize("route", [default_labels, default_labels_by_name])
 def test_roles_and_labels_of_your_own_are_an_error(route):
     for own in ({"muon": "m"}, {"other": None}):
-        with pytest.raises(ValueError, match=r"^default_labels: found roles=True with muon=.*, expected one"):
+        with pytest.raises(ValueError, match=rf"^{route.__name__}: found roles=True with muon=.*, expected one"):
             route(gpt2(), roles=True, **own)
 
 
