@@ -67,7 +67,7 @@ class FlatParams(NamedTuple):
     shard_shapes: Mapping[str, tuple[int, ...]] = {}
     """A dict from parameter name to the shape of this rank's shard; empty at stage 0."""
     saved_elsewhere: frozenset[str] = frozenset()
-    """The parameters that AutoTP has not split, on all its ranks but the first, which saves them."""
+    """The parameters that AutoTP has not split, if this is not the first tensor-parallel rank, which saves them."""
 
     @property
     def is_flat(self) -> bool:
@@ -336,8 +336,9 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
             else:
                 positions.append(shards[shard_index].interval_of_shard(start, stop))
         cuts[name] = Listed(shape, positions)
-        # A parameter that AutoTP has not split is on all tensor-parallel ranks. Its intervals overlap if the flat
-        # tensors of these ranks have different lengths, which shards of a checkpoint must not: rank 0 saves them alone.
+        # Every tensor-parallel rank has a parameter that AutoTP has not split, and partitions all of it over its ranks
+        # of ZeRO. If the flat tensors have different lengths, the intervals of two tensor-parallel ranks overlap, which
+        # shards of a checkpoint must not. So only the ranks of ZeRO of tensor-parallel rank 0 save it, together whole.
         if shards is None and tensor_rank != 0:
             saved_elsewhere.add(name)
     return _Partition(cuts, partition.intervals, group, partition.misplaced_name, frozenset(saved_elsewhere))
