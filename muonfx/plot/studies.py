@@ -26,7 +26,7 @@ class Contender(NamedTuple):
 
     name: str
     losses_at: dict[float, dict[int, Tensor]]
-    """The losses by rate and step, in their orders: of all seeds, shape (seeds,), float64."""
+    """For each rate and each step, in ascending order, the losses of all seeds, shape (seeds,), float64."""
     color: str
     marker: str
 
@@ -53,7 +53,8 @@ def plot_losses(rows: Rows, *, ax: Axes | None = None) -> Axes:
     key = _key_of_loss(rows)
     with axes_for(ax) as axes:
         for contender in _contenders(rows, key):
-            best_rate = min(contender.losses_at, key=lambda rate: _final_loss(contender.losses_at[rate]))
+            final_losses = {rate: _final_loss(losses) for rate, losses in contender.losses_at.items()}
+            best_rate = min(final_losses, key=lambda rate: final_losses[rate])
             _draw_band(axes, contender.losses_at[best_rate], contender, f"{contender.name}, rate {best_rate:.3g}")
         axes.set(xlabel="step", ylabel=key.replace("_", " "))
         axes.legend()

@@ -104,17 +104,23 @@ def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
 
     Raise if the step is no sequence of two or three finite numbers. `i` is the index of the step, for errors.
     """
-    # A common mistake is one flat list of numbers, so that a "step" is a number. `float` would accept a text, and would
-    # detach a tensor.
-    if not isinstance(step, Sequence) or any(isinstance(number, str | torch.Tensor) for number in step):  # pyright: ignore[reportUnnecessaryIsInstance]
+    # A common mistake is one flat list of numbers, so that a "step" is a number.
+    if not isinstance(step, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(_wrong_step(step, i, name))
-    if len(step) not in (2, 3) or not all(math.isfinite(fixed(number)) for number in step):
+    for number in step:
+        if isinstance(number, str | torch.Tensor):  # `float` would accept a text, and would detach a tensor
+            raise TypeError(_wrong_step(step, i, name))
+    if len(step) not in (2, 3):
         raise ValueError(_wrong_step(step, i, name))
+    for number in step:
+        if not math.isfinite(fixed(number)):
+            raise ValueError(_wrong_step(step, i, name))
     c = step[2] if len(step) == 3 else 0.0
     return float(step[0]), float(step[1]), float(c)
 
 
 def _wrong_step(step: object, i: int, name: str) -> str:
+    """Return the error text for a step that is no sequence of two or three finite numbers."""
     return (
         f"coefficients {name!r}, step {i}: found {step!r}, expected finite Python numbers (a, b) or (a, b, c) for each "
         "step; to differentiate or map over coefficients, pass them all as one tensor of shape (steps, 3)"

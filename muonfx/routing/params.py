@@ -139,9 +139,10 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     infos: list[ParamInfo] = []
     for tensor, names in names_of.items():
-        # The owner of a parametrized weight is the module that has the parametrization.
-        module_type, *tied_modules = [written_type(modules[module_path(name)]) for name in names]
-        infos.append(_info(names[0], tensor, tuple(names[1:]), module_type, tuple(tied_modules)))
+        module_types: list[type] = []  # of the module of each name; of a parametrized weight, the module around it
+        for name in names:
+            module_types.append(written_type(modules[module_path(name)]))
+        infos.append(_info(names[0], tensor, tuple(names[1:]), module_types[0], tuple(module_types[1:])))
     return tuple(infos)
 
 

@@ -68,9 +68,11 @@ class Routing(Shown):
         for info in self.params:
             infos_of.setdefault(self.labels[info.name], []).append(info)
         left_out = infos_of.pop(None, [])
-        totals = [([str(label)], infos_of[label]) for label in sorted(infos_of, key=str)]
+        totals: list[tuple[list[str], list[ParamInfo]]] = []
+        for label in sorted(infos_of, key=str):
+            totals.append(([_shown(label)], infos_of[label]))
         if left_out:
-            totals.append((["- (left out)"], left_out))
+            totals.append(([f"{_shown(None)} (left out)"], left_out))
         return self._totals(["label"], totals)
 
     def _totals_by_group(self) -> Table:
@@ -84,14 +86,16 @@ class Routing(Shown):
         return self._totals(["group", "label"], totals)
 
     def _totals(self, titles: list[str], totals: Sequence[tuple[list[str], Sequence[ParamInfo]]]) -> Table:
-        """Return a table with the number of tensors, of elements, and the share of all elements, and their totals.
+        """Return a table with numbers of tensors and elements, the share of all elements, and a last row for all.
 
-        ``titles`` are those of the first columns, and ``totals`` has the first cells and the parameters of each row.
+        ``titles`` are the titles of the first columns. For each row, ``totals`` has the cells of these columns, and the
+        parameters that the row counts.
         """
         all_elements = sum(info.numel for info in self.params)
         empty_cells = [""] * (len(titles) - 1)
+        row_of_all = (["total", *empty_cells], self.params)
         rows: list[list[str]] = []
-        for cells, infos in (*totals, (["total", *empty_cells], self.params)):
+        for cells, infos in [*totals, row_of_all]:
             elements = sum(info.numel for info in infos)
             share = elements / max(1, all_elements)
             rows.append([*cells, f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"])
