@@ -99,7 +99,8 @@ def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: M
     """Warn of parameters that may hold several matrices in unknown code, with the argument of `Muon` that splits them.
 
     ``suggested`` is a dict from parameter name to the pattern that splits it, and ``view`` the view of the transform.
-    The argument has globs for the names, which match no other parameters of the transform, and then those of ``view``.
+    The argument has globs for the names, which match no other parameters of the transform, and then the patterns of
+    ``view``.
     """
     labels = {routes[name].label for name in suggested}
     names_with_labels = [name for name, route in routes.items() if route.label in labels]

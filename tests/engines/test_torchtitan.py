@@ -68,6 +68,7 @@ def test_a_state_dict_of_another_chain_is_reported_also_if_the_parts_are_divided
     assert messages_of(plain, other) == []
     (message,) = messages_of(old, other)
     assert "group 'muon', orthogonalize.view: MatrixView(" in message
+    assert "'(part=3 out) in -> part out in'" in message
     earlier = {key: value for key, value in old.state_dict().items() if not key.endswith("chain_code")}
     other.load_state_dict(earlier)
 
