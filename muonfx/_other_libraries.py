@@ -70,6 +70,11 @@ ARGUMENTS_HERE = {
 }
 """A dict from arguments in Optax or ``torch.optim`` to their names in muonfx."""
 
+_DTYPE_OF_STATE = (
+    "the dtype of a state is an option of its transform, as in muonfx.chain(muonfx.momentum(dtype=...), ...) or "
+    "muonfx.scale_by_adam(mu_dtype=..., nu_dtype=...)"
+)
+
 ADVICE_ON_ARGUMENTS = {
     "nesterov": "Muon's momentum always looks ahead; muonfx.muon(nesterov=False) does not",
     "maximize": "minimize -loss, or put muonfx.scale(-1.0) first in a chain",
@@ -77,11 +82,13 @@ ADVICE_ON_ARGUMENTS = {
     "fused": "leave it out, tensors are always updated together",
     "capturable": "leave it out, counts are always tensors on the device",
     "rules": "labels=lambda model: muonfx.default_labels(model, rules)",
+    **dict.fromkeys(("state_dtype", "momentum_dtype", "mu_dtype", "nu_dtype"), _DTYPE_OF_STATE),
 }
 """A dict from arguments in Optax or ``torch.optim`` that have no equivalent in muonfx to what to do instead."""
 
 ARGUMENTS_OF_PARTS = (
-    ("orthogonalize", ("coefficients", "steps", "method", "dtype", "products", "view"), "muonfx.orthogonalize({}=...)"),
+    ("orthogonalize", ("coefficients", "steps", "method", "products", "view"), "muonfx.orthogonalize({}=...)"),
+    ("orthogonalize", ("dtype",), f"muonfx.orthogonalize({{}}=...) for products; {_DTYPE_OF_STATE}"),
     ("view", ("pattern",), "muonfx.MatrixView({}=...)"),
     ("orthogonalize", ("pattern",), "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
     ("adam", ("b1", "b2", "eps"), "muonfx.scale_by_adam({}=...)"),

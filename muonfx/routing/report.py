@@ -125,10 +125,10 @@ class Routing(Shown):
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
     """Return a table of every parameter's label and the reason for it, with totals for each label.
 
-    If a parameter holds several matrices or a transposed matrix (it has a `MatrixView`), or a matrix has more than two
-    dims and is flattened, two more columns show the number and sides of the matrices, and the order in which they are
-    stored. For an optimizer, a ``view`` given to its transform replaces the view of the labels. Names are never
-    shortened, so that rules can be written from them. The label None is shown as ``-``.
+    Two more columns show the number and sides of the matrices, and the order in which they are stored. They are shown
+    if a parameter holds several matrices or a transposed one (it has a `MatrixView`), or if more than two dims are
+    flattened. For an optimizer, they are the matrices of the ``view`` of its transform, not of its labels. Names are
+    never shortened, so that rules can be written from them. The label None is shown as ``-``.
 
     Args:
         what: labels, together with ``params``; a model or named tensors, to which `default_labels` is applied; or a
@@ -228,43 +228,41 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
             named_tensors.append((name, tensor))
     infos, _ = read_params(named_tensors)
     groups_without_rate = getattr(optimizer, "groups_without_rate", ())
-    return Routing(infos, Labels(routes), groups, groups_without_rate, _matrix_labels(transforms))
+    matrix_labels = [label for label, view in views.items() if view is not None]
+    return Routing(infos, Labels(routes), groups, groups_without_rate, matrix_labels)
 
 
-def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, MatrixView]) -> Route:
-    """Return the route of a parameter, with the view of the transform if this differs from the view of the labels.
+def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, MatrixView | None]) -> Route:
+    """Return the route of a parameter with the view of its transform, which may differ from the view of the labels.
 
-    ``views`` is a dict from label to the view of its transform, which takes precedence.
+    ``views`` is a dict from label to the view of its transform, or None if this does not work on matrices.
     """
     if route.label not in views:
         return route
-    pattern = views[route.label].text(name)
-    if pattern is None or pattern == route.view.pattern:
+    view = views[route.label]
+    if view is None:
+        return route._replace(view=MatrixView())
+    pattern = view.text(name)
+    if pattern == route.view.pattern:
         return route
+    if pattern is None:
+        return route._replace(reason=f"{route.reason}; the transform has no view for it", view=MatrixView())
     reason = route.reason.partition(f"; {MAYBE_FUSED}")[0]
     return route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
 
 
-def _matrix_labels(transforms: Sequence[Transform]) -> set[Label]:
-    """Return the labels of the partitions in ``transforms`` for which a transform divides parameters into matrices."""
-    labels: set[Label] = set()
+def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView | None]:
+    """Return the view of the transform for each label of the partitions in ``transforms``.
+
+    The view is None if the transform does not work on matrices.
+    """
+    views: dict[Label, MatrixView | None] = {}
     for transform in transforms:
         if transform.factory is not partition:
             continue
         for label, inner in transform.arguments["transforms"].items():
-            if any("view" in member.arguments for member in within(inner)):
-                labels.add(label)
-    return labels
-
-
-def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView]:
-    """Return the view of the transform for each label of the partitions in ``transforms``."""
-    views: dict[Label, MatrixView] = {}
-    for transform in transforms:
-        if transform.factory is not partition:
-            continue
-        for label, inner in transform.arguments["transforms"].items():
-            views[label] = first_view(inner)
+            takes_view = any("view" in member.arguments for member in within(inner))
+            views[label] = first_view(inner) if takes_view else None
     return views
 
 

@@ -254,6 +254,24 @@ def test_the_report_says_which_matrices_there_are_and_how_they_are_stored():
     assert "8 x 8       muon   8 x 8        out, in  hidden matrix (2-D)" in lines[3]
 
 
+@pytest.mark.filterwarnings("ignore:partition. the labels have a view", "ignore:partition. these parameters may hold")
+def test_the_report_of_an_optimizer_shows_the_matrices_of_its_transform():
+    model = held(experts=Experts(True), up=nn.Linear(8, 8))
+    labels = default_labels(model)
+    chains = {
+        "4 of 12 x 8": mfx.muon(orthogonalize=mfx.orthogonalize(view=labels.view())),
+        "4 x 96": mfx.muon(),  # flattened
+        None: mfx.lion(),  # which has no matrices
+    }
+    for matrices, tx in chains.items():
+        tx = mfx.partition({"muon": tx, "adamw": mfx.adamw()}, labels)
+        header, gate_up = str(mfx.describe(mfx.TransformOptimizer(model, tx))).splitlines()[:2]
+        assert ("matrices" in header) == (matrices is not None)
+        assert ("the transform has no view for it" in gate_up) == (matrices == "4 x 96")
+        if matrices is not None:
+            assert f"4 x 8 x 12  muon   {matrices} " in gate_up
+
+
 names = st.lists(st.sampled_from(["h", "0", "1", "2", "attn", "fc", "weight", "[x]"]), min_size=1, max_size=5).map(
     ".".join
 )
