@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,8 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
     ``torch.compile``, ``torch.cond`` makes this choice. Under ``torch.func.vmap`` over the state, and in ``make_fx``,
     the inner transform runs at every call, and its result is used or dropped.
 
-    A gradient of None counts as zero. If it was None in all micro-batches of a group, the update is None.
+    A gradient of None counts as zero. If it was None in all micro-batches of a group, the update is None. A compiled
+    function leaves its graph for a micro-batch with such gradients, which is an error with ``fullgraph=True``.
 
     Args:
         inner: the transform to run on the accumulated gradients.
@@ -107,6 +109,20 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         ``boundary`` marks the last micro-batch: a bool, a bool tensor, or None to count to ``every``.
         """
         _check_boundary(boundary)
+        if torch.compiler.is_compiling() and _lacks_gradients(updates, state.sums):
+            # The counts of gradients decide which parameters get an update, and a graph cannot read them.
+            return _run_uncompiled(run, updates, state, params, boundary, donate, extras)
+        return run(updates, state, params, boundary, donate, extras)
+
+    def run(
+        updates: PyTree,
+        state: AccumulateState,
+        params: PyTree,
+        boundary: bool | Tensor | None,
+        donate: Donation,
+        extras: dict[str, object],
+    ):
+        """Run `update` after its checks."""
         accumulated = _add_gradients(updates, state, donate)
         is_last = boundary
         if is_last is None:
@@ -114,13 +130,27 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         outcomes = _Outcomes(inner, updates, updated_leaves=updates, mean=mean, params=params, extras=extras)
         if isinstance(is_last, Tensor) and (is_traced() or is_wrapped(is_last)):
             return outcomes.select(is_last, accumulated)  # Python cannot read the tensor in a graph or in torch.func
-        if not torch.compiler.is_compiling():  # a compiled graph cannot read the counts of gradients
+        if not torch.compiler.is_compiling():  # a compiled graph has all gradients, and cannot read their counts
             outcomes = outcomes._replace(updated_leaves=_ever_seen(updates, params, accumulated))
         if is_last:
             return outcomes.step(accumulated, donate)
         return outcomes.wait(accumulated)
 
     return init, update
+
+
+@torch.compiler.disable(reason="accumulate reads in which micro-batches a parameter had a gradient")
+def _run_uncompiled(run: Callable[..., Any], *arguments: object) -> Any:
+    """Call a function between two graphs. With ``fullgraph=True`` it is an error, with the reason above."""
+    return run(*arguments)
+
+
+def _lacks_gradients(updates: PyTree, sums: PyTree) -> bool:
+    """Return True if the gradient of a parameter is None. Parameters that are None themselves have no sum."""
+    for gradient, total in zip(tree.leaves(updates), tree.leaves(sums), strict=True):
+        if gradient is None and total is not None:
+            return True
+    return False
 
 
 def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) -> AccumulateState:

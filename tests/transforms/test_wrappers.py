@@ -306,3 +306,29 @@ def test_a_compiled_accumulate_with_any_transform_inside_is_the_eager_one(inner:
     torch.compiler.reset()
     compiled = torch.compile(tx.update, fullgraph=True, backend="aot_eager")
     require_close("compiled updates", train(compiled), train(tx.update), "eager", 1e-6)
+
+
+@pytest.mark.parametrize("wrap", [None, mfx.master_params, mfx.skip_nonfinite])
+def test_a_compiled_accumulate_keeps_gradients_that_the_last_micro_batch_lacks(wrap: Any):
+    tx = mfx.accumulate(mfx.scale(-1.0), every=2)
+    if wrap is not None:
+        tx = wrap(tx)
+    params, one = {"a": torch.zeros(1), "b": torch.zeros(1)}, torch.ones(1)
+
+    def updates_of_b(update: Any) -> list[Any]:
+        state = tx.init(params)
+        history: list[Any] = []
+        for grad in (one, None, one, one, None, None):
+            updates, state = update({"a": one, "b": grad}, state, params)
+            history.append(updates["b"])
+        return history
+
+    torch.compiler.reset()
+    compiled = torch.compile(tx.update, backend="eager")
+    expected = updates_of_b(tx.update)
+    assert expected[-1] is None
+    assert updates_of_b(compiled) == expected
+    assert updates_of_b(tx.update) == expected  # whose checks read what the compiled calls have cached
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="in which micro-batches a parameter had a gradient"):
+        torch.compile(tx.update, fullgraph=True, backend="eager")({"a": one, "b": None}, tx.init(params), params)
