@@ -89,6 +89,7 @@ WRONG = {
     "Slot(start='ones')": 'start must be "params" or "zeros", found .ones',
     "int8(code='log')": 'int8: code must be "dynamic" or "linear", found .log.',
     "fp8(format='e3m4')": 'fp8: format must be "e4m3" or "e5m2", found .e3m4.',
+    "sharding.offload(momentum(), to='cpu:0')": "to: found 'cpu:0', expected \"cpu\" or the path of a folder",
     "sharding.offload(momentum(), to='disk')": "to: found 'disk', expected \"cpu\" or the path of a folder",
     "sharding.offload(momentum(), bucket_bytes=0)": "bucket_bytes: found 0",
     # values of another kind, and arguments that contradict each other

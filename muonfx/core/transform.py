@@ -432,8 +432,8 @@ class Transform(Recorded):
             return new_updates, new_state
         return new_updates, tree.copy_shared(new_state, state)
 
-    # After a graph break, torch compiles the functions that an uncompiled `update` calls, each alone. Structures of trees
-    # have another type in compiled functions, and would not fit those that uncompiled calls have put into the cache.
+    # After a graph break, torch compiles each function that an uncompiled `update` calls. In these, structures of trees
+    # have another type, and would not fit those that uncompiled calls have put into the cache.
     @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
     def _check_inputs(self, updates: PyTree, state: PyTree, params: PyTree) -> None:
         """Raise unless updates, state and parameters fit together. Warn if the parameters have a growing graph."""

@@ -140,12 +140,13 @@ def _store(to: str, bucket_bytes: int) -> Store:
     """Return the store for the arguments of `offload`. Raise if ``to`` is a device, such as "cuda:0", or no text."""
     if not isinstance(to, str):
         raise TypeError(f'to must be "cpu" or the path of a folder, found {to!r}')
-    if not to or to.split(":")[0] in DEVICES:
+    is_device = to.split(":")[0] in DEVICES or to.startswith("cpu:")
+    if not to or is_device:
         raise ValueError(
             f'to: found {to!r}, expected "cpu" or the path of a folder; for a folder of this name write "./{to}"'
         )
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
     if to != "cpu":
-        to = os.path.abspath(to)
+        to = os.path.abspath(os.path.expanduser(to))
     return Store(to, bucket_bytes)

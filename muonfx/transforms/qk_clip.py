@@ -282,13 +282,38 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
     attentions = [item for item in heads if isinstance(item, AttentionHeads)]
     leaves = dict(tree.named_leaves(params))
     members: list[_Member] = []
-    for name, plain_name in unwrapped(leaves).items():  # module names have no wrapper prefixes
+    plain_names = unwrapped(leaves)  # module names have no wrapper prefixes
+    for name, plain_name in plain_names.items():
         if leaves[name] is None:  # it is not updated, as a frozen quantized weight
             continue
         member = _first_member(attentions, name, plain_name, tuple(leaves[name].shape))
         if member is not None:
             members.append(member)
+    _require_biases(members, plain_names)
     return members
+
+
+def _require_biases(members: list[_Member], plain_names: Mapping[str, str]) -> None:
+    """Raise if a bias of `nn.MultiheadAttention` is a part of its queries or keys, and no `AttentionHeads` matches it.
+
+    ``plain_names`` are the names of all parameters without the prefixes of wrappers.
+    """
+    all_names = set(plain_names.values())
+    member_names = {plain_names[member.name] for member in members}
+    for member in members:
+        prefix = f"{member.module}." if member.module else ""
+        bias = f"{prefix}in_proj_bias"  # fused, also if the weights are not, because of kdim or vdim
+        if bias in all_names and bias not in member_names:
+            raise ValueError(
+                f"qk_clip: no AttentionHeads matches {bias!r}, which has the biases of queries and keys: give a "
+                f'tuple of {member.heads!r} and the same with query="in_proj", key="in_proj"'
+            )
+        key_bias = f"{prefix}bias_k"
+        if key_bias in all_names:
+            raise ValueError(
+                f"qk_clip: found {key_bias!r}, a further key that no weight projects, expected attention without it: "
+                "create the module with add_bias_kv=False"
+            )
 
 
 def _first_member(
@@ -343,11 +368,13 @@ def qk_clip(
     $\gamma_h^\alpha$, and its key weights by $\gamma_h^{1 - \alpha}$. All logits of the head are then multiplied by
     $\gamma_h$. Heads with $s_h \le \tau$, or with an $s_h$ that is not finite, are bitwise unchanged.
 
-    Put it last in a chain, after the learning rate, and inside `master_params`. Each `update` requires the named
-    argument ``max_logits``: a dict from the name of each attention module to a tensor with $s_h$ of each query head,
-    as `muonfx.attention.collect_max_logits` returns it. Under `muonfx.sharding.sharded` the largest logit of all ranks
-    is used, at the cost of one all-reduce; otherwise see `muonfx.attention.reduce_max_logits`. A parameter whose
-    gradient is None is not scaled.
+    Put it last in a chain, after the learning rate, and inside `master_params`. Put it after a `partition`, not within
+    the transform of a label: biases often have another label than the weights, and would not be scaled.
+
+    Each `update` requires the named argument ``max_logits``: a dict from the name of each attention module to a tensor
+    with $s_h$ of each query head, as `muonfx.attention.collect_max_logits` returns it. Under
+    `muonfx.sharding.sharded` the largest logit of all ranks is used, at the cost of one all-reduce; otherwise see
+    `muonfx.attention.reduce_max_logits`. A parameter whose gradient is None is not scaled.
 
     If query heads share a key head, the key is multiplied by $\max_h \gamma_h^{1 - \alpha}$ over these heads, and each
     query by the remaining factor of its own $\gamma_h$. Each head's logits are then multiplied by exactly its own

@@ -599,3 +599,10 @@ def test_the_state_of_a_transform_of_the_whole_tree_is_stored_also_if_it_is_shar
     place = store.Store(str(tmp_path))
     assert [place.has(leaf, torch.device("cpu")) for leaf in ends[1][1]] == [True, True]
     kit.violation.require_same("updates and state", ends[1], ends[0], "in memory")
+
+
+def test_a_folder_in_the_home_of_the_user_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tx = sharding.offload(mfx.momentum(), "~/state")
+    tx.init({"w": torch.zeros(64, 64)})
+    assert (tmp_path / "state").is_dir()

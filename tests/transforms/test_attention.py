@@ -473,3 +473,35 @@ def test_the_largest_logits_of_all_ranks_have_one_value_in_full_precision(here: 
     }
     found = attention.reduce_max_logits(logits, here.group)
     assert {name: most.tolist() for name, most in found.items()} == {"early": [-5.0], "late": [fine, 3.0]}
+
+
+def clipped_params(model: nn.Module, heads: Any, logits: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of a model after an update of zero and `qk_clip` with tau = 1."""
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    zeros = {name: torch.zeros_like(param) for name, param in params.items()}
+    tx = mfx.qk_clip(heads, tau=1.0)
+    updates, _ = tx.update(zeros, tx.init(params), params, max_logits=logits)
+    return mfx.apply_updates(params, updates)
+
+
+def test_fused_biases_of_separate_weights_are_scaled_or_missed_with_an_error():
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2, kdim=6, vdim=6).double()})
+    nn.init.normal_(model["attn"].in_proj_bias)
+    logits = {"attn": torch.tensor([4.0, 0.5])}
+    weights = mfx.AttentionHeads("attn", 2)
+    with pytest.raises(ValueError, match=r"no AttentionHeads matches 'attn\.in_proj_bias'.*query=\"in_proj\""):
+        clipped_params(model, weights, logits)
+    both = (weights, mfx.AttentionHeads("attn", 2, query="in_proj", key="in_proj"))
+    new, old = clipped_params(model, both, logits), dict(model.named_parameters())
+    factors = torch.tensor([0.5] * 4 + [1.0] * 4, dtype=torch.float64)
+    for name in ("attn.q_proj_weight", "attn.k_proj_weight"):
+        torch.testing.assert_close(new[name], old[name] * factors[:, None])
+    expected = old["attn.in_proj_bias"] * torch.cat([factors, factors, torch.ones(8)])
+    torch.testing.assert_close(new["attn.in_proj_bias"], expected)
+
+
+def test_a_key_that_no_weight_projects_is_refused():
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2, add_bias_kv=True)})
+    heads = mfx.AttentionHeads("attn", 2, query="in_proj", key="in_proj")
+    with pytest.raises(ValueError, match=r"found 'attn\.bias_k'.*add_bias_kv=False"):
+        clipped_params(model, heads, {"attn": torch.tensor([4.0, 0.5])})
