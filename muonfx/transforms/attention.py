@@ -117,7 +117,10 @@ def _unmasked(mask: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return a detached tensor without ``torch.func`` wrappers, so that it can be stored after their function ends."""
+    """Return a detached tensor without ``torch.func`` wrappers, so that it can be stored after their function ends.
+
+    Raise NotImplementedError for a tensor with a batch of models (``vmap``) or of sequences (nested).
+    """
     while is_wrapped(x):
         if _C._functorch.is_batchedtensor(x):
             raise NotImplementedError(
@@ -125,6 +128,11 @@ def _plain(x: Tensor) -> Tensor:
                 "would be merged. Call it outside of vmap"
             )
         x = _C._functorch.get_unwrapped(x)
+    if x.is_nested:
+        raise NotImplementedError(
+            "max_logits: found a nested tensor, expected one without: take the logits of each sequence, and store "
+            "their largest with muonfx.attention.record_max_logits"
+        )
     return x.detach()
 
 

@@ -505,3 +505,10 @@ def test_a_key_that_no_weight_projects_is_refused():
     heads = mfx.AttentionHeads("attn", 2, query="in_proj", key="in_proj")
     with pytest.raises(ValueError, match=r"found 'attn\.bias_k'.*add_bias_kv=False"):
         clipped_params(model, heads, {"attn": torch.tensor([4.0, 0.5])})
+
+
+def test_nested_sequences_are_refused_by_name():
+    sequences = torch.nested.nested_tensor([torch.ones(3, 2, 4), torch.ones(5, 2, 4)], layout=torch.jagged)
+    heads = sequences.transpose(1, 2)
+    with pytest.raises(NotImplementedError, match=r"found a nested tensor.*record_max_logits"):
+        attention.max_logits(heads, heads)
