@@ -154,9 +154,10 @@ def _require_heavy_ball(tx: Transform, heavy_ball: bool) -> None:
         if part.arguments.get("heavy_ball", heavy_ball) != heavy_ball:
             combines = "averages" if heavy_ball else "sums"
             expected = "a sum" if heavy_ball else "an average"
-            raise ValueError(
-                f"{part!r} {combines} gradients, expected {expected} as in the source: pass heavy_ball={heavy_ball}"
-            )
+            advice = f"use the chain of convert.recipe, or one with momentum(heavy_ball={heavy_ball})"
+            if heavy_ball:
+                advice += ", which muonfx.Muon and muon_with_adamw do not have"
+            raise ValueError(f"{part!r} {combines} gradients, expected {expected} as in the source: {advice}")
 
 
 def gathered(state: PyTree) -> dict[str, Leaf]:
