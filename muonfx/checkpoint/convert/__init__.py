@@ -15,6 +15,7 @@ from torch import Tensor
 from muonfx.checkpoint.convert.formats import FORMATS, Format, Group, Values
 from muonfx.checkpoint.convert.states import Leaf, filled, flat, gathered
 from muonfx.core import Transform
+from muonfx.core.checks import warn_caller
 from muonfx.core.partition import partition
 from muonfx.internal.arguments import did_you_mean
 from muonfx.internal.display import format_list
@@ -132,7 +133,13 @@ def write(
 
 
 def recipe(
-    format: FormatName, source: Any, params: PyTree, *, names: Sequence[str] | None = None, **options: Any
+    format: FormatName,
+    source: Any,
+    params: PyTree,
+    *,
+    names: Sequence[str] | None = None,
+    rate: Literal["lr", "initial_lr"] | None = None,
+    **options: Any,
 ) -> Transform:
     """Return a chain of transforms that computes the same updates as another optimizer.
 
@@ -145,6 +152,9 @@ def recipe(
         source: the optimizer, its ``state_dict()``, or a list of these, as in `read`.
         params: the parameters by name, such as ``dict(model.named_parameters())``.
         names: the names of the parameters in the order of the optimizer, for a state dict without names.
+        rate: the entry of each group that is the learning rate of the chain. "initial_lr" is the rate that a scheduler
+            of torch multiplies: pass it to create the scheduler again for the new optimizer. "lr" is the current rate.
+            None: "lr", with a warning if "initial_lr" differs.
         **options: arguments of `muonfx.orthogonalize`: ``dtype=``, which is bf16 in most other implementations, and
             ``coefficients="quintic"`` for a ``dion.Muon`` that was made with ``use_polar_express=False``.
 
@@ -153,7 +163,11 @@ def recipe(
 
     Raises:
         ValueError: a setting has no equivalent in these chains, such as ``amsgrad``, ``cautious_wd`` or an eps of
-            ``torch.optim.Muon`` other than its default; or the format or a name is unknown.
+            ``torch.optim.Muon`` other than its default; or the format or a name is unknown, or a group has no
+            "initial_lr".
+
+    Warns:
+        UserWarning: a group has an "initial_lr" other than its "lr", and ``rate`` is None.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3, 4))
@@ -162,13 +176,17 @@ def recipe(
               add_decayed_weights(weight_decay=0.1), scale_by_learning_rate(learning_rate=0.1))
     """
     form = _format(format)
+    if rate not in (None, "lr", "initial_lr"):
+        raise ValueError(f"rate: found {rate!r}, expected 'lr' or 'initial_lr'")
     tensors = flat(params)
+    entries = _entries(form, source, tensors, names)
     label_of: dict[str, str] = {}
     chains: dict[str, Transform] = {}
-    for entry in _entries(form, source, tensors, names):
+    for entry in entries:
         name = entry.name
         try:
-            tx = form.chain_of(entry.group, entry.kind, tensors[name].shape, options)
+            group = _with_rate(entry.group, rate)
+            tx = form.chain_of(group, entry.kind, tensors[name].shape, options)
         except KeyError as missing:
             raise ValueError(
                 f"{name!r}: its group in {form.title} has no {missing}, only {sorted(entry.group)}"
@@ -178,10 +196,33 @@ def recipe(
         label = _label_for(tx, entry.kind, chains)
         chains[label] = tx
         label_of[name] = label
+    if rate is None:
+        _warn_of_scheduled_rate(form, entries)
     if len(chains) == 1:
         (chain,) = chains.values()
         return chain
     return partition(chains, label_of)
+
+
+def _with_rate(group: Group, rate: str | None) -> Group:
+    """Return the group with the learning rate for the chain as its "lr"."""
+    if rate == "initial_lr":
+        return {**group, "lr": group["initial_lr"]}
+    return group
+
+
+def _warn_of_scheduled_rate(form: Format, entries: Sequence[_Entry]) -> None:
+    """Warn if a scheduler has changed a rate of the source: a new scheduler would multiply the changed rate again."""
+    for entry in entries:
+        lr = float(entry.group["lr"])
+        initial_lr = float(entry.group.get("initial_lr", lr))
+        if lr != initial_lr:
+            warn_caller(
+                f"convert.recipe: a scheduler has changed the rate of {entry.name!r} in {form.title} from {initial_lr} "
+                f'("initial_lr") to {lr} ("lr"), and the chain has {lr}. Pass rate="initial_lr" if the new optimizer '
+                'gets a scheduler, which multiplies this rate, or rate="lr" to keep the current rate'
+            )
+            return
 
 
 def _label_for(tx: Transform, kind: str, chains: Mapping[str, Transform]) -> str:

@@ -6,6 +6,7 @@ scripts/record_conversions.py recorded eight steps; here three of them are follo
 import copy
 import json
 import runpy
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 import muonfx as mfx
 from muonfx.checkpoint import convert
@@ -267,6 +269,114 @@ def test_nested_parameters_go_by_their_dotted_names():
 def test_what_a_torch_optimizer_would_not_get_is_named():
     with pytest.raises(ValueError, match=r"'w' has a adamw state in torch.optim; the muonfx state has a muon state"):
         convert.write("torch", mfx.momentum().init(PARAMS), saved(ENTRY), PARAMS)
+
+
+def warmup(step: int) -> float:
+    return min(1.0, (step + 1) / 10)
+
+
+def scheduled(model: nn.Module, make: Any, steps: range) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+    """Optimizers of torch and their schedulers after some steps."""
+    optimizers = optimizers_of(model)
+    schedulers = [make(optimizer) for optimizer in optimizers]
+    run_scheduled(model, optimizers, schedulers, steps)
+    return optimizers, schedulers
+
+
+def run_scheduled(model: nn.Module, optimizers: Any, schedulers: Any, steps: range) -> None:
+    for step in steps:
+        run_torch(model, optimizers, range(step, step + 1))
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def stepped(scheduler: Any, steps: int) -> Any:
+    """Step a new scheduler as docs/conversion.md does."""
+    with warnings.catch_warnings(action="ignore"):
+        for _ in range(steps):
+            scheduler.step()
+    return scheduler
+
+
+def rates_of(optimizers: list[torch.optim.Optimizer], model: nn.Module) -> dict[str, float]:
+    """The current rate of each parameter."""
+    name_of = {param: name for name, param in model.named_parameters()}
+    rates: dict[str, float] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rates.update({name_of[param]: group["lr"] for param in group["params"]})
+    return rates
+
+
+def sequential(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 20)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, warmup),
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20),
+    "SequentialLR": sequential,
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_run_under_a_scheduler_goes_on_with_the_same_rates_and_steps(make: Any):
+    model = model_of()
+    optimizers, schedulers = scheduled(model, make, range(4))
+    params = dict(model.named_parameters())
+    tx = convert.recipe("torch", optimizers, params, rate="initial_lr", dtype=torch.float32)
+    ours = copy.deepcopy(model)
+    optimizer = mfx.TransformOptimizer(ours, tx)
+    optimizer.load_transform_state(convert.read("torch", optimizers, tx, params))
+    scheduler = stepped(make(optimizer), schedulers[0].last_epoch)
+    for step in range(4, 8):
+        assert rates_of([optimizer], ours) == rates_of(optimizers, model)
+        run_scheduled(model, optimizers, schedulers, range(step, step + 1))
+        run_scheduled(ours, [optimizer], [scheduler], range(step, step + 1))
+    near(dict(ours.named_parameters()), params)
+
+
+def test_the_one_group_of_moonlight_becomes_two_under_a_scheduler():
+    run = recorded("moonlight")
+    params, saved = shaped(run["params"]), tensors(run["state_dict"])
+    (group,) = saved["param_groups"]
+    base_rate = group["lr"]
+    source = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=base_rate)
+    theirs = stepped(lr_scheduler.LambdaLR(source, warmup), 4)
+    group |= {"lr": source.param_groups[0]["lr"], "initial_lr": base_rate}
+    tx = convert.recipe("moonlight", saved, params, names=run["names"], rate="initial_lr")
+    weights = {name: torch.nn.Parameter(param) for name, param in params.items()}
+    optimizer = mfx.TransformOptimizer(weights, tx)
+    optimizer.load_transform_state(convert.read("moonlight", saved, tx, params, names=run["names"]))
+    ours = stepped(lr_scheduler.LambdaLR(optimizer, warmup), theirs.last_epoch)
+    for _ in range(7):
+        assert [group["lr"] for group in optimizer.param_groups] == [source.param_groups[0]["lr"]] * 2
+        ours.step()
+        theirs.step()
+
+
+def test_a_rate_that_a_scheduler_changed_needs_a_decision():
+    model = model_of()
+    optimizers, _ = scheduled(model, SCHEDULERS["LambdaLR"], range(4))
+    params = dict(model.named_parameters())
+    message = r"changed the rate of 'up.weight' in torch.optim from 0.02 .* to 0.01 .*, and the chain has 0.01. Pass"
+    with pytest.warns(UserWarning, match=message):
+        tx = convert.recipe("torch", optimizers, params)
+    assert convert.recipe("torch", optimizers, params, rate="lr") == tx
+    rate = "muon.scale_by_learning_rate.learning_rate"
+    assert mfx.hyperparams(tx)[rate] == 0.01
+    assert mfx.hyperparams(convert.recipe("torch", optimizers, params, rate="initial_lr"))[rate] == 0.02
+    # groups whose rates are equal at this step stay apart
+    muon = optimizers[0]
+    for group in muon.param_groups:
+        group.update(lr=0.0, adjust_lr_fn=None)
+    assert list(convert.recipe("torch", muon, params, rate="initial_lr").arguments["transforms"]) == ["muon", "muon_2"]
+    with pytest.raises(ValueError, match=r"'up.weight': its group in torch.optim has no 'initial_lr'"):
+        convert.recipe("torch", optimizers_of(model), params, rate="initial_lr")
+    with pytest.raises(ValueError, match="rate: found 'base', expected 'lr' or 'initial_lr'"):
+        convert.recipe("torch", optimizers, params, rate="base")
 
 
 def test_a_sum_does_not_fit_the_average_of_muon():
