@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muonfx as mfx
 from tests.checkpoint.common import bits, folder, grads_like, trained
@@ -387,6 +388,79 @@ def grow_on_ranks(here: Here, path: Path) -> None:
 def test_shards_that_would_grow_are_refused_on_all_ranks(world: World, tmp_path: Path) -> None:
     world.check(2, save_run, path=tmp_path)
     world.check(2, grow_on_ranks, path=tmp_path)
+
+
+ROWS = {"wq": 8, "wk": 4, "wv": 4}
+"""The rows of each part of a fused weight."""
+FUSED = "(q=8 + k=4 + v=4) in -> q in, k in, v in"
+
+
+def attention(here: Here | None, divided: bool) -> tuple[dict[str, nn.Parameter], mfx.TransformOptimizer]:
+    """The weights of an attention layer, fused or not, and their optimizer."""
+    draw = torch.Generator().manual_seed(0)
+    tensors = {"qkv": torch.randn(16, 6, generator=draw), "norm": torch.ones(6)}
+    if divided:
+        tensors |= dict(zip(ROWS, tensors.pop("qkv").split([*ROWS.values()]), strict=True))
+    if here is not None:
+        tensors = {name: distribute_tensor(tensor, here.mesh, [Shard(0)]) for name, tensor in tensors.items()}
+    params = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+    labels = {name: "adamw" if name == "norm" else "muon" for name in params}
+    view = mfx.MatrixView(None if divided else {"qkv": FUSED})
+    orthogonalize = mfx.orthogonalize(view=view, dtype=torch.float32)
+    tx = mfx.muon_with_adamw(0.02, 0.003, labels=labels, orthogonalize=orthogonalize)
+    return params, mfx.TransformOptimizer(params, tx)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_like(param: Tensor, tensor: Tensor) -> Tensor:
+    if not isinstance(param, DTensor):
+        return tensor
+    return distribute_tensor(tensor, param.device_mesh, param.placements)
+
+
+def step_attention(params: dict[str, nn.Parameter], optimizer: mfx.TransformOptimizer, seed: int) -> dict[str, Tensor]:
+    """Take a step on equal gradients, fused or not; return the weights as if they were divided."""
+    draw = torch.Generator().manual_seed(seed)
+    grads = {"qkv": torch.randn(16, 6, generator=draw), "norm": torch.randn(6, generator=draw)}
+    grads |= dict(zip(ROWS, grads["qkv"].split([*ROWS.values()]), strict=True))
+    for name, param in params.items():
+        param.grad = placed_like(param, grads[name])
+    optimizer.step()
+    weights = {name: whole(param.detach()).clone() for name, param in params.items()}
+    if "qkv" in weights:
+        weights |= dict(zip(ROWS, weights.pop("qkv").split([*ROWS.values()]), strict=True))
+    return weights
+
+
+def divide_fused(here: Here | None, path: Path) -> None:
+    fused, before = attention(here, divided=False)
+    weights = step_attention(fused, before, seed=0)
+    ck.save(path, before)
+    divided, after = attention(here, divided=True)
+    with torch.no_grad():
+        for name, param in divided.items():
+            param.copy_(placed_like(param, weights[name]))
+    account = ck.load_changed(path, after)
+    assert set(account.new) == {f"muon/momentum/trace/{name}" for name in ROWS}
+    trace = ck.read(path)["muon/momentum/trace/qkv"]
+    for name, part in zip(ROWS, trace.split([*ROWS.values()]), strict=True):
+        param = divided[name]
+        after.state[param]["muon.momentum.trace"].copy_(placed_like(param, part))
+    expected = step_attention(fused, before, seed=1)
+    found = step_attention(divided, after, seed=1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_fused_parameter_that_becomes_three_keeps_its_momentum_by_rows(tmp_path: Path) -> None:
+    divide_fused(None, tmp_path)
+
+
+@pytest.mark.dist
+def test_on_ranks_a_fused_parameter_that_becomes_three_keeps_its_momentum(world: World, tmp_path: Path) -> None:
+    world.check(2, divide_fused, path=tmp_path)
 
 
 def narrow_on_one_rank(here: Here, path: Path) -> None:
