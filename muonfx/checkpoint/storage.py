@@ -347,9 +347,19 @@ def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, A
             if repr(value) != repr(expected):  # repr, since 1 and True are equal
                 raise CheckpointError(
                     f"nothing was written: {name!r} is {value!r:.200} on rank {rank} and {expected!r:.200} on rank "
-                    f"{first_rank}, expected equal values: use different keys for values of one rank"
+                    f"{first_rank}, expected equal values: {_advice_on_different_values(name)}"
                 )
     return {name: from_json(value) for name, value in json_of.items()}
+
+
+def _advice_on_different_values(name: str) -> str:
+    """Return what to do about a value that differs between ranks: "optimizer/param_groups/0/lr", or another."""
+    if "param_groups" not in path_of(name):
+        return "use different keys for values of one rank"
+    return (
+        "if the ranks have different optimizers, as the stages of a pipeline have, call get_optimizer_state_dict with "
+        "options=StateDictOptions(flatten_optimizer_state_dict=True), whose keys are the names of parameters"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- read

@@ -15,7 +15,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -294,6 +299,22 @@ def test_replicas_that_differ_are_an_error_and_the_earlier_checkpoint_stays(here
     dist.barrier(here.group)
     assert len(list(tmp_path.glob("*.part"))) + len(list(tmp_path.glob(".save*"))) == 0
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
+
+
+@on_ranks(2)
+def test_optimizers_of_stages_are_refused_with_the_flag_that_saves_them(here: Here, tmp_path: Path):
+    stage = nn.ModuleDict({f"layer{here.rank}": nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
+    error = fails(save, {"optim": get_optimizer_state_dict(stage, optimizer)}, tmp_path, here)
+    assert "'optim/param_groups/0/params' is ['layer1." in str(error)
+    assert "call get_optimizer_state_dict with options=StateDictOptions(flatten_optimizer_state_dict=True)" in str(
+        error
+    )
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    save({"optim": get_optimizer_state_dict(stage, optimizer, options=options)}, tmp_path, here)
+    assert {"optim/param_groups.layer0.bias.lr", "optim/param_groups.layer1.bias.lr"} <= ck.verify(
+        tmp_path
+    ).objects.keys()
 
 
 def save_until_killed(here: Here, path: Path, at: int) -> None:
