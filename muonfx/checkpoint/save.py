@@ -100,7 +100,8 @@ def save(
         TypeError: a leaf is not a dense tensor, or ``extra``, a group or the scheduler is not JSON; nothing was
             written.
         CheckpointError: the ranks of ``group`` pass different arguments, or hold different values of one leaf; the
-            message names the leaf and the ranks. Nothing was written.
+            message names the leaf and the ranks. Or a group of other ranks of the job has saved to the path. Nothing
+            was written.
         WriteError: writing failed, for example because the disk is full. The previous checkpoint is unchanged, unless
             the attribute ``written`` of the error is True: then the new checkpoint is complete. If it
             cannot be known which of the two is at the path, the message says so.

@@ -11,13 +11,14 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError, WriteError
-from muonfx.sharding.communication.differences import errors_by_rank, first_difference
-from muonfx.sharding.communication.waiting import wait_for_all
+from muonfx.sharding.communication.differences import errors_by_rank, first_difference, listed
+from muonfx.sharding.communication.waiting import ranks_that_claimed, wait_for_all
 from muonfx.sharding.errors import ShardingError
 
 Value = TypeVar("Value")
@@ -169,6 +170,24 @@ def check_group(group: Any, action: str) -> None:
         f"{action}: group={group!r} is not a process group that can be used: it was destroyed, or this process is "
         "not one of its ranks"
     )
+
+
+def require_no_other_group(group: Any, path: Path) -> None:
+    """Raise if a group of other ranks of this job saves to the same folder, as another stage of a pipeline may do.
+
+    The later of the two saves would replace the earlier one. Rank 0 of the group calls this; the folder exists.
+    """
+    if group is None:
+        return
+    # On a disk of another machine, a folder of the same name has another inode.
+    claimed_by = ranks_that_claimed(f"{path} {path.stat().st_ino}", group)
+    ranks = dist.get_process_group_ranks(group)
+    if set(claimed_by).isdisjoint(ranks):
+        raise CheckpointError(
+            f"{path} was not written by {listed(ranks)}: {listed(claimed_by)} of this job save to it too, and the "
+            "later save would replace the earlier one. Use a path for each group, or write the stages of a pipeline to "
+            "one checkpoint by torch.distributed.checkpoint.save with muonfx.checkpoint.Writer"
+        )
 
 
 def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoReturn:

@@ -21,7 +21,7 @@ from muonfx.checkpoint.errors import CheckpointError, LostRanksError, WriteError
 from muonfx.checkpoint.files import bytes_of, crc32_of, no_collection, with_plain_bits
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf, data_name
 from muonfx.checkpoint.leaves import LocalLeaf, described, problem_of_boxes, slices_of
-from muonfx.checkpoint.together import Together, require_same
+from muonfx.checkpoint.together import Together, require_no_other_group, require_same
 from muonfx.core.argument_texts import without_addresses
 from muonfx.internal.progress import reporting_bytes
 from muonfx.sharding.communication.differences import listed
@@ -107,6 +107,7 @@ class Saver:
         self.draft = draft
         with draft.write_errors():
             draft.begin()
+            require_no_other_group(self.request.group, draft.path)
         assignments: list[Assignment] = []
         for rank, keys in enumerate(shards_to_write(self.plan, self.ranks)):
             file = draft.path / data_name(draft.save_id, rank, self.ranks)

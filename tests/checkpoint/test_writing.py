@@ -358,6 +358,31 @@ def test_ranks_that_each_save_to_one_path_lose_nothing_and_are_told(world: World
     assert all("pass group= on all of them, or save on one only" in line for line in heard)
 
 
+@on_ranks(4)
+def test_groups_of_other_ranks_do_not_save_to_one_path(here: Here, tmp_path: Path):
+    """Such as two stages of a pipeline: the first group saves, and the other raises an error on all of its ranks."""
+    group = here.grid["inner"].get_group()
+    ranks = dist.get_process_group_ranks(group)
+    outcome = "saved"
+    try:
+        ck.save(tmp_path / "one", state_of(ranks[0]), group=group)
+    except ck.CheckpointError as error:
+        outcome = str(error)
+    outcomes = [""] * 4
+    dist.all_gather_object(outcomes, outcome, group=here.group)
+    assert outcomes.count("saved") == 2, outcomes
+    (message,) = set(outcomes) - {"saved"}
+    first, second = ("ranks 0, 1", "ranks 2, 3") if outcomes[0] == "saved" else ("ranks 2, 3", "ranks 0, 1")
+    assert f"was not written by {second}: {first} of this job save to it too" in message
+    assert assert_one_of(ck.load(tmp_path / "one", like=state_of(0))) == int(first.split()[1][0])
+    assert not list((tmp_path / "one").glob(".save*"))
+
+    for _ in range(2):  # the same group may replace its checkpoint, and other groups have other paths
+        ck.save(tmp_path / f"of {ranks[0]}", state_of(1), group=group)
+    dist.barrier(here.group)
+    ck.save(tmp_path / "one", state_of(5), group=here.group)  # of all ranks, which include those of before
+
+
 def test_the_later_of_two_saves_at_the_same_time_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     original = Draft.write
 

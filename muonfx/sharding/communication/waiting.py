@@ -1,5 +1,7 @@
 """Let ranks wait for each other without a collective, through the key-value store of their process group.
 
+`ranks_that_claimed` also uses a store, to find out about groups of other ranks, which have no collective with these.
+
 A caller may start a collective on one rank alone by mistake. A rank that first waits here disturbs no collective of the
 others, for example in the next backward pass, and its error names the missing ranks.
 """
@@ -64,6 +66,22 @@ def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
         if store.check([f"{prefix}/failed"]):
             text = store.get(f"{prefix}/failed").decode()
             raise ShardingError(f"nothing was changed on any rank:\n{text}")
+
+
+def ranks_that_claimed(name: str, group: dist.ProcessGroup) -> list[int]:
+    """Claim a name for a process group, in the store of all ranks of the job. Return the ranks that claimed it first.
+
+    These are the ranks of `group` itself, if no other group of this job has claimed the name. One rank of the group
+    calls this.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    world = dist.group.WORLD
+    if world is None or len(ranks) == dist.get_world_size() or dist.get_backend(world) in _WITHOUT_STORE:
+        return ranks
+    text = " ".join(map(str, ranks))
+    with collective(f"claiming {name}"):
+        claimed = world.get_group_store().compare_set(f"muonfx/claims/{name}", "", text)
+    return list(map(int, claimed.decode().split()))
 
 
 def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseException) -> None:
