@@ -139,7 +139,9 @@ def _parser() -> argparse.ArgumentParser:
         "--model", metavar="NAME|config.json", help=f"{', '.join(MODELS)}, or a config.json of Hugging Face"
     )
     whose.add_argument("--shapes", metavar="512x512*8,512x2048", help="shapes of the parameters, instead of a model")
-    parser.add_argument("--mesh", required=True, metavar="dp=64,shard=8", help="sizes of dp, shard, tp and ep")
+    parser.add_argument(
+        "--mesh", required=True, metavar="dp=64,shard=8", help="dp x shard x tp ranks; ep is within shard"
+    )
     parser.add_argument("--layout", choices=_LAYOUTS, help="only schemes of this layout; hsdp is fsdp2 with dp > 1")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="dtype of messages and of Newton-Schulz")
     parser.add_argument("--state", choices=_DTYPES, default="fp32", help="dtype of momentum and moments")

@@ -58,6 +58,8 @@ class Mesh(NamedTuple):
 
         >>> Mesh.parse("dp=64,shard=8,tp=8").ranks
         4096
+        >>> Mesh.parse("dp=8,shard=8,ep=8").ranks
+        64
         """
         sizes: dict[str, int] = {}
         for part in text.split(","):
