@@ -6,8 +6,9 @@ Run the first command, then the second; the second continues where the first has
     torchrun --nproc-per-node 2 examples/fsdp2_tp.py --steps 40
 
 The mesh has two dims: the processes of one ``tp`` group divide each matrix of a block among them, and FSDP2 divides
-what is left over the ``dp`` dim. `mfx.Muon` needs no argument for this: it computes each update on the whole matrix,
-once, so the losses are those of one process up to rounding. The example runs on CPUs (gloo) and on GPUs (nccl).
+what is left over the ``dp`` dim. Muon needs no argument for this: it computes each update on the whole matrix, once, so
+the losses are those of one process up to rounding. A step has two micro-batches, clips the gradients by their norm, and
+is skipped if the norm is NaN or infinite. The example runs on CPUs (gloo) and on GPUs (nccl).
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import muonfx as mfx
 WIDTH = 64
 SYMBOLS = 32
 BATCH = 32
+MICRO_BATCHES = 2
+LOG_EVERY = 5
 SAVE_EVERY = 10
 
 
@@ -71,19 +74,54 @@ def shard(model: Model, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["dp"])
 
 
-def batch_of(step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
-    """Return one part of the batch of a step: symbols, and the symbol that follows each."""
+def optimizer_of(model: Model) -> mfx.TransformOptimizer:
+    """Return Muon and AdamW, with clipping, a monitor of the norm before it, and steps skipped if the norm is NaN.
+
+    The chain clips, because torch's ``clip_grad_norm_`` requires all parameters on one mesh.
+    """
+    tx = mfx.chain(
+        mfx.monitor("grad", ("norm",)),
+        mfx.clip_by_global_norm(1.0),
+        mfx.Muon.transform_for(model, 0.003, adamw_lr=0.012),
+    )
+    return mfx.TransformOptimizer(model, mfx.skip_nonfinite(tx))
+
+
+def micro_batches_of(step: int, part: int, parts: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the micro-batches in one part of the batch of a step: symbols, and the symbol that follows each."""
     generator = torch.Generator().manual_seed(step)
-    symbols = torch.randint(SYMBOLS, (BATCH,), generator=generator)
-    targets = (5 * symbols + 3) % SYMBOLS
-    return symbols.chunk(parts)[part], targets.chunk(parts)[part]
+    symbols = torch.randint(SYMBOLS, (BATCH,), generator=generator).chunk(parts)[part]
+    return [(micro_batch, (5 * micro_batch + 3) % SYMBOLS) for micro_batch in symbols.chunk(MICRO_BATCHES)]
 
 
-def mean_over(group: dist.ProcessGroup, loss: Tensor) -> float:
-    """Return the mean of a loss over the processes of a group."""
-    total = loss.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total.item() / group.size()
+def backward(model: Model, micro_batches: list[tuple[Tensor, Tensor]], device: str) -> Tensor:
+    """Add up the gradients of the mean loss of some micro-batches. Return this loss."""
+    loss_of_step = torch.zeros((), device=device)
+    for index, (symbols, targets) in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        model.set_requires_gradient_sync(is_last)  # the processes exchange gradients once in a step
+        loss = F.cross_entropy(model(symbols.to(device)), targets.to(device)) / len(micro_batches)
+        loss.backward()
+        loss_of_step += loss.detach()
+    return loss_of_step
+
+
+def means_over(group: dist.ProcessGroup, losses: list[Tensor]) -> list[float]:
+    """Return the mean of each loss over the processes of a group. On a GPU, this waits for the steps."""
+    if not losses:
+        return []
+    totals = torch.stack(losses)
+    dist.all_reduce(totals, group=group)
+    return (totals / group.size()).tolist()
+
+
+def print_step(optimizer: mfx.TransformOptimizer, done: int, loss: float) -> None:
+    """Print a line of the log, on the first process."""
+    if dist.get_rank() == 0:
+        norm = float(mfx.metrics(optimizer)["grad/norm"])
+        rate = optimizer.param_groups[0]["lr"]
+        skipped = int(optimizer.transform_state.in_a_row)
+        print(f"step {done}: loss {loss:.4f}, norm {norm:.3f}, rate {rate:.4f}, skipped in a row {skipped}", flush=True)
 
 
 def train(folder: Path, steps: int) -> list[float]:
@@ -100,7 +138,7 @@ def train(folder: Path, steps: int) -> list[float]:
     torch.manual_seed(0)  # all processes begin with the same weights
     model = Model().to(device)
     shard(model, mesh)
-    optimizer = mfx.Muon(model, lr=0.003, adamw_lr=0.012)
+    optimizer = optimizer_of(model)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=10)
 
     params = dict(model.named_parameters())
@@ -112,22 +150,22 @@ def train(folder: Path, steps: int) -> list[float]:
         model.load_state_dict(saved, strict=False)
         first_step = mfx.checkpoint.inspect(latest).step or 0
 
-    losses: list[float] = []
+    losses: list[Tensor] = []
+    data_parallel = mesh["dp"].get_group()
     for step in range(first_step, steps):
-        symbols, targets = batch_of(step, mesh["dp"].get_local_rank(), mesh["dp"].size())
-        loss = F.cross_entropy(model(symbols.to(device)), targets.to(device))
-        loss.backward()
+        micro_batches = micro_batches_of(step, data_parallel.rank(), data_parallel.size())
+        losses.append(backward(model, micro_batches, device))
         optimizer.step()
+        done = step + 1
+        if done % LOG_EVERY == 0:
+            [loss] = means_over(data_parallel, losses[-1:])
+            print_step(optimizer, done, loss)
         scheduler.step()
         optimizer.zero_grad()
-        losses.append(mean_over(mesh["dp"].get_group(), loss))
-        done = step + 1
         if done % SAVE_EVERY == 0 or done == steps:
             path = mfx.checkpoint.step_path(folder, done)
             mfx.checkpoint.save(path, optimizer, params=params, scheduler=scheduler, step=done, keep=2)
-            if dist.get_rank() == 0:
-                print(f"step {done}: loss {losses[-1]:.4f}, saved {path}", flush=True)
-    return losses
+    return means_over(data_parallel, losses)
 
 
 def main() -> None:
@@ -138,7 +176,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
+        dist.init_process_group("cpu:gloo,cuda:nccl")  # with gloo, the host does not wait for the GPU in a step
     else:
         dist.init_process_group("gloo")
     train(arguments.folder, arguments.steps)

@@ -2,15 +2,17 @@
 
 import functools
 import importlib
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
@@ -267,32 +269,49 @@ def test_the_loop_to_copy_is_short_and_learns(module, capsys) -> None:
     assert f"validation {loss:.3f}" in capsys.readouterr().out
 
 
-def fsdp2_tp_on_ranks(here: Here, folder: Path, steps: int) -> list[float]:
+def fsdp2_tp_on_ranks(here: Here, folder: Path, steps: int) -> tuple[list[float], list[str]]:
     sys.path.insert(0, str(EXAMPLES))
+    printed = io.StringIO()
     try:
-        return importlib.import_module("fsdp2_tp").train(folder, steps)
+        with redirect_stdout(printed):
+            losses = importlib.import_module("fsdp2_tp").train(folder, steps)
     finally:
         sys.path.remove(str(EXAMPLES))
+    return losses, printed.getvalue().splitlines()
 
 
-def train_on(processes: int, **arguments: object) -> list[list[float]]:
-    """The losses of each process of a run that has a default group of its own."""
+def train_on(processes: int, **arguments: object) -> tuple[list[list[float]], list[str]]:
+    """The losses of each process of a run that has a default group of its own, and the lines of the first process."""
     world = World(processes)
     try:
-        return world.check(processes, fsdp2_tp_on_ranks, **arguments)
+        results = world.check(processes, fsdp2_tp_on_ranks, **arguments)
     finally:
         world.close()
+    assert not any(lines for _, lines in results[1:])
+    return [losses for losses, _ in results], results[0][1]
+
+
+def logged_numbers(line: str) -> list[float]:
+    """The step, the loss, the norm, the rate and the number of skipped steps in a line of the log."""
+    return [float(number) for number in re.findall(r"[\d.]+", line)]
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_the_fsdp2_and_tensor_parallel_example_resumes_on_fewer_processes(tmp_path: Path) -> None:
-    first = train_on(4, folder=tmp_path / "resumed", steps=12)
-    second = train_on(2, folder=tmp_path / "resumed", steps=16)
-    uninterrupted = train_on(1, folder=tmp_path / "alone", steps=16)
+    first, first_log = train_on(4, folder=tmp_path / "resumed", steps=12)
+    second, second_log = train_on(2, folder=tmp_path / "resumed", steps=16)
+    uninterrupted, whole_log = train_on(1, folder=tmp_path / "alone", steps=16)
     assert [len(losses) for losses in (*first, *second)] == [12] * 4 + [4] * 2
     assert first[0] + second[0] == pytest.approx(uninterrupted[0], rel=1e-3)
     assert second[0][-1] < first[0][0] / 10
+    log = [logged_numbers(line) for line in first_log + second_log]
+    assert [step for step, *_ in log] == [5, 10, 15]
+    for numbers, line in zip(log, whole_log, strict=True):
+        assert numbers == pytest.approx(logged_numbers(line), rel=1e-2)
+    _, _, norm, _, skipped = log[0]
+    assert norm > 1  # the gradients are clipped
+    assert skipped == 0
 
 
 @pytest.mark.slow
