@@ -18,8 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding import binding
-from muonfx.sharding.communication.matrix_stage import _Gather
+from muonfx.sharding.communication.matrix_stage import _Gather, _Step
+from muonfx.sharding.communication.messages import Exchange, host_device
 from muonfx.sharding.plan import matrix_shards
+from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET, Settings
 from muonfx.sharding.shards import cut
 from muonfx.sharding.shards.position import ShardPosition
 from tests.sharding.counting import count_calls
@@ -140,6 +142,55 @@ def test_matrices_of_one_shape_are_received_with_as_many_calls_as_one(done: dict
         return found
 
     assert calls(8) == calls(2) > 0  # two matrices: one for each rank
+
+
+def test_a_bucket_is_computed_while_the_next_is_gathered_and_the_one_before_returned(
+    done: dict[str, int], monkeypatch: pytest.MonkeyPatch
+):
+    """As docs/cost-memory-risk.md says; a bucket has 42 MiB of matrices on each rank by default."""
+    assert Settings().bucket_bytes // BUFFERS_PER_BUCKET // 2**20 == 42
+    events: list[str] = []
+    exchange_init, exchange_arrived, compute = Exchange.__init__, Exchange.arrived, _Step._compute
+
+    def started(exchange: Exchange, *args: Any, what: str, **options: Any) -> None:
+        events.append(f"start {what}")
+        exchange_init(exchange, *args, what=what, **options)
+
+    def waited(exchange: Exchange, shapes: Any) -> Any:
+        events.append(f"wait for {exchange.what}")
+        return exchange_arrived(exchange, shapes)
+
+    def computed(step: _Step, *args: Any, **options: Any) -> Any:
+        events.append("compute")
+        return compute(step, *args, **options)
+
+    mesh = init_device_mesh("cpu", (2,))
+    params = {f"w{index}": DTensor.from_local(torch.ones(3, 6), mesh, [Shard(0)]) for index in range(6)}
+    layout = sharding.from_dtensors(params)
+    tx = sharding.sharded(mfx.orthogonalize(dtype=torch.float32), layout, bucket_bytes=1)  # three buckets
+    state = tx.init(params)
+    monkeypatch.setattr(Exchange, "__init__", started)
+    monkeypatch.setattr(Exchange, "arrived", waited)
+    monkeypatch.setattr(_Step, "_compute", computed)
+    tx.update(params, state, params)
+    gathering, returning = "gathering matrices", "returning matrices"
+    assert events == [
+        *(f"start {gathering}", f"wait for {gathering}"),
+        *(f"start {gathering}", "compute", f"start {returning}", f"wait for {gathering}"),
+        *(f"start {gathering}", "compute", f"wait for {returning}", f"start {returning}", f"wait for {gathering}"),
+        *("compute", f"wait for {returning}", f"start {returning}", f"wait for {returning}"),
+    ]
+
+
+@pytest.mark.parametrize(("backends", "device"), [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:gloo", "cuda")])
+def test_ranks_agree_in_host_memory_if_the_group_has_a_backend_for_the_cpu(backends: str, device: str):
+    """As docs/cost-memory-risk.md says; ``cuda:gloo`` is in the place of NCCL, which needs a GPU."""
+    dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert host_device(dist.group.WORLD).type == device
+        assert host_device(dist.new_group([0])).type == device
+    finally:
+        dist.destroy_process_group()
 
 
 # --------------------------------------------------------------------------------------------- what it takes to bind
