@@ -302,10 +302,7 @@ class _Comparison:
         if is_other or self.moved:  # moved states show that it is another chain, also if it is not known
             names = f", which loads {_moved_text(self.moved)}" if self.moved else ""
             self.advice.append(f"if the state has the same meaning for this chain: allow_other_chain=True{names}")
-            self.advice.append(
-                "if labels, layers or transforms have changed since: muonfx.checkpoint.load_changed(path, optimizer) "
-                "loads what fits, and returns an account of the rest"
-            )
+            self._advise_load_changed()
 
     def _check_patterns(self, names: Collection[str]) -> None:
         """Report patterns of the caller that match none of the leaf names."""
@@ -330,8 +327,10 @@ class _Comparison:
         extra = _unmatched(self.stored_name_of, expected, self.rules.allow_extra)
         self.problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
         self._advise_about_names(missing, extra)
-        if self.objects is None:
+        if self.objects is None:  # `like` is no optimizer
             return
+        if missing or extra:  # the chain may be unknown, as in a state dict that `Writer` has written
+            self._advise_load_changed()
         stored_objects = self.index.objects
         for name in _unmatched(self.objects, stored_objects, self.rules.allow_missing):
             self.problems.append(f"missing:   {name!r} is not in the checkpoint")
@@ -367,6 +366,18 @@ class _Comparison:
         if not self.rules.rename:  # else the caller's own did not help, so no other is derived
             renaming = prefix_renaming(extra, missing)
         return repr(renaming) if renaming else "{name in the checkpoint: name in `like`}"
+
+    def _advise_load_changed(self) -> None:
+        """Add the call that continues a run with other labels, layers or transforms."""
+        self.advice.append(
+            f"if labels, layers or transforms have changed since: mfx.checkpoint.load_changed(path, {self._like}) "
+            "loads what fits, and returns an account of the rest"
+        )
+
+    @property
+    def _like(self) -> str:
+        """The second argument of the call in an advice: "like", or "optimizer" if it is one."""
+        return "like" if self.objects is None else "optimizer"
 
     def _check_leaves(self) -> None:
         """Report leaves whose shape or dtype differs in a way that the rules do not allow."""
@@ -414,8 +425,7 @@ class _Comparison:
             to_ignore = [*self.rules.allow_extra, *reshaped]
             advice = f"load_params(path, like={{the parameters that fit}}, allow_extra={to_ignore})"
         else:
-            like = "like" if self.objects is None else "optimizer"
-            advice = f"mfx.checkpoint.load_changed(path, {like})"
+            advice = f"mfx.checkpoint.load_changed(path, {self._like})"
         self.advice.append(f"to keep what fits: {advice}")
 
     def _check_cast(self, name: str, spec: Spec, cast_dtypes: set[torch.dtype]) -> None:

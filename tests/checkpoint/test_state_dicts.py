@@ -221,6 +221,24 @@ def check_refused(path: Path, model: nn.Module, reason: str) -> None:
     assert_same_tree(optimizer.transform_state, before)
 
 
+@pytest.mark.parametrize("saved_by", ["save", "dcp.save"])
+def test_load_names_load_changed_for_changed_labels(saved_by: str, tmp_path: Path) -> None:
+    model = model_of()
+    saved = mfx.TransformOptimizer(model, recipe(model, LAST_IS_ADAMW))
+    train(model, saved)
+    if saved_by == "save":
+        ck.save(tmp_path, saved)
+    else:
+        save_by_dcp(tmp_path, model, saved)
+    changed = mfx.TransformOptimizer(model, recipe(model, {**LAST_IS_ADAMW, "4.weight": "muon"}))
+    advice = r"labels, layers or transforms have changed since: mfx\.checkpoint\.load_changed\(path, optimizer\) loads"
+    for arguments in ({}, {"allow_other_chain": True}):
+        with pytest.raises(ck.MismatchError, match=advice) as caught:
+            ck.load(tmp_path, changed, **arguments)
+        assert str(caught.value).count("account of the rest") == 1
+    assert ck.load_changed(tmp_path, changed).new == ("muon/momentum/trace/4.weight",)
+
+
 @pytest.mark.parametrize("change", ["labels", "groups"])
 def test_dcp_load_of_a_changed_optimizer_raises_what_the_page_says(change: str, tmp_path: Path) -> None:
     """The planner of torch raises it before the `Reader` is called, so only the page can name `load_changed`."""
