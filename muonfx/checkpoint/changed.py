@@ -13,6 +13,7 @@ from muonfx.checkpoint.folder import StrPath
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded, plain_names
 from muonfx.checkpoint.load import Target, load_checkpoint, require_no_arguments
+from muonfx.checkpoint.match import cast_of
 from muonfx.checkpoint.sources import Shapes, Sources, sources, units_of
 from muonfx.checkpoint.state_dicts import has_state_dict
 from muonfx.core import Transform
@@ -341,18 +342,26 @@ class ChangedTarget(Target):
         """Raise one error with all leaves that do not fit: they have a narrower dtype, or are shards with more rows."""
         problems: list[str] = []
         advice: list[str] = []
+        narrowed: list[str] = []
         for name, source in self.sources.source_of.items():
             leaf = self.like[name]
             shape = tuple(leaf.shape)
             stored_spec = self.stored[source]
             if not widens(stored_spec.dtype, leaf.dtype):
+                narrowed.append(name)
                 problems.append(f"narrowing: {name!r} is {stored_spec.dtype} in the checkpoint, expected {leaf.dtype}")
-                advice.append("to keep the values: use a chain with the state dtypes of the checkpoint")
             if is_sharded(leaf) and shape != stored_spec.shape:
                 problems.append(
                     f"reshaped:  {name!r} has shape {stored_spec.shape} in the checkpoint, expected {shape}"
                 )
                 advice.append("shards cannot grow: load it in one process, save it again, and load that on all ranks")
+        if narrowed:
+            like = "like" if self.objects is None else "optimizer"
+            advice.append("to keep the values: use a chain with the state dtypes of the checkpoint")
+            advice.append(
+                f"to round: mfx.checkpoint.load(path, {like}, cast={cast_of(narrowed, self.expected.leaves)}), with "
+                "the arguments that its error names for the other differences"
+            )
         if problems:
             raise mismatch(self.where, problems, advice)
 

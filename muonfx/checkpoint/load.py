@@ -128,7 +128,7 @@ def load(
         muonfx.checkpoint.errors.MismatchError: ... does not fit, nothing was loaded:
           narrowing: 'trace/w' is torch.float32 in the checkpoint, expected torch.bfloat16
         what to do:
-          to round: cast={'trace/w': torch.bfloat16} ...
+          to round: cast={'trace': torch.bfloat16} ...
         >>> mfx.checkpoint.load(path, like=half, cast={"trace": torch.bfloat16}).trace["w"].dtype
         torch.bfloat16
     """

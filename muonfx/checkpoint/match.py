@@ -412,11 +412,10 @@ class _Comparison:
 
     def _advise_cast(self, narrowed: Sequence[str]) -> None:
         """Add the argument that allows to round leaves to a narrower dtype."""
-        name = narrowed[0]
-        more = ", ..." if len(narrowed) > 1 else ""
+        cast = {**self.rules.cast, **cast_of(narrowed, self.expected.leaves)}
         self.advice.append(
-            f"to round: cast={{{name!r}: {self.expected[name].dtype}{more}}} (keys are names, first "
-            "levels of names, or globs); to keep the values: use a chain with the state dtype of the checkpoint"
+            f"to round: cast={cast} (keys are names, first levels of names, or globs); to keep the values: use a chain "
+            "with the state dtype of the checkpoint"
         )
 
     def _advise_shapes(self, reshaped: Sequence[str]) -> None:
@@ -449,6 +448,25 @@ class _Comparison:
             if scales_name in self.index.leaves:
                 return True
         return False
+
+
+def cast_of(narrowed: Iterable[str], leaves: Mapping[str, Spec]) -> dict[str, torch.dtype]:
+    """Return the argument ``cast`` of `load` that rounds the ``narrowed`` leaves, by the fewest first levels of names.
+
+    ``leaves`` has all leaves of the requested state. Each level matches only leaves of one dtype.
+
+    >>> half = Spec((), torch.bfloat16)
+    >>> cast_of(["mu/a", "mu/b"], {"mu/a": half, "mu/b": half, "nu/a": Spec((), torch.float32)})
+    {'mu': torch.bfloat16}
+    """
+    names_of_dtype: dict[torch.dtype, list[str]] = {}
+    for name in narrowed:
+        names_of_dtype.setdefault(leaves[name].dtype, []).append(name)
+    cast: dict[str, torch.dtype] = {}
+    for dtype, names in names_of_dtype.items():
+        names_of_others = [name for name, spec in leaves.items() if spec.dtype != dtype]
+        cast.update(dict.fromkeys(shortest_levels(names, [*names, *names_of_others]), dtype))
+    return cast
 
 
 def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -536,6 +537,27 @@ def test_of_another_chain_only_the_arguments_that_differ_are_named(tmp_path: Pat
     assert f".scale_by_shape.view{view}" in caught.value.problems[1]
     assert len(caught.value.problems) == 2
     assert "cosine" not in str(caught.value)
+
+
+def test_the_advice_to_round_works_as_written(tmp_path: Path):
+    def optimizer_for(mu: Any, nu: Any, model: Mapping[str, torch.Tensor] = MODEL) -> mfx.TransformOptimizer:
+        params = {name: torch.nn.Parameter(param.clone()) for name, param in model.items()}
+        adam = mfx.scale_by_adam(mu_dtype=mu, nu_dtype=nu)
+        return mfx.TransformOptimizer(params, mfx.chain(mfx.momentum(), adam, mfx.scale(-0.1)))
+
+    path = ck.save(tmp_path, optimizer_for(torch.float32, torch.float32))
+    optimizer = optimizer_for(torch.bfloat16, torch.float16)
+    written = "{'scale_by_adam/mu': torch.bfloat16, 'scale_by_adam/nu': torch.float16}"
+    with pytest.raises(MismatchError) as caught:
+        ck.load(path, optimizer, allow_other_chain=True)
+    assert f"to round: cast={written} (" in str(caught.value)
+    with pytest.raises(MismatchError) as caught:
+        ck.load(path, optimizer, allow_other_chain=True, cast={"scale_by_adam/mu": torch.bfloat16})
+    assert f"to round: cast={written} (" in str(caught.value)  # with what the caller has
+    with pytest.raises(MismatchError, match=re.escape(f"mfx.checkpoint.load(path, optimizer, cast={written})")):
+        ck.load_changed(path, optimizer)
+    loaded = ck.load(path, optimizer, allow_other_chain=True, cast=eval(written))
+    assert {leaf.dtype for leaf in loaded["scale_by_adam"].nu.values()} == {torch.float16}
 
 
 def test_the_advice_for_other_shapes_works_as_written(tmp_path: Path):
