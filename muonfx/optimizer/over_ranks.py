@@ -134,6 +134,11 @@ class SteppingOverRanks(Stepping):
         self._gathering: Gathering | None = None
         """The copy of these leaves to all ranks that `_share` has started; None if none was necessary."""
 
+    @property
+    def has_lacked_gradients(self) -> bool:
+        """True if no rank had a gradient in the last step. It is equal on all ranks."""
+        return self._progress.has_lacked_gradients
+
     def transform_with(self, tx: Transform) -> Transform:
         """Return the sharded transform that updates the optimizer's parameters."""
         return sharded_with(self._progress, tx, self.layout, self._settings)

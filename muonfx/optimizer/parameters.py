@@ -693,8 +693,8 @@ class GradientCheck:
                 f"among them: {cause}"
             )
         self._warn_of_outside(outside_with_gradient)
-        if has_no_gradient:
-            self._warn_of_none(named)
+        if has_no_gradient and self._is_alone:  # over ranks, the step finds out whether another rank has one
+            self.warn_of_none(named)
 
     def _search_outside(self, named: NamedTensors, without_gradient: tuple[str, ...]) -> None:
         """Search the models for parameters that are not in the optimizer, and set `_outside` to them.
@@ -732,16 +732,20 @@ class GradientCheck:
                 f"{unreported[0]!r}; they are not updated: {CAUSES}, or use add_param_group"
             )
 
-    def _warn_of_none(self, named: NamedTensors) -> None:
-        """Warn once, in one process, that no parameter has a gradient."""
+    def warn_of_none(self, named: NamedTensors) -> None:
+        """Warn once that no parameter has a gradient, over ranks that none has one on any rank."""
         is_trained = any(not is_frozen(param) for param in named.values())
-        if self._has_warned_of_none or not self._is_alone or not is_trained:
+        if self._has_warned_of_none or not is_trained:
             return
         self._has_warned_of_none = True
+        parameters = f"{len(named)} parameters"
+        cause_over_ranks = ""
+        if not self._is_alone:
+            parameters += " on any rank"
+            cause_over_ranks = "Was model.set_requires_gradient_sync(False) left on? "
         warn_caller(
-            f"step() found no gradient on any of {len(named)} parameters and changes nothing: is backward() called "
-            "before it, on these parameters? Tensors of state_dict() and detach() get no gradient. Else: "
-            f"{CAUSES}"
+            f"step() found no gradient on any of {parameters} and changes nothing: is backward() called before it, on "
+            f"these parameters? {cause_over_ranks}Tensors of state_dict() and detach() get no gradient. Else: {CAUSES}"
         )
 
 

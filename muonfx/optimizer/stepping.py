@@ -101,6 +101,11 @@ class Stepping:
 
     is_over_ranks = False
 
+    @property
+    def has_lacked_gradients(self) -> bool:
+        """True if no rank had a gradient in the last step; in one process, `GradientCheck` finds it before the step."""
+        return False
+
     def __init__(self, tx: Transform, meta_params: PyTree, bucket_bytes: int | None) -> None:
         self.tx = tx
         self.inner = inner_of(tx)

@@ -779,6 +779,8 @@ class TransformOptimizer(Optimizer):
         self._current["state"] = state
         self._current["initial"] = None  # weights that are loaded from now on do not change the state
         self._current["entries"].update(self.state, state, self._stepping.show)
+        if self._stepping.has_lacked_gradients:
+            self._gradient_check.warn_of_none(params)
         return loss
 
     def _check_step(self) -> tuple[NamedTensors, Gradients]:

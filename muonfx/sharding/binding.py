@@ -65,6 +65,8 @@ class Progress:
     """The number of steps since `init` or a load that this rank has completed without an error."""
     has_loaded: bool = False
     """True if this rank has loaded a state since the last step."""
+    has_lacked_gradients: bool = False
+    """True if no rank had a gradient in the last step."""
     is_unverified: bool = True
     """True until the first step after `init` or a load, which compares the replicas of all tensors."""
     _new_states: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=weakref.WeakValueDictionary)

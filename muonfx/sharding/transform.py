@@ -254,6 +254,8 @@ def step_sharded(
     """
     # 1. All ranks make the same call. Its arguments are replaced by local tensors.
     local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
+    # A gradient that another rank has is no longer None here.
+    progress.has_lacked_gradients = all(leaf is None for leaf in tree.leaves(local.updates))
     # 2. A donated tensor that another argument also contains would be overwritten too early: it is copied first.
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
     extras = dict(local.extras)

@@ -789,3 +789,29 @@ def test_ranks_with_states_of_different_moments_are_told_at_the_next_step(here: 
     with pytest.raises(ShardingError, match=problem):
         optimizer.step()
     assert all(torch.equal(whole(param), before[name]) for name, param in named(net).items())
+
+
+@on_ranks(2)
+def test_a_step_without_a_gradient_on_any_rank_warns_once(here: Here):
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=here.mesh)
+    optimizer = mfx.Muon(model, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(lambda: model(torch.ones(2, 4)).sum().backward())
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        if here.rank == 1:  # another rank has gradients
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()  # rank 1 has none, rank 0 has zeros
+    optimizer.zero_grad()
+    before = model.weight.full_tensor()
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 4)).sum().backward()
+    expected = r"found no gradient on any of 2 parameters on any rank and changes .*set_requires_gradient_sync\(False\)"
+    with pytest.warns(UserWarning, match=expected):
+        optimizer.step()
+    optimizer.step()  # it is said once
+    assert torch.equal(model.weight.full_tensor(), before)
