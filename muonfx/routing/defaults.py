@@ -65,7 +65,8 @@ def default_labels(
 
     For each stack of experts, and each transposed or fused matrix, the result also has a `MatrixView`. It describes how
     the tensor divides into matrices. ``Muon`` and ``muon_with_adamw`` use these views by default. For other chains,
-    pass ``view=labels.view()`` to the transforms.
+    pass ``view=labels.view()`` to the transforms. The experts of code of your own are stacks (E, out, in), or (E, in,
+    out) if the width of a router next to them shows it; `describe` shows which.
 
     Module types are known if a model is given. For named tensors, as when ``partition`` calls this function, names and
     shapes decide, and a warning lists the supposed hidden matrices; `default_labels_by_name` does not warn.

@@ -303,7 +303,7 @@ def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shap
     if matrices_of_torch_module is not None:
         return matrices_of_torch_module
     # Other modules: first the order of the parameter's dims, then whether its rows are several matrices.
-    storage = _storage_by_package(info, leaf, owner) or _storage_by_experts(info, owner, shapes)
+    storage = _storage_by_package(info, leaf, owner) or _storage_by_experts(info, owner, modules, shapes)
     layers = _layers_around(info.name, leaf, owner, modules)
     matrices_of_known_layer = _of_known_layer(info, storage, layers)
     if matrices_of_known_layer is not None:
@@ -622,22 +622,30 @@ def _storage_by_package(info: ParamInfo, leaf: str, owner: nn.Module | None) -> 
     return None
 
 
-def _storage_by_experts(info: ParamInfo, owner: nn.Module | None, shapes: Shapes) -> _Storage:
+def _storage_by_experts(
+    info: ParamInfo, owner: nn.Module | None, modules: Mapping[str, nn.Module], shapes: Shapes
+) -> _Storage:
     """Return how a parameter is stored: as a stack of matrices if it is of experts, else as one matrix (out, rest).
 
-    ``owner`` is the module of the parameter, and ``shapes`` has the shapes of all parameters by name.
+    Args:
+        info: the parameter.
+        owner: the module of the parameter.
+        modules: the modules of the model by path.
+        shapes: the shapes of all parameters by name.
     """
     if info.ndim == 2:
         return _Storage(_PLAIN)
     if not _is_expert(info) and not _is_of_class(owner, "Experts?$"):
         return _Storage(_CONVOLUTION)
     pattern = _STACK
-    if _has_transposed_experts(info, owner, shapes):
+    if _has_transposed_experts(info, owner, modules, shapes):
         pattern = _TRANSPOSED_STACK
     return _Storage(pattern, _stack_note(info, pattern))
 
 
-def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Shapes) -> bool:
+def _has_transposed_experts(
+    info: ParamInfo, owner: nn.Module | None, modules: Mapping[str, nn.Module], shapes: Shapes
+) -> bool:
     """Return True if the matrices of a stack of experts are stored as (in, out), not as (out, in).
 
     transformers declares it in an attribute. Else the shapes of two parameters together show it. With 8 hidden and 32
@@ -645,6 +653,8 @@ def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Sh
 
     - (..., 64, 8) and (..., 8, 32) as (out, in),
     - (..., 8, 64) and (..., 32, 8) as (in, out).
+
+    Under other names, the router of the experts shows it; the arguments are those of `_storage_by_experts`.
     """
     declared = getattr(owner, "is_transposed", None)
     if declared is not None:
@@ -652,10 +662,66 @@ def _has_transposed_experts(info: ParamInfo, owner: nn.Module | None, shapes: Sh
     holder = info.name[: info.name.rfind(".") + 1]  # "mlp.experts." for "mlp.experts.down_proj"
     gate_up = shapes.get(f"{holder}gate_up_proj")
     down = shapes.get(f"{holder}down_proj")
-    if not gate_up or not down:
+    if gate_up and down:
+        inner, hidden = down[-2:]  # if stored as (in, out)
+        return gate_up[-2:] == (hidden, 2 * inner)
+    hidden_width = _width_read_by_router(info, modules)
+    return hidden_width is not None and _read_by_rows(info, hidden_width, shapes)
+
+
+def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> int | None:
+    """Return the hidden width, which the router of a stack of experts reads; None if no router is found.
+
+    The router is a matrix with one row for each expert: (8, 64) for 8 experts and a width of 64. It is next to the
+    experts, as ``moe.router.weight`` for ``moe.experts.w1``, or in one module with them. If several such matrices read
+    different widths, the result is None.
+    """
+    experts_path = _path_without_wrappers(_path_around_layer(info.name))
+    path_around_experts = _path_without_wrappers(module_path(experts_path))
+    for path in (experts_path, path_around_experts):
+        module = modules.get(path)
+        if module is None:
+            continue
+        widths = {param.shape[1] for param in module.parameters() if param.ndim == 2 and len(param) == info.shape[-3]}
+        if widths:
+            return widths.pop() if len(widths) == 1 else None
+    return None
+
+
+def _path_without_wrappers(path: str) -> str:
+    """Return the path of the module in which wrappers are: "moe.experts" for "moe.experts._orig_mod"."""
+    while path.rpartition(".")[2] in WRAPPERS:
+        path = module_path(path)
+    return path
+
+
+def _read_by_rows(info: ParamInfo, hidden_width: int, shapes: Shapes) -> bool:
+    """Return True if the rows of the matrices of a stack of experts are their inputs, so that they are (in, out).
+
+    With 64 hidden and 24 inner features, an expert maps 64 to 24 features, by one matrix or, with a gate, by two, and
+    then 24 to 64. So 64 is the number of inputs of the first stack of two, and of most of three:
+
+    - (8, 24, 64), (8, 64, 24) and (8, 24, 64) are stored as (out, in),
+    - (8, 64, 24), (8, 24, 64) and (8, 64, 24) as (in, out).
+
+    The result is False if a stack has other widths, or if all have 64 on the same side.
+    """
+    holder = _path_around_layer(info.name)
+    has_hidden_rows: list[bool] = []
+    for name, shape in shapes.items():
+        if shape[:-2] != info.shape[:-2] or _path_around_layer(name) != holder:
+            continue
+        rows, columns = shape[-2:]
+        if (rows == hidden_width) == (columns == hidden_width):
+            return False
+        has_hidden_rows.append(rows == hidden_width)
+    number_with_rows = sum(has_hidden_rows)
+    number_with_columns = len(has_hidden_rows) - number_with_rows
+    if number_with_rows == 0 or number_with_columns == 0:
         return False
-    inner, hidden = down[-2:]  # if stored as (in, out)
-    return gate_up[-2:] == (hidden, 2 * inner)
+    if number_with_rows == number_with_columns:
+        return has_hidden_rows[0]
+    return number_with_rows > number_with_columns
 
 
 def _stack_note(info: ParamInfo, pattern: str) -> str:

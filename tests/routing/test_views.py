@@ -83,6 +83,44 @@ def test_each_expert_of_a_stack_is_a_matrix_of_its_own(transposed):
     near(stepped(model), {name: torch.stack(experts) for name, experts in wanted.items()})
 
 
+def mixture(router: nn.Module, **shapes: tuple[int, ...]) -> nn.Module:
+    """Experts, and a router next to them."""
+    return held(moe=held(router=router, experts=Holder(**shapes)))
+
+
+ROUTER = nn.Linear(8, 4)
+STACKS_IN_OUT = {
+    "with a gate": mixture(ROUTER, w1=(4, 8, 6), w2=(4, 6, 8), w3=(4, 8, 6)),
+    "down first": mixture(ROUTER, down=(4, 6, 8), gate=(4, 8, 6), up=(4, 8, 6)),
+    "up and down": mixture(ROUTER, w_in=(4, 8, 6), w_out=(4, 6, 8)),
+    "fused": mixture(ROUTER, w_in=(4, 8, 12), w_out=(4, 6, 8)),
+    "layers": held(moe=held(router=ROUTER, experts=held(up=Holder(weight=(4, 8, 6)), down=Holder(weight=(4, 6, 8))))),
+    "a router in a router": mixture(held(gate=ROUTER), w_in=(4, 8, 6), w_out=(4, 6, 8)),
+    "wrapped": held(moe=held(router=ROUTER, experts=held(_orig_mod=Holder(w_in=(4, 8, 6), w_out=(4, 6, 8))))),
+}
+STACKS_OUT_IN = {
+    "with a gate": mixture(ROUTER, w1=(4, 6, 8), w2=(4, 8, 6), w3=(4, 6, 8)),
+    "up and down": mixture(ROUTER, w_in=(4, 6, 8), w_out=(4, 8, 6)),
+    "square": mixture(ROUTER, w_in=(4, 8, 8), w_out=(4, 8, 8)),
+    "no router": held(moe=held(experts=Holder(w_in=(4, 8, 6), w_out=(4, 6, 8)))),
+    "other routers": held(moe=held(a=ROUTER, b=nn.Linear(6, 4), experts=Holder(w_in=(4, 8, 6), w_out=(4, 6, 8)))),
+    "one stack": mixture(ROUTER, w_in=(4, 8, 6)),
+    "other widths": mixture(ROUTER, w_in=(4, 8, 6), middle=(4, 6, 6), w_out=(4, 6, 8)),
+}
+
+
+@pytest.mark.parametrize("case", STACKS_IN_OUT)
+def test_the_router_next_to_stacks_shows_that_they_are_stored_as_in_out(case: str):
+    views = default_labels(STACKS_IN_OUT[case]).views
+    assert {view.pattern for view in views.values()} == {TRANSPOSED_STACK}
+
+
+@pytest.mark.parametrize("case", STACKS_OUT_IN)
+def test_stacks_are_stored_as_out_in_unless_the_router_shows_otherwise(case: str):
+    views = default_labels(STACKS_OUT_IN[case]).views
+    assert {view.pattern for view in views.values()} == {STACK}
+
+
 @pytest.mark.parametrize("lr_scaling", ["match_rms_adamw", "original", "spectral"])
 def test_a_transposed_matrix_is_scaled_and_cut_as_the_linear_layer_that_it_is(lr_scaling):
     model = held(c_fc=Conv1D(24, 8))
