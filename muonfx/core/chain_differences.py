@@ -101,8 +101,7 @@ def _add_value(path: ArgumentPath, node: ast.expr, values: dict[ArgumentPath, _V
     if isinstance(node, ast.Dict):
         values[path] = _Value("{...}", code)
         for key, item in zip(node.keys, node.values, strict=True):
-            key_code = ast.unparse(key) if key else "**"
-            _add_value((*path, f"[{key_code}]"), item, values)
+            _add_value((*path, _level_of_key(key, item)), item, values)
     elif isinstance(node, ast.Call) and not _NUMBER.fullmatch(code):
         values[path] = _Value(f"{ast.unparse(node.func)}(...)", code)
         for index, argument in enumerate(node.args):
@@ -113,6 +112,18 @@ def _add_value(path: ArgumentPath, node: ast.expr, values: dict[ArgumentPath, _V
         values[path] = _Value(code, code)
 
 
+def _level_of_key(key: ast.expr | None, item: ast.expr) -> str:
+    """Return the level of an item of a dict: "['*.fc.weight']" for a number or pattern, ".muon" for a transform.
+
+    A param group has the numbers of the transform under such names, as in "muon.momentum.decay".
+    """
+    is_transform = isinstance(item, ast.Call) and not _NUMBER.fullmatch(ast.unparse(item))
+    if is_transform and isinstance(key, ast.Constant) and str(key.value).isidentifier():
+        return f".{key.value}"
+    key_code = ast.unparse(key) if key else "**"
+    return f"[{key_code}]"
+
+
 def _path_of_positional(
     path: ArgumentPath, call: ast.Call, index: int, values: dict[ArgumentPath, _Value]
 ) -> ArgumentPath:
@@ -120,8 +131,11 @@ def _path_of_positional(
 
     A transform has the name of its function, with a number if it is repeated: ".scale_2". The only value of a call, as
     in ``MatrixView("in out -> out in")``, has the path of the call with an empty level; one of several has its index.
+    The transforms by label of `partition` have an empty level, too, and its labels, if they are a dict, ".labels".
     """
     argument = call.args[index]
+    if isinstance(argument, ast.Dict) and ast.unparse(call.func) == "partition":
+        return (*path, "" if index == 0 else ".labels")
     if not isinstance(argument, ast.Call):
         return (*path, f"[{index}]" if len(call.args) > 1 else "")
     name = f".{ast.unparse(argument.func)}"

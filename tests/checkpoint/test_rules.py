@@ -533,10 +533,27 @@ def test_of_another_chain_only_the_arguments_that_differ_are_named(tmp_path: Pat
     with pytest.raises(MismatchError) as caught:
         ck.load(path, like=other.init(MODEL), tx=other)
     view = "['*.fc.weight']: '(q=2 + k=1) in -> q in, k in' in the checkpoint, 'whole in -> whole in' here"
-    assert f".orthogonalize.view{view}" in caught.value.problems[0]
-    assert f".scale_by_shape.view{view}" in caught.value.problems[1]
-    assert len(caught.value.problems) == 2
+    assert caught.value.problems == (
+        f"chain:     muon.orthogonalize.view{view}",
+        f"chain:     muon.scale_by_shape.view{view}",
+    )
     assert "cosine" not in str(caught.value)
+
+
+def test_labels_that_differ_are_named_as_an_argument(tmp_path: Path):
+    def chain_of(embed: str) -> mfx.Transform:
+        labels = {name: "slow" if "0" in name else "fast" for name in MODEL} | {"wte.weight": embed}
+        return mfx.partition({"slow": mfx.momentum(), "fast": mfx.momentum(nesterov=embed == "fast")}, labels)
+
+    path = ck.save(tmp_path / "saved", chain_of("fast").init(MODEL), tx=chain_of("fast"))
+    other = chain_of("slow")
+    with pytest.raises(MismatchError) as caught:
+        ck.load(path, like=other.init(MODEL), tx=other)
+    problems = [problem for problem in caught.value.problems if problem.startswith("chain:")]
+    assert problems == [
+        "chain:     labels['wte.weight']: 'fast' in the checkpoint, 'slow' here",
+        "chain:     fast.nesterov: not set in the checkpoint, False here",
+    ]
 
 
 def test_the_advice_to_round_works_as_written(tmp_path: Path):
@@ -553,7 +570,7 @@ def test_the_advice_to_round_works_as_written(tmp_path: Path):
     assert f"to round: cast={written} (" in str(caught.value)
     with pytest.raises(MismatchError) as caught:
         ck.load(path, optimizer, allow_other_chain=True, cast={"scale_by_adam/mu": torch.bfloat16})
-    assert f"to round: cast={written} (" in str(caught.value)  # with what the caller has
+    assert f"to round: cast={written} (" in str(caught.value)  # with the patterns of the caller
     with pytest.raises(MismatchError, match=re.escape(f"mfx.checkpoint.load(path, optimizer, cast={written})")):
         ck.load_changed(path, optimizer)
     loaded = ck.load(path, optimizer, allow_other_chain=True, cast=eval(written))
