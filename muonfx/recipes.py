@@ -10,7 +10,7 @@ from muonfx.core.checks import at_least, in_unit_interval
 from muonfx.core.partition import partition
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform
-from muonfx.internal.arguments import accepted_types, check_plain, plain_arguments
+from muonfx.internal.arguments import accepted_types, check_plain, did_you_mean, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.routing import Labels, default_labels, default_labels_by_name
 from muonfx.transforms import (
@@ -280,12 +280,18 @@ def _muon_is_no_role(owner: str, argument: str) -> ValueError:
 
 def _require_roles(owner: str, argument: str, roles: list[str], expected_roles: set[str]) -> None:
     """Raise ValueError unless ``argument``, a dict from role to number, has a number for each expected role."""
-    if set(roles) != expected_roles:
-        raise ValueError(
-            f"{owner}: {argument} has numbers for {format_list(roles)}, expected one for each label of AdamW's "
-            f"parameters (all but 'hidden'), {format_list(sorted(expected_roles))}: correct the dict, or the labels, "
-            "such as labels=muonfx.default_labels(model, roles=True)"
-        )
+    if set(roles) == expected_roles:
+        return
+    missing_roles = expected_roles.difference(roles)
+    hints = [did_you_mean(role, missing_roles) for role in roles if role not in expected_roles]
+    note = ""
+    if "head" in roles and "head" not in expected_roles and "embedding" in expected_roles:
+        note = ". A head that is tied to the embedding has the label 'embedding'"
+    raise ValueError(
+        f"{owner}: {argument} has numbers for {format_list(roles)}, expected one for each label of AdamW's "
+        f"parameters (all but 'hidden'), {format_list(sorted(expected_roles))}: correct the dict{''.join(hints)}, or "
+        f"the labels, such as labels=muonfx.default_labels(model, roles=True){note}"
+    )
 
 
 @plain_arguments

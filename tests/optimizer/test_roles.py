@@ -101,6 +101,14 @@ WRONG = [
         {"rates": RATES, "decays": {"head": 0.1}, "labels": ROLES},
         rf"adamw_weight_decay has numbers for 'head', {EXPECTED}",
     ),
+    (
+        {"rates": {"embedings": 0.3, "heads": 0.01, "vector": 0.02}, "labels": ROLES},
+        r"correct the dict \(did you mean 'embedding'\?\) \(did you mean 'head'\?\), or the labels, .*roles=True\)$",
+    ),
+    (
+        {"rates": RATES, "labels": {**ROLES, "head.weight": "embedding"}},
+        r"has numbers for .*'head'.*correct the dict, .*tied to the embedding has the label 'embedding'",
+    ),
     ({"rates": RATES, "labels": default_labels(Net())}, NO_ROLE),
     ({"rates": {"muon": 0.02, "adamw": 0.01}, "labels": default_labels(Net())}, NO_ROLE),
 ]
