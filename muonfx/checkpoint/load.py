@@ -74,6 +74,7 @@ def load(
             are shards (`DTensor`, or `FlatShard`, an interval of a flattened tensor), each rank reads its own, and
             ``group`` is required. Or a `muonfx.Muon` or `muonfx.TransformOptimizer`, such as `save` has stored:
             its state is overwritten, and its groups get the numbers in the checkpoint; schedules come from the code.
+            The parameters are not loaded: load them into the model, too, by `load_params`.
             The checkpoint may also have the state dict of this optimizer, written by ``dcp.save`` with `Writer`. Then
             another chain is a warning, and the other values are ignored.
         tx: the transform that will use the state. Its fingerprint, a hash of its structure, is compared with the
