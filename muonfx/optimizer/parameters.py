@@ -767,6 +767,8 @@ _registrations = Counter[str]()
 
 
 def _count_registration(*_: object) -> None:
+    if torch.compiler.is_compiling():  # a graph that reads the count would be compiled again whenever it changes
+        return
     _registrations["assigned"] += 1
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrizations
 
 import muonfx as mfx
@@ -172,3 +173,26 @@ def test_no_warning_where_no_new_parameter_is_trained(how: str):
         assert messages_of(model, optimizer) == []
         ORDINARY[how](model)
         assert messages_of(model, optimizer) == []
+
+
+def test_a_compiled_model_that_slices_its_layers_is_compiled_once():
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers[:2]:  # creates a ModuleList, as the models of transformers do
+                x = layer(x)
+            return x
+
+    model = Sliced()
+    optimizer = mfx.Muon(model)
+    graphs = CompileCounter()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    for _ in range(3):
+        compiled(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert graphs.frame_count == 1
