@@ -393,8 +393,16 @@ class TransformOptimizer(Optimizer):
     def _named_params(self) -> NamedTensors:
         """Return a dict from name to parameter, from the param groups."""
         named: dict[str, Tensor] = {}
-        for group in self._groups:
-            named.update(zip(group["param_names"], group["params"], strict=True))
+        for number, group in enumerate(self._groups):
+            names = group["param_names"]
+            params = group["params"]
+            if len(names) != len(params):
+                raise ValueError(
+                    f"params: group {number} has {len(params)} tensors, expected the {len(names)} parameters of its "
+                    "names. DeepSpeed replaces parameters by flat tensors in its stages 1 to 3: give it "
+                    "muonfx.engines.deepspeed.Muon(model, ...)"
+                )
+            named.update(zip(names, params, strict=True))
         return named
 
     def _put_in_groups(self, named: NamedTensors) -> None:

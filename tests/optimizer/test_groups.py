@@ -739,3 +739,11 @@ def test_a_group_that_may_be_empty_on_purpose_is_not_warned_of(is_model_given: b
         mfx.TransformOptimizer(groups, mfx.adamw(1e-3), model=model)
     model = without_biases if is_model_given else None
     mfx.TransformOptimizer(groups_by_decay(without_biases), mfx.adamw(1e-3), model=model)
+
+
+def test_groups_whose_parameters_an_engine_has_replaced_are_an_error_that_names_its_optimizer():
+    model = torch.nn.Linear(4, 4)
+    optimizer = mfx.Muon(model)
+    optimizer.param_groups[0]["params"] = [torch.zeros(16), torch.zeros(4), torch.zeros(2)]  # as DeepSpeed does
+    with pytest.raises(ValueError, match=r"group 0 has 3 tensors.*muonfx\.engines\.deepspeed\.Muon"):
+        optimizer.step()
