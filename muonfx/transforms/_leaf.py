@@ -127,15 +127,20 @@ class Leaf:
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Leaf:
-        """Record a call of a torch function on placeholders, such as ``torch.sqrt(x)``; return a placeholder."""
+        """Record a call of a torch function on placeholders, such as ``torch.sqrt(x)``; return a placeholder.
+
+        Torch calls this method in place of its function whenever an argument is a `Leaf`.
+        """
         if kwargs is None:
             kwargs = {}
-        name = function.__name__
+        name = function.__name__  # "sqrt"
         if _writes_in_place(name, kwargs):
             raise TypeError(f"leafwise: {name} writes in place here; use the form that returns a new tensor")
-        method = getattr(cls, name, None)  # such as Leaf.sqrt for torch.sqrt, which runs on lists of tensors
+        # If this class has a method of the name, such as Leaf.sqrt, it records one call on the list of all leaves.
+        method = getattr(cls, name, None)
         if method is not None and args and isinstance(args[0], Leaf):
             return method(*args, **kwargs)
+        # Any other function, such as torch.where, is called once for each leaf.
         return record_for_each(function, *args, **kwargs)
 
     def __repr__(self) -> str:
@@ -153,8 +158,8 @@ class Leaf:
     def add(self, other: Operand, *, alpha: Scalar = 1) -> Leaf:
         """Return ``self + alpha * other``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(other, Leaf):
-            return _listed(ew.add, _plus, (self, other), (alpha,))
-        return _listed(ew.shift, operator.add, (self,), (_times(alpha, other),))
+            return _record_on_lists(ew.add, _plus, (self, other), (alpha,))
+        return _record_on_lists(ew.shift, operator.add, (self,), (_times(alpha, other),))
 
     def sub(self, other: Operand, *, alpha: Scalar = 1) -> Leaf:
         """Return ``self - alpha * other``, as a placeholder that `leafwise` computes later for every leaf."""
@@ -163,34 +168,34 @@ class Leaf:
     def mul(self, other: Operand) -> Leaf:
         """Return ``self * other``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(other, Leaf):
-            return _listed(functools.partial(ew.apply, "mul"), operator.mul, (self, other))
-        return _listed(ew.mul, operator.mul, (self,), (other,))
+            return _record_on_lists(functools.partial(ew.apply, "mul"), operator.mul, (self, other))
+        return _record_on_lists(ew.mul, operator.mul, (self,), (other,))
 
     def div(self, other: Operand, *, rounding_mode: str | None = None) -> Leaf:
         """Return ``self / other``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(other, Leaf) and rounding_mode is None:
-            return _listed(ew.div, operator.truediv, (self, other), overwrites=1)
+            return _record_on_lists(ew.div, operator.truediv, (self, other), overwrites=1)
         return record_for_each(torch.div, self, other, rounding_mode=rounding_mode)
 
     def lerp(self, end: Operand, weight: Operand) -> Leaf:
         """Return ``self + weight * (end - self)``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(end, Leaf) and not isinstance(weight, Leaf):
-            return _listed(ew.lerp, _lerp, (self, end), (weight,))
+            return _record_on_lists(ew.lerp, _lerp, (self, end), (weight,))
         return record_for_each(torch.lerp, self, end, weight)
 
     def addcmul(self, x: Operand, y: Operand, *, value: Scalar = 1.0) -> Leaf:
         """Return ``self + value * x * y``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(x, Leaf) and isinstance(y, Leaf):
-            return _listed(ew.addcmul, _addcmul, (self, x, y), (value,))
+            return _record_on_lists(ew.addcmul, _addcmul, (self, x, y), (value,))
         return record_for_each(torch.addcmul, self, x, y, value=value)
 
     def sqrt(self) -> Leaf:
         """Return the elementwise square root, as a placeholder that `leafwise` computes later for every leaf."""
-        return _listed(functools.partial(ew.apply, "sqrt"), torch.sqrt, (self,))
+        return _record_on_lists(functools.partial(ew.apply, "sqrt"), torch.sqrt, (self,))
 
     def sign(self) -> Leaf:
         """Return the sign of each element, as a placeholder that `leafwise` computes later for every leaf."""
-        return _listed(functools.partial(ew.apply, "sign"), torch.sign, (self,))
+        return _record_on_lists(functools.partial(ew.apply, "sign"), torch.sign, (self,))
 
     def __neg__(self) -> Leaf:
         return self.mul(-1)
@@ -232,30 +237,32 @@ def _writes_in_place(name: str, options: Mapping[str, object]) -> bool:
     return name in _WRITES or (name.endswith("_") and not is_special)
 
 
-def _listed(
+def _record_on_lists(
     function: Callable[..., list[Tensor]],
     for_one_leaf: Callable[..., Tensor],
     operands: Sequence[Leaf],
     scalars: Sequence[object] = (),
     overwrites: int = 0,
 ) -> Leaf:
-    """Record one call of ``function`` on the lists of all leaves' tensors.
+    """Record an operation of a step, such as ``u + m``, that can run as one call on all leaves. Return a placeholder.
 
-    Append an `Operation` to the record of the operands, and return the placeholder of its result. If an operand may
-    have another shape or dtype than its leaf, or if a scalar is not a real number, a call of ``for_one_leaf`` for every
-    leaf is recorded instead.
+    With two leaves, ``ew.add([u1, u2], [m1, m2])`` is called later. If that is not possible, ``for_one_leaf`` is
+    called for each leaf instead: ``u1 + m1`` and ``u2 + m2``.
 
     Args:
         function: a function of lists of tensors, such as ``ew.add``.
         for_one_leaf: the same function of single tensors, such as ``operator.add``.
         operands: the placeholders, which ``function`` receives as lists of tensors.
-        scalars: further arguments of both functions.
+        scalars: further arguments of both functions, such as 0.9.
         overwrites: which of the operands ``function`` may overwrite, by its position in ``operands``.
     """
-    if not all(map(has_shape_of_leaf, operands)) or not all(map(_is_number, scalars)):
+    # Functions of lists require operands with the shapes of the leaves, and scalars that are real numbers.
+    can_run_on_lists = all(map(has_shape_of_leaf, operands)) and all(map(_is_number, scalars))
+    if not can_run_on_lists:
         return record_for_each(for_one_leaf, *operands, *scalars)
-    indices = [operand.index for operand in operands]
-    return Leaf(operands[0].record, Operation(function, indices, scalars, overwrites))
+    indices = [operand.index for operand in operands]  # the operation refers to values by their index in the record
+    operation = Operation(function, indices, scalars, overwrites)
+    return Leaf(operands[0].record, operation)  # appends the operation to the record
 
 
 def has_shape_of_leaf(value: Leaf) -> bool:
@@ -280,37 +287,53 @@ def record_on_list(function: Callable[[list[Tensor]], list[Tensor]], operand: Le
 
 
 def record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
-    """Record a torch function that is called once for each leaf, and return a placeholder for the results.
+    """Record a call of a torch function that runs later, once for each leaf. Return a placeholder for the results.
 
-    For ``torch.where(mask, 0.0, u)`` with the placeholders ``mask`` and ``u``, the positions of the placeholders are
-    ``[0, 2]``, and ``flat_args`` becomes ``[None, 0.0, None]``. Later, the tensors of each leaf replace None.
+    In ``torch.where(mask, 0.0, u)``, ``mask`` and ``u`` are placeholders: the arguments at the positions ``[0, 2]``.
+    The other arguments are recorded as ``[None, 0.0, None]``. Later, the tensors of each leaf replace None.
     """
-    flat_args, treedef = tree.flatten((args, kwargs))
+    flat_args, treedef = tree.flatten((args, kwargs))  # arguments may be nested, as in torch.stack([x, y])
     positions = [position for position, argument in enumerate(flat_args) if isinstance(argument, Leaf)]
     operands = [flat_args[position] for position in positions]
     for position in positions:
         flat_args[position] = None  # a placeholder refers to its record, so the record would refer to itself
 
-    def call_for_each(*lists: list[Tensor]) -> list[Tensor]:
-        """Call the torch function for each leaf.
-
-        ``lists`` has a list for each placeholder among the arguments, with its tensor of every leaf: ``[mask_1,
-        mask_2], [u_1, u_2]`` for two leaves.
-        """
-        results: list[Tensor] = []
-        for tensors in zip(*lists, strict=True):
-            leaf_args = [*flat_args]
-            for position, tensor in zip(positions, tensors, strict=True):
-                leaf_args[position] = tensor
-            positional, named = tree.unflatten(treedef, leaf_args)
-            result = function(*positional, **named)
-            if not isinstance(result, Tensor):
-                raise _not_a_tensor(function, result)
-            results.append(result)
-        return results
-
+    call = functools.partial(_call_for_each, function, treedef, flat_args, positions)
     indices = [operand.index for operand in operands]
-    return Leaf(operands[0].record, Operation(call_for_each, indices, flat_args, overwrites=None))
+    operation = Operation(call, indices, flat_args, overwrites=None)
+    return Leaf(operands[0].record, operation)  # appends the operation to the record
+
+
+def _call_for_each(
+    function: Callable[..., Any],
+    treedef: tree.Structure,
+    flat_args: list[Any],
+    positions: list[int],
+    *lists: list[Tensor],
+) -> list[Tensor]:
+    """Call a torch function once for each leaf, and return its results.
+
+    For two leaves and the recorded call ``torch.where(mask, 0.0, u)``, call ``torch.where(mask_1, 0.0, u_1)`` and
+    ``torch.where(mask_2, 0.0, u_2)``.
+
+    Args:
+        function: the torch function.
+        treedef: the structure of its arguments: the pair (positional arguments, keyword arguments).
+        flat_args: the recorded arguments as a flat list, with None for each placeholder: ``[None, 0.0, None]``.
+        positions: the positions of the placeholders in this list: ``[0, 2]``.
+        lists: for each placeholder, its tensors of all leaves: ``[mask_1, mask_2]`` and ``[u_1, u_2]``.
+    """
+    results: list[Tensor] = []
+    for tensors_of_leaf in zip(*lists, strict=True):
+        leaf_args = [*flat_args]
+        for position, tensor in zip(positions, tensors_of_leaf, strict=True):
+            leaf_args[position] = tensor
+        positional, named = tree.unflatten(treedef, leaf_args)
+        result = function(*positional, **named)
+        if not isinstance(result, Tensor):
+            raise _not_a_tensor(function, result)
+        results.append(result)
+    return results
 
 
 def _not_a_tensor(function: Callable[..., object], result: object) -> TypeError:
@@ -341,16 +364,21 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, record: Sequence[Operation | None], outputs: Sequence[Leaf]) -> Plan:
-        """Select the operations of a record that the outputs need."""
+        """Select the operations of a record that the outputs need, and count how often each value is used.
+
+        In the record ``[None, None, mul(1), add(2, 0)]``, an output with the index 2 needs only ``mul(1)``.
+        """
         uses = [0] * len(record)
         for output in outputs:
             uses[output.index] += 1
         operations: list[tuple[int, Operation]] = []
+        # Backwards, since an operation is needed if an output or a later operation uses its result.
         for index in reversed(range(len(record))):
             operation = record[index]
-            if operation is not None and uses[index]:
-                operations.append((index, operation))
-                for operand in operation.operands:
-                    uses[operand] += 1
-        operations.reverse()
+            if operation is None or uses[index] == 0:  # an operand, or a result that nothing uses
+                continue
+            operations.append((index, operation))
+            for operand in operation.operands:
+                uses[operand] += 1
+        operations.reverse()  # now in the order in which they run
         return cls(operations, uses)

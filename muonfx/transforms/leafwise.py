@@ -327,8 +327,12 @@ def _formula(
     *args: object,
     **kwargs: object,
 ) -> _Formula:
-    """Call a constructor with its arguments, and return its declared state and step after a check."""
-    if callable(reads_params):
+    """Call a constructor with its arguments, and return the state and the step that it declares.
+
+    A constructor is the function under the decorator, such as ``def momentum(decay=0.95): ... return state, step``.
+    Raise TypeError if it returns anything else.
+    """
+    if callable(reads_params):  # whether the step receives the parameters depends on the arguments
         reads_params = reads_params(*args, **kwargs)
     returned = constructor(*args, **kwargs)
     name = constructor.__name__
@@ -339,7 +343,10 @@ def _formula(
 def state_and_step(
     caller: str, returned: object, types: tuple[type, ...], reads_params: ReadsParams
 ) -> tuple[PyTree, Step]:
-    """Return the state and the step that a constructor returned, after a check.
+    """Return the state and the step that a constructor returned. Raise TypeError if they are not as declared.
+
+    A constructor is the function under `leafwise` or `matrixwise`. It returns a pair such as
+    ``(MomentumState(trace=Slot()), step)``.
 
     Args:
         caller: the beginning of errors: the names of the constructor and its decorator, "momentum: a leafwise".
@@ -412,9 +419,9 @@ class _Formula:
     def functions(self) -> InitAndUpdate:
         """Return ``init`` and ``update`` of the transform.
 
-        ``update`` receives the extra arguments of the step, such as ``value``, as ``**extras``. `Transform` reads from
-        a signature which arguments a transform accepts, so it is replaced: ``(updates, state, params=None, *,
-        donate=NOTHING, value)``.
+        A step may have extra arguments, as ``value`` in ``def step(u, s, *, value)``. `Transform` reads the names of
+        extra arguments from the signature of ``update``. The function below has ``**extras`` in place of the names, so
+        it receives another signature: ``(updates, state, params=None, *, donate=NOTHING, value)``.
         """
 
         def update(
@@ -425,19 +432,21 @@ class _Formula:
 
         if not torch.compiler.is_compiling():  # the signature was read when the transform was created
             signature = inspect.signature(update)
-            *parameters, _ = signature.parameters.values()
+            *parameters, _extras = signature.parameters.values()
             parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._extra_names]
             update.__signature__ = signature.replace(parameters=parameters)
         return self.init, update
 
     def locality_of_transform(self, locality_of_step: Locality) -> Locality:
-        """Return the locality of the transform: TREE if the step sums over leaves, else the locality of the step.
+        """Return the locality of the transform: how much of its input one element of its result depends on.
 
-        Quantized state raises ELEMENT to LEAF, because the elements of a block share a scale.
+        It is the locality of the step, with two exceptions. Quantized state raises ELEMENT (the same element of the
+        inputs) to LEAF (the whole leaf). A step that sums over leaves has the locality TREE (all leaves).
         """
         locality = locality_of_step
-        for slot in tree.leaves(self._declared):
-            if isinstance(slot, Slot) and isinstance(slot.dtype, QuantizedDtype):
+        for declared in tree.leaves(self._declared):
+            is_quantized = isinstance(declared, Slot) and isinstance(declared.dtype, QuantizedDtype)
+            if is_quantized:  # the elements of a block share a scale
                 locality = max(locality, Locality.LEAF)
         if "sum_over_leaves" not in self._extra_names:
             return locality
@@ -458,19 +467,24 @@ class _Formula:
     ) -> tuple[PyTree, PyTree]:
         """Apply the step to all leaves; return the new updates and the new state.
 
-        The step itself is called with placeholders only, which record its operations: the plan. `Values` then runs each
-        operation of the plan on lists with the tensors of all leaves.
+        Take ``def step(u, s): m = s.trace * 0.9 + u; return m, MomentumState(m)``. The state has one field, ``trace``.
+        The operands of the step are the updates and this field. Its outputs are the new updates and the new field.
         """
+        # 1. Collect the tensors of all leaves for each operand.
         containers = tree.flatten(self._declared)[1]  # it has another type under torch.compile, so it is not saved
         old_fields = tree.subtrees(containers, state)
         values = self._operands(updates, old_fields, params, donate)
         if "sum_over_leaves" in extras:
             extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
 
+        # 2. Call the step with placeholders. They record its operations, which are the plan: ``[mul, add]``.
         operands, outputs, plan = self._recorded_step(containers, old_fields, extras)
+
+        # 3. Run each operation of the plan once, on lists with the tensors of all leaves.
         values.run(plan, overwrite=True)
 
-        # Before any output is taken: an operand that the step returns as it is may not give its storage to another.
+        # 4. Build the new trees. First reserve each operand that the step returns as it is: no other output may get its
+        # storage.
         for operand, output in zip(operands, outputs, strict=True):
             if isinstance(operand, Leaf) and output.index == operand.index:
                 values.keep(operand.index)
@@ -484,50 +498,65 @@ class _Formula:
         return new_updates, tree.unflatten(containers, new_fields)
 
     def _recorded_step(self, containers: Structure, old_fields: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
-        """Return the recorded step, which is saved if it is the same at each update.
+        """Return the operations of the step. They are recorded once and saved, if they are the same at each update.
 
-        For a few small leaves, recording takes longer than the rest of an update. A recorded step contains the numbers
-        that it has read. So it is recorded again if one of them may change: a number that all leaves share, an extra
-        argument, or another tensor.
+        For a few small leaves, recording takes longer than the rest of an update.
         """
         # A compiled graph that reads the saved step would be compiled again when it changes, so this comes first.
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and self._saved_step is not None:
             return self._saved_step
         recorded = self._call_step(containers, old_fields, extras)
-        has_numbers = any(isinstance(field, SharedNumber) for field in self._fields)
+        # The operations contain the numbers that the step has read, such as 0.9. They may be other numbers at the next
+        # update if the step reads a step count, a scalar tensor (which its owner may change) or an extra argument.
+        has_shared_numbers = any(isinstance(field, SharedNumber) for field in self._fields)
         has_tensors = any(isinstance(scalar, Tensor) for scalar in recorded.plan.scalars)
-        may_vary = has_numbers or has_tensors or len(extras) > 0
+        may_vary = has_shared_numbers or has_tensors or len(extras) > 0
         if not is_compiling and not may_vary:
             self._saved_step = recorded
         return recorded
 
     def _call_step(self, containers: Structure, old_fields: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
-        """Call the step with placeholders, which record its operations."""
+        """Call the step once with placeholders, and return the operations that they record.
+
+        A placeholder (`Leaf`) takes the place of one tensor for each leaf: the update, a field of the state such as
+        ``trace``, the parameter. A number that all leaves share, such as a step count, is passed as its 0-d tensor.
+        """
+        # Each placeholder appends itself to the record, and so does each result of an operation on placeholders.
         record: list[Operation | None] = []
-        operands: list[Any] = [Leaf(record)]
+        update = Leaf(record)
+        fields: list[Any] = []
         for field, old_field in zip(self._fields, old_fields, strict=True):
-            operands.append(old_field if isinstance(field, SharedNumber) else Leaf(record))
-        step_args = [operands[0], tree.unflatten(containers, operands[1:])]
+            fields.append(old_field if isinstance(field, SharedNumber) else Leaf(record))
+        step_args = [update, tree.unflatten(containers, fields)]
         if self._reads_params:
             step_args.append(Leaf(record))
+
         new_update, new_state = update_and_state(self._name, self._step(*step_args, **extras))
         if not isinstance(new_update, Leaf):
             update_type = type(new_update).__name__
             raise TypeError(f"{self._name}: the step returns an update of type {update_type}, not one made of operands")
-        outputs = [new_update, *self._new_fields(containers, operands[1:], new_state)]
+        new_fields = self._new_fields(containers, fields, new_state)
+
+        # The plan has only the operations that these outputs need, since a step may compute more than it returns.
+        outputs = [new_update, *new_fields]
         placeholders = [output for output in outputs if isinstance(output, Leaf)]
-        return RecordedStep(operands, outputs, Plan.of(record, placeholders))
+        return RecordedStep([update, *fields], outputs, Plan.of(record, placeholders))
 
     def _operands(self, updates: PyTree, old_fields: list[PyTree], params: PyTree, donate: Donation) -> Values:
-        """Return the operands of the step: the updates, each field with a tensor for each leaf, and the parameters."""
-        present = Present(updates)
+        """Return the operands of the step: the updates, each field with a tensor for each leaf, and the parameters.
+
+        Each is a list with the tensors of all leaves that have a gradient. An operand may be overwritten if the caller
+        has donated it (``donate``), or if it is a copy already.
+        """
+        present = Present(updates)  # the leaves that have a gradient
         values = Values(present)
         values.add_operand(present.pick(updates), may_write=donate.updates)
         for field, old_field in zip(self._fields, old_fields, strict=True):
-            if not isinstance(field, SharedNumber):
-                may_write = donate.state or field.reads_copies
-                values.add_operand(field.read(present, old_field), may_write=may_write)
+            if isinstance(field, SharedNumber):  # the step reads the number itself when it is recorded
+                continue
+            may_write = donate.state or field.reads_copies  # quantized state is decoded to copies
+            values.add_operand(field.read(present, old_field), may_write=may_write)
         if self._reads_params:
             params = params_for(self._name, params)
             if self._reads_params == "updated":
@@ -536,12 +565,16 @@ class _Formula:
         return values
 
     def _new_fields(self, containers: Structure, fields: list[Any], new_state: object) -> list[Any]:
-        """Return the fields of the state that a step returned. Raise an error unless it has the declared form."""
+        """Return the fields of the state that a step returned. Raise TypeError unless it has the declared form.
+
+        For ``MomentumState(m)``, the list is ``[m]``. ``fields`` are the fields that the step received.
+        """
         try:
             new_fields = tree.subtrees(containers, new_state)
         except ValueError as error:
             raise TypeError(f"{self._name}: the step returns another state than declared. {error}") from error
         for index, (field, new_field) in enumerate(zip(fields, new_fields, strict=True)):
+            # A placeholder is replaced by a placeholder, and a number that all leaves share by a 0-d tensor.
             expected_type = Leaf if isinstance(field, Leaf) else Tensor
             if not isinstance(new_field, expected_type):
                 name, declared = tree.named_leaves(self._declared)[index]
@@ -554,17 +587,17 @@ class _Formula:
     def _new_tree(
         self, field: SlotTrees, operand: Leaf, output: Leaf, old_field: PyTree, values: Values, donate: Donation
     ) -> PyTree:
-        """Return what the new state contains for a field with a tensor for each leaf.
+        """Return the new tree of a field that has a tensor for each leaf, such as ``trace`` of `momentum`.
 
         Args:
-            field: reads and writes the field.
+            field: writes the tree of the field.
             operand: the placeholder of the field that the step received.
             output: the placeholder that it returned for the field.
             old_field: the old tree.
-            values: the values that have been computed.
+            values: the values that have been computed, from which the new tensors are taken.
             donate: whether the old state may be overwritten.
         """
-        if output.index == operand.index:
+        if output.index == operand.index:  # the step has returned the field as it is
             return old_field
         values.check(operand, output, f"{self._name}: the step returns a state")
         new_tensors = values.take(output.index)
@@ -591,17 +624,26 @@ def params_for(name: str, params: PyTree) -> PyTree:
 
 
 def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.dtype]:
-    """Return the widest dtype of each leaf's operands, at least fp32; one dtype if each operand has one for all leaves.
+    """Return the dtype in which each leaf is computed: the widest dtype of its operands, at least fp32.
 
-    ``lists`` has the tensors of all leaves for each operand.
+    ``lists`` has a list for each operand, with its tensors of all leaves. If every list has a single dtype, such as
+    bf16 for all updates and fp32 for all momenta, the result is one dtype for all leaves.
     """
     all_dtypes: set[torch.dtype] = set()
     for tensors in lists:
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
-            return [ew.wide_dtype(*map(_dtype_of, operands_of_leaf)) for operands_of_leaf in zip(*lists, strict=True)]
+            return _compute_dtype_of_each(lists)
         all_dtypes |= dtypes
     return ew.wide_dtype(*all_dtypes)  # the usual case, which takes no call for each leaf
+
+
+def _compute_dtype_of_each(lists: Sequence[list[Tensor]]) -> list[torch.dtype]:
+    """Return a list with the widest dtype of each leaf's operands; ``lists`` has a list of tensors for each operand."""
+    compute_dtypes: list[torch.dtype] = []
+    for operands_of_leaf in zip(*lists, strict=True):
+        compute_dtypes.append(ew.wide_dtype(*map(_dtype_of, operands_of_leaf)))
+    return compute_dtypes
 
 
 def _require_one_shape(leaf: object) -> None:
@@ -641,41 +683,48 @@ class Values:
         self.operands.append(tensors)
 
     def run(self, plan: Plan, *, overwrite: bool) -> None:
-        """Compute all values of a plan that are not computed yet.
+        """Run the operations of a plan, each on the lists of all leaves, and store their results.
 
-        With ``overwrite``, a result may take the storage of an operand after its last use, and values that nothing
-        reads any more are freed.
+        With ``overwrite``, a result may take the storage of an operand after its last use. A result that nothing reads
+        any more is then freed.
         """
         self._remaining_uses = dict(enumerate(plan.uses))
-        with ew.unrecorded(*self.operands, plan.scalars):
+        with ew.unrecorded(*self.operands, plan.scalars):  # autograd records nothing, unless it must
             for index, operation in plan.operations:
                 if index not in self._computed:  # else a sum over leaves has needed it already
                     self._computed[index] = self._compute(operation, overwrite=overwrite)
-                    # The result may be overwritten, unless a torch function was called for each leaf: its result may be
-                    # a view of an operand, whose storage others may need.
+                    # A later operation may overwrite a new tensor. A torch function that is called for each leaf may
+                    # return a view of an operand instead, whose storage others may need.
                     self._may_write[index] = not operation.is_for_each
                 if overwrite:
                     self._count_uses(operation.operands)
 
     def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
-        """Return the function ``sum_over_leaves`` for a step, which it calls with a `Leaf` instead of a tree."""
+        """Return a function that sums a `Leaf` over all leaves, from one that sums the tensors of a tree.
+
+        A step calls it with a placeholder, as in ``sum_over_leaves((u * u).sum())``, and needs the number at once.
+        """
 
         def sum_of(leaf: Leaf) -> Tensor:
-            """Compute the value of the placeholder for each leaf, and return the sum. It must have one shape."""
+            """Run the operations that the placeholder needs, such as ``u * u`` and ``sum``, and return the sum."""
             _require_one_shape(leaf)
-            self.run(Plan.of(leaf.record, [leaf]), overwrite=False)  # the rest of the step may read every value
-            return sum_over_leaves(self.present.fill(self.read(leaf.index)))
+            plan = Plan.of(leaf.record, [leaf])
+            self.run(plan, overwrite=False)  # the rest of the step may read every value
+            value_of_each_leaf = self.read(leaf.index)
+            return sum_over_leaves(self.present.fill(value_of_each_leaf))
 
         return sum_of
 
     def read(self, index: int) -> list[Tensor]:
-        """Return the tensors of a value in the compute dtype. An operand is converted when it is read first."""
-        if index not in self._computed:
-            if self._dtypes is None:
-                self._dtypes = _compute_dtypes(self.operands)
-            self._computed[index] = ew.cast(self.operands[index], self._dtypes)
-            if self.was_cast(index):
-                self._may_write[index] = True
+        """Return the tensors of a value in the compute dtype, which is fp32 or wider."""
+        if index in self._computed:
+            return self._computed[index]
+        # It is an operand that is read for the first time, such as the updates in bf16.
+        if self._dtypes is None:
+            self._dtypes = _compute_dtypes(self.operands)
+        self._computed[index] = ew.cast(self.operands[index], self._dtypes)
+        if self.was_cast(index):
+            self._may_write[index] = True  # these are copies, not the caller's tensors
         return self._computed[index]
 
     def was_cast(self, operand: int) -> bool:
@@ -685,13 +734,16 @@ class Values:
         return all(map(is_not, self._computed[operand], self.operands[operand]))
 
     def _compute(self, operation: Operation, *, overwrite: bool) -> list[Tensor]:
-        """Run one operation on the lists of all leaves; overwrite an operand if allowed and no longer needed."""
+        """Run one operation on the lists of all leaves, such as ``ew.add([u1, u2], [m1, m2])``; return its results.
+
+        With ``overwrite``, the results take the storage of an operand that nothing else needs.
+        """
         lists = [self.read(index) for index in operation.operands]
         if operation.overwrites is None:  # a torch function that is called for each leaf
             for index in operation.operands:
                 self._may_write[index] = False  # the result may be a view of it
             return operation.function(*lists)
-        target = operation.operands[operation.overwrites]  # the operand that the function may overwrite
+        target = operation.operands[operation.overwrites]  # the operand that the function can overwrite
         is_last_use = self._remaining_uses[target] == 1
         reuse = overwrite and is_last_use and self._may_write[target]
         if reuse:
@@ -706,8 +758,14 @@ class Values:
                 del self._computed[index]
 
     def check(self, operand: Leaf, output: Leaf, beginning: str) -> None:
-        """Raise an error with this beginning if a value that the step returns is complex, or has the wrong shape."""
-        if has_shape_of_leaf(output):
+        """Raise an error if a value that the step returns is complex, or has another shape than its leaf.
+
+        Args:
+            operand: the placeholder that the step received, such as ``s.trace``.
+            output: the placeholder that it returned in its place.
+            beginning: the first words of the error: "momentum: the step returns a state".
+        """
+        if has_shape_of_leaf(output):  # the usual case, which reads no tensor
             return
         old_tensors = self.operands[operand.index]
         for index, (new, old) in enumerate(zip(self.read(output.index), old_tensors, strict=True)):
@@ -727,15 +785,17 @@ class Values:
         self._may_write[operand] = False
 
     def take(self, index: int, copy_into: int | None = None) -> list[Tensor]:
-        """Return the tensors of a value that the step returns, for an output that shares storage with nothing else.
+        """Return the tensors of a value that the step returns; no other output and no caller has them.
 
-        They are copied if the caller owns their storage, or if another output has them. The operand ``copy_into`` gives
-        its storage to the copy if nothing else needs it.
+        For a step that returns the same value as update and as state, the first output gets the tensors, and the other
+        one a copy. The copy is written into the operand ``copy_into`` if nothing else needs its storage.
         """
         tensors = self.read(index)
-        if self._may_write[index]:
+        if self._may_write[index]:  # nothing else needs them
             self._may_write[index] = False  # a further output that is this value receives a copy
             return tensors
-        if copy_into is not None and self._may_write[copy_into] and not self._remaining_uses[copy_into]:
-            return ew.copy(tensors, into=self.read(copy_into))
+        if copy_into is not None:
+            is_free = self._may_write[copy_into] and self._remaining_uses[copy_into] == 0
+            if is_free:
+                return ew.copy(tensors, into=self.read(copy_into))
         return ew.clone(tensors)
