@@ -167,15 +167,19 @@ class _Collector(TorchFunctionMode):
             self._running.pop()
 
     def add(self, logits: Tensor) -> None:
-        """Store the largest logits (heads,) of one attention call under the innermost running module."""
+        """Store the largest logit of each head, of one attention call, under the name of the module that runs.
+
+        If an earlier call of the module is stored, such as one for another micro-batch, keep the larger logits.
+        """
         if not self._running:
             return
-        module = self._running[-1]
-        # The heads of all tensor-parallel ranks; -inf for the heads of another rank does not change a maximum.
+        module = self._running[-1]  # the innermost one
+        # A tensor-parallel rank has some of the heads. All others get -inf, which changes no maximum: for the logits
+        # [7, 9], rank 1 of 2 stores [-inf, -inf, 7, 9].
         logits_of_ranks = [torch.full_like(logits, -math.inf)] * self._size
         logits_of_ranks[self._rank] = logits
         all_logits = torch.cat(logits_of_ranks)
-        earlier_logits = self.largest_logits.get(module, all_logits)
+        earlier_logits = self.largest_logits.get(module, all_logits)  # at the first call, the logits themselves
         if len(earlier_logits) != len(all_logits):
             raise ValueError(
                 f"collect_max_logits: {module!r} computes attention with {len(earlier_logits)} heads and with "
@@ -197,7 +201,10 @@ def _logits_of_call(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Return the largest logits of a call of torch's ``scaled_dot_product_attention``, whose arguments these are."""
+    """Return the largest logit of each head in one call of torch's ``scaled_dot_product_attention``.
+
+    The arguments are those of the call. Values and dropout have no effect on logits, so they are not used.
+    """
     return max_logits(query, key, attn_mask, is_causal=is_causal, **options)
 
 
@@ -255,17 +262,37 @@ def collect_max_logits(
 
 
 def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
-    """Return the modules whose names match a glob, by their names without the components that wrappers add.
+    """Return the modules of a model whose names match a glob such as "*.attn", by name. None: all modules.
 
-    The name of the model itself is "". In a `DistributedDataParallel`, "module.attn" becomes "attn".
+    Raise ValueError if no name matches, or if a module is compiled.
     """
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
+    _require_uncompiled(model)
+    modules = _modules_by_plain_name(model)
+    if pattern is None:
+        return modules
+    matching = {name: module for name, module in modules.items() if matches(name, pattern)}
+    if not matching:
+        known = ", ".join(map(repr, modules))
+        raise ValueError(f"collect_max_logits: {pattern!r} matches none of the modules {known}")
+    return matching
+
+
+def _require_uncompiled(model: nn.Module) -> None:
+    """Raise ValueError if a module of the model is compiled, because a compiled forward pass runs without its hooks."""
+    for name, module in model.named_modules():
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             raise ValueError(
                 f"collect_max_logits: {name or 'the model'!r} is compiled, and the logits of a compiled forward "
                 "pass cannot be observed: collect before torch.compile, or return the largest logits from the model"
             )
+
+
+def _modules_by_plain_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules of a model by name, without the parts of a name that wrappers such as DDP add.
+
+    In a `DistributedDataParallel`, "module.attn" becomes "attn". The name of the model itself is "".
+    """
+    modules = dict(model.named_modules())
     # `unwrapped` takes names of parameters, so it receives the name that a parameter of each module would have.
     parameter_name_of = {name: f"{name}.weight" for name in modules if name}
     plain_name_of = unwrapped(parameter_name_of.values())  # {"module.attn.weight": "attn.weight"}
@@ -273,13 +300,7 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     for name, parameter_name in parameter_name_of.items():
         plain_name = plain_name_of[parameter_name].removesuffix("weight").removesuffix(".")
         plain_modules[plain_name] = modules[name]
-    if pattern is None:
-        return plain_modules
-    matching = {name: module for name, module in plain_modules.items() if matches(name, pattern)}
-    if not matching:
-        known = ", ".join(map(repr, plain_modules))
-        raise ValueError(f"collect_max_logits: {pattern!r} matches none of the modules {known}")
-    return matching
+    return plain_modules
 
 
 def record_max_logits(most: Tensor) -> None:
@@ -335,7 +356,7 @@ def reduce_max_logits(logits: Mapping[str, Tensor], group: dist.ProcessGroup | N
     """
     if not logits or not dist.is_available() or not dist.is_initialized():
         return dict(logits)
-    names = sorted(logits)
+    names = sorted(logits)  # the same order on all ranks
     logits_of_modules = [logits[name] for name in names]
     dtype = wide_dtype(*[most.dtype for most in logits_of_modules])
     sizes = list(map(len, logits_of_modules))

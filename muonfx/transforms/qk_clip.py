@@ -108,7 +108,11 @@ class AttentionHeads:
         return self.heads if self.key_heads is None else self.key_heads
 
     def patterns(self) -> tuple[tuple[str, ...], ...]:
-        """Return globs over parameter names: a tuple for the queries and one for the keys, or a single one if fused."""
+        """Return the globs that find the query weights and the key weights by name.
+
+        They are a tuple for the queries, such as ``("*.attn.q_proj", "*.attn.q_proj.weight", ...)``, and one for the
+        keys. Fused weights have both, so there is a single tuple.
+        """
         prefixes: list[str] = []
         if self.module:
             prefixes.append(f"{self.module}.")
@@ -131,18 +135,18 @@ class AttentionHeads:
         module = ""
         roles: list[str] = []
         for projection, role in ((self.query, "query"), (self.key, "key")):
-            for ending in _ENDINGS:
+            for ending in _ENDINGS:  # such as ".weight" and ".bias"
                 prefix = _module_before(name, projection + ending)
                 if prefix is not None and matches(prefix, self.module):
                     module = prefix
                     roles.append(role)
         return module, tuple(roles)
 
-    def places(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
+    def factor_positions(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
         """Return for each row of a query or key weight the position of its factor in the vector of `_factors`.
 
-        With 2 heads, that vector has the factors of the queries at 0 and 1, of the keys at 2 and 3, of the rotary
-        queries at 4 and 5, and at 6 the factor 1 of all other rows. A key weight of 6 rows gives [2, 2, 2, 3, 3, 3].
+        With 2 heads, the positions in that vector are: 0 and 1 for the queries, 2 and 3 for the keys, 4 and 5 for the
+        rotary queries, and 6 for all other rows, whose factor is 1. A key weight of 6 rows gives [2, 2, 2, 3, 3, 3].
 
         Args:
             name: the name of the weight, for errors.
@@ -150,25 +154,28 @@ class AttentionHeads:
             roles: what it contains: "query", "key", or both.
             device: the device of the result.
         """
+        # Where each group of factors begins in the vector: those of the queries at 0, then the groups below.
         first_key = self.heads
         first_rotary = first_key + self.keys
         unchanged = first_rotary + self.heads
-        indices = torch.full((size,), unchanged, device=device)
+
+        positions = torch.full((size,), unchanged, device=device)
         if "query" in roles:
-            query_blocks = self._blocks(name, indices, 0, self.heads, [self.query_dims, self.rotary_dims])
+            # A view of the positions with a row for each head, into which `_fill_rows` writes.
+            query_blocks = self._blocks(name, positions, 0, self.heads, [self.query_dims, self.rotary_dims])
             _fill_rows(query_blocks, self.query_dims, first_factor=0)
             if self.rotary_dims is not None:
                 _fill_rows(query_blocks, self.rotary_dims, first_factor=first_rotary)
         if "key" in roles:
-            key_blocks = self._blocks(name, indices, self.heads, self.keys, [self.key_dims])
+            key_blocks = self._blocks(name, positions, self.heads, self.keys, [self.key_dims])
             _fill_rows(key_blocks, self.key_dims, first_factor=first_key)
-        return indices
+        return positions
 
     def _blocks(self, name: str, rows: Tensor, first: int, heads: int, spans: list[Span | None]) -> Tensor:
-        """Return a view of a vector with an item for each row of a weight, as (heads, rows of a head).
+        """Return the part of a vector that belongs to some heads, as a view of shape (heads, rows of a head).
 
-        In a fused weight with 2 query heads and 1 key head, the rows are blocks for q0, q1, k0 and v0. The view of the
-        keys contains k0 only: ``first`` is 2, and ``heads`` is 1.
+        The vector has an item for each row of a weight. In a fused weight with 2 query heads and 1 key head, these rows
+        are equal blocks for q0, q1, k0 and v0. The view of the keys contains k0 only: ``first`` is 2, ``heads`` is 1.
 
         Args:
             name: the name of the weight, for errors.
@@ -186,7 +193,7 @@ class AttentionHeads:
             all_heads = self.heads + self.keys + self.keys  # of queries, of keys, and as many of values
         size = len(rows)
         block_size = size // all_heads  # not divmod, which a tracer cannot apply to a symbolic size
-        ends = [span[1] for span in spans if span is not None]
+        ends = [span[1] for span in spans if span is not None]  # a range of rows must end within a block
         if size % all_heads or any(end > block_size for end in ends):
             raise ValueError(
                 f"qk_clip: {name!r} has {size} rows, expected equal blocks, one for each head of {self!r}, that "
@@ -211,16 +218,17 @@ def _module_before(name: str, ending: str) -> str | None:
 
 
 def _fill_rows(blocks: Tensor, span: Span | None, first_factor: int) -> None:
-    """Write the number of its factor into a range of rows of each head; None selects all rows.
+    """Write the position of its factor into a range of rows of each head: ``first_factor + h`` for the head h.
 
-    Head h has the number ``first_factor + h``. ``blocks`` has the shape (heads, rows of a head).
+    For 2 heads of 3 rows, ``first_factor=2`` and the range (0, 2), the items ``[[6, 6, 6], [6, 6, 6]]`` of ``blocks``
+    become ``[[2, 2, 6], [3, 3, 6]]``. The range None selects all rows.
     """
     heads, rows = blocks.shape
     if span is None:
         span = (0, rows)
     first, end = span
-    numbers = torch.arange(first_factor, first_factor + heads, device=blocks.device)
-    blocks[:, first:end] = numbers.unsqueeze(1)
+    position_of_head = torch.arange(first_factor, first_factor + heads, device=blocks.device)
+    blocks[:, first:end] = position_of_head.unsqueeze(1)
 
 
 class _Member(NamedTuple):
@@ -234,15 +242,18 @@ class _Member(NamedTuple):
     """The full shape of the parameter, not of a shard."""
 
     def factor_indices(self, device: torch.device | str) -> Tensor:
-        """Return `AttentionHeads.places` in a shape that broadcasts to the parameter: (rows, 1) or (rows,)."""
+        """Return for each row of the parameter the index of its factor, in a shape that broadcasts to the parameter.
+
+        The shape is (rows, 1) for a weight and (rows,) for a bias. See `AttentionHeads.factor_positions`.
+        """
         shape = self.shape
-        axis = 0 if len(shape) == 1 else self.heads.axis
+        axis = 0 if len(shape) == 1 else self.heads.axis  # the dim whose items are the output features: the rows
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
                 f"qk_clip: {self.name!r} has shape {shape}, expected a dim {axis}, the axis of {self.heads!r}: "
                 "correct axis="
             )
-        indices = self.heads.places(self.name, shape[axis], self.roles, device)
+        indices = self.heads.factor_positions(self.name, shape[axis], self.roles, device)
         broadcast_shape = [1] * len(shape)
         broadcast_shape[axis] = shape[axis]
         return indices.reshape(broadcast_shape)
@@ -257,9 +268,9 @@ class _Member(NamedTuple):
 
 
 def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
-    """Return the argument ``heads`` of `qk_clip` as a tuple. Raise if an item has another type.
+    """Return the argument ``heads`` of `qk_clip` as a tuple: ``(heads,)`` for a single item. Raise for other types.
 
-    The items are `AttentionHeads`, or after `_resolve` the parameters that hold queries or keys.
+    The items are `AttentionHeads`. After `_resolve` they are `_Member`: the parameters that hold queries or keys.
     """
     items: Any = heads
     if type(heads) is not tuple:
@@ -271,14 +282,15 @@ def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
 
 
 def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
-    """Return the parameters that hold queries or keys of these heads.
+    """Return the parameters that hold queries or keys, such as "attn.q_proj.weight" and "attn.k_proj.weight".
 
-    Before `_resolve`, ``heads`` are `AttentionHeads`, and their parameters are found in ``params`` by name. After it,
-    ``heads`` are these parameters already.
+    ``heads`` are `AttentionHeads` with globs, by which the parameters are found in ``params``. If `_resolve` has found
+    them before, ``heads`` are these parameters themselves, as `_Member`.
     """
     resolved_members = [item for item in heads if isinstance(item, _Member)]
     if resolved_members:
         return resolved_members
+    # Find the parameters by name. The first `AttentionHeads` that matches a name is used.
     attentions = [item for item in heads if isinstance(item, AttentionHeads)]
     leaves = dict(tree.named_leaves(params))
     members: list[_Member] = []
@@ -465,8 +477,11 @@ def qk_clip(
 
 
 def _check_pairs(members: list[_Member]) -> None:
-    """Raise an error unless both the queries and the keys of each module are present."""
-    roles_of_module: dict[str, set[str]] = {}
+    """Raise an error unless both the queries and the keys of each module are among the members.
+
+    Clipping multiplies the logits of a head by one factor, and a part of this factor applies to each of the two.
+    """
+    roles_of_module: dict[str, set[str]] = {}  # {"layers.0.attn": {"query", "key"}}
     for member in members:
         roles_of_module.setdefault(member.module, set()).update(member.roles)
     for member in members:
@@ -487,7 +502,11 @@ def _missing_role(member: _Member, role: str) -> ValueError:
 
 
 def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
-    """Return for each module the largest logit of each query head, after checking types and shapes."""
+    """Return a list with the largest logits (query heads,) of each attention module, from the argument ``max_logits``.
+
+    The argument is a dict such as ``{"layers.0.attn": tensor([400.0, 30.0])}``. The list has one item for each module
+    of the members, in their order. Raise an error if an entry is missing or has another type or shape.
+    """
     if not isinstance(max_logits, Mapping):
         raise TypeError(
             "qk_clip: max_logits must be a dict with a tensor for each attention module, as "
@@ -496,10 +515,10 @@ def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
     all_logits = dict(tree.named_leaves(max_logits))
     logits_of_module: dict[str, Tensor] = {}  # a module has several members, such as its query and its key
     for member in members:
-        size = member.heads.heads
+        number_of_heads = member.heads.heads
         logits = all_logits.get(member.module)
-        if not isinstance(logits, Tensor) or logits.is_complex() or logits.shape != (size,):
-            raise _logits_error(member.module, size, all_logits)
+        if not isinstance(logits, Tensor) or logits.is_complex() or logits.shape != (number_of_heads,):
+            raise _logits_error(member.module, number_of_heads, all_logits)
         logits_of_module[member.module] = logits
     return list(logits_of_module.values())
 
@@ -527,7 +546,11 @@ def _gamma(s: Tensor, tau: float | Tensor) -> Tensor:
 
 
 def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Tensor) -> dict[str, Tensor]:
-    """Return the vector of `_factors` for each module; ``gamma`` has the heads of one module after another."""
+    """Return for each module the vector of its factors, as `_factors` describes it.
+
+    ``gamma`` has the factor of the logits of each query head, of one module after another. For two modules with 2 heads
+    each, its first two items belong to the first module.
+    """
     heads_of_module = {member.module: member.heads for member in members}
     factors: dict[str, Tensor] = {}
     first_head = 0
@@ -549,17 +572,21 @@ def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:
         keys: the number of key heads.
         alpha: the exponent of gamma for the queries.
     """
-    gamma_by_key = gamma.unflatten(0, (keys, -1))  # the query heads that share a key head
+    gamma_by_key = gamma.unflatten(0, (keys, -1))  # (key heads, query heads that share one)
     largest_gamma = gamma_by_key.amax(dim=1)
     exponent = ew.scalar_like(1.0 - alpha, gamma)
     key = torch.pow(largest_gamma, exponent)
     query = gamma_by_key / key.unsqueeze(1)
-    one = gamma.new_ones(1)
-    return torch.cat([query.flatten(), key, gamma, one])
+    rotary_query = gamma  # its key, which all heads share, is not scaled
+    other_rows = gamma.new_ones(1)
+    return torch.cat([query.flatten(), key, rotary_query, other_rows])
 
 
 def _scaled(update: Tensor, weight: Tensor, one_minus_factor: Tensor) -> Tensor:
-    """Return the update after which the new weight is multiplied by the factor f."""
+    """Change an update u such that the new weight is ``f (w + u)`` instead of ``w + u``, for a factor f in (0, 1].
+
+    Where f is 1, the update does not change by a bit.
+    """
     wide = ew.wide_dtype(update.dtype, weight.dtype)
     u = update.to(wide)
     w = weight.to(wide)
