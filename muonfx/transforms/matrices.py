@@ -72,9 +72,10 @@ class MatrixView:
     _parsed: ClassVar[Mapping[str | None, Pattern]]
 
     def __post_init__(self) -> None:
-        """Check the patterns of a new view. A mapping is copied, so later changes by the caller have no effect."""
+        """Parse the patterns of a new view, such as "in out -> out in". Raise an error if one of them is malformed."""
         texts: list[object] = []
         if isinstance(self.pattern, Mapping):
+            # Copy it, so that later changes by the caller have no effect. The class is frozen: no plain assignment.
             object.__setattr__(self, "pattern", dict(self.pattern))
             texts += self.pattern.values()
         elif self.pattern is not None:
@@ -118,8 +119,12 @@ class MatrixView:
         return self.text(name) is not None
 
     def extended(self, more: str | Mapping[str, str] | None) -> MatrixView:
-        """Return this view with further patterns ``more``, which apply to parameters for which it has no pattern."""
-        if not more or isinstance(self.pattern, str):
+        """Return this view with further patterns, for the parameters for which it has none.
+
+        The view ``{"*.q": "a"}``, extended by ``{"*.q": "b", "*.k": "c"}``, is ``{"*.q": "a", "*.k": "c"}``. (These
+        letters are short for patterns.)
+        """
+        if not more or isinstance(self.pattern, str):  # a single pattern applies to all parameters already
             return self
         if isinstance(more, str):
             more = {"*": more}
@@ -170,7 +175,10 @@ class Matrices:
     """
 
     def __init__(self, view: MatrixView, values: PyTree, *, named: bool = False) -> None:
-        """Split the tensors of the tree ``values``; None stays None."""
+        """Split the tensors of the tree ``values`` into matrices; leaves of None are skipped.
+
+        For ``{"qkv": x}`` and the view ``"(qkv=3 out) in -> qkv out in"``, ``stacks`` is ``[x.reshape(3, out, in)]``.
+        """
         self.values = values
         self.present = Present(values)
         """The positions of the tensors in the tree: ``present.pick`` returns the leaves of another tree there."""
@@ -195,12 +203,15 @@ class Matrices:
         return stacks
 
     def join(self, stacks: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-        """Undo `split`: join the stacks of all tensors into tensors with the shapes of the tensors ``like``."""
+        """Undo `split`: join the stacks of all tensors into tensors with the shapes of the tensors ``like``.
+
+        Three stacks for query, key and value become one tensor again.
+        """
         if self._are_matrices(like):
             return stacks
         leaves: list[Tensor] = []
         for pattern, stacks_of_leaf, leaf in zip(self._patterns, self.grouped(stacks), like, strict=True):
-            if pattern is None:
+            if pattern is None:  # one matrix, such as a flattened convolution
                 leaves.append(stacks_of_leaf[0].reshape(leaf.shape))
             else:
                 leaves.append(pattern.join(stacks_of_leaf, leaf.shape))
@@ -213,17 +224,17 @@ class Matrices:
     def grouped(self, stacks: list[Tensor]) -> list[list[Tensor]]:
         """Return for each tensor the list of its stacks, from a flat list of the stacks of all tensors.
 
-        If the pattern of the first tensor is ``(q + k) in -> q in, k in``, ``[q, k, weight]`` becomes
-        ``[[q, k], [weight]]``.
+        Take two tensors, the first one with the pattern ``"(q + k) in -> q in, k in"``, and the second one without a
+        pattern. The list ``[q, k, weight]`` becomes ``[[q, k], [weight]]``.
         """
         stacks_of_tensors: list[list[Tensor]] = []
         start = 0
         for pattern in self._patterns:
-            number = 1
+            number_of_stacks = 1  # without a pattern, a tensor is one matrix
             if pattern is not None:
-                number = len(pattern.results)
-            stacks_of_tensors.append(stacks[start : start + number])
-            start += number
+                number_of_stacks = len(pattern.results)
+            stacks_of_tensors.append(stacks[start : start + number_of_stacks])
+            start += number_of_stacks
         return stacks_of_tensors
 
     def fill(self, stacks: list[Tensor]) -> PyTree:

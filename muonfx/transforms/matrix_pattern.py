@@ -76,16 +76,18 @@ class _Axes:
     """
 
     def __init__(self, axes: list[_SizedAxis]) -> None:
-        self.sizes = [axis.size for axis in axes]
+        """Look up the axes of names and their sizes. The comments show the values in the example of this class."""
+        self.sizes = [axis.size for axis in axes]  # [5, 4]
         self.divided = 0  # the index of the axis with several parts; if there is none, any axis has its only part
-        self._index_of: dict[str, int] = {}  # {"q": 0, "k": 0, "in": 1} in the example
-        self._size_of: dict[str, int] = {}
+        self._index_of: dict[str, int] = {}  # from a name to the index of its axis: {"q": 0, "k": 0, "in": 1}
+        self._size_of: dict[str, int] = {}  # {"q": 2, "k": 3, "in": 4}
         for index, axis in enumerate(axes):
             if len(axis.part_sizes) > 1:
                 self.divided = index
-            self._index_of |= dict.fromkeys(axis.part_sizes, index)
-            self._size_of |= axis.part_sizes
-        self.part_sizes = axes[self.divided].part_sizes
+            for name, size in axis.part_sizes.items():
+                self._index_of[name] = index
+                self._size_of[name] = size
+        self.part_sizes = axes[self.divided].part_sizes  # {"q": 2, "k": 3}
 
     def part_of(self, result: list[Group]) -> str:
         """Return the part of the divided axis that a result contains: "k" for ``in k``."""
@@ -119,15 +121,20 @@ class Pattern:
     """The right side of the pattern: for each stack of matrices, its dims (batch dims, rows, columns)."""
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Divide a tensor: return a stack of matrices (..., rows, columns) for each text between commas in the pattern.
+        """Divide a tensor into matrices: return a stack (..., rows, columns) for each result right of the arrow.
+
+        For ``"(q=2 + k=3) in -> q in, k in"``, a tensor of shape (5, 4) gives stacks of the shapes (2, 4) and (3, 4).
 
         Raises:
             ValueError: the shape of the tensor does not fit the pattern.
         """
         sized_axes, results = self._sized(tensor.shape)
         axes = _Axes(sized_axes)
-        parts = tensor.reshape(axes.sizes).split(list(axes.part_sizes.values()), dim=axes.divided)
+        # 1. Give each axis a dim of its own, and cut the axis that is divided by "+" into its parts, here q and k.
+        lengths_of_parts = list(axes.part_sizes.values())
+        parts = tensor.reshape(axes.sizes).split(lengths_of_parts, dim=axes.divided)
         part_of_name = dict(zip(axes.part_sizes, parts, strict=True))
+        # 2. Bring the axes of each part into the order of its result, and merge those in parentheses, as in "(h d)".
         stacks: list[Tensor] = []
         for result in results:
             part = part_of_name[axes.part_of(result)]
@@ -135,15 +142,20 @@ class Pattern:
         return stacks
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape."""
+        """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape.
+
+        For ``"(q=2 + k=3) in -> q in, k in"``, stacks of the shapes (2, 4) and (3, 4) become a tensor of shape (5, 4).
+        """
         sized_axes, results = self._sized(shape)
         axes = _Axes(sized_axes)
+        # 1. Give each axis of a stack a dim of its own, and bring these dims into their order in the tensor.
         part_of_name: dict[str, Tensor] = {}
         for result, stack in zip(results, matrices, strict=True):
             order = axes.order_of(result)
             inverse_order = sorted(range(len(order)), key=order.__getitem__)
             part = stack.reshape(axes.sizes_of(result)).permute(inverse_order)
             part_of_name[axes.part_of(result)] = part
+        # 2. Concatenate the parts in their order left of the arrow, here q and k.
         parts = [part_of_name[name] for name in axes.part_sizes]
         if len(parts) == 1:  # the whole tensor, which is not copied
             return parts[0].reshape(shape)
@@ -159,9 +171,10 @@ class Pattern:
 
     @property
     def is_stack(self) -> bool:
-        """True if all leading dims of the tensor are batch dims of every result, as in ``"e out in -> e out in"``.
+        """True if the tensor is a stack of matrices, as in ``"e out in -> e out in"``, and each can be updated alone.
 
-        A leading dim with several axes, such as ``(e h)``, does not count as a batch dim.
+        All dims before the last two must be batch dims of every result. A dim with several axes, such as ``(e h)``,
+        does not count as a batch dim.
         """
         leading_names: set[str] = set()
         for dim in self.dims[:-2]:
@@ -170,7 +183,7 @@ class Pattern:
                 return False
             leading_names.update(names)
         for result in self.results:
-            batch_names = _names(result[:-2])
+            batch_names = _names(result[:-2])  # the names before the rows and the columns
             if not leading_names.issubset(batch_names):
                 return False
         return len(leading_names) > 0
@@ -250,13 +263,16 @@ class Pattern:
         )
 
     def _sized(self, shape: Sequence[int]) -> tuple[list[_SizedAxis], list[list[Group]]]:
-        """Return the axes of a tensor of this shape, outermost first, and the results of the pattern without ``...``.
+        """Apply the pattern to a shape: return the axes with their sizes, and the results with ``...`` written out.
+
+        For ``"... out in -> ... out in"`` and the shape (8, 3, 4), the axes are ``dim_0``, ``out`` and ``in`` with the
+        sizes 8, 3 and 4. The only result is ``dim_0 out in``.
 
         Raises:
             ValueError: the shape does not fit the pattern.
         """
-        # The dims that ``...`` includes get the names "dim_0", "dim_1" and so on. With too few dims, the number is
-        # negative, there are no names, and the check below raises an error.
+        # Name the dims that ``...`` includes "dim_0", "dim_1" and so on. With too few dims, the number is negative,
+        # there are no names, and the check below raises an error.
         number_of_dot_dims = len(shape) - (len(self.dims) - 1)
         dot_names = [f"dim_{index}" for index in range(number_of_dot_dims)]
         dims: list[Dim] = []
@@ -281,10 +297,12 @@ class Pattern:
         For the dim ``(heads=2 (k + v=5))`` of size 16, their part sizes are ``{"heads": 2}`` and ``{"k": 3, "v": 5}``:
         the axis ``(k + v=5)`` has the size 16 / 2 = 8, and k the size 8 - 5 = 3.
         """
-        size_left = size  # for the axis with the part without a size: divided by the sizes of all other axes
+        # The length of the axis that has the part without a size: the size of the dim, divided by all other axes.
+        size_left = size
         for axis in dim:
             if all(part.size is not None for part in axis):
                 size_left //= _known_size(axis)
+        # Give that part what the other parts of its axis leave.
         sized_axes: list[_SizedAxis] = []
         for axis in dim:
             part_sizes: dict[str, int] = {}
@@ -296,7 +314,7 @@ class Pattern:
                     raise self._wrong_size(dim, size)
                 part_sizes[part.name] = part_size
             sized_axes.append(_SizedAxis(index, part_sizes))
-        if _size(sized_axes) != size:
+        if _size(sized_axes) != size:  # the sizes in the pattern do not divide the size of the dim
             raise self._wrong_size(dim, size)
         return sized_axes
 
@@ -332,9 +350,9 @@ def _names_in_matrices(results: Sequence[Sequence[Group]]) -> set[str]:
 
 
 def _without_names(results: list[list[Group]], names: set[str]) -> list[list[Group]]:
-    """Return each different result once, without these names and without the dims that consist of them alone.
+    """Return the results without some names, such as "h" for the heads: ``h k in, h v in`` becomes ``k in, v in``.
 
-    The names ``{"h"}`` and the results of ``h k in, h v in`` give the results of ``k in, v in``.
+    A dim that consists of these names alone is left out. Results that become equal are returned once.
     """
     unique_results: list[list[Group]] = []
     for result in results:
@@ -355,11 +373,11 @@ def _pattern_of_units(rows: list[_SizedAxis], columns: list[_SizedAxis], results
 
 
 def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:
-    """Return the dims of a result with ``...`` replaced by the names of the dims that it includes.
+    """Write out ``...`` in a result. ``dot_names`` are the names of the dims that it includes.
 
     With two such dims, ``... out in`` becomes ``dim_0 dim_1 out in``, and ``out (...)`` becomes ``out (dim_0 dim_1)``.
     """
-    groups: list[Group] = []
+    groups: list[Group] = []  # the names in each dim of the result
     for group in result[:-2]:
         if group == (_DOTS,):  # each name is a batch dim of its own
             groups += [(name,) for name in dot_names]
@@ -414,8 +432,9 @@ _Item = str | list["_Item"]
 
 
 def _items(text: str) -> list[_Item]:
-    """Parse one side of a pattern: ``(h=8 d) in`` becomes ``[["h=8", "d"], "in"]``."""
-    open_lists: list[list[_Item]] = [[]]  # of the whole side, and of each parenthesis that is not closed yet
+    """Parse one side of a pattern into nested lists: ``(h=8 d) in`` becomes ``[["h=8", "d"], "in"]``."""
+    # A stack of lists: the one of the whole side, and one for each parenthesis that is not closed yet.
+    open_lists: list[list[_Item]] = [[]]
     position = 0
     while text[position:].strip():
         token = _TOKEN.match(text, position)
@@ -472,7 +491,7 @@ def _divided_axis(items: list[_Item]) -> Axis:
 
 
 def _part(item: _Item) -> Part:
-    """Return a name with its size, ``Part("heads", 8)`` for ``heads=8``."""
+    """Parse a name with an optional size: ``heads=8`` becomes ``Part("heads", 8)``, and ``d`` becomes ``Part("d")``."""
     if item == "+":
         raise _Malformed("found '+' where the name of an axis must be")
     if not isinstance(item, str):
@@ -484,9 +503,10 @@ def _part(item: _Item) -> Part:
 
 
 def _result(text: str) -> tuple[Group, ...]:
-    """Return the names in each dim of one result: (("qkv",), ("heads", "d"), ("in",)) for ``qkv (heads d) in``."""
+    """Parse a result, the names in each of its dims: ``h (k d) in`` becomes ``(("h",), ("k", "d"), ("in",))``."""
     items = _items(text)
-    if len(items) < 2 or _DOTS in items[-2:] or [] in items[-2:]:
+    rows_and_columns = items[-2:]
+    if len(items) < 2 or _DOTS in rows_and_columns or [] in rows_and_columns:
         raise _Malformed(
             f"the result {text.strip()!r} must end with two dims, the rows and the columns of a matrix: write each as "
             "a name or as names in parentheses, such as 'out (h w)' or 'out (...)'"
@@ -495,7 +515,7 @@ def _result(text: str) -> tuple[Group, ...]:
 
 
 def _group(item: _Item) -> Group:
-    """Return the names in one dim of a result: ("a", "b") for ``(a b)`` and ("a",) for ``a``."""
+    """Return the names in one dim of a result: ("a", "b") for ``(a b)``, and ("a",) for ``a``. Sizes are an error."""
     items = item
     if isinstance(item, str):
         items = [item]
@@ -511,7 +531,10 @@ def _group(item: _Item) -> Group:
 
 
 def _check_dims(dims: Sequence[Dim]) -> None:
-    """Raise an error unless the left side names each part once, and its sizes can be computed from a shape."""
+    """Check the left side of a pattern: each name occurs once, and all sizes follow from the shape of a tensor.
+
+    ``(a b) in`` is an error, for example: from 12 rows, neither the size of a nor that of b follows.
+    """
     names: set[str] = set()
     for dim in dims:
         for name in _names_of_dim(dim):
@@ -531,11 +554,13 @@ def _check_dims(dims: Sequence[Dim]) -> None:
 
 
 def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> None:
-    """Raise an error unless there is one result for each part, and every result has each other name once.
+    """Check the right side of a pattern: one result for each part of a divided axis, with all other names in it.
 
-    The parts k and v of ``(h=8 (k=128 + v=64)) in`` require a result with h, k and in, and one with h, v and in.
+    The left side ``(h=8 (k=128 + v=64)) in`` has the parts k and v. It requires a result with the names h, k and in,
+    and one with h, v and in, both in any order. Without such parts, one result must have all names.
     """
     plain_names, part_names = _plain_and_part_names(dims)
+    # Names are compared in sorted order, since a result may have them in any order.
     expected_names = [sorted(plain_names)]  # a list of names for each result
     if part_names:
         expected_names = [sorted([*plain_names, part]) for part in part_names]

@@ -71,7 +71,7 @@ def on_stacks(
     pattern_of_units: dict[str, str] = {}  # from a glob that matches one parameter
     shape_of_units: dict[str, tuple[int, int]] = {}
     for name, pattern in zip(shapes, view.of(list(shapes)), strict=True):
-        if pattern is None:
+        if pattern is None:  # the whole parameter is one matrix
             continue
         units = pattern.independent(shapes[name])
         if units is None or (only_matrices and not units.are_matrices):
@@ -94,15 +94,22 @@ def name_patterns(tx: Transform) -> list[NamePatterns]:
 
 
 def cost_of_matrices(view: MatrixView, of_matrix: MatrixCost) -> LeafCost:
-    """Return a function that sums the cost of the matrices of a leaf, for the option ``cost`` of `MatrixWork`."""
+    """Return a function for the cost of a parameter: the cost of one of its matrices, summed over all of them.
+
+    It is the option ``cost`` of `MatrixWork`, by which parameters are distributed over ranks.
+
+    Args:
+        view: divides a parameter into matrices.
+        of_matrix: from the rows, columns and dtype of one matrix to its cost, in operations.
+    """
 
     def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
         leaf = torch.empty(shape, device="meta")  # has a shape, but no memory
         total = 0.0
         for stack in Matrices(view, {name: leaf}, named=True).stacks:
             rows, columns = stack.shape[-2:]
-            number = prod(stack.shape[:-2])
-            total += number * of_matrix(rows, columns, dtype)
+            number_of_matrices = prod(stack.shape[:-2])
+            total += number_of_matrices * of_matrix(rows, columns, dtype)
         return total
 
     return cost
@@ -157,13 +164,14 @@ class MatrixSlot:
     def split(self, stored: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Divide the stored state of one parameter: return a list with the state of each stack of its matrices.
 
-        Two stacks with states of shape (8, 3, 3) and (8, 2, 2), for 8 heads, are stored as (8, 9 + 4).
+        Take 8 heads with a key and a value each, whose states have the shapes (8, 3, 3) and (8, 2, 2). They are stored
+        as one tensor of shape (8, 9 + 4), which is divided again here.
         """
         if len(matrices) == 1:
             return [stored]
-        batch_dims = _shared_dims(matrices)
+        batch_dims = _shared_dims(matrices)  # 1: the dim of the heads
         shapes = list(map(self._shape_of_state, matrices))
-        lengths = [prod(shape[batch_dims:]) for shape in shapes]  # all dims after the batch dims were flattened
+        lengths = [prod(shape[batch_dims:]) for shape in shapes]  # [9, 4]: all dims after the batch dims were flattened
         flat_states = stored.split(lengths, dim=-1)
         return list(map(torch.reshape, flat_states, shapes))
 
@@ -353,13 +361,13 @@ class MatrixStates:
         self.rounded = slot.rounded
 
     def init(self, matrices: Matrices) -> PyTree:
-        """Return the initial state tree for the matrices of the parameters.
+        """Return the initial state tree for the matrices of the parameters, such as a norm of zero for each matrix.
 
         A parameter is divided into one stack of matrices or several, such as query and key. Each stack has a state, and
         the states of a parameter are joined into one tensor.
         """
         slot = self._slot
-        leaves = list(map(as_start, matrices.leaves))
+        leaves = list(map(as_start, matrices.leaves))  # detached values, from which the state may start
         stacks = matrices.split(leaves)
         states_of_leaves: list[Tensor] = []
         for leaf, stacks_of_leaf in zip(matrices.leaves, matrices.grouped(stacks), strict=True):
@@ -414,12 +422,12 @@ class _MatrixFormula:
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
-        """Split updates, states and parameters into matrices, run the step on stacks, and join the results.
+        """Split updates, states and parameters into matrices, run the step on them, and join the results.
 
-        The operands of the step are lists of equal length: with the state ``{"norm": MatrixSlot()}`` and two parameters
-        of one matrix each, ``[[u1, u2], [norm1, norm2], [p1, p2]]``. The results are the lists of the new updates and
-        norms. Small matrices of one shape are stacked, so that the step runs once for all of them.
+        Take the state ``{"norm": MatrixSlot()}`` and two parameters of one matrix each. The operands of the step are
+        ``[[u1, u2], [norm1, norm2], [p1, p2]]``, and the results are the lists of the new updates and norms.
         """
+        # 1. A list of matrices for the updates, for each field of the state, and for the parameters if they are read.
         matrices = Matrices(self._view, updates)
         containers = tree.flatten(self._declared)[1]  # the NamedTuple, dict or tuple of the state
         old_fields = tree.subtrees(containers, state)
@@ -430,9 +438,12 @@ class _MatrixFormula:
             leaves = matrices.present.pick(params_for(self._name, params))
             operands.append(matrices.split(leaves))
 
+        # 2. Run the step: once for all small matrices of one shape, which are stacked, and once for each large matrix.
         run_on_stack = functools.partial(self._run_on_stack, containers)
         run_on_all_stacks = ew.by_stacks(run_on_stack, results=1 + len(self._fields))
         new_updates, *new_states = run_on_all_stacks(*operands)
+
+        # 3. Join the matrices of each parameter.
         new_fields: list[PyTree] = []
         for field, new_state, old_field in zip(self._fields, new_states, old_fields, strict=True):
             new_fields.append(field.write(new_state, old_field, matrices))
@@ -444,18 +455,21 @@ class _MatrixFormula:
         ``containers`` are the NamedTuple, dict or tuple of the state. ``fields_and_params`` are the old value of each
         field, and the parameters if the step reads them.
         """
-        number = len(self._fields)
-        old_fields = fields_and_params[:number]
+        number_of_fields = len(self._fields)
+        old_fields = fields_and_params[:number_of_fields]
         if update.numel() == 0:
             return ew.clone([update, *old_fields])
+
+        # Call the step with all operands in one dtype: the widest of them, at least fp32.
         wide = ew.wide_dtype(update.dtype, *[operand.dtype for operand in fields_and_params])
         inputs = ew.cast([update, *fields_and_params], wide)
         wide_update, *wide_fields_and_params = inputs
-        state = tree.unflatten(containers, wide_fields_and_params[:number])
-        params = wide_fields_and_params[number:]  # empty, or one stack
+        state = tree.unflatten(containers, wide_fields_and_params[:number_of_fields])
+        params = wide_fields_and_params[number_of_fields:]  # empty, or one stack
         new_update, new_state = update_and_state(self._name, self._step(wide_update, state, *params))
 
-        # The transforms after this one may overwrite its updates, so a state that is the same tensor is copied.
+        # Round the results to their own dtypes. If two of them are one tensor, or one is an input, it is copied: the
+        # transforms after this one may overwrite its updates.
         others = [*inputs, new_update]
         results = [self._checked(new_update, update, inputs).to(update.dtype)]
         new_fields = tree.subtrees(containers, new_state)
