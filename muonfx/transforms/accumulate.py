@@ -154,17 +154,19 @@ def _lacks_gradients(updates: PyTree, sums: PyTree) -> bool:
 
 
 def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) -> AccumulateState:
-    """Return the state with the gradients of one micro-batch added to the sums, and the counts increased.
+    """Return the state after one more micro-batch: its gradients (``updates``) are added to the sums so far.
 
-    A sum is computed in the wider dtype of both operands, and rounded to its storage dtype. With ``donate.state`` it
-    overwrites the old sum.
+    For ``{"a": g, "b": None}``, the sum of "a" grows by g, and ``seen``, the number of gradients of each parameter, by
+    [1, 0]. A sum is stored in its own dtype, such as bf16. With ``donate.state`` it overwrites the old sum.
     """
-    present = Present(updates)  # the leaves that have a gradient; the sums of the others do not change
+    # The sums of the leaves that have a gradient, computed in the wider dtype of both operands.
+    present = Present(updates)
     old_sums = present.pick(state.sums)
     wide_gradients, wide_sums = ew.widest(present.pick(updates), old_sums)
     wide_sums = ew.add(wide_sums, wide_gradients, reuse=donate.state)
     new_sums = ew.store(wide_sums, old_sums, reuse=donate.state)
 
+    # One more gradient for each leaf that has one.
     leaves = tree.leaves(updates)
     has_gradient = [leaves[index] is not None for index in _indices_by_path(updates)]
     seen_now = torch.tensor(has_gradient, dtype=torch.int64, device=state.seen.device)
@@ -177,22 +179,26 @@ def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) ->
 
 
 def _indices_by_path(updates: PyTree) -> list[int]:
-    """Return the indices of the leaves of a tree, sorted by the path of each leaf, as in `AccumulateState.seen`."""
-    if tree.is_flat(updates):
+    """Return the indices of the leaves of a tree, sorted by path: the order of the counts in `AccumulateState.seen`.
+
+    The leaves of an ``OrderedDict`` with the keys "b", "a" have the indices 0 and 1. Sorted by path, these are [1, 0].
+    """
+    if tree.is_flat(updates):  # a plain dict, whose leaves are in the order of its sorted keys
         return list(range(len(updates)))
     keys_and_indices: list[tuple[list[tuple[str, Any]], int]] = []
     for index, path in enumerate(tree.paths(updates)):
-        # The name of its type precedes an entry, so that an int is never compared with a string.
+        # ("blocks", 0) becomes [("str", "blocks"), ("int", 0)], because Python cannot compare an int with a string.
         key = [(type(entry).__name__, entry) for entry in path]
         keys_and_indices.append((key, index))
     return [index for _, index in sorted(keys_and_indices)]
 
 
 def _ever_seen(updates: PyTree, params: PyTree, accumulated: AccumulateState) -> PyTree:
-    """Return the gradients, with another tensor in place of each None whose parameter had a gradient in the group.
+    """Return a tree with a tensor for each parameter that had a gradient in any micro-batch so far, and else None.
 
-    This tensor is the parameter, or its sum if no parameters were given. With gradients ``{"a": g, "b": None}`` and
-    counts of 2 for "a" and 1 for "b", the result has the parameter "b".
+    The tensor only shows a shape and a dtype. It is the gradient of the last micro-batch. If that is None, it is the
+    parameter, or its sum if no parameters were given. Take the last gradients ``{"a": g, "b": None}``, and 2 gradients
+    of "a" and 1 of "b" so far. The result is ``{"a": g, "b": params["b"]}``.
     """
     leaves, treedef = tree.flatten(updates)
     if all(leaf is not None for leaf in leaves):
@@ -224,7 +230,11 @@ class _Outcomes(NamedTuple):
     extras: dict[str, object]
 
     def step(self, accumulated: AccumulateState, donate: Donation) -> tuple[PyTree, AccumulateState]:
-        """Run the inner transform on the accumulated gradients; return its updates and a state with sums of zero."""
+        """Run the inner transform on the accumulated gradients, and start new sums.
+
+        Return its updates, and a state with counts and sums of zero.
+        """
+        # The gradient of the whole group of micro-batches: the mean, or the sum, in the dtype of the gradients.
         present = Present(self.updated_leaves)
         sums = present.pick(accumulated.sums)
         if self.mean:
@@ -235,9 +245,11 @@ class _Outcomes(NamedTuple):
         gradients = present.fill(ew.cast_like(wide_gradients, present.pick(self.updated_leaves)))
 
         donation = Donation(updates=donate.state, state=donate.state)  # the gradients are new tensors
-        out, inner_state = self.inner.run(gradients, accumulated.inner, self.params, donate=donation, **self.extras)
+        new_updates, inner_state = self.inner.run(
+            gradients, accumulated.inner, self.params, donate=donation, **self.extras
+        )
         zeros = [torch.zeros_like(total) for total in sums]
-        return out, AccumulateState(
+        return new_updates, AccumulateState(
             count=torch.zeros_like(accumulated.count),
             seen=torch.zeros_like(accumulated.seen),
             sums=present.fill(zeros, accumulated.sums),
@@ -258,10 +270,10 @@ class _Outcomes(NamedTuple):
         return tree.map(lambda a, b: torch.where(is_last.to(a.device), a, b), stepped, waited)
 
     def _cond(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Choose one of the two results by ``is_last`` with ``torch.cond``, in a compiled graph.
+        """Return the result of `step` if ``is_last`` is True, else of `wait`. A compiled graph decides when it runs.
 
-        Its branches are functions of tensors and return tensors, so the trees are flattened, and leaves of None are
-        left out.
+        ``torch.cond`` passes plain tensors to both functions and requires tensors as results. So the state is flattened
+        to a list, and both functions return their tensors without leaves of None.
         """
         leaves, treedef = tree.flatten(accumulated)
 

@@ -59,9 +59,10 @@ def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
 
 
 def _corrected(copy: Tensor, param: Tensor, *, reuse: bool) -> Tensor:
-    """Return the master copy of a parameter, with the parameter's own elements where these are not the rounded copy.
+    """Return the fp32 master copy of a bf16 parameter, after elements that were changed elsewhere are taken over.
 
-    Another function has changed such elements, for example by loading weights. ``reuse`` overwrites the copy.
+    An element of the parameter should be the rounded element of the copy: 1.0 for 1.001. If it is not, another function
+    has changed it, for example by loading weights, and the copy starts again from it. ``reuse`` overwrites the copy.
     """
     param = as_start(param)
     is_rounded_copy = copy.to(param.dtype) == param

@@ -36,15 +36,16 @@ None selects all."""
 def _functions(
     name: str, weight_decay: ScalarOrSchedule, mask: Mask, sign: float, caution: bool, memory: Memory
 ) -> InitAndUpdate:
-    """Return ``init`` and ``update`` of a weight decay.
+    """Return ``init`` and ``update`` of a weight decay: the update u of a weight w becomes ``u + sign * decay * w``.
 
-    ``sign`` is 1 to add the decay before the learning rate, and -1 to subtract it after the learning rate.
+    ``sign`` is 1 to add the decay before the learning rate, and -1 to subtract it after the learning rate. ``caution``
+    leaves out the decay of elements in which it opposes the update.
     """
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
-    decays = resolve_mask(f"{name}: mask", mask, memory)
+    which_decay = resolve_mask(f"{name}: mask", mask, memory)  # from parameters to a bool for each leaf
 
     def init(params: PyTree) -> EmptyState:
-        decays(params)
+        which_decay(params)  # raises an error if the mask does not fit the parameters
         return EmptyState()
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -52,13 +53,14 @@ def _functions(
         params = params_for(name, params)
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
+        # Lists of the updates and the weights that decay and have a gradient.
         leaves, treedef = tree.flatten(updates)
         weights = tree.leaves(params)
-        does_decay = decays(params)  # a bool for each leaf
-        # The leaves that decay and have a gradient.
+        does_decay = which_decay(params)
         indices = [index for index, leaf in enumerate(leaves) if does_decay[index] and leaf is not None]
         u = [leaves[index] for index in indices]
         w = ew.cast_like([weights[index] for index in indices], u)
+
         if caution:
             w = [_where_decay_agrees(u_i, w_i, sign) for u_i, w_i in zip(u, w, strict=True)]
         decayed = ew.add(u, w, sign * weight_decay, reuse=donate.updates)

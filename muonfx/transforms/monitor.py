@@ -89,9 +89,10 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
 
 
 def _on_whole_leaves(update: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Return an ``update`` without arguments such as ``sum_over_leaves``.
+    """Return a function like ``update`` of a monitor that always receives whole leaves, also on sharded parameters.
 
-    The sharding layer passes whole leaves to it, and shards to an ``update`` with such an argument.
+    The sharding layer passes this rank's shards to an ``update`` with an argument such as ``sum_over_leaves``, and
+    whole leaves to any other. So the new function has no such argument.
     """
 
     def update_whole_leaves(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -166,7 +167,9 @@ def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
 
 
 def _sums_of_leaves(updates: PyTree) -> PyTree:
-    """Return a tensor of three sums for each leaf: its two `squares_of_leaves`, and its number of elements.
+    """Return for each leaf the three numbers from which its metrics follow, also if they are added over several leaves.
+
+    They are its two `squares_of_leaves` (for the norm) and its number of elements (for the root mean square).
 
     >>> _sums_of_leaves({"w": torch.tensor([3.0, 4.0])})["w"][[0, 2]]
     tensor([25.,  2.], dtype=torch.float64)
@@ -180,23 +183,26 @@ def _sums_of_leaves(updates: PyTree) -> PyTree:
 
 
 def _measured(metric: Metric, updates: PyTree, sums: Tensor) -> Tensor:
-    """Return a metric of a tree, or of a leaf. ``sums`` is the sum of its `_sums_of_leaves` over all ranks.
+    """Return a metric of a tree or of one leaf: "norm", "rms" or "orthogonality_error".
 
-    The sum over no leaves is 0, which has no dims.
+    ``sums`` is the sum of its `_sums_of_leaves` over all ranks: two sums of squares, and the number of elements.
     """
     if metric == "orthogonality_error":
         return _orthogonality_error(updates)
-    if sums.ndim == 0:
+    if sums.ndim == 0:  # the sum over no leaves, which is 0
         return sums
     norm = norm_of_squares(sums[:2])
     if metric == "norm":
         return norm
-    number = sums[2].float()
-    return norm / number.clamp(min=1.0).sqrt()
+    number_of_elements = sums[2].float()
+    return norm / number_of_elements.clamp(min=1.0).sqrt()
 
 
 def _orthogonality_error(updates: PyTree) -> Tensor:
-    """Return the mean relative distance of the leaves, flattened to matrices, from orthonormal matrices."""
+    """Return how far the leaves are from orthonormal matrices, on average: 0 if all of them are orthonormal.
+
+    Each leaf is flattened to a matrix. Vectors, scalars and empty leaves are left out.
+    """
     device = device_of(updates)
     errors: list[Tensor] = []
     for u in tree.tensors(updates):
@@ -209,7 +215,7 @@ def _orthogonality_error(updates: PyTree) -> Tensor:
 
 def _distance_from_orthonormal(u: Tensor) -> Tensor:
     """Return ``|U U^T - I| / sqrt(r)`` for a leaf as a matrix U whose r rows are its shorter side."""
-    # A product rounds by the strides and the alignment of its factors, which copies have in common.
+    # Copy: a product rounds in another way for other strides and addresses of its factors, and those of copies agree.
     copy = u.reshape(u.shape[0], -1).clone(memory_format=torch.contiguous_format)
     matrix = copy.to(ew.wide_dtype(u.dtype))
     if matrix.shape[0] > matrix.shape[1]:
@@ -251,11 +257,15 @@ def metrics(state: PyTree) -> dict[str, Tensor]:
 
 
 def _values_by_monitor(state: PyTree) -> list[dict[str, Tensor]]:
-    """Return the latest values of each monitor in a state, by the keys "name/metric" or "name/leaf/metric"."""
+    """Return for each monitor in a state a dict of its latest values, such as ``{"grad/norm": ..., "grad/rms": ...}``.
+
+    The key of a value is "name/metric". For a monitor of single leaves, it is "name/leaf/metric".
+    """
     values_by_monitor: list[dict[str, Tensor]] = []
     for monitor_state in tree.get_all(state, MonitorState).values():
         values_by_monitor.append(monitor_state.values)
     for monitor_state in tree.get_all(state, LeafMonitorState).values():
+        # From {"grad/rms": {"w": value}} to {"grad/w/rms": value}.
         values: dict[str, Tensor] = {}
         for key, value_of_leaf in monitor_state.values.items():
             name, _, metric = key.rpartition("/")

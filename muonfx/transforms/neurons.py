@@ -92,7 +92,11 @@ def normalize_neurons(
 
 
 def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Divide each row by the root of its average mean square ``v``, and keep the norm of the matrix; return both."""
+    """Divide each row of a matrix u by its usual size, and scale the matrix back to its norm. This is NorMuon's rule.
+
+    The usual size of a row is ``sqrt(v) + eps``, where v is the running average of its mean square. Return the new
+    matrix and the new averages v, of shape (..., rows, 1).
+    """
     # The mean square of each row. Squares of u times an exact power of two neither overflow nor underflow. The division
     # by its square is in two steps, because the square itself may overflow.
     power = unit_power(u)

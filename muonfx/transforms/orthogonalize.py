@@ -26,11 +26,19 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
-    """Return a function from a leaf's name, shape and dtype to the estimated work of orthogonalizing its matrices."""
+    """Return a function from a leaf's name, shape and dtype to the estimated work of orthogonalizing its matrices.
+
+    Leaves are distributed over ranks by this work, such that all ranks take about the same time.
+
+    Args:
+        tx: the transform `orthogonalize` with its arguments.
+        device: the type of device that computes, such as "cuda".
+        compute: the dtype of matrix products if the transform's dtype is "auto", except for fp64 matrices.
+    """
     arguments = tx.arguments
     is_auto = arguments["dtype"] == "auto"
 
-    def of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
+    def cost_of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
         """Return the estimated time for one matrix, as the operations that full products do in this time."""
         product_dtype = arguments["dtype"]
         if is_auto:
@@ -47,7 +55,7 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
         )
         return cost.load
 
-    return cost_of_matrices(arguments["view"], of_matrix)
+    return cost_of_matrices(arguments["view"], cost_of_matrix)
 
 
 @transform(

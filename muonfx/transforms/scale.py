@@ -32,15 +32,18 @@ def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndU
 
 
 def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
-    """Return a stateless ``init`` and ``update`` from a function of one flattened leaf or a stack of them."""
+    """Return a stateless ``init`` and ``update`` that apply a function to each leaf, such as a division by its rms.
 
-    def update(leaves: list[Tensor], _: bool) -> list[Tensor]:
+    The function receives a stack of flattened leaves of one size, (leaves, elements), and returns such a stack.
+    """
+
+    def apply_to_leaves(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
         flat_leaves = [leaf.reshape(-1) for leaf in leaves]
-        for_all_stacks = ew.by_stacks(function)
-        (flat_results,) = for_all_stacks(flat_leaves)
+        apply_to_stacks = ew.by_stacks(function)  # stacks small leaves of one size, for fewer calls
+        (flat_results,) = apply_to_stacks(flat_leaves)
         return [result.reshape(leaf.shape) for result, leaf in zip(flat_results, leaves, strict=True)]
 
-    return of_lists(update)
+    return of_lists(apply_to_leaves)
 
 
 def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
@@ -56,9 +59,9 @@ def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
 
 
 def _position_of_factor(factor: object) -> Position | None:
-    """Return the position of `scale` in a chain, from the sign of its factor.
+    """Return the position of `scale` in a chain, which depends on whether its factor reverses the sign of updates.
 
-    It is "turns" for -1.0, which turns updates around, None for 0.5, and "either_sign" for a tensor or a function. A
+    It is "turns" for -1.0, None for 0.5, and "either_sign" for a tensor or a function, whose sign may change. A
     schedule has the signs of its numbers: ``linear_schedule(1.0, -1.0, 10)`` has either sign.
     """
     numbers: list[object] = [factor]
@@ -146,7 +149,11 @@ In order, they are the rules of Keller Jordan's Muon; Moonlight; Dion and Scion 
 
 @transform(locality=Locality.ELEMENT)
 def scale_each(factors: Mapping[str, float]):
-    """Multiply each leaf by the number under its name. `scale_by_shape` is replaced by it when shapes are known."""
+    """Multiply each leaf by a number of its own: ``{"w": 2.0}`` doubles the leaf "w".
+
+    `scale_by_shape` is replaced by this transform when the shapes of the parameters are known. A rank that has a shard
+    of a leaf does not need to know the shape of the whole leaf then.
+    """
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         present = Present(updates)
@@ -159,12 +166,15 @@ def scale_each(factors: Mapping[str, float]):
 
 
 def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
-    """Return `scale_each` for these parameters, or the transform itself if a leaf has matrices of different shapes."""
+    """Replace `scale_by_shape` by `scale_each`, with a factor for each parameter: ``{"w": 6.4}`` for a side of 1024.
+
+    A parameter that is divided into several stacks of matrices may have several factors. The transform stays then.
+    """
     lr_scaling = tx.arguments["lr_scaling"]
     matrices = Matrices(tx.arguments["view"], params, named=True)
     factors: dict[str, float] = {}
     for name, stacks in zip(matrices.names, matrices.grouped(matrices.stacks), strict=True):
-        if len(stacks) > 1:
+        if len(stacks) > 1:  # such as stacks for query, key and value
             return tx
         factors[name] = shape_factor(lr_scaling, stacks[0])
     return scale_each(factors)
