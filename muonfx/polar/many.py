@@ -154,15 +154,15 @@ class Orthogonalizer:
         dtype: DTypeLike = "auto",
         products: ProductsLike = "auto",
     ) -> None:
-        """Resolve the coefficients; the other arguments are checked when the first plan is made."""
-        resolved = polynomials(coefficients, steps)
+        """Look up the coefficients. The other arguments are checked when the first plan is made."""
+        resolved = polynomials(coefficients, steps)  # such as five polynomials (a, b, c) for "polar_express_5"
         self._polynomials = resolved
         self._plan = functools.partial(plan, method=method, dtype=dtype, products=products)
         # From (kind, whether derivatives are taken) to the plan.
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
-        # With dynamic=True, torch.compile makes symbols of the numbers in `_polynomials`, but not of those that this
-        # function returns: the compiler calls it once and takes the result as a constant.
+        # With dynamic=True, torch.compile makes symbols of the numbers in `_polynomials`. It makes none of the numbers
+        # that this function returns, because it calls the function once and takes the result as a constant.
         @called_once
         def constant_fields() -> tuple[Any, ...]:
             return tuple(resolved)
@@ -170,9 +170,12 @@ class Orthogonalizer:
         self._constant_fields = constant_fields
 
     def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
-        """Return the `Plan` (dtype, method, products) for matrices of one shape, dtype and device; it is cached."""
+        """Return how to orthogonalize matrices of one shape, dtype and device: a `Plan` (dtype, method, products).
+
+        Plans are cached. With ``traced``, sides may be symbols, which have no hash, so there is no look-up.
+        """
         key = (kind, differentiated)
-        if not traced and key in self._plans:  # not in a trace, whose symbols have no hash
+        if not traced and key in self._plans:
             return self._plans[key]
         resolved = self._resolved()
         result = self._plan(kind.short, kind.long, kind.dtype, kind.device, resolved, differentiated=differentiated)
@@ -202,15 +205,18 @@ class Orthogonalizer:
             inputs.append(self._polynomials.table)
         watched = is_watched(*inputs)  # autograd, torch.func or a compiler records them, so none may be overwritten
         differentiated = watched and is_differentiated(*inputs)
-        # All plans are made before any result, so invalid settings raise before anything is written.
+        # A job for each shape, dtype and device. All plans are made before any result, so that invalid settings raise
+        # an error before anything is written.
         jobs = self._jobs(xs, watched, differentiated, max_scratch_bytes, workspace)
 
+        # Which inputs are overwritten by their results.
         overwrite = [False] * len(xs)
         if donate and not watched:
             overwrite = _may_be_overwritten(xs)
+
         results = list(xs)
         for i, x in enumerate(xs):
-            if x.numel() == 0 and not overwrite[i]:  # an empty input has no job to run, and is not returned itself
+            if x.numel() == 0 and not overwrite[i]:  # no job computes it, and an input is not returned itself
                 results[i] = torch.empty_like(x)
         for job in jobs:
             nonempty = [i for i in job.indices if xs[i].numel() > 0]
@@ -227,10 +233,12 @@ class Orthogonalizer:
         max_scratch_bytes: int | None,
         workspace: Workspace | None,
     ) -> list[_Job]:
-        """Return a job for each shape, dtype and device of the matrices `xs`, with its `Plan`."""
-        # Sides may be symbols.
-        traced = is_traced(*[side for x in xs for side in x.shape])
-        # The iteration in reused buffers takes numbers only, and has no derivatives.
+        """Return a job for each shape, dtype and device of the matrices `xs`: their indices, plan and settings.
+
+        Matrices of the shapes (2, 3), (4, 4) and (3, 2) give two jobs, for the indices [0, 2] and [1].
+        """
+        traced = is_traced(*[side for x in xs for side in x.shape])  # a tracer may pass symbols as sides
+        # The iteration that reuses buffers takes coefficients as numbers, and has no derivatives.
         in_buffers = not watched and self._polynomials.table is None and not self._polynomials.row_scaling
         jobs: list[_Job] = []
         for kind, indices in _grouped(xs, in_buffers):
@@ -249,15 +257,19 @@ class Orthogonalizer:
 
 
 def _grouped(xs: Sequence[Tensor], in_buffers: bool) -> list[tuple[_Kind, list[int]]]:
-    """Group matrices that can be in one batch; return pairs of their common properties and their indices in `xs`."""
+    """Group matrices that can be in one batch: return pairs (kind, indices in `xs`).
+
+    A kind has their common properties: the two sides, the dtype and the device. It is compared with each group in turn,
+    not looked up in a dict, because sides that are symbols have no hash.
+    """
     groups: list[tuple[_Kind, list[int]]] = []
     for i, x in enumerate(xs):
         kind = _kind_of(x, in_buffers)
         for group_kind, indices in groups:
-            if kind == group_kind:  # not by a dict: sides that are symbols have no hash
+            if kind == group_kind:
                 indices.append(i)
                 break
-        else:
+        else:  # no group has this kind
             groups.append((kind, [i]))
     return groups
 
@@ -314,41 +326,43 @@ def _run(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
     """
     if not xs:
         return []
-    results = list(xs)
     limit = None if job.in_one_batch else _most_in_a_batch(job)
-    pieces = _pieces(xs, overwrite, results, job.kind, limit)
+
+    # Cut each tensor into pieces of at most `limit` matrices.
+    results = list(xs)  # an overwritten tensor is its own result
+    pieces: list[_Piece] = []
+    for i, x in enumerate(xs):
+        matrices = _as_batch(x, job.kind)
+        fits_into_a_batch = limit is None or matrices.shape[0] <= limit
+        if fits_into_a_batch and not overwrite[i]:
+            pieces.append(_Piece(i, matrices, destination=None))  # its result is taken from the batch
+            continue
+        if not overwrite[i]:  # several batches write into its result
+            results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
+        pieces += _pieces(i, matrices, _as_batch(results[i], job.kind), limit)
+
     for batch in _packed(pieces, limit):
-        _run_batch(batch, results, job)
+        new_results = _run_batch(batch, xs, job)
+        for i, result in new_results.items():
+            results[i] = result
     return results
 
 
-def _pieces(
-    xs: list[Tensor], overwrite: list[bool], results: list[Tensor], kind: _Kind, limit: int | None
-) -> list[_Piece]:
-    """Return pieces of at most `limit` matrices for all tensors. None: no limit, so one piece for each tensor.
-
-    A tensor with more matrices than `limit` is split. If its result does not overwrite it, new memory is allocated for
-    the result and stored in `results`, because several batches write into it.
-    """
+def _pieces(input_index: int, matrices: Tensor, destination: Tensor, limit: int | None) -> list[_Piece]:
+    """Cut the matrices of one input into pieces of at most `limit`, each with its part of the memory for the result."""
+    if limit is None:
+        return [_Piece(input_index, matrices, destination)]
     pieces: list[_Piece] = []
-    for i, x in enumerate(xs):
-        matrices = _as_batch(x, kind)
-        destination = matrices if overwrite[i] else None
-        if limit is None or matrices.shape[0] <= limit:
-            pieces.append(_Piece(i, matrices, destination))
-            continue
-        if destination is None:
-            results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
-            destination = _as_batch(results[i], kind)
-        for part, part_of_destination in zip(matrices.split(limit), destination.split(limit), strict=True):
-            pieces.append(_Piece(i, part, part_of_destination))
+    for part, part_of_destination in zip(matrices.split(limit), destination.split(limit), strict=True):
+        pieces.append(_Piece(input_index, part, part_of_destination))
     return pieces
 
 
-def _run_batch(batch: list[_Piece], results: list[Tensor], job: _Job) -> None:
-    """Orthogonalize pieces in one batch. Write their results to their destinations, or into the list ``results``.
+def _run_batch(batch: list[_Piece], xs: list[Tensor], job: _Job) -> dict[int, Tensor]:
+    """Orthogonalize pieces of the inputs ``xs`` in one batch.
 
-    A piece without a destination is a whole input ``x = results[piece.input_index]``, which is replaced by its result.
+    The result of a piece is written to its destination. A piece without a destination is a whole input. Return the
+    results of these inputs, by their index in ``xs``.
     """
     tall = job.kind.tall
     orthogonal = _new_batch(batch, job) if tall is None else _batch_in_buffers(batch, job, tall)
@@ -356,24 +370,26 @@ def _run_batch(batch: list[_Piece], results: list[Tensor], job: _Job) -> None:
     orthogonal_pieces = orthogonal.split(counts)  # views of the batch
 
     # A view keeps the whole batch in memory. If some results are copied out of the batch, all are.
-    must_copy = not job.in_one_batch and not _consists_of_results(batch, results, job.kind)
+    must_copy = not job.in_one_batch and not _consists_of_results(batch, xs, job.kind)
+    new_results: dict[int, Tensor] = {}
     destinations: list[Tensor] = []
     values: list[Tensor] = []
     for piece, value in zip(batch, orthogonal_pieces, strict=True):
         if piece.destination is None:
-            x = results[piece.input_index]
-            results[piece.input_index] = _result_like(x, value, must_copy)
+            new_results[piece.input_index] = _result_like(xs[piece.input_index], value, must_copy)
         elif value.data_ptr() != piece.destination.data_ptr():  # else the iteration has run in the destination
             destinations.append(piece.destination)
             values.append(value)
     if destinations:
         torch._foreach_copy_(destinations, values)
+    return new_results
 
 
 def _result_like(x: Tensor, value: Tensor, must_copy: bool) -> Tensor:
-    """Return the orthogonalized matrices `value` of an input `x` in its shape and dtype, contiguous.
+    """Return the result of an input `x`, in its shape and dtype, from its orthogonalized matrices in a batch.
 
-    They are a view of their batch if no copy is needed, unless `must_copy`.
+    The matrices `value` have the shape (b, short, long). The result is a contiguous view of them if it can be, and if
+    it need not be a copy (`must_copy`).
     """
     if value.shape[-2] != x.shape[-2]:  # a tall input was computed as its transpose
         value = value.mT
@@ -381,10 +397,10 @@ def _result_like(x: Tensor, value: Tensor, must_copy: bool) -> Tensor:
     return value.reshape(x.shape).contiguous()
 
 
-def _consists_of_results(batch: list[_Piece], results: list[Tensor], kind: _Kind) -> bool:
+def _consists_of_results(batch: list[_Piece], xs: list[Tensor], kind: _Kind) -> bool:
     """Return True if all results can be views of their batch: new results, and not transposed."""
     for piece in batch:
-        is_transposed = kind.tall is None and results[piece.input_index].shape[-2] != kind.short
+        is_transposed = kind.tall is None and xs[piece.input_index].shape[-2] != kind.short
         if is_transposed or piece.destination is not None:
             return False
     return True
@@ -405,7 +421,10 @@ def _most_in_a_batch(job: _Job) -> int:
 
 
 def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
-    """View matrices `(..., m, n)` as a batch `(b, short, long)`, or as `(b, m, n)` if the kind has a memory order."""
+    """View the matrices of an input as a batch: (2, 3, 64, 16) becomes (6, 16, 64), since small ones are transposed.
+
+    Large matrices, whose kind has ``tall`` set, are never transposed: (2, 3, 64, 16) becomes (6, 64, 16).
+    """
     if kind.tall is not None:
         return x.reshape(-1, *x.shape[-2:])
     x = x.contiguous()  # another memory order rounds differently, and ranks may hold different orders
@@ -419,8 +438,8 @@ def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
 def _new_batch(batch: list[_Piece], job: _Job) -> Tensor:
     """Orthogonalize pieces `(b, short, long)` as one batch in new memory. Return the batch in their dtype."""
     matrices = [piece.matrices for piece in batch]
-    # The batch is contiguous and begins at a multiple of 64 bytes also if it is a single piece, because sums round in
-    # another order for other strides and addresses.
+    # Sums round in another order for other strides and addresses. So the batch is always contiguous and begins at a
+    # multiple of 64 bytes, as a result of `cat` does. A single piece is copied if it must be.
     if len(matrices) > 1:
         joined = torch.cat(matrices)
     elif job.in_one_batch:  # it may be traced, and has no address then
@@ -436,24 +455,26 @@ def _batch_in_buffers(batch: list[_Piece], job: _Job, tall: bool) -> Tensor:
     `tall` is True if the matrices have more rows than columns. Return the batch.
     """
     plan = job.plan
-    workspace = job.workspace or Workspace()
+    workspace = job.workspace or Workspace()  # memory for temporary tensors, which each batch overwrites
     workspace.clear()
     batch_dtype = plan.rounded_to or plan.dtype
-    # A result without a destination is a view of its buffer, unless a cast copies it. Such a buffer must be new memory,
-    # because the next batch overwrites the workspace.
+    # The result of a piece is a view of the batch, unless it is copied to a destination or cast to another dtype. The
+    # next batch must not overwrite such a view, so the batch is in new memory then.
     have_destinations = all(piece.destination is not None for piece in batch)
-    results = workspace
+    memory_of_batch = workspace
     if not have_destinations and batch_dtype == job.kind.dtype:
-        results = Workspace()
-    joined = _joined(batch, batch_dtype, results)
-    return outside_autocast(in_place, joined, plan, job.resolved, tall=tall, workspace=workspace, results=results)
+        memory_of_batch = Workspace()
+    joined = _joined(batch, batch_dtype, memory_of_batch)
+    return outside_autocast(
+        in_place, joined, plan, job.resolved, tall=tall, workspace=workspace, results=memory_of_batch
+    )
 
 
 def _joined(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> Tensor:
     """Return the matrices of pieces as one batch `(b, rows, columns)` that the iteration may overwrite.
 
-    It is a view if they have the given dtype, follow each other in memory, and are overwritten by their results. Else
-    it is a copy in memory of the workspace.
+    No copy is made if the matrices have the given dtype, follow each other in memory, and are overwritten by their
+    results. Else the batch is in memory of the workspace.
     """
     matrices = [piece.matrices for piece in pieces]
     counts = list(map(len, matrices))
@@ -461,9 +482,9 @@ def _joined(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> T
     shape = (sum(counts), *first.shape[1:])
     if first.dtype == dtype and _are_one_buffer(pieces):
         return first.as_strided(shape, first.stride())  # the memory of the first piece and of all that follow it
-    if not same_range(first.dtype, dtype):  # rounding fp32 to fp16, for example, could give zeros or infinities
-        round_and_scale = functools.partial(rounded_and_scaled, compute=dtype)
-        matrices = list(map(round_and_scale, matrices))
+    if not same_range(first.dtype, dtype):
+        # Rounding alone, such as from fp32 to fp16, could give zeros or infinities. So each matrix is scaled too.
+        matrices = [rounded_and_scaled(x, dtype) for x in matrices]
     batch = workspace.empty(shape, dtype, first.device)
     torch._foreach_copy_(list(batch.split(counts)), matrices)
     return batch
@@ -475,14 +496,15 @@ def _are_one_buffer(pieces: list[_Piece]) -> bool:
     if not is_aligned(first):
         return False
     storage = first.untyped_storage()._cdata
-    offset = first.storage_offset()
+    expected_offset = first.storage_offset()  # at which a piece begins if it follows the one before
     for piece in pieces:
         x = piece.matrices
-        if x.untyped_storage()._cdata != storage or x.storage_offset() != offset or not x.is_contiguous():
+        is_next = x.untyped_storage()._cdata == storage and x.storage_offset() == expected_offset
+        if not is_next or not x.is_contiguous():
             return False
         if piece.destination is None or piece.destination.data_ptr() != x.data_ptr():
             return False
-        offset += x.numel()
+        expected_offset += x.numel()
     return True
 
 
@@ -493,14 +515,17 @@ def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
 
 
 def _packed(pieces: list[_Piece], limit: int | None) -> list[list[_Piece]]:
-    """Distribute pieces, none of which has more than `limit` matrices, over batches of at most `limit` matrices."""
+    """Distribute pieces over batches of at most `limit` matrices, in order; no piece has more than `limit`.
+
+    With a limit of 4, pieces of 1, 2, 2 and 4 matrices give the batches (1, 2), (2) and (4). None: a single batch.
+    """
     if limit is None:
         return [pieces]
     batches: list[list[_Piece]] = []
-    room = 0  # in the last batch
+    room = 0  # how many more matrices fit into the last batch
     for piece in pieces:
         count = piece.matrices.shape[0]
-        if count > room:
+        if count > room:  # begin a new batch
             batches.append([])
             room = limit
         batches[-1].append(piece)
