@@ -72,14 +72,19 @@ def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
 
 
 def rounded_and_scaled(x: Tensor, compute: torch.dtype) -> Tensor:
-    """Round `x` to the dtype `compute` and scale it by a power of two; return the values in fp32 or wider."""
+    """Round each matrix of `x` to the dtype `compute`, and scale it such that its largest magnitude is in [1, 2).
+
+    The factor is a power of two, which changes no digit. The rounded values are returned in fp32 or wider.
+    """
     wide = wide_dtype(compute)
     if same_range(x.dtype, compute):
         return power_of_two_scaled(x.to(compute).to(wide))
-    # `compute` has a smaller exponent range than `x`, so rounding first could turn a matrix into zeros or infinities.
+    # `compute` has a smaller exponent range than `x`, as fp16 has for fp32. Rounding first could turn a matrix into
+    # zeros or infinities, so scale first.
     x = x.to(wide_dtype(x.dtype, compute))
     # Twice: for subnormal input the first power is only the nearest normal one, which is too small for fp16.
-    return power_of_two_scaled(power_of_two_scaled(x)).to(compute).to(wide)
+    scaled = power_of_two_scaled(power_of_two_scaled(x))
+    return scaled.to(compute).to(wide)
 
 
 def frobenius_normalized(x: Tensor, compute: torch.dtype, safety: float = 1.0) -> Tensor:
@@ -122,7 +127,7 @@ def normalize_in_fp64_(batch: Tensor, safety: float, compute: torch.dtype) -> Te
 
 
 def normalize_by_powers_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
-    """Normalize a batch as `normalize_` does, matrix by matrix, without wide temporary tensors."""
+    """Divide each matrix by `safety` times its norm, as `normalize_` does, without wide temporary tensors."""
     wide = wide_dtype(compute)
     # First multiply each matrix by a power of two, to magnitudes below 2, so that no square overflows or is lost.
     extremes = [torch.aminmax(matrix) for matrix in batch.unbind()]  # in 1/30 of the time of infinity norms
@@ -157,13 +162,13 @@ def rounded_in_place(batch: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def row_normalized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide each row by the square root of its row sum of `|x x^T|`; return the result and its own Gram matrix.
+    """Scale the rows of `x` such that its spectral norm is at most 1; return the result and its own Gram matrix.
 
-    A zero row stays zero.
+    Each row is divided by the square root of its row sum of `|x x^T|` (Gershgorin; arXiv 2208.03160). The spectral norm
+    is closer to 1 than after a division by the Frobenius norm. The singular vectors change, so the iteration finds the
+    polar factor of another matrix. A zero row stays zero.
     """
-    # The spectral norm of the result is at most 1 (Gershgorin; arXiv 2208.03160), and closer to 1 than after the
-    # Frobenius norm. The singular vectors change, so the iteration finds the polar factor of another matrix.
-    # Rows are first scaled to norm 1, x_i = norm_i u_i: in fp16 the squares of small rows underflow next to large ones.
+    # First scale rows to norm 1, x_i = norm_i u_i: in fp16 the squares of small rows underflow next to large ones.
     wide = wide_dtype(x.dtype)
     norms = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True, dtype=wide)
     norms = torch.where(norms == 0, torch.ones_like(norms), norms)
@@ -190,12 +195,12 @@ def as_function(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
 
 
 def _orthogonalized(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
-    """Orthogonalize a batch as `as_function` does, and return it in `plan.dtype`."""
-    # Before `row_normalized` too, whose result it does not change: so that row sums are in the range of fp16.
+    """Normalize a batch of matrices and run the iteration. Return it in `plan.dtype`."""
+    # Also before `row_normalized`: it does not change that result, and keeps row sums in the range of fp16.
     x = frobenius_normalized(x, plan.dtype, resolved.safety)
     if resolved.table is not None:  # coefficients in a tensor
         return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
-    gram = None
+    gram = None  # computed by the first stage
     if resolved.row_scaling:
         x, gram = row_normalized(x)
     products = Functional()  # allocates every result, as derivatives require
@@ -205,10 +210,18 @@ def _orthogonalized(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
 def in_place(
     batch: Tensor, plan: Plan, resolved: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
 ) -> Tensor:
-    """Orthogonalize a batch `(b, n, m)`, or `(b, m, n)` if `tall`, with temporary tensors in `workspace`.
+    """Orthogonalize a batch of large matrices in reused memory, which saves the time to allocate it.
 
-    The result overwrites `batch` or uses memory of `results`, and has the dtype of `batch`: `plan.dtype`, or
-    `plan.rounded_to` if that is not None.
+    Args:
+        batch: matrices `(b, n, m)`, or `(b, m, n)` if `tall`. They are overwritten.
+        plan: the dtype, the stages and the products of the iteration.
+        resolved: the coefficients.
+        tall: True if the matrices have more rows than columns.
+        workspace: memory for temporary tensors.
+        results: memory in which the result may be, if it is not in the memory of `batch`.
+
+    Returns:
+        The result in the dtype of `batch`: `plan.dtype`, or `plan.rounded_to` if that is not None.
     """
     x = normalize_(batch, resolved.safety, plan.dtype)
     products = Buffered(
@@ -218,39 +231,46 @@ def in_place(
     return rounded_in_place(result, batch.dtype)
 
 
-def newton_schulz(x: Tensor, stages: Sequence[GramStage], on: Functional, gram: Tensor | None = None) -> Tensor:
+def newton_schulz(x: Tensor, stages: Sequence[GramStage], products: Functional, gram: Tensor | None = None) -> Tensor:
     """Run the Newton-Schulz iteration on `x` in stages; the steps of a stage share one Gram matrix `x x^T`.
 
-    `on` computes the matrix products. `gram` is the Gram matrix of the first stage, less its center, if it is known.
+    A stage computes `R = x x^T`, combines the polynomials of its steps into one small matrix `Q`, and ends with
+    `x <- Q x`.
+
+    Args:
+        x: the batch of matrices, with singular values of at most about 1.
+        stages: the steps of each stage, and its center: about the mean eigenvalue of `R`.
+        products: computes the matrix products.
+        gram: `R - center * I` of the first stage, if it is known.
     """
     for index, stage in enumerate(stages):
         if index > 0 or gram is None:
-            gram = on.gram(x, -stage.center)
-        r = Shifted(stage.center, 1.0, gram)
-        x = on.weighted(x, composed(on, r, stage.steps))
-        on.keep()  # no small matrix is used in the next stage
+            gram = products.gram(x, -stage.center)
+        r = Shifted(stage.center, 1.0, gram)  # R = center * I + gram, which rounds less than R itself
+        q = composed(products, r, stage.steps)
+        x = products.weighted(x, q)
+        products.keep()  # no small matrix is used in the next stage
     return x
 
 
-def composed(on: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted:
+def composed(products: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted:
     """Combine the steps of a stage: return the matrix `Q` such that `Q X` is `X` after them, given `r = X X^T`.
 
     Each step is `X <- G X` with a polynomial `G` of the current `R = X X^T`. So `Q <- G Q` and `R <- G R G`. All are
-    small matrices, stored as `Shifted`: a multiple of the identity plus a multiple of the matrix `rest`. `on` computes
-    their products, in buffers if it is `Buffered`.
+    small matrices, stored as `Shifted`: a multiple of the identity plus a multiple of the matrix `rest`.
     """
-    g = _polynomial(on, r, steps[0])
+    g = _polynomial(products, r, steps[0])
     q = g  # the first Q is the identity
     for step in steps[1:]:
-        r = _times(on, g, _times(on, g, r))  # G (G R), which is G R G: polynomials of R commute
-        on.keep(q.rest, r.rest)  # the old R, G and G R are not used again: release their buffers
-        g = _polynomial(on, r, step)
-        q = _times(on, g, q)
+        r = _times(products, g, _times(products, g, r))  # G (G R), which is G R G: polynomials of R commute
+        products.keep(q.rest, r.rest)  # the old R, G and G R are not used again: release their buffers
+        g = _polynomial(products, r, step)
+        q = _times(products, g, q)
     return q
 
 
-def _polynomial(on: Functional, r: Shifted, step: Step) -> Shifted:
-    """Return `a I + b R + c R^2` for a step `(a, b, c)` and a symmetric matrix `r`."""
+def _polynomial(products: Functional, r: Shifted, step: Step) -> Shifted:
+    """Return `a I + b R + c R^2` for a step `(a, b, c)` and a symmetric matrix `r`, as `Shifted`, with one product."""
     # With R = s I + t E: a I + b R + c R^2 = (a + b s + c s^2) I + (b + 2 c s) t E + c t^2 E^2.
     a, b, c = step
     s, t, e = r
@@ -259,17 +279,17 @@ def _polynomial(on: Functional, r: Shifted, step: Step) -> Shifted:
     square = c * t**2
     if c == 0:
         return Shifted(shift, linear, e)
-    return Shifted(shift, 1.0, on.symmetric(e, e, e, beta=linear, alpha=square))
+    return Shifted(shift, 1.0, products.symmetric(e, e, e, beta=linear, alpha=square))
 
 
-def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
+def _times(products: Functional, p: Shifted, q: Shifted) -> Shifted:
     """Return the product of two symmetric matrices that commute, so that the product is symmetric too."""
     # With P = s I + t E and Q = u I + v F: P Q = s u I + (s v F + t u E) + t v E F.
     s, t, e = p
     u, v, f = q
-    # The sum in brackets is divided by the larger of its two weights, so the other matrix has a weight of at most 1.
     weight_of_f = s * v
     weight_of_e = t * u
+    # The sum in brackets is computed as larger_weight (bracket + ratio other), so that the ratio is at most 1.
     if abs(weight_of_e) > abs(weight_of_f):
         larger_weight = weight_of_e
         smaller_weight = weight_of_f
@@ -281,8 +301,8 @@ def _times(on: Functional, p: Shifted, q: Shifted) -> Shifted:
         bracket = f
         other = e
     if smaller_weight != 0:
-        bracket = on.sum(bracket, other, smaller_weight / larger_weight)
-    product = on.symmetric(bracket, e, f, beta=larger_weight, alpha=t * v)
+        bracket = products.sum(bracket, other, smaller_weight / larger_weight)
+    product = products.symmetric(bracket, e, f, beta=larger_weight, alpha=t * v)
     return Shifted(s * u, 1.0, product)
 
 
