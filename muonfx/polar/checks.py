@@ -29,11 +29,16 @@ def check_matrix(x: Tensor, name: str) -> None:
 
 
 def sharing(xs: Sequence[Tensor]) -> set[int]:
-    """Return the indices of tensors that share memory with another tensor, or whose own elements share memory."""
+    """Return the indices of tensors that cannot be overwritten one by one, because they share memory.
+
+    For ``[x, x[:1], y]``, the result is ``{0, 1}``. A tensor whose own elements share memory, as after `expand`, counts
+    too.
+    """
     if _are_disjoint(xs):
         return set()
+    # The memory of each tensor from its first element to its last: (start, end, index).
     overlapping: set[int] = set()
-    spans: list[tuple[int, int, int]] = []  # (start, end, index) of the memory from the first element to the last
+    spans: list[tuple[int, int, int]] = []
     for i, x in enumerate(xs):
         if overlaps_itself(x):
             overlapping.add(i)
@@ -71,9 +76,11 @@ def overlaps_itself(x: Tensor) -> bool:
     """Return True if several elements of the tensor may be in the same memory, as after `expand`."""
     if x.is_contiguous():
         return False
-    reach = 0
+    # From the dim with the smallest stride to the largest: a step in a dim must go beyond all elements of the dims
+    # before it. ``last_offset`` is the offset of the last of these elements.
+    last_offset = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride <= reach:
+        if size > 1 and stride <= last_offset:
             return True
-        reach += (size - 1) * stride
+        last_offset += (size - 1) * stride
     return False

@@ -52,6 +52,7 @@ class Coefficients:
 
     def __post_init__(self) -> None:
         """Check the fields, and store steps and restarts as tuples: ``[(1.5, -0.5)]`` as ``((1.5, -0.5, 0.0),)``."""
+        # The class is frozen, so fields cannot be assigned in the usual way.
         object.__setattr__(self, "steps", _checked_steps(self.steps, self.name))
         if not 1e-3 <= self.norm_safety <= 1e3:
             raise ValueError(
@@ -100,7 +101,7 @@ def _are_ascending_counts(numbers: Sequence[object]) -> bool:
 
 
 def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
-    """Return `(a, b)` or `(a, b, c)` as a triple of floats, with `c = 0` if it is missing.
+    """Return the numbers of one step as three floats: ``(1.5, -0.5)`` becomes ``(1.5, -0.5, 0.0)``.
 
     Raise if the step is no sequence of two or three finite numbers. `i` is the index of the step, for errors.
     """

@@ -28,11 +28,20 @@ def newton_schulz_cost(
     products: ProductsLike = "auto",
     may_take_fp16: bool = False,
 ) -> policy.Plan:
-    """Return the plan of `muonfx.polar.orthogonalize` for one matrix, whose `load` is the estimated cost.
+    """Estimate the time of `orthogonalize` for one matrix: return a plan whose `load` is the estimate.
 
-    Unlike `explain`, it assumes the same hardware on all machines, so that all ranks compute the same cost. Matrices
-    are distributed over ranks by their loads. With `may_take_fp16`, products in bf16 may be in fp16 instead, as with
-    the dtype "auto" on CUDA.
+    Matrices are distributed over ranks by their loads, so all ranks must compute the same load. Unlike `explain`, this
+    function therefore assumes the same hardware on all machines.
+
+    Args:
+        shape: the numbers of rows and columns.
+        device: the type of the device, such as "cuda".
+        dtype: the dtype of the matrix products.
+        coefficients: as in `orthogonalize`.
+        steps: as in `orthogonalize`.
+        method: as in `orthogonalize`.
+        products: as in `orthogonalize`.
+        may_take_fp16: whether products in bf16 may be in fp16 instead, as with the dtype "auto" on CUDA.
     """
     resolved = polynomials(coefficients, steps)
     policy.check_method(method, resolved)

@@ -43,6 +43,7 @@ def polar_factor(x: Tensor, *, rtol: float | None = None) -> Tensor:
         raise ValueError(f"rtol: found {rtol!r}, expected a number in [0, 1)")
     if x.numel() == 0:
         return x.clone()
+    # Replace matrices with NaN or infinity by zeros, because the SVD would raise an error for the whole batch.
     finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     wide = torch.where(finite, x, torch.zeros_like(x)).double()
     tall = x.shape[-2] >= x.shape[-1]
@@ -136,8 +137,11 @@ class _Sylvester(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        """Return the derivative K' of the solution K in the direction of the tangents H' and C'; None counts as zero.
+
+        The derivative of `H K + K H = C` is `H K' + K' H = C' - H' K - K H'`, an equation of the same form.
+        """
         h, k = ctx.saved_tensors
-        # H K' + K' H = C' - H' K - K H'
         h_tangent, c_tangent, _ = tangents  # the third is of rtol, which is a constant
         right_side = torch.zeros_like(k)
         if c_tangent is not None:

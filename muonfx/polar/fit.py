@@ -76,8 +76,12 @@ def fit_coefficients(
 
 
 def best_quintic(low: float, high: float) -> Step:
-    """Return `(a, b, c)` of the odd quintic polynomial closest to 1 on `[low, high]`, by the Remez algorithm."""
-    if low > (1 - 5e-6) * high:  # the four points coincide in double precision: the limit, scaled to this point
+    """Return `(a, b, c)` such that `a s + b s^3 + c s^5` is as close to 1 as possible on `[low, high]`.
+
+    Closest means the least maximal error. It is found by the Remez algorithm.
+    """
+    if low > (1 - 5e-6) * high:
+        # The four points below would coincide in double precision. The solution for a single point, scaled to it:
         middle = (low + high) / 2
         return _TAYLOR[0] / middle, _TAYLOR[1] / middle**3, _TAYLOR[2] / middle**5
     # The error of the best polynomial is `+e`, `-e`, `+e`, `-e` at both ends and at the two extrema between them. Solve

@@ -212,20 +212,33 @@ def plan(
     products: ProductsLike = "auto",
     differentiated: bool = False,
 ) -> Plan:
-    """Return the `Plan` (dtype, method, products) for matrices of one shape and dtype `held`.
+    """Choose how matrices of one shape are orthogonalized: return a `Plan` of the dtype, method and products.
 
-    `resolved` are the coefficients. With `differentiated`, the dtype "auto" is at least fp32.
+    Args:
+        short: the length of the short side.
+        long: the length of the long side.
+        held: the dtype of the matrices themselves.
+        device: their device.
+        resolved: the coefficients.
+        method: as in `orthogonalize`.
+        dtype: as in `orthogonalize`.
+        products: as in `orthogonalize`.
+        differentiated: whether derivatives are taken; the dtype "auto" is then at least fp32.
     """
-    # The dtype of the products: the fastest one on the device, or a wider one for derivatives or for polynomials that
-    # would diverge in it. A dtype given by the caller is taken as it is.
+    # 1. The dtype of the products: the fastest one on the device, or a wider one for derivatives or for polynomials
+    # that would diverge in it. A dtype given by the caller is taken as it is.
     fastest_dtype = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
         fastest_dtype = wide_dtype(fastest_dtype)
     compute = stable_dtype(fastest_dtype, resolved, dtype)
+    why_dtype = _why_dtype(held, device, dtype, compute != fastest_dtype, differentiated)
+
+    # 2. The method and the products in this dtype.
     check_method(method, resolved)
     request = Request(short, long, device, resolved, method, products)
-    why_dtype = _why_dtype(held, device, dtype, compute != fastest_dtype, differentiated)
     chosen = plan_in(compute, request, why_dtype)
+
+    # 3. fp16 in place of bf16, where it is as fast and rounds less.
     if dtype == "auto" and compute == torch.bfloat16 and _has_fast_fp16(device):
         chosen = in_fp16_if_better(chosen, request)
     if isinstance(method, tuple) and chosen.bound is not None and chosen.bound > TOLERANCE:
@@ -234,8 +247,11 @@ def plan(
 
 
 def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
-    """Return a plan with products in fp16 if rounding in bf16 does not allow its stages, else the plan in bf16."""
-    if request.short * request.long > LARGEST_IN_FP16:
+    """Return a plan with products in fp16 if it is better than the given one in bf16, else the given one.
+
+    fp16 rounds to three more bits, so more steps can share one Gram matrix (a stage), which saves products.
+    """
+    if request.short * request.long > LARGEST_IN_FP16:  # elements of a matrix of norm 1 may be too small for fp16
         return in_bf16
     in_fp16 = plan_in(torch.float16, request)
     if not _is_better_in_fp16(in_fp16, in_bf16):
@@ -246,7 +262,10 @@ def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
 
 
 def check_method(method: MethodLike, resolved: Polynomials) -> None:
-    """Raise an error unless `method` is a known name or the numbers of steps of stages, and fits the coefficients."""
+    """Raise ValueError if the argument `method` of `orthogonalize` is invalid, or does not fit the coefficients.
+
+    A tuple such as ``(2, 3)`` has the number of steps on each Gram matrix. It fits if it adds up to all steps.
+    """
     if not isinstance(method, tuple) and method not in ("auto", "standard", "gram"):
         raise ValueError(
             f"method: found {method!r}, expected 'auto', 'standard' or 'gram', or the steps of each stage: (2, 3)"
@@ -266,12 +285,15 @@ def check_method(method: MethodLike, resolved: Polynomials) -> None:
 
 
 def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan:
-    """Return the `Plan` for matrix products in the dtype `compute`; `why_dtype` is the reason for this dtype."""
+    """Choose the method and the products for matrix products in the dtype `compute`; return them as a `Plan`.
+
+    `why_dtype` is the reason for this dtype, as text.
+    """
     resolved = request.resolved
-    rates = _rates(request.device, compute, request.portable)
+    rates = _rates(request.device, compute, request.portable)  # how fast the device is at these products
     products, small_products, why_products = _choose_products(compute, rates, request)
     method, stages, why_method = _choose_method(compute, rates, request, (products, small_products))
-    bound = None
+    bound = None  # of the singular values that rounding may produce; unknown for coefficients in a tensor
     if resolved.table is None:
         bound = largest(resolved.steps, restarts_of(stages), resolved.safety, compute)
     shape = (request.short, request.long)
@@ -296,9 +318,10 @@ def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan) -> bool:
     bf16_stages = len(in_bf16.stages)
     if fp16_stages == bf16_stages:
         return in_bf16.bound > TOLERANCE and in_fp16.bound < in_bf16.bound
+    # A bound above the tolerance means that rounding may push singular values too far from 1.
     if fp16_stages > bf16_stages or in_fp16.bound > TOLERANCE:
         return False
-    return in_fp16.load < in_bf16.load
+    return in_fp16.load < in_bf16.load  # the estimated times
 
 
 @called_once  # warns when it is traced
@@ -365,11 +388,11 @@ def _fastest(kind: str, index: int | None) -> torch.dtype:
 
 
 def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLike = "auto") -> torch.dtype:
-    """Return `compute`, or a wider dtype if rounding in `compute` would make these polynomials diverge.
+    """Return a dtype in which the iteration converges: `compute` itself, or fp32 or fp64 if `compute` rounds too much.
 
     A dtype that the user requested is kept, with a warning.
     """
-    if resolved.table is not None or _is_stable(resolved, compute):
+    if resolved.table is not None or _is_stable(resolved, compute):  # coefficients in a tensor are not checked
         return compute
     if requested != "auto":
         _warn_of_rounding(compute)
@@ -426,7 +449,10 @@ def _why_dtype(
 
 
 def _choose_products(compute: torch.dtype, rates: Rates, request: Request) -> tuple[Products, Products, str]:
-    """Return two choices, such as "blocks", for `X X^T` and for products of Gram matrices, and the reason as text."""
+    """Choose how symmetric products are computed: "batched" in full, "blocks" or "quack" by half and a mirrored copy.
+
+    Return the choice for `X X^T`, the choice for products of the smaller Gram matrices, and the reason as text.
+    """
     requested = request.products
     if requested not in ("auto", "batched", "blocks"):
         raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched' or 'blocks'")
@@ -438,10 +464,12 @@ def _choose_products(compute: torch.dtype, rates: Rates, request: Request) -> tu
         if refusal is None:
             return "quack", "quack", f"quack-kernels passed its self-test on {request.device}"
         return "batched", "batched", refusal
-    # Half of a product is skipped if the whole product, X X^T or one of Gram matrices, has enough multiply-adds.
+    # Half of a product is skipped if the whole product has enough multiply-adds: X X^T, or one of Gram matrices.
     threshold = rates.halving_threshold
-    gram: Products = "blocks" if short * short * long >= threshold else "batched"
-    small: Products = "blocks" if short**3 >= threshold else "batched"
+    multiply_adds_of_gram = short * short * long
+    multiply_adds_of_small = short**3
+    gram: Products = "blocks" if multiply_adds_of_gram >= threshold else "batched"
+    small: Products = "blocks" if multiply_adds_of_small >= threshold else "batched"
     why = f"skipping half of a symmetric product pays from {threshold:.1e} multiply-adds on ({rates.source})"
     return gram, small, why
 
@@ -451,10 +479,10 @@ _Method = tuple[Literal["standard", "gram"], tuple[GramStage, ...], str]
 
 
 def _choose_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
-    """Return the method, its stages (steps with one Gram matrix each), and the reason as text.
+    """Choose the form of the iteration: return "standard" or "gram", its stages, and the reason as text.
 
-    The standard form multiplies the whole matrix in every step, so each step is a stage. The Gram form takes several
-    steps on one Gram matrix ``X X^T``.
+    A stage is the steps that share one Gram matrix ``X X^T``. The standard form has one step in each stage, and so
+    multiplies by the whole matrix in every step. The Gram form has several, in small products.
     """
     resolved = request.resolved
     method = request.method
@@ -475,7 +503,8 @@ def _choose_method(compute: torch.dtype, rates: Rates, request: Request, product
 def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
     """Return the Gram form if rounding permits it and it costs less than the standard form, else the standard form."""
     resolved = request.resolved
-    plain = standard(resolved.steps)
+    plain = standard(resolved.steps)  # the stages of the standard form, of one step each
+    # Cases in which rounding does not permit the Gram form, or in which it saves nothing.
     if request.short < SMALLEST_GRAM:
         return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
     if resolved.row_scaling:
@@ -485,6 +514,7 @@ def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, produc
     number_of_stages = len(restarts) + 1
     if number_of_stages == len(plain):  # one step in each stage, which is the standard form
         return "standard", plain, f"{compute} rounds too much for two steps on one Gram matrix"
+    # Else the cheaper form.
     stages = _gram_stages(restarts, request)
     short, long = fixed(request.short), fixed(request.long)
     gram_cost = _cost(stages, short, long, rates, products)
@@ -532,9 +562,10 @@ def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: t
 
 @called_once  # a tracer calls this once and keeps the answer
 def _rates(device: torch.device, compute: torch.dtype, portable: bool) -> Rates:
-    """Return the measured rates for a kind of device and a dtype, or `UNKNOWN`.
+    """Return how fast a device is at products in a dtype, from a table of measurements; `UNKNOWN` if it has none.
 
-    bf16 products of CPUs differ: with AMX instructions, with AVX512-BF16, or emulated ("avx2"). `portable` ignores it.
+    CPUs differ in bf16 products: with AMX instructions, with AVX512-BF16, or emulated ("avx2"). If `portable`, the
+    result must be the same on all machines, and does not depend on this.
     """
     kind_of_device = device.type
     if kind_of_device == "cpu" and compute == torch.bfloat16 and not portable:

@@ -30,10 +30,10 @@ class Polynomials(NamedTuple):
 
 
 def polynomials(value: CoefficientsLike | Tensor, steps: int | None = None) -> Polynomials:
-    """Check the arguments `coefficients` and `steps` of `orthogonalize`, and return them as `Polynomials`.
+    """Check the arguments `coefficients` and `steps` of `orthogonalize`, and return the polynomial of each step.
 
-    The numbers of coefficients in a tensor are not read: the result has the tensor and a row of it for each step. Other
-    coefficients are a name or numbers, and the result has a polynomial `(a, b, c)` for each step.
+    For a name or numbers, such as "keller" and 5 steps, the result has five polynomials `(a, b, c)`. For coefficients
+    in a tensor, whose numbers are not read, it has the tensor and the index of a row for each step.
     """
     if isinstance(value, Tensor):
         _check_table(value)
@@ -59,7 +59,7 @@ def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
     """
     if len(restarts) == 0:
         return ()
-    previous, last = (0, *restarts)[-2:]
+    previous, last = (0, *restarts)[-2:]  # the 0 is for a single restart, whose distance is from the start
     distance = last - previous
     further = range(last + distance, steps, distance)
     return tuple(k for k in (*restarts, *further) if k < steps)

@@ -102,10 +102,11 @@ class Buffered(Functional):
     def gram(self, x: Tensor, shift: float) -> Tensor:
         """Return `x x^T + shift * I` for each matrix, or `x^T x + shift * I` if the batch is tall."""
         wide = x.mT if self._tall else x
+        # The shift is added within the product, so that the diagonal is rounded after the shift, when it is small.
         identities = None
-        if shift != 0:  # added within the product, so that the diagonal is rounded after the shift, when it is small
+        if shift != 0:
             identities = self._identity_matrices(len(x))
-        if self._how != "batched":
+        if self._how != "batched":  # compute one half, and mirror it
             return self._mirrored(self._how, wide, identities, beta=shift, alpha=1.0)
         out = self._small_matrices()
         if identities is None:
@@ -121,7 +122,10 @@ class Buffered(Functional):
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=self._small_matrices())
 
     def _mirrored(self, how: str, p: Tensor, addend: Tensor | None, *, beta: float, alpha: float) -> Tensor:
-        """Return `beta * addend + alpha * p p^T` in a buffer; one half is computed, by "quack" or "blocks"."""
+        """Return `beta * addend + alpha * p p^T`, a symmetric matrix, of which only one half is computed.
+
+        `how` is "quack" (quack-kernels on a GPU) or "blocks". The result is in a reused buffer.
+        """
         out = self._small_matrices()
         if how == "quack":
             if addend is None:
@@ -138,6 +142,7 @@ class Buffered(Functional):
             self._sum = self._allocate_small(len(a))
         if not _rounds_by_place(a):
             return torch.add(a, b, alpha=weight, out=self._sum)
+        # bf16 or fp16 on a CPU: add in fp32 and round once, so that no bit depends on the place of an element.
         if self._wide_sum is None:
             self._wide_sum = self._workspace.empty(self._sum.shape, torch.float32, self._sum.device)
         return self._sum.copy_(self._wide_sum.copy_(b).mul_(weight).add_(a))

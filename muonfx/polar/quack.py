@@ -81,7 +81,10 @@ def failure(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def _failure(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why quack-kernels cannot be used on a device, or None if its self-test passes. Cached."""
+    """Run the self-test of quack-kernels on a device. Return why it cannot be used there, or None if it passes.
+
+    The result is cached, so the test runs once for each device and dtype.
+    """
     if importlib.util.find_spec("quack") is None:
         return "quack-kernels is not installed"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -123,6 +126,7 @@ def _first_error(device: torch.device, dtype: torch.dtype) -> str | None:
     """Multiply random matrices by `symmetric_matmul`. Describe the first wrong product; None if all are right."""
     generator = torch.Generator().manual_seed(0)
     for batch, n, k in _SHAPES:
+        # The factors: an n by k matrix, the memory of its transpose, a symmetric n by n matrix, and the identity.
         wide = torch.randn(batch, n, k, generator=generator, device="cpu").to(device, dtype)
         tall = wide.mT.contiguous()
         noise = torch.randn(batch, n, n, generator=generator, device="cpu").to(device, dtype)

@@ -60,11 +60,11 @@ def staged(steps: Sequence[Step], restarts: Sequence[int], mean: float | None, a
         mean: the mean eigenvalue of the first Gram matrix; None: all centers are 0.
         aspect: the long side of the matrix divided by the short side.
     """
-    cuts = (0, *restarts, len(steps))
+    cuts = (0, *restarts, len(steps))  # (0, 2, 3, 5) in the example
     stages: list[GramStage] = []
     for start, end in itertools.pairwise(cuts):
         center = 0.0
-        if mean is not None:
+        if mean is not None:  # the mean eigenvalue when the stage begins
             center = _mean_after(tuple(steps[:start]), mean, aspect)
         stages.append(GramStage(tuple(steps[start:end]), center))
     return tuple(stages)

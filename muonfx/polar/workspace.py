@@ -47,7 +47,7 @@ class Workspace:
     def clear(self) -> None:
         """Free the memory for new tensors. Tensors that `empty` returned before must not be used any more.
 
-        If they did not fit into the memory, it is enlarged.
+        If they did not fit into the memory, it is enlarged to their total size.
         """
         if self._used > self.nbytes:
             self._memory = None  # freed first, so that old and new memory are never allocated together
@@ -58,9 +58,10 @@ class Workspace:
         """Return an uninitialized tensor, in the reused memory if it fits. Do not use it after the next `clear`."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
+        # Take the next bytes of the memory, rounded up so that every tensor begins at a cache line.
         start = self._used
         size = math.prod(shape) * dtype.itemsize
         self._used += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-        if self._memory is None or self._used > self.nbytes:
+        if self._memory is None or self._used > self.nbytes:  # does not fit; `clear` will enlarge the memory
             return torch.empty(shape, dtype=dtype, device="cpu")
         return self._memory[start : start + size].view(dtype).view(shape)
