@@ -23,6 +23,7 @@ def norm(tree: PyTree) -> Tensor:
     leaf_norms = ew.norms(Present(tree).pick(tree))
     if not leaf_norms:
         return ew.new_number(0.0, device_of(tree))
+    # The norm of the tree is the norm of the vector of all leaf norms. Leaves may be on several devices.
     device = leaf_norms[0].device
-    on_one_device = torch.stack([leaf_norm.to(device) for leaf_norm in leaf_norms])
-    return ew.norms([on_one_device])[0]
+    vector_of_norms = torch.stack([leaf_norm.to(device) for leaf_norm in leaf_norms])
+    return ew.norms([vector_of_norms])[0]

@@ -32,10 +32,13 @@ def _not_in(candidates: list[str], excluded: list[str]) -> list[str]:
 
 
 def _differing_container(tree: PyTree, expected: PyTree) -> str:
-    """Return a text about the first container that differs, such as "found list of 0, expected tuple of 0"."""
+    """Return a text about the first container that differs in two trees with equal names of leaves.
+
+    For ``{"a": [1]}`` and ``{"a": (1,)}``, it is "found list of 0, expected tuple of 0": both have the key 0.
+    """
     node, children = open_node(tree)
     expected_node, expected_children = open_node(expected)
-    if node == expected_node:
+    if node == expected_node:  # the containers at the top are equal, so the difference is in a child
         for child, expected_child in zip(children, expected_children, strict=True):
             if not same_structure(child, expected_child):
                 return _differing_container(child, expected_child)

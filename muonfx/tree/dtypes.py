@@ -33,7 +33,10 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def widens(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return True if a cast from one dtype to another keeps every value: both ints, both floats or both complex."""
+    """Return True if a cast from one dtype to another of the same kind keeps every value, as from bf16 to fp32.
+
+    The kinds are ints, floats and complex numbers. A cast from int8 to fp32 keeps all values, but gives False.
+    """
     if source == target or (source, target) == (torch.complex64, torch.complex128):
         return True
     if source.is_floating_point and target in _FLOATS:
@@ -41,6 +44,7 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
         wide = torch.finfo(target)
         keeps_subnormals = narrow.tiny * narrow.eps >= wide.tiny * wide.eps  # the least subnormal numbers
         return narrow.eps >= wide.eps and narrow.max <= wide.max and keeps_subnormals
+    # Only casts between two ints remain.
     for dtype in (source, target):
         if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
             return False

@@ -85,7 +85,10 @@ def _numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[Any]:
 
 
 def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) -> Tensors:
-    """Call ``torch._foreach_mul`` for the name "mul", and with ``reuse`` the form that overwrites ``xs``."""
+    """Apply one of torch's functions for lists of tensors: for "mul", ``torch._foreach_mul(xs, ...)``.
+
+    With ``reuse``, the results overwrite ``xs``, as by ``torch._foreach_mul_``.
+    """
     if reuse and torch.compiler.is_compiling():
         # In a branch of `torch.cond`, the compiler of torch 2.13 fails for a foreach function that overwrites. It
         # chooses the memory of results anyway.
@@ -97,13 +100,13 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
 
 
 def _for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
-    """Return a list with the scalar for each tensor. A scalar tensor is cast to the dtype of a tensor, if it is wide.
+    """Return a list with the scalar for each tensor of ``xs``, in the dtype of this tensor: 0.9 gives ``[0.9, 0.9]``.
 
-    A cast to bf16 or fp16 would round the scalar.
+    A scalar tensor is not cast to bf16 or fp16, because that would round it.
     """
-    if not isinstance(scalar, Tensor):
+    if not isinstance(scalar, Tensor):  # a Python number has no dtype
         return [scalar] * len(xs)
-    scalar_in: dict[torch.dtype, Tensor] = {}
+    scalar_in: dict[torch.dtype, Tensor] = {}  # one cast for each dtype, not for each tensor
     for dtype in _dtypes(xs):
         scalar_in[dtype] = scalar if dtype in _NARROW else scalar.to(dtype)
     return [scalar_in[x.dtype] for x in xs]
@@ -119,9 +122,11 @@ def _on_cpu(xs: Sequence[Tensor]) -> bool:
 
 
 def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scalar: Scalar, reuse: bool) -> Tensors:
-    """Apply `function` to fp32 or wider copies of the tensors, and round the results to the dtypes of ``xs``."""
-    # CPUs round once in the vectorized part of a narrow tensor and twice in its tail, so a slice would differ from the
-    # whole tensor. A scalar tensor would be rounded, too.
+    """Apply a function such as `add` to fp32 copies of bf16 tensors, and round the results to bf16 again.
+
+    On bf16 itself, CPUs round once in the vectorized part of a tensor and twice in its tail. So an element of a slice
+    would differ from the same element of the whole tensor.
+    """
     wide_xs = _tensorwise(lambda x: x.to(wide_dtype(x.dtype), copy=True), xs)
     wide_rest = [cast_like(ys, wide_xs) for ys in rest]
     results = function(wide_xs, *wide_rest, scalar, reuse=True)
@@ -210,7 +215,7 @@ def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
 
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
-    if _leafwise(xs, scalar=c):
+    if _leafwise(xs, scalar=c):  # under torch.func and autograd, tensor by tensor
         return _tensorwise(lambda x: x * c, xs)
     if isinstance(c, Tensor):
         return _mul_by_tensor(xs, c, reuse=reuse)
@@ -241,7 +246,7 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x + c`` for every fp32 or fp64 tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
-    if _leafwise(xs, scalar=c):
+    if _leafwise(xs, scalar=c):  # under torch.func and autograd, tensor by tensor
         return _tensorwise(lambda x: x + c, xs)
     if not isinstance(c, Tensor):
         return _foreach("add", xs, c, reuse=reuse)
@@ -253,17 +258,22 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
-    """Return ``x + c * y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``xs``."""
-    if _leafwise(xs, ys, scalar=c):
+    """Return ``x + c * y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``xs``.
+
+    On a CPU, a number c and a 0-d tensor c give the same bits.
+    """
+    if _leafwise(xs, ys, scalar=c):  # under torch.func and autograd, tensor by tensor
         return _tensorwise(lambda x, y: x + c * y, xs, ys)
     is_number = not isinstance(c, Tensor)
     if is_number and c == 1.0:
         return _foreach("add", xs, ys, reuse=reuse)
-    if _rounds_numbers(xs):
+    if _rounds_numbers(xs):  # bf16 or fp16 on a CPU
         return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
     if is_number:
         return _foreach("add", xs, ys, alpha=c, reuse=reuse)
-    if _on_cpu(xs):  # there addcmul rounds as `alpha=` does for a number
+    # `alpha=` would read the value of a tensor, which waits for the device. On a CPU, addcmul rounds as `alpha=` does
+    # for a number.
+    if _on_cpu(xs):
         return _foreach("addcmul", xs, ys, _for_each(c, xs), reuse=reuse)
     return _foreach("add", xs, mul(ys, c), reuse=reuse)
 
@@ -271,11 +281,11 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
 def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x + weight * (y - x)`` for corresponding fp32 or fp64 tensors; with ``reuse``, in place of ``xs``."""
     weights = _for_each(weight, xs)
-    if _leafwise(xs, ys, scalar=weight):
+    if _leafwise(xs, ys, scalar=weight):  # under torch.func and autograd, tensor by tensor
         return _tensorwise(lambda x, y, w: torch.lerp(x, y.to(x.dtype), w), xs, ys, weights)
     if not isinstance(weight, Tensor):
         return _foreach("lerp", xs, ys, weight, reuse=reuse)
-    if _on_cpu(xs):
+    if _on_cpu(xs):  # there a 0-d weight gives the same bits as a number
         return _foreach("lerp", xs, ys, weights, reuse=reuse)
     steps = list(torch._foreach_sub(ys, xs))
     return add(xs, mul(steps, weight, reuse=True), reuse=reuse)
@@ -337,11 +347,11 @@ def aligned(x: Tensor) -> Tensor:
 def by_stacks(
     function: Callable[..., Tensor | Sequence[Tensor]], results: int = 1
 ) -> Callable[..., tuple[Tensors, ...]]:
-    """Turn a function of tensors into a function of lists, with one call for all small tensors of one shape.
+    """Turn a function of tensors into a function of lists, which calls it once for all small tensors of one shape.
 
-    Small tensors of equal shape are stacked for the call. ``function`` must treat leading dims as a batch, and return
-    ``results`` new tensors with these leading dims. A lone tensor is a stack of one, so that on a CPU its bits do not
-    depend on the other tensors.
+    Small tensors of equal shape are stacked for the call. ``function`` must treat the first dim as a batch, and return
+    ``results`` new tensors with this dim. A lone tensor is a stack of one, so that on a CPU its bits do not depend on
+    the other tensors.
 
     >>> double_and_square = by_stacks(lambda x: (2 * x, x**2), results=2)
     >>> double_and_square([torch.tensor([3.0]), torch.tensor([5.0])])  # one call, with the stack [[3.0], [5.0]]
@@ -350,6 +360,7 @@ def by_stacks(
 
     def on_lists(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
         """Call ``function`` for each group of tensors. ``lists`` has one list of tensors for each of its arguments."""
+        # Groups of indices, such as [[0, 2], [1]] if the tensors 0 and 2 have one shape.
         if _leafwise(*lists) or is_traced():  # the memory of tensors cannot be examined
             groups = [[index] for index in range(len(lists[0]))]
             prepare = Tensor.contiguous
@@ -360,8 +371,9 @@ def by_stacks(
         for indices in groups:
             stacks = [_stack_of(xs, indices, prepare) for xs in lists]
             output_stacks = function(*stacks)
-            if isinstance(output_stacks, Tensor):
+            if isinstance(output_stacks, Tensor):  # a function with one result may return it alone
                 output_stacks = [output_stacks]
+            # Put the tensors of the stacks at their own positions in the lists of results.
             for output, stack in zip(outputs, output_stacks, strict=True):
                 for index, tensor in zip(indices, _unstacked(stack), strict=True):
                     output[index] = tensor
@@ -391,7 +403,8 @@ def _unstacked(stack: Tensor) -> Sequence[Tensor]:
 def _groups(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     """Group the indices of small tensors that can be stacked; any other tensor is in a group by itself.
 
-    Lists of a (2, 3), a (4,) and a (2, 3) tensor give the groups ``[[0, 2], [1]]``.
+    Lists of a (2, 3), a (4,) and a (2, 3) tensor give the groups ``[[0, 2], [1]]``. If there are several lists, the
+    tensors at an index must agree in all of them.
     """
     indices_by_spec: defaultdict[object, list[int]] = defaultdict(list)
     for index, tensors in enumerate(zip(*lists, strict=True)):
@@ -399,7 +412,7 @@ def _groups(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
         indices_by_spec[spec].append(index)
     groups: list[list[int]] = []
     for indices in indices_by_spec.values():
-        limit = _most_in_a_stack([xs[indices[0]] for xs in lists])
+        limit = _most_in_a_stack([xs[indices[0]] for xs in lists])  # 1 if they are large
         for start in range(0, len(indices), limit):
             groups.append(indices[start : start + limit])
     return groups
@@ -411,7 +424,10 @@ def _stackable_spec(x: Tensor) -> tuple[object, ...]:
 
 
 def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
-    """Return how many tensors like each of these can be in one stack: 1 if they cannot be stacked."""
+    """Return how many tensors like each of these can be in one stack: 1 if they cannot be stacked.
+
+    A stack should fit a CPU's cache. Large tensors are computed alone, because stacking them would only cost a copy.
+    """
     largest = max([x.numel() for x in tensors])
     if largest >= _SMALL:
         return 1

@@ -89,11 +89,14 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
     param_names = names(params)
     if param_paths == [()]:  # the parameters are one tensor
         return _ownership_of_one_tensor(state, leaves(params)[0])
+    # From the path of a parameter to its name: {("w",): "w"}. The flat dicts of `partition` have dotted names as keys,
+    # so a name alone is a path too.
     name_of = dict(zip(param_paths, param_names, strict=True))
-    name_of |= {(Key(name),): name for name in param_names}  # the flat dicts of `partition` have dotted names as keys
-    state_paths = typed_paths(state)
+    name_of |= {(Key(name),): name for name in param_names}
     # For each leaf, where its path has the path of a parameter: ("w",) is at [1:2] in ("momenta", "w").
+    state_paths = typed_paths(state)
     matches_of_paths = [_matches(path, name_of) for path in state_paths]
+    # Matches below a mixed node are coincidences.
     mixed_nodes = _mixed_nodes(state_paths, matches_of_paths)
     ownerships: list[Ownership] = []
     for path, matches in zip(state_paths, matches_of_paths, strict=True):
@@ -137,7 +140,10 @@ class _Match(NamedTuple):
 
 
 def _matches(path: TypedPath, name_of: Mapping[TypedPath, str]) -> list[_Match]:
-    """Return, for each index in a path, the longest path of a parameter that begins there, if there is one."""
+    """Find the paths of parameters within the path of a leaf: ("w",) is at [1:2] in ("momenta", "w").
+
+    Several may match. At each index, only the longest path of a parameter that begins there is returned.
+    """
     matches: list[_Match] = []
     for start in range(len(path)):
         for stop in range(len(path), start, -1):
@@ -148,7 +154,11 @@ def _matches(path: TypedPath, name_of: Mapping[TypedPath, str]) -> list[_Match]:
 
 
 def _mixed_nodes(state_paths: Sequence[TypedPath], matches_of_paths: Sequence[Sequence[_Match]]) -> set[TypedPath]:
-    """Return the paths of the nodes of a state that have a child that is no parameter."""
+    """Return the paths of the nodes of a state that have a child that is no parameter.
+
+    In ``{"momenta": {"b": ...}, "options": {"b": 0.9, "eps": 1e-8}}``, "options" is such a node, and so is the whole
+    state. In the path ("options", "eps"), no parameter begins at the index 1, so the node ("options",) is mixed.
+    """
     mixed: set[TypedPath] = set()
     for path, matches in zip(state_paths, matches_of_paths, strict=True):
         starts = {match.start for match in matches}

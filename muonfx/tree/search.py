@@ -103,21 +103,33 @@ def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
     matches = _find(tree, where)
     if len(matches) == 1:
         return matches[0]
-    text = repr(where) if isinstance(where, str) else where.__qualname__
-    if matches:
-        paths = format_list([dotted(path) or "the tree itself" for path, _ in matches], str)
-        raise KeyError(f"{text} matches {len(matches)} nodes: {paths}; give a longer path")
-    message = f"no node of the tree matches {text}"
+    if not matches:
+        raise _no_match(tree, where)
+    paths = format_list([dotted(path) or "the tree itself" for path, _ in matches], str)
+    raise KeyError(f"{_shown(where)} matches {len(matches)} nodes: {paths}; give a longer path")
+
+
+def _no_match(tree: PyTree, where: Where) -> KeyError:
+    """Return an error for a path or type that no node has, with similar paths: "...; did you mean trace?"."""
+    message = f"no node of the tree matches {_shown(where)}"
     if isinstance(where, str):
         similar = close_names(where, [dotted(path) for path, _ in _nodes(tree) if path])
         if similar:
             message += f"; did you mean {' or '.join(similar)}?"
-    raise KeyError(message)
+    return KeyError(message)
+
+
+def _shown(where: Where) -> str:
+    """Return a path in quotes, or the name of a type, for an error."""
+    return repr(where) if isinstance(where, str) else where.__qualname__
 
 
 def _replaced(node: PyTree, path: Path, value: PyTree) -> PyTree:
-    """Return a tree in which ``value`` replaces the node at a path. Containers on the path are built again."""
-    if not path:
+    """Return a copy of a tree with another node at a path: ``{"a": [1, 5]}`` for ``{"a": [1, 2]}``, ("a", 1) and 5.
+
+    Only the containers on the path are built again. All other nodes are those of the old tree.
+    """
+    if not path:  # the node itself is replaced
         return value
     container, children = open_node(node)
     assert container is not None

@@ -86,7 +86,7 @@ class _Node:
         return self.rebuild([child.unflatten(leaves) for child in self.children])
 
     def flatten_up_to(self, tree: PyTree) -> list[PyTree]:
-        """Return the subtree of ``tree`` at the position of each leaf of this structure.
+        """Cut a tree where this structure has its leaves, and return the list of subtrees.
 
         The structure of ``{"a": 0, "b": 0}`` gives ``[1, (2, 3)]`` for ``{"a": 1, "b": (2, 3)}``. Raise ValueError if
         ``tree`` has another container than the structure above a leaf.
@@ -94,7 +94,8 @@ class _Node:
         if self.kind is None:  # a leaf of the structure, at which any subtree may be
             return [tree]
         node, children = open_node(tree)
-        if self.kind in _DICTS and type(tree) in _DICTS and {*tree} == {*self.entries}:
+        are_dicts = self.kind in _DICTS and type(tree) in _DICTS
+        if are_dicts and {*tree} == {*self.entries}:
             # The types of dicts are interchangeable and are matched by key, as in optree.
             children = [tree[entry] for entry in self.entries]
         elif node is None or node.kind is not self.kind or node.entries != self.entries:
@@ -113,7 +114,7 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
     kind = type(node)
     if kind in _DICTS:
         return _open_dict(node)
-    # A compiler cannot call the function of optree on a tensor outside of a graph.
+    # None and tensors are tested first: a compiler cannot call the function of optree on a tensor outside of a graph.
     if node is None or isinstance(node, Tensor) or optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
         return None, []
     children, metadata, entries, build = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
@@ -129,7 +130,9 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
 def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
     """Return a dict, OrderedDict or defaultdict as a `_Node`, and its children in the order of optree.
 
-    Optree handles other containers itself. Torch 2.13 cannot trace optree (0.20) through an empty dict.
+    That is the order of the sorted keys: the children of ``{"b": 2, "a": 1}`` are ``[1, 2]``. An OrderedDict keeps its
+    own order. This function takes the place of optree's, because torch 2.13 cannot trace optree (0.20) through an empty
+    dict.
     """
     kind = type(node)
     old_keys = list(node)
@@ -167,7 +170,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
     >>> flatten({"b": 2, "a": None})[0]
     [None, 2]
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the compiler cannot trace optree
         tree_leaves: list[Any] = []
         node: Any = _traced_flatten(tree, tree_leaves)
         return tree_leaves, node
@@ -184,7 +187,7 @@ def unflatten(treedef: Structure, leaves: Iterable[object]) -> PyTree:
     >>> unflatten(treedef, leaves)
     {'b': 2, 'a': (1, None)}
     """
-    if isinstance(treedef, _Node):
+    if isinstance(treedef, _Node):  # made by `flatten` under a compiler
         leaves = list(leaves)
         if len(leaves) != treedef.num_leaves:
             raise ValueError(f"expected {treedef.num_leaves} leaves, found {len(leaves)}")
@@ -207,9 +210,9 @@ def leaves(tree: PyTree) -> list[Any]:
     >>> leaves({"b": 2, "a": (1, None)})
     [1, None, 2]
     """
-    if is_flat(tree):
+    if is_flat(tree):  # a plain dict of tensors, which needs no traversal
         return [tree[key] for key in sorted(tree)]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the compiler cannot trace optree
         return flatten(tree)[0]
     return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
 
@@ -300,7 +303,8 @@ def entries_of_path(path: TypedPath) -> tuple[object, ...]:
 def typed_paths(tree: PyTree, above: TypedPath = ()) -> list[TypedPath]:
     """Return the path to each leaf, in the order of `leaves`, with fields of NamedTuples marked.
 
-    Each path begins with ``above``, the path to the tree itself.
+    The path of the leaf in ``{"a": [1.0]}`` is ``(Key("a"), Key(0))``. Each path begins with ``above``, the path to the
+    tree itself.
     """
     node, children = open_node(tree)
     if node is None:
@@ -417,12 +421,14 @@ class Present:
     """
 
     def __init__(self, tree: PyTree) -> None:
-        """Read the positions from ``tree``. A flat dict is read without flattening, which takes less time."""
-        self._keys = list(tree) if is_flat(tree) else None  # None: the tree is not a flat dict
+        """Read from ``tree`` which of its leaves are None."""
+        # A flat dict, such as {"w": tensor}, is read by its keys, which takes less time than flattening.
+        self._keys = list(tree) if is_flat(tree) else None
         if self._keys is None:
             self._leaves, self._treedef = flatten(tree)
         else:
             self._leaves = list(tree.values())
+        # Without None, all leaves are picked and filled, and no index is needed.
         leaf_types = set(builtins.map(type, self._leaves))  # faster than a loop over hundreds of leaves
         self._is_complete = type(None) not in leaf_types
         if self._is_complete:
@@ -431,11 +437,11 @@ class Present:
             self._indices = [index for index, leaf in enumerate(self._leaves) if leaf is not None]
 
     def _subtrees(self, tree: PyTree) -> list[Any]:
-        """Return the subtree of another tree at each position, including those of None.
+        """Return the list of the subtrees of another tree at all leaves of the tree given to `Present`, None or not.
 
         Raise ValueError or KeyError if the other tree has another structure.
         """
-        if self._keys is None:
+        if self._keys is None:  # not a flat dict
             return subtrees(self._treedef, tree)
         if not isinstance(tree, _DICTS) or len(tree) != len(self._keys):
             raise ValueError(
@@ -458,8 +464,12 @@ class Present:
         return [leaves[index] for index in self._indices]
 
     def fill(self, values: Sequence[object], old: PyTree = None) -> PyTree:
-        """Return a tree with ``values`` at the positions that are not None, else with leaves of ``old``, or None."""
-        if self._is_complete:
+        """Return a tree with ``values`` at the positions that are not None, else with leaves of ``old``, or None.
+
+        With gradients ``{"a": g, "b": None}``, one new value x and an old tree ``{"a": 1, "b": 2}``, the result is
+        ``{"a": x, "b": 2}``.
+        """
+        if self._is_complete:  # no leaf is None
             return self._tree(values)
         merged: list[object] = [None] * len(self._leaves)
         if old is not None:
