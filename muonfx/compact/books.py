@@ -31,13 +31,14 @@ class Book:
         raise NotImplementedError
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
-        """Round each magnitude stochastically to the level below or above it; return the index of this level.
+        """Round each magnitude at random to the level below or above it; return the index of this level.
 
-        ``noise`` is uniform in [0, 1). The expected value of the chosen level is the magnitude.
+        Between the levels 0.2 and 0.3, a magnitude of 0.23 becomes 0.3 with a probability of 0.3, else 0.2. So the mean
+        is preserved. ``noise`` is uniform in [0, 1).
         """
         levels = table(self.levels, magnitudes.device)
-        index = torch.bucketize(magnitudes, levels, right=True) - 1
-        index = index.clamp(0, len(self.levels) - 2)
+        index = torch.bucketize(magnitudes, levels, right=True) - 1  # of the largest level that is not above
+        index = index.clamp(0, len(self.levels) - 2)  # the largest level has none above it
         low = _look_up(levels, index)
         high = _look_up(levels, index + 1)
         fraction = (magnitudes - low) / (high - low)
@@ -49,15 +50,19 @@ class Book:
         raise NotImplementedError
 
     def encode(self, fractions: Tensor, present: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return the 8-bit codes of fp32 numbers in [-1, 1]: elements of a tensor, divided by the scale of their block.
+        """Return the 8-bit codes of fp32 numbers in [-1, 1], such as 127 for 1.0 and -64 for -0.5.
 
-        An unsigned codebook requires [0, 1], and does not round elements to zero where ``present`` is True. With
-        ``noise``, uniform in [0, 1), rounding is stochastic.
+        Args:
+            fractions: the numbers: elements of a tensor, divided by the scale of their block. If the codebook is
+                unsigned, they are in [0, 1].
+            present: True where an element is positive. An unsigned codebook does not round such an element to zero,
+                because updates divide by second moments.
+            noise: numbers in [0, 1) for rounding at random; None rounds to nearest.
         """
         magnitudes = fractions.abs()
         if not self.signed:
-            # A present element is not zero and must not round to zero.
-            magnitudes = torch.where(present, magnitudes.clamp(min=self.levels[1]), magnitudes)
+            smallest_level = self.levels[1]  # above zero
+            magnitudes = torch.where(present, magnitudes.clamp(min=smallest_level), magnitudes)
         codes = self.nearest(magnitudes) if noise is None else self.between(magnitudes, noise)
         if self.signed:
             codes = torch.where(fractions < 0, -codes, codes)
@@ -74,10 +79,13 @@ class Listed(Book):
         return torch.bucketize(magnitudes, (levels[1:] + levels[:-1]) / 2)
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Decode 8-bit codes to fp32 numbers with a table. The code -128, which `encode` never makes, becomes NaN."""
+        """Decode 8-bit codes to fp32 numbers: look up the level of each code in a table.
+
+        The code -128, which `encode` never makes, becomes NaN.
+        """
         levels = self.levels
         index = codes.to(torch.int32)
-        if self.signed:  # the levels of the codes from -128 to 127
+        if self.signed:  # the table has the levels of the codes from -128 to 127, so -128 is at the index 0
             negative = tuple([-level for level in reversed(self.levels[1:])])
             levels = (math.nan, *negative, *self.levels)
             index = index + 128
@@ -95,9 +103,10 @@ class Scaled(Book):
     roots: int
 
     def nearest(self, magnitudes: Tensor) -> Tensor:
-        """Take ``roots`` square roots of magnitudes and scale them to the range of the codes; round to an integer.
+        """Return the code of each magnitude in [0, 1]: the nearest integer to ``largest`` times its root.
 
-        Codes of a float type are rounded when they are cast to it.
+        ``roots`` is the number of square roots that are taken: for 2 of them and a largest code of 255, the code of
+        0.0001 is ``round(255 * 0.1)``. Codes of a float type are not rounded here, but when they are cast to it.
         """
         codes = _root(magnitudes, self.roots) * self.largest
         if self.dtype.is_floating_point:
@@ -135,7 +144,7 @@ def grid(*, signed: bool) -> Scaled:
     # of 2, the rms error of 1/sqrt(nu) is 1.7 %, against 3.1 % (dynamic), 9.8 % (square roots) and 56 % (even levels).
     dtype = torch.uint8
     largest_code = 255
-    roots = 2
+    roots = 2  # the number of square roots that are taken before a magnitude is stored: the fourth root
     if signed:
         dtype = torch.int8
         largest_code = 127
@@ -196,7 +205,11 @@ def _look_up(numbers: Tensor, indices: Tensor) -> Tensor:
 
 
 def table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return numbers as an fp32 vector on a device; it is cached, except while torch traces or in inference mode."""
+    """Return numbers, such as the levels of a codebook, as an fp32 vector on a device.
+
+    The vector is cached. It is not while torch traces or in inference mode, because such a tensor must not be used
+    elsewhere.
+    """
     is_traced = torch.compiler.is_compiling() or functorch_is_active() or _get_current_dispatch_mode() is not None
     if is_traced or torch.is_inference_mode_enabled():
         return torch.tensor(numbers, dtype=torch.float32, device=device)

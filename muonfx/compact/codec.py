@@ -38,7 +38,7 @@ class Codec:
         """Return a tensor of zeros in eight bits, with the shape and device of a parameter."""
         dtype = self.book.dtype
         blocks = -(-param.numel() // self.block)  # rounded up
-        if self.keeps(param.shape):
+        if self.keeps(param.shape):  # too small to encode: fp32 values without scales
             dtype = torch.float32
             blocks = 0
         codes = torch.zeros(param.shape, dtype=dtype, device=param.device)
@@ -46,13 +46,19 @@ class Codec:
         return Encoded(codes, scales)
 
     def encode(self, values: Tensor, key: Tensor | None = None) -> Encoded:
-        """Encode a tensor in eight bits. A 0-d int64 ``key`` seeds stochastic rounding; None rounds to nearest."""
+        """Encode a tensor in eight bits. A 0-d int64 ``key`` seeds stochastic rounding; None rounds to nearest.
+
+        In blocks of 2 elements, [10.0, -5.0, 0.3, 0.1] has the scales [10.0, 0.3]. The signed linear codes are
+        [127, -64, 127, 42]: each element, divided by the scale of its block, times 127.
+        """
         x = values.detach().to(torch.float32)
-        if self.keeps(x.shape):
+        if self.keeps(x.shape):  # too small to encode
             return Encoded(x.clone(memory_format=torch.contiguous_format), x.new_zeros(0))
+        # One block in each row, with its largest magnitude as scale.
         rows = _rows(x, self.block)
         scales = rows.abs().amax(dim=-1)
-        # A block with a NaN or infinite element keeps that scale and decodes to NaN.
+        # A block of zeros has codes of zero. So has a block with NaN or infinity, which keeps that scale and decodes to
+        # NaN.
         is_usable = (scales.isfinite() & (scales > 0)).unsqueeze(-1)
         divisors = torch.where(is_usable, scales.unsqueeze(-1), 1.0)
         # Divide: the reciprocal of a subnormal scale is infinite.
@@ -60,7 +66,8 @@ class Codec:
         noise = None
         if key is not None:
             noise = _rows(uniform(key, x.numel()), self.block)
-        codes = self.book.encode(fractions, is_usable & (rows > 0), noise)
+        is_positive = is_usable & (rows > 0)
+        codes = self.book.encode(fractions, is_positive, noise)
         return Encoded(_flat(codes, x.shape), scales)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:

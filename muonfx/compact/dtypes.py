@@ -61,9 +61,10 @@ _BOOKS: dict[str, tuple[Book, Book]] = {
 
 
 def _resolve(book: str, block: int, min_size: int, stochastic: bool, seed: int) -> Resolved:
-    """Check the arguments of a dtype; return its codecs for signed and unsigned tensors, and its seed.
+    """Check the arguments of `int8` or `fp8`; return a codec for signed and one for unsigned tensors, and the seed.
 
-    ``book`` is a key of `_BOOKS`, such as "linear". The seed is None for rounding to nearest.
+    A codec encodes and decodes tensors. The levels of its codes are in ``_BOOKS[book]``, where ``book`` is a name such
+    as "linear". The seed is None for rounding to nearest.
     """
     checks.positive_int("block", block)
     checks.whole_number("min_size", min_size)

@@ -32,7 +32,7 @@ def uniform(key: Tensor, number: int) -> Tensor:
     Each value is a hash of the key and of the position in the vector, as in Salmon et al., "Parallel random numbers: as
     easy as 1, 2, 3" (SC 2011). The key is a nonnegative 0-d int64 tensor. The values are multiples of 2**-24.
     """
-    low_bits = key & _MASK
+    low_bits = key & _MASK  # 32 of the 64 bits
     high_bits = key >> 32
     key_hash = _mix(_mix(low_bits) ^ high_bits)
     position = torch.arange(number, dtype=torch.int64, device=key.device)

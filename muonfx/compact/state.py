@@ -50,14 +50,18 @@ class QuantizedTrees:
         self.start = start
 
     def init(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
-        """Return a tree of zeros, or of the parameters rounded to nearest, with first seeds for rounding."""
+        """Return the first state in eight bits: zeros, or the parameters rounded to nearest.
+
+        For ``{"w": w}``, the state has the trees ``{"w": codes of w}`` and ``{"w": scales of w}``. If rounding is
+        stochastic, it also has a seed for each parameter.
+        """
         encode = self.codec.zeros if self.start == "zeros" else self.codec.encode
         present = Present(params)
-        leaves = list(map(encode, present.pick(params)))
-        codes = [leaf.codes for leaf in leaves]
+        encoded = list(map(encode, present.pick(params)))  # pairs of codes and scales
+        codes = [leaf.codes for leaf in encoded]
         code_tree = present.fill(codes)
-        scale_tree = present.fill([leaf.scales for leaf in leaves])
-        if self.seed is None:
+        scale_tree = present.fill([leaf.scales for leaf in encoded])
+        if self.seed is None:  # rounding is to nearest
             return QuantizedState(code_tree, scale_tree)
         keys = keys_of(f"{self.seed}/{self.role}", present.names(), codes)
         return KeyedQuantizedState(code_tree, scale_tree, present.fill(keys))
@@ -81,13 +85,14 @@ class QuantizedTrees:
 
         The leaves of ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten.
         """
-        if isinstance(state, KeyedQuantizedState):
-            leaves = list(map(self.codec.encode, values, present.pick(state.keys)))
+        is_stochastic = isinstance(state, KeyedQuantizedState)
+        if is_stochastic:
+            encoded = list(map(self.codec.encode, values, present.pick(state.keys)))
         else:
-            leaves = list(map(self.codec.encode, values))
-        codes = present.fill([leaf.codes for leaf in leaves], state.codes)
-        scales = present.fill([leaf.scales for leaf in leaves], state.scales)
-        if not isinstance(state, KeyedQuantizedState):
+            encoded = list(map(self.codec.encode, values))
+        codes = present.fill([leaf.codes for leaf in encoded], state.codes)
+        scales = present.fill([leaf.scales for leaf in encoded], state.scales)
+        if not is_stochastic:
             return QuantizedState(codes, scales)
-        next_keys = [key + 1 for key in present.pick(state.keys)]
+        next_keys = [key + 1 for key in present.pick(state.keys)]  # other noise at the next write
         return KeyedQuantizedState(codes, scales, present.fill(next_keys, state.keys))
