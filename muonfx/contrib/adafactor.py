@@ -122,7 +122,9 @@ def scale_by_factored_rms(
 
 
 def _factored_dims(shape: Sequence[int], min_size: int) -> tuple[int, int] | None:
-    """Return (second largest dim, largest dim) of a shape, or None if one of them is shorter than ``min_size``.
+    """Return the two dims over which second moments are factored: (second largest dim, largest dim) of a shape.
+
+    None if one of them is shorter than ``min_size``, so that factoring would save little.
 
     >>> _factored_dims((256, 3, 512), 128)
     (0, 2)
@@ -139,7 +141,10 @@ def _factored_dims(shape: Sequence[int], min_size: int) -> tuple[int, int] | Non
 
 
 def _shapes(shape: Sequence[int], min_size: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """Return the shapes of ``v_row``, ``v_col`` and ``v`` for a parameter. A mean square that is not used has (0,).
+    """Return the shapes of the state of a parameter: of ``v_row``, ``v_col`` and ``v``.
+
+    A factored parameter has mean squares of rows and of columns, any other one squares of all elements. A tensor that
+    is not used has the shape (0,).
 
     >>> _shapes((4, 8), 4), _shapes((4, 8), 128)
     (((4,), (8,), (0,)), ((0,), (0,), (4, 8)))
@@ -170,7 +175,7 @@ def _step(
     g = leaf.to(wide).contiguous()  # strides would change the rounding of the means
     square = g.square() + ew.scalar_like(eps, g)  # a 0-d leaf would be promoted to the dtype of a tensor eps
     dims = _factored_dims(leaf.shape, min_size)
-    if dims is None:
+    if dims is None:  # not factored: as in RMSProp
         new_v = _average(v, square, beta)
         u = g * new_v.rsqrt()
         return _Result(u.to(leaf.dtype), v_row.clone(), v_col.clone(), new_v.to(v.dtype))

@@ -109,9 +109,12 @@ def _orthonormal_columns(x: Tensor) -> Tensor:
 
 
 def _random_basis(matrix: Tensor, rank: int) -> Tensor:
-    """Return random columns (..., columns, rank), which are the same for all matrices of one shape."""
+    """Return a start of the power iteration: random columns (..., columns, rank), equal for all matrices of one shape.
+
+    They are a function of the number of columns, so all ranks have the same ones.
+    """
     *batch, rows, columns = matrix.shape
-    short = min(rank, rows, columns)
+    short = min(rank, rows, columns)  # a matrix cannot have a higher rank
     seed = torch.full((), columns, dtype=torch.int64, device=matrix.device)
     noise = uniform(seed, columns * short)  # in [0, 1)
     symmetric_noise = noise * 2 - 1

@@ -169,8 +169,8 @@ def _v_and_alpha(
 ) -> tuple[Tensor, ...]:
     """Return for each matrix the new average v of its squared gradient norm, and the factor alpha of its update.
 
-    They are ``v = b2 v + (1 - b2) |g|^2`` and ``alpha = correction * |m| / (sqrt(v) + eps)``, where ``correction`` is
-    Adam's, for the bias of both averages.
+    They are ``v = b2 v + (1 - b2) |g|^2`` and ``alpha = correction * |m| / (sqrt(v) + eps)``. Here g is the gradient, m
+    its running average, and ``correction`` Adam's correction of the bias of both averages.
     """
     wide = ew.wide_dtype(g.dtype, old_v.dtype)
     g_norm = norm(g).to(wide)

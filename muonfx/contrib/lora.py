@@ -74,10 +74,11 @@ def lora_labels(model_or_params: Params) -> Labels:
 
 def _is_b(info: ParamInfo) -> bool:
     """Return True for a factor B of rank 2 or more, such as ``q.lora_B.weight`` and ``q.lora.up.weight``."""
-    components = info.name.lower().split(".")
-    has_name = not {"lora_b", "lora_up"}.isdisjoint(components) or ("lora", "up") in pairwise(components)
+    components = info.name.lower().split(".")  # ["q", "lora_b", "weight"] or ["q", "lora", "up", "weight"]
+    has_name = "lora_b" in components or "lora_up" in components or ("lora", "up") in pairwise(components)
     if not has_name or info.ndim < 2:
         return False
     rows = info.shape[0]
     columns = prod(info.shape[1:])
-    return min(rows, columns) > 1
+    rank = min(rows, columns)
+    return rank > 1  # a factor of rank 1 is a vector

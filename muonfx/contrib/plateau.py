@@ -29,7 +29,7 @@ class ReduceOnPlateauState(NamedTuple):
 
 
 def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
-    """Raise unless the extra argument ``value`` is a real number or a real tensor of one element."""
+    """Raise an error unless the loss, ``update(..., value=loss)``, is a real number or a real tensor of one element."""
     value = extras.get("value", 0.0)
     if isinstance(value, Tensor):
         is_real = not value.is_complex() and value.dtype != torch.bool

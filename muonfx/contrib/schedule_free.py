@@ -195,7 +195,8 @@ def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
             inner_rates.append(_number_if_constant(tx.arguments.get("learning_rate")))
     rate = _number_if_constant(learning_rate)
     are_comparable = all(isinstance(value, float | Schedule) for value in (*inner_rates, rate))
-    if inner_rates and are_comparable and rate not in inner_rates:
+    is_another_rate = rate not in inner_rates
+    if inner_rates and are_comparable and is_another_rate:
         warn_caller(
             f"schedule_free: found learning_rate={learning_rate!r}, expected the rate of the inner transform, "
             f"{inner_rates[0]!r}, because it weights the average: give both the same"
@@ -203,9 +204,12 @@ def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
 
 
 def _warn_of_momentum(inner: Transform) -> None:
-    """Warn of the first transform in the inner transform whose momentum is not switched off."""
+    """Warn if the inner transform has a momentum, as ``scale_by_adam(b1=0.9)`` has: `schedule_free` replaces it.
+
+    Only the first transform whose momentum is not switched off is named.
+    """
     for tx in within(inner):
-        argument = _momentum_argument(tx)
+        argument = _momentum_argument(tx)  # such as "b1"
         if argument is None:
             continue
         momentum = _number_if_constant(tx.arguments.get(argument, 0.0))
@@ -220,7 +224,8 @@ def _warn_of_momentum(inner: Transform) -> None:
 def _momentum_argument(tx: Transform) -> str | None:
     """Return the name of the argument that is the momentum of a transform, such as "b1" of `scale_by_adam`; or None.
 
-    A transform declares the arguments behind the usual names "momentum" and "betas", a pair that begins with it.
+    A transform declares which of its arguments have the usual names of torch: ``{"momentum": "decay"}`` for one, or
+    ``{"betas": ("b1", "b2")}`` for a pair, of which the first is the momentum.
     """
     short_names = tx.declaration.short_names
     arguments = short_names.get("momentum", short_names.get("betas"))

@@ -37,7 +37,10 @@ class ShampooState(NamedTuple):
 
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
-    """Return a function from the shape of a matrix to the operations of its products and eigendecompositions."""
+    """Return a function from the shape of a matrix to the number of operations of its update.
+
+    Matrices are distributed over ranks by this number. A multiply-add is two operations.
+    """
 
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
         operations = 0.0
@@ -136,7 +139,13 @@ def scale_by_shampoo(
 
 
 def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:
-    """Return the inverse fourth root of ``factor / correction`` with damped eigenvalues; the identity for zero."""
+    """Return the inverse fourth root of ``factor / correction`` with damped eigenvalues; the identity for zero.
+
+    Args:
+        factor: symmetric matrices, such as the running average of g g^T.
+        correction: Adam's correction of the bias of this average, which started at zero.
+        damping: added to the eigenvalues, relative to the norm of the factor.
+    """
     # The root of the factor with norm 1. The identity takes the place of a factor of zero, and of one with NaN or
     # infinity, for which `eigh` would raise an error.
     size = norm(factor)

@@ -54,7 +54,10 @@ class SoapState(NamedTuple):
 
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
-    """Return a function from the shape of a matrix to the operations of its products and QR decompositions."""
+    """Return a function from the shape of a matrix to the number of operations of its update.
+
+    Matrices are distributed over ranks by this number. A multiply-add is two operations.
+    """
     max_precondition_size = tx.arguments["max_precondition_size"]
     # Each side has three rotations of the gradient and one factor, then one product of factor and basis.
     rectangular_products = 4
@@ -64,11 +67,11 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
         square_products = 2 + _QR_PRODUCTS
 
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
-        """Return the number of operations for one matrix; a multiply-add is two."""
         operations = 0.0
         for side in (rows, columns):
-            if side <= max_precondition_size:
-                operations += 2.0 * (rectangular_products * side * rows * columns + square_products * side**3)
+            if side > max_precondition_size:  # it has no factor and no basis
+                continue
+            operations += 2.0 * (rectangular_products * side * rows * columns + square_products * side**3)
         return operations
 
     return cost
@@ -232,7 +235,7 @@ def _step(
 def _averaged_factors(
     g: Tensor, p: Tensor, q: Tensor, s: SoapState, b2: Scalar, c2: Tensor, is_kl: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors L and R with the m by n gradients g: the averages of g g^T and g^T g.
+    """Add the m by n gradients g to the factors L and R, the running averages of g g^T and g^T g; return both.
 
     If ``is_kl``, they are the averages of ``g R^-1 g^T / n`` and ``g^T L^-1 g / m``, for the old factors.
     """
@@ -278,7 +281,9 @@ def _averaged(factor: Tensor, g: Tensor, b2: Scalar) -> Tensor:
 
 
 def _whitened(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
-    """Return w = ``g R^-1/2 / sqrt(n)``, so that ``w w^T`` is ``g R^-1 g^T / n``, for gradients g (m by n).
+    """Divide gradients g (m by n) by their usual size in each direction: return w = ``g R^-1/2 / sqrt(n)``.
+
+    So ``w w^T`` is ``g R^-1 g^T / n``, which the factor L averages.
 
     Args:
         g: the gradients.
@@ -306,7 +311,10 @@ def _whitened(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tens
 
 
 def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the basis after a power iteration with ``factor``, if due, and the old indices of its columns."""
+    """Bring a basis nearer to the eigenvectors of ``factor`` by one power iteration, if it is due.
+
+    Return the basis, and the index in the old basis that each of its columns had.
+    """
     # 1. Multiply by factor + delta I. The factor is scaled to a maximum in [1, 2), so that delta is a constant.
     scaled_factor = factor * unit_power(factor)
     product = scaled_factor @ basis + _SHIFT * basis
