@@ -60,15 +60,17 @@ def check_decay(argument: str, value: object) -> None:
 
 
 def with_views(tx: Transform, labels: Labels) -> Transform:
-    """Return the transform, with the views in ``labels`` added to each inner transform that has a ``view`` argument.
+    """Pass the views that ``labels`` have found for parameters to each part of a transform that takes a view.
 
-    A view (a `MatrixView`) divides parameters into matrices. Patterns of the transform's own view take precedence.
+    A view (a `MatrixView`) divides parameters into matrices. Take labels with the view ``"(qkv=3 out) in -> qkv out
+    in"`` for "attn.qkv". The `orthogonalize` in a chain then divides this parameter too. A pattern that it has already
+    for a parameter stays.
     """
     if not labels.views:
         return tx
-    tx = tx.with_children([with_views(part, labels) for part in tx.children])
+    tx = tx.with_children([with_views(part, labels) for part in tx.children])  # the members of a chain
     view = tx.arguments.get("view")
-    if not isinstance(view, MatrixView):
+    if not isinstance(view, MatrixView):  # it takes none
         return tx
     return tx.replace(view=labels.view(view))
 
@@ -214,6 +216,9 @@ def check_roles(
 ) -> list[str] | None:
     """Check numbers that AdamW may have for each role, and return the roles; None if no number depends on a role.
 
+    A role is a label of some of AdamW's parameters. For ``adamw_lr={"embedding": 0.3, "head": 0.002}``, the roles are
+    ``["embedding", "head"]``.
+
     Args:
         owner: the function that received the arguments, for errors.
         numbers: the arguments of that function, by name. Each is a number, or a dict from role to number.
@@ -225,12 +230,13 @@ def check_roles(
         ValueError: the keys of a dict are not the labels of AdamW's parameters, or one of them is "muon"; or there is
             no dict, and a label is neither "muon" nor "adamw".
     """
+    # The arguments that are dicts: {"adamw_lr": {"embedding": 0.3, "head": 0.002}}.
     numbers_by_role: dict[str, Mapping[str, object]] = {}
     for argument, value in numbers.items():
         if isinstance(value, Mapping):
             numbers_by_role[argument] = cast("Mapping[str, object]", value)
     used_labels = _used_labels(labels)
-    if not numbers_by_role:
+    if not numbers_by_role:  # one number for all parameters of AdamW
         _require_muon_and_adamw(owner, used_labels, next(iter(numbers)))
         return None
     first_argument = next(iter(numbers_by_role))
@@ -246,7 +252,10 @@ def check_roles(
 
 
 def _used_labels(labels: object) -> set[str] | None:
-    """Return the labels of the parameters without None; None if they are unknown, as for a function."""
+    """Return the set of labels that parameters have, such as ``{"muon", "adamw"}``; None if it is not known yet.
+
+    It is unknown for a function of the parameters and for a tree of labels.
+    """
     if labels is default_labels or labels is default_labels_by_name:
         return {"muon", "adamw"}
     if not isinstance(labels, Mapping):
@@ -255,7 +264,7 @@ def _used_labels(labels: object) -> set[str] | None:
     for label in labels.values():
         if isinstance(label, str):
             used_labels.add(label)
-        elif label is not None:  # a tree of labels
+        elif label is not None:  # a tree of labels; None is the label of a parameter that is not updated
             return None
     return used_labels
 
