@@ -22,85 +22,126 @@ from muonfx.tree import PyTree
 
 
 def _state_is_narrow(tx: Transform) -> str | None:
-    """Return why derivatives are not checked: a state has fewer bits than float64 for float64 parameters. Or None.
+    """Return why the derivatives of a transform are not checked, or None if they are.
 
-    Rounding to fewer bits has no derivative.
+    Derivatives are checked in float64. A state with fewer bits, such as int8 codes, is rounded at every step, and
+    rounding has no derivative.
     """
     params = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
     try:
         state = widened(tx).init(params)
     except Exception:  # the transform does not accept this tree; a real error is shown when the law is checked
         return None
+    # Tensors without dims, such as a count of steps, are not rounded.
     for leaf in tree.tensors(state):
         if leaf.ndim and leaf.is_floating_point() and leaf.dtype != torch.float64:
             return f"its state is {leaf.dtype} for float64 parameters: rounding has no derivative"
     return None
 
 
-def _joined(trees: PyTree) -> Tensor:
-    """Return one vector of all elements of the floating tensors in a tree."""
-    vectors = [leaf.reshape(-1) for leaf in tree.tensors(trees) if leaf.is_floating_point()]
+def _as_vector(values: PyTree) -> Tensor:
+    """Return one vector with the elements of all floating tensors in a tree, leaf after leaf.
+
+    >>> _as_vector({"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor(3.0)})
+    tensor([1., 2., 3.])
+    """
+    vectors = [leaf.reshape(-1) for leaf in tree.tensors(values) if leaf.is_floating_point()]
     if not vectors:
         return torch.zeros(0, dtype=torch.float64)
     return torch.cat(vectors)
 
 
-def _split_like(vector: Tensor, like: PyTree) -> PyTree:
-    """Divide a vector of elements into a tree with the structure and shapes of ``like``; inverts `_joined`."""
+def _as_tree(vector: Tensor, like: PyTree) -> PyTree:
+    """Divide a vector into a tree of tensors with the structure and shapes of the tree ``like``; inverts `_as_vector`.
+
+    >>> _as_tree(torch.tensor([1.0, 2.0, 3.0]), like={"a": torch.zeros(1, 2), "b": torch.zeros(())})
+    {'a': tensor([[1., 2.]]), 'b': tensor(3.)}
+    """
     leaves, treedef = tree.flatten(like)
-    start = 0
+    start = 0  # the index in the vector at which the elements of the next leaf begin
     for index, leaf in enumerate(leaves):
         leaves[index] = vector[start : start + leaf.numel()].reshape(leaf.shape)
         start += leaf.numel()
     return tree.unflatten(treedef, leaves)
 
 
-def _function_at(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-    """Return a function of vectors to a vector of all updates, and its arguments for an example.
+def _numbers_as_tensors(tx: Transform) -> list[Tensor]:
+    """Return the numeric arguments of a transform, such as its decay, as float64 tensors."""
+    return [torch.as_tensor(number, dtype=torch.float64) for number in tree.leaves(tx)]
 
-    The arguments are the elements of all "gradients" and "parameters", and "changes" of the numeric arguments, which
-    are zero. Without "changes", the numeric arguments are not replaced by tensors.
+
+def _with_changed_numbers(tx: Transform, changes: Tensor) -> Transform:
+    """Return a transform with tensors as its numeric arguments, each changed in units of its own size.
+
+    Changes of 0.1 replace a learning rate of 2.0 by 2.2 and an eps of 1e-8 by 1.1e-8. So finite differences, which
+    make all changes of one size, take a small step for every number.
+    """
+    numbers = _numbers_as_tensors(tx)
+    vector = _as_vector(numbers)
+    units = torch.where(vector == 0, 1e-3, vector.abs())  # the number 0 has no size of its own
+    _, treedef = tree.flatten(tx)
+    return tree.unflatten(treedef, _as_tree(vector + units * changes, like=numbers))
+
+
+def _run_as_function(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+    """Return a run of a transform as a function of vectors, which torch can differentiate, and its arguments.
+
+    ``function(gradients, parameters, changes)`` runs all steps, and returns the elements of all updates as one vector.
+    For two steps of a parameter of shape (2, 3), these are 12 elements. The arguments are vectors too:
+
+    - "gradients": the elements of the gradients of all steps.
+    - "parameters": the elements of the initial parameters.
+    - "changes": the changes of the transform's numeric arguments, initially zero. Without it, these remain floats.
     """
     tx = widened(tx)
-    leaves, treedef = tree.flatten(tx)
-    numbers = [torch.as_tensor(leaf, dtype=torch.float64) for leaf in leaves]
-    values = _joined(numbers)
-    # Scale by each number, so that finite differences take small steps even for an eps of 1e-8.
-    units = torch.where(values == 0, 1e-3, values.abs())
-    initial_parameters = _joined(params)
+    initial_parameters = _as_vector(params)
+    numbers = _as_vector(_numbers_as_tensors(tx))
 
     def function(gradients: Tensor, parameters: Tensor, changes: Tensor | None = None) -> Tensor:
         changed_tx = tx
         if changes is not None:
-            changed_tx = tree.unflatten(treedef, _split_like(values + units * changes, numbers))
-        # The gradients depend on the parameters too, as those of a loss do.
-        moved = 0.1 * (parameters - initial_parameters)
-        changed_steps = _split_like(gradients + moved.repeat(len(steps)), steps)
-        return _joined(updates_of(changed_tx, _split_like(parameters, params), changed_steps))
+            changed_tx = _with_changed_numbers(tx, changes)
+        # In training, gradients depend on the parameters through the loss. Let them here too: by 0.1 times each change.
+        dependent_part = 0.1 * (parameters - initial_parameters)
+        dependent_gradients = gradients + dependent_part.repeat(len(steps))
+        updates = updates_of(changed_tx, _as_tree(parameters, params), _as_tree(dependent_gradients, steps))
+        return _as_vector(updates)
 
-    point = {
-        "gradients": _joined(steps),
+    arguments = {
+        "gradients": _as_vector(steps),
         "parameters": initial_parameters,
-        "changes": torch.zeros_like(values),
+        "changes": torch.zeros_like(numbers),
     }
-    return function, point
+    return function, arguments
 
 
-def _check(
+def _check_derivatives(
     check: Callable[..., bool], by: str, tx: Transform, params: PyTree, steps: list[PyTree], **options: float
 ) -> None:
-    """Call ``gradcheck`` or ``gradgradcheck`` for the derivatives by one argument of the function of `_function_at`."""
-    function, point = _function_at(tx, params, steps)
+    """Compare the derivatives of a run's updates by one argument with finite differences.
+
+    Args:
+        check: ``gradcheck``, or ``gradgradcheck`` for second derivatives. It raises an error if they differ.
+        by: the argument of the run: "gradients", "parameters" or "changes" (of the transform's numbers).
+        tx: the transform.
+        params: the initial parameters.
+        steps: the gradients of each step.
+        **options: further arguments of ``check``, such as ``atol=1e-4``.
+    """
+    function, arguments = _run_as_function(tx, params, steps)
     if by != "changes":
-        del point["changes"]
-    if not point[by].numel() or not function(**point).numel():
-        return
+        del arguments["changes"]  # the usual case: numbers that are floats
+    if not arguments[by].numel() or not function(**arguments).numel():
+        return  # without inputs or outputs, there are no derivatives
 
-    def connected(x: Tensor) -> Tensor:
-        """Add zero times the input, so that the result has a derivative by the input, as gradcheck requires."""
-        return function(**{**point, by: x}) + 0.0 * x.square().sum()
+    def function_of_one_argument(vector: Tensor) -> Tensor:
+        updates = function(**{**arguments, by: vector})
+        # If the updates do not depend on this argument, autograd has no derivative. Adding zero makes it zero.
+        return updates + 0.0 * vector.square().sum()
 
-    check(connected, point[by].clone().requires_grad_(), fast_mode=True, **options)
+    check(function_of_one_argument, arguments[by].clone().requires_grad_(), fast_mode=True, **options)
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
@@ -110,19 +151,20 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> derivatives_by_gradients_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check(gradcheck, "gradients", tx, params, steps)
+    _check_derivatives(gradcheck, "gradients", tx, params, steps)
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
 def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check the derivatives of two steps' updates with respect to the initial parameters, by finite differences.
 
-    `init` receives the parameters too, so a state that starts at the parameters keeps their graph.
+    Updates depend on the parameters directly, as with weight decay, and through the state. For example, an average of
+    the parameters starts as a copy of them, and `init` must not detach this copy.
 
     >>> import muonfx as mfx
     >>> derivatives_by_parameters_are_right(mfx.add_decayed_weights(0.1), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check(gradcheck, "parameters", tx, params, steps)
+    _check_derivatives(gradcheck, "parameters", tx, params, steps)
 
 
 @law(on=Example.smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.1)
@@ -132,34 +174,38 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
     >>> import muonfx as mfx
     >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check(gradcheck, "changes", tx, params, steps)
+    _check_derivatives(gradcheck, "changes", tx, params, steps)
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.08)
 def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that ``torch.func.jvp`` and ``torch.func.vjp`` agree, by gradients, parameters and numbers together.
 
-    For a random tangent ``t`` and cotangent ``c`` of the function with the Jacobian ``J``, both compute ``c^T J t``.
+    Let ``J`` be the Jacobian of a run, from its inputs to its updates. For random vectors ``t`` and ``c``, forward mode
+    computes ``J t`` and reverse mode ``c^T J``. Both give the same number ``c^T J t``.
 
     >>> import muonfx as mfx
     >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    function, arguments = _function_at(tx, params, steps)
+    function, arguments = _run_as_function(tx, params, steps)
     point = tuple(arguments.values())
     if not torch.cat(point).numel():
         return
     generator = torch.Generator().manual_seed(1)
     tangents = tuple([torch.randn(vector.shape, dtype=vector.dtype, generator=generator) for vector in point])
+    # Forward mode: the derivative J t of the updates in the direction t.
     with without_torchs_own_warnings():
-        out, j_t = torch.func.jvp(function, point, tangents)[:2]
-    c = torch.randn(out.shape, dtype=out.dtype, generator=generator)
+        updates, j_t = torch.func.jvp(function, point, tangents)[:2]
     t = torch.cat(tangents)
-    c_j = torch.cat(torch.func.vjp(function, *point)[1](c))
+    # Reverse mode: the gradient c^T J of the sum of the updates, weighted by c.
+    c = torch.randn(updates.shape, dtype=updates.dtype, generator=generator)
+    _, vjp_function = torch.func.vjp(function, *point)
+    c_j = torch.cat(vjp_function(c))
     by_forward = float(j_t.dot(c))
     by_reverse = float(t.dot(c_j))
-    # The rounding errors of both products. If the exact derivative is zero, both are noise on the scale of the values.
+    # The rounding errors of both products. If the exact derivative is zero, both are noise on the scale of the updates.
     rounding = 1e-9 * float(j_t.norm() * c.norm() + t.norm() * c_j.norm())
-    noise = 1e-11 * (1.0 + float(out.norm() * c.norm()))
+    noise = 1e-11 * (1.0 + float(updates.norm() * c.norm()))
     if not abs(by_forward - by_reverse) <= rounding + noise:  # NaN fails too
         raise Breach(None, f"forward mode gives {by_forward:.9g}, reverse mode {by_reverse:.9g}")
 
@@ -171,4 +217,4 @@ def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> second_derivatives_are_right(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 2)}))
     """
-    _check(gradgradcheck, "gradients", tx, params, steps, atol=1e-4)
+    _check_derivatives(gradgradcheck, "gradients", tx, params, steps, atol=1e-4)

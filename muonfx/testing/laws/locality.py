@@ -34,7 +34,15 @@ from muonfx.tree import PyTree
 
 
 def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
-    """Return an ``unless`` function for `law`: it excludes transforms that read more of the tree than ``locality``."""
+    """Return a function for the option ``unless`` of `law`: why a law is not checked for a transform, or None.
+
+    The law is left out for transforms that read more of the tree than ``locality``.
+
+    >>> import muonfx as mfx
+    >>> why_not = wider_than(Locality.ELEMENT)
+    >>> why_not(mfx.scale(2.0)), why_not(mfx.clip_by_global_norm(1.0))
+    (None, 'its locality is TREE')
+    """
 
     def why_not(tx: Transform) -> str | None:
         if tx.locality > locality:
@@ -66,12 +74,15 @@ _LARGE_SIDE = 70
 
 
 def enlarged(example: Example) -> Example:
-    """Return an example with leaves of several thousand elements, which repeat leaves of at most three shapes."""
+    """Return an example with large leaves: a matrix of shape (3, 5) becomes one of shape (72, 85).
+
+    Leaves of three shapes are enlarged, those with the most dims. Others stay small, which saves time.
+    """
     shapes = {tuple(leaf.shape) for leaf in tree.tensors(example.params) if leaf.numel()}
-    with_most_dims = sorted(shapes, key=lambda shape: -len(shape))[:3]
+    shapes_to_enlarge = sorted(shapes, key=lambda shape: -len(shape))[:3]
 
     def enlarged_leaf(leaf: Tensor) -> Tensor:
-        if tuple(leaf.shape) not in with_most_dims or not leaf.ndim:
+        if tuple(leaf.shape) not in shapes_to_enlarge or not leaf.ndim:
             return leaf
         large = leaf.repeat(_repeats_to_enlarge(leaf))
         # All elements differ, because otherwise a mean over some would equal the mean over all.
@@ -82,10 +93,15 @@ def enlarged(example: Example) -> Example:
 
 
 def _repeats_to_enlarge(leaf: Tensor) -> list[int]:
-    """Return how often to repeat a nonempty leaf along each dim, only the first and the last, to make it large."""
-    times = math.ceil(_LARGE / leaf.numel())
+    """Return how often to repeat a leaf along each dim, so that it has about 6,000 elements and 70 rows or more.
+
+    >>> _repeats_to_enlarge(torch.zeros(3, 5)), _repeats_to_enlarge(torch.zeros(2, 4, 3))
+    ([24, 17], [35, 1, 8])
+    """
+    times = math.ceil(_LARGE / leaf.numel())  # the number of copies of the leaf
     if leaf.ndim == 1:
         return [times]
+    # Repeat along the first dim for enough rows, along the last dim for enough elements, and along no other.
     rows = math.ceil(_LARGE_SIDE / leaf.shape[0])
     columns = math.ceil(times / rows)
     middle = [1] * (leaf.ndim - 2)
@@ -97,8 +113,8 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
     """Check that an elementwise transform (locality ELEMENT) updates each element independently of all others.
 
     If leaves are halved, or flattened with their elements permuted, the updates must be the same, in the new order.
-    ZeRO splits flattened leaves into intervals. A choice that depends on the original shapes must be made before, by
-    the option ``resolve`` of `muonfx.transform`.
+    This matters because ZeRO flattens leaves and splits them into intervals. A choice that depends on the original
+    shapes must be made before, by the option ``resolve`` of `muonfx.transform`.
 
     >>> import muonfx as mfx
     >>> element_transforms_see_one_element(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -107,16 +123,18 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
 
 
 def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that an element's update depends on this element alone: halve leaves, flatten them and permute elements.
+    """Raise `Breach` (a failed law) if the update of an element depends on other elements of the same leaf.
 
-    Raise `Breach` (a failed law) if an element then has another update.
+    The transform runs on halves of the leaves, and on leaves that are flattened and have their elements in another
+    order. Each element must have the update that it has in the whole leaf.
     """
     example = Example(params, steps)
     _check_halves("leaf", tx, example)
-    whole, tolerance = _updates_and_tolerance(tx, example)
-    resolved = resolve_within(tx, on_meta(params))  # the choices by shape are made before leaves are flattened
+    whole_updates, tolerance = _updates_and_tolerance(tx, example)
+    # A transform may choose leaves by their shapes. It does so for the original shapes, before leaves are flattened.
+    resolved = resolve_within(tx, on_meta(params))
     results = updates_of(resolved, *example.map(_flattened_and_permuted))
-    expected = tree.map(_flattened_and_permuted, whole)
+    expected = tree.map(_flattened_and_permuted, whole_updates)
     what = "updates of flattened leaves with permuted elements"
     require_close(what, results, expected, "the whole's, flattened and permuted", min(tolerance, _ROUNDING))
 
@@ -132,20 +150,23 @@ _ROUNDING = 0.02
 
 
 def _check_halves(of: str, tx: Transform, example: Example) -> None:
-    """Raise `Breach` (a failed law) unless halves of the leaves, as on two ranks, have the updates of whole leaves.
+    """Raise `Breach` (a failed law) unless half a leaf alone has the same updates as this half in the whole leaf.
 
-    ``of`` names what is halved.
+    Two ranks would hold such halves. ``of`` is the word for a leaf in the message.
     """
-    whole, tolerance = _updates_and_tolerance(tx, example)
-    for which, half in _HALVES.items():
+    whole_updates, tolerance = _updates_and_tolerance(tx, example)
+    for which, half in _HALVES.items():  # "first" or "second", and the function that returns this half of a leaf
         results = updates_of(tx, *example.map(half))
+        expected = tree.map(half, whole_updates)
         what = f"updates of the {which} half of each {of}"
-        require_close(what, results, tree.map(half, whole), "the same half of the whole's", _for_halves(tolerance))
+        require_close(what, results, expected, "the same half of the whole's", _for_halves(tolerance))
 
 
 def _for_halves(tolerance: float) -> float:
     """Return the tolerance for half a leaf: larger, since the largest element may be in the other half."""
-    return tolerance * 1e3 if tolerance < 1e-6 else tolerance
+    if tolerance < 1e-6:
+        return tolerance * 1e3
+    return tolerance
 
 
 def _half(number: int, leaf: Tensor) -> Tensor:
@@ -165,15 +186,16 @@ def _flattened_and_permuted(leaf: Tensor) -> Tensor:
 
 
 def _batched(example: Example) -> list[Example]:
-    """Return examples in which a batch of two different matrices replaces each leaf of fewer than three dims."""
+    """Return examples in which every leaf is a batch of matrices: shape (3, 5) becomes (2, 3, 5)."""
 
     def batch_of_two(leaf: Tensor) -> Tensor:
-        if leaf.ndim >= 3:
+        if leaf.ndim >= 3:  # it is a batch already
             return leaf
+        matrix = leaf
         if leaf.ndim < 2:
-            leaf = leaf.reshape(1, -1)
-        other_matrix = (7.0 * leaf.roll(1, -1) + 0.5).flip(-1)  # with other elements, in another order
-        return torch.stack([leaf, other_matrix])
+            matrix = leaf.reshape(1, -1)
+        other_matrix = (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)  # with other elements, in another order
+        return torch.stack([matrix, other_matrix])
 
     return also_in_its_dtypes(example.dense().map(batch_of_two))
 
@@ -182,7 +204,8 @@ def _batched(example: Example) -> list[Example]:
 def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a transform with locality MATRIX updates each matrix in the last two dims independently of others.
 
-    The law splits leaves into halves along their first batch dim.
+    For example, a leaf of shape (2, 3, 5) is a batch of two matrices. The law runs the transform on each half of the
+    batch alone, and compares the updates with those of the whole batch.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -196,8 +219,8 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
 def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a transform with locality LEAF or less updates each leaf independently of the values of others.
 
-    Other leaves or their gradients may also be None, as on a rank that computes some leaves. The law
-    `a_leaf_has_the_same_bits_in_any_company` computes each leaf alone.
+    Other leaves or their gradients may also be None, as on a rank that computes only some of the leaves. Another law,
+    `a_leaf_has_the_same_bits_in_any_company`, computes each leaf alone.
 
     >>> import muonfx as mfx
     >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
@@ -206,10 +229,13 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) if the update of a leaf changes with the values or the presence of other leaves."""
-    whole, tolerance = _updates_and_tolerance(tx, Example(params, steps))
+    """Raise `Breach` (a failed law) if the update of a leaf changes with the values or the presence of other leaves.
+
+    For each leaf, the transform runs three times: all other leaves have other values, or no gradients, or are None.
+    """
+    usual_updates, tolerance = _updates_and_tolerance(tx, Example(params, steps))
     expected_is = "without this change" + _advice_on_stacks(tx)
-    numbers = set(range(len(tree.leaves(params))))
+    numbers = set(range(len(tree.leaves(params))))  # the leaves are numbered in the order of the tree
     for number in numbers:
         others = numbers - {number}
         changed_params = map_some(lambda p: 5.0 * p + 1.0, others, params)
@@ -220,7 +246,8 @@ def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
             "the gradients of other leaves are None": updates_of(tx, params, steps_without),
             "other leaves are None": updates_of(tx, without_leaves(others, params), steps_without),
         }
-        expected = [without_leaves(others, updates) for updates in whole]
+        # Only the updates of this leaf are compared: all others become None.
+        expected = [without_leaves(others, updates) for updates in usual_updates]
         for condition, results in results_if.items():
             updates_of_leaf = [without_leaves(others, updates) for updates in results]
             require_close(f"if {condition}, updates by step", updates_of_leaf, expected, expected_is, tolerance)
@@ -236,23 +263,26 @@ def _advice_on_stacks(tx: Transform) -> str:
     )
 
 
-def _needs_more_than_sums(tx: Transform) -> str | None:
-    """Return why a transform is not computed from shards and sums over leaves alone; None if it is.
+def _why_sums_are_not_checked(tx: Transform) -> str | None:
+    """Return why the law about sums over leaves does not apply to a transform, or None if it applies.
 
-    A sharded run passes shards and the argument ``sum_over_leaves`` to a transform that has this argument. Another
-    transform that reads the tree receives whole tensors, so the law about sums does not apply to it.
+    Clipping by the global norm reads all leaves, but only through the sum of their squares. On sharded parameters, such
+    a transform has the argument ``sum_over_leaves``: a function that adds a number of each leaf over all ranks. The law
+    applies if this is so for each transform within ``tx`` that reads the whole tree. Others receive whole tensors.
     """
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
+    transforms_of_tree = [inner for inner in within(tx) if inner.locality is Locality.TREE]
     takes_sums = False
-    for inner in within(tx):  # the transform itself, and those that it calls
-        if inner.locality is not Locality.TREE:
-            continue
+    for inner in transforms_of_tree:
         if sums_over_leaves(inner):
             takes_sums = True
-        elif works_on_pieces(inner):
+            continue
+        if works_on_pieces(inner):
             return f"{inner.name} combines its shards by other means than sums over leaves"
-        elif not inner.extras.takes_all:  # one with **extras forwards sum_over_leaves to the transforms that it calls
+        # A wrapper with ``**extras``, such as a chain, forwards ``sum_over_leaves`` to the transforms that it calls.
+        is_forwarding = inner.extras.takes_all
+        if not is_forwarding:
             return _why_gathered(inner)
     if not takes_sums:
         return _why_gathered(tx)
@@ -264,13 +294,13 @@ def _why_gathered(tx: Transform) -> str:
     return f"{tx.name} has the locality TREE and no argument sum_over_leaves, so it receives the gathered tree"
 
 
-@law(on=precise, unless=_needs_more_than_sums, share=0.2)
+@law(on=precise, unless=_why_sums_are_not_checked, share=0.2)
 def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that a transform which reads the whole tree (locality TREE) needs only sums over leaves of other ranks.
+    """Check that a transform which reads the whole tree needs no more of other ranks than sums over their leaves.
 
-    The law simulates two ranks, which hold different leaves or a half of each leaf, and adds up their sums.
-    Transforms of whole matrices or leaves never receive halves. For halves, `scale` takes the place of those within
-    ``tx``, such as `orthogonalize` after `clip_by_global_norm`.
+    For example, `clip_by_global_norm` needs the squared norms of all leaves, added over the ranks. The law simulates
+    two ranks that hold different leaves, or one half of each leaf, and exchange only such sums. Together they must have
+    the updates of one rank that holds the whole tree.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -280,28 +310,33 @@ def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: l
 
 
 def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) unless two ranks, with different leaves or halves, compute the updates of one."""
-    _check_sums_of_halves(tx, Example(params, steps))
+    """Raise `Breach` (a failed law) unless two ranks that exchange sums over leaves compute the updates of one rank.
+
+    The two simulated ranks hold one half of each leaf; or every other leaf; or all leaves and none.
+    """
+    example = Example(params, steps)
+    _check_sums_of_halves(tx, example)
     numbers = range(len(tree.leaves(params)))
-    _check_sums_of_leaves("every other leaf", tx, Example(params, steps), set(numbers[::2]))
-    _check_sums_of_leaves("all leaves or none", tx, Example(params, steps), set(numbers))
+    _check_sums_of_leaves("every other leaf", tx, example, on_first_rank=set(numbers[::2]))
+    _check_sums_of_leaves("all leaves or none", tx, example, on_first_rank=set(numbers))
 
 
 def _check_sums_of_halves(tx: Transform, example: Example) -> None:
     """Raise `Breach` (a failed law) unless two ranks that hold halves of the leaves compute halves of the updates."""
-    # Leaves without dims have no halves: both ranks hold them.
-    on_both = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}
     tx = _without_work_on_wholes(tx)
-    whole, tolerance = _updates_and_tolerance(tx, example)
-    resolved = resolve_within(tx, on_meta(example.params))
-    examples: list[Example] = []
-    expected: list[PyTree] = []
+    whole_updates, tolerance = _updates_and_tolerance(tx, example)
+    # A leaf without dims cannot be halved, so both ranks hold it.
+    on_both_ranks = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}
+    example_of_rank: list[Example] = []
+    expected_of_rank: list[PyTree] = []
     for half in _HALVES.values():
-        examples.append(example.map(half))
-        expected.append(tree.map(half, whole))
-    results = _on_two_ranks(resolved, examples, on_both)
+        example_of_rank.append(example.map(half))
+        expected_of_rank.append(tree.map(half, whole_updates))
+    # A transform may choose leaves by their shapes. It does so for the shapes of whole leaves.
+    resolved = resolve_within(tx, on_meta(example.params))
+    results = _on_two_ranks(resolved, example_of_rank, on_both_ranks)
     what = "on two ranks that hold a half of each leaf, updates by rank and step"
-    require_close(what, results, expected, "the same half of one rank's", _for_halves(tolerance))
+    require_close(what, results, expected_of_rank, "the same half of one rank's", _for_halves(tolerance))
 
 
 def _without_work_on_wholes(tx: Transform) -> Transform:
@@ -322,18 +357,20 @@ def _check_sums_of_leaves(held: str, tx: Transform, example: Example, on_first_r
     """Raise `Breach` (a failed law) unless two ranks with gradients of different leaves compute the updates of one.
 
     The first rank has the gradients of the leaves with the numbers ``on_first_rank``, and the second rank the others.
+    ``held`` says this in the message: "every other leaf".
     """
     params, steps = example
     on_second_rank = set(range(len(tree.leaves(params)))) - on_first_rank
-    whole, tolerance = _updates_and_tolerance(tx, example)
-    examples: list[Example] = []
-    expected: list[list[PyTree]] = []
-    for missing in (on_second_rank, on_first_rank):
-        examples.append(Example(params, [without_leaves(missing, grads) for grads in steps]))
-        expected.append([without_leaves(missing, updates) for updates in whole])
-    results = _on_two_ranks(tx, examples, on_both=set())
+    updates_of_one_rank, tolerance = _updates_and_tolerance(tx, example)
+    example_of_rank: list[Example] = []
+    expected_of_rank: list[list[PyTree]] = []
+    for missing in (on_second_rank, on_first_rank):  # the leaves that the first rank lacks, then those of the second
+        steps_of_rank = [without_leaves(missing, grads) for grads in steps]
+        example_of_rank.append(Example(params, steps_of_rank))
+        expected_of_rank.append([without_leaves(missing, updates) for updates in updates_of_one_rank])
+    results = _on_two_ranks(tx, example_of_rank, on_both_ranks=set())
     what = f"on two ranks that hold {held}, updates by rank and step"
-    require_close(what, results, expected, "on one rank", tolerance)
+    require_close(what, results, expected_of_rank, "on one rank", tolerance)
 
 
 class _NextSum(BaseException):
@@ -347,48 +384,54 @@ class _NextSum(BaseException):
         self.contribution = contribution
 
 
-def _on_two_ranks(tx: Transform, examples: list[Example], on_both: set[int]) -> list[list[PyTree]]:
-    """Run a transform on two simulated ranks, and return the updates of all steps for each rank.
+def _on_two_ranks(tx: Transform, example_of_rank: list[Example], on_both_ranks: set[int]) -> list[list[PyTree]]:
+    """Run a transform on two simulated ranks, and return a list for each rank with the updates of each step.
 
-    Each rank runs until it needs a sum that is not known. From what both have contributed to it follows the sum, and
-    both run again from the start with one more known sum, until no sum is missing.
+    Both ranks run in this process, one after the other. When the first needs a sum over both, the second has not run
+    yet. So each rank runs until it needs an unknown sum, and stops with its contribution to it. The two contributions
+    give the sum, and both ranks run again from the start with one more known sum, until none is missing.
 
     Args:
-        tx: the transform, which takes ``sum_over_leaves``.
-        examples: the parameters and gradients of each rank.
-        on_both: the numbers of the leaves that both ranks hold; a sum counts them once.
+        tx: the transform, which has the argument ``sum_over_leaves``.
+        example_of_rank: the parameters and gradients of each rank.
+        on_both_ranks: the numbers of the leaves that both ranks hold. Only the first rank adds them to a sum.
     """
+    first_example, second_example = example_of_rank
     known_sums: list[Tensor] = []
     while True:
-        results: list[list[PyTree]] = []
-        contributions: list[Tensor] = []
-        for example, uncounted in zip(examples, (set[int](), on_both), strict=True):
+        results: list[list[PyTree]] = []  # of the ranks that have run to the end
+        contributions: list[Tensor] = []  # of the ranks that have stopped at an unknown sum
+        for example, not_counted in ((first_example, set[int]()), (second_example, on_both_ranks)):
             try:
-                results.append(_updates_with_sums(tx, example, known_sums, uncounted))
+                results.append(_updates_with_sums(tx, example, known_sums, not_counted))
             except _NextSum as next_sum:
                 contributions.append(next_sum.contribution)
-        if not contributions:
+        if not contributions:  # both have run to the end
             return results
-        if results:
+        if results:  # one has, and the other waits for it
             text = f"only one rank computes sum {len(known_sums) + 1}, expected the same sums on both ranks"
             raise Breach(None, text)
-        contribution_of_0, contribution_of_1 = contributions
-        known_sums.append(contribution_of_0 + contribution_of_1)
+        contribution_of_first, contribution_of_second = contributions
+        known_sums.append(contribution_of_first + contribution_of_second)
 
 
-def _updates_with_sums(tx: Transform, example: Example, known_sums: list[Tensor], uncounted: set[int]) -> list[PyTree]:
-    """Return the updates of one rank, or raise `_NextSum` for the first sum that is not among ``known_sums``.
+def _updates_with_sums(
+    tx: Transform, example: Example, known_sums: list[Tensor], not_counted: set[int]
+) -> list[PyTree]:
+    """Return the updates of one rank, or raise `_NextSum` when it needs a sum that is not known yet.
 
-    ``uncounted`` are the numbers of the leaves that the other rank counts.
+    ``known_sums`` are the results of the first calls of ``sum_over_leaves`` in the run. ``not_counted`` are the numbers
+    of the leaves that the other rank adds to a sum.
     """
     calls = itertools.count()
 
     def sum_over_leaves(scalars: PyTree) -> Tensor:
+        """Return the sum over both ranks of a tree with one number for each leaf, such as its squared norm."""
         call = next(calls)
         if call < len(known_sums):
             return known_sums[call]
         contribution = torch.zeros((), dtype=torch.float64)
-        for scalar in tree.tensors(without_leaves(uncounted, scalars)):
+        for scalar in tree.tensors(without_leaves(not_counted, scalars)):
             contribution = contribution + scalar.double()
         raise _NextSum(contribution)
 
