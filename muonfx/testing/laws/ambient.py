@@ -29,7 +29,10 @@ T = TypeVar("T")
 
 @contextmanager
 def _changed(read: Callable[[], T], write: Callable[[T], object], value: T) -> Generator[None]:
-    """Write another value of a global setting of torch, and restore the usual one at the end."""
+    """Change a global setting of torch in a ``with`` block, and restore the usual value at the end.
+
+    For example, ``read`` is ``torch.get_num_threads`` and ``write`` is ``torch.set_num_threads``.
+    """
     usual_value = read()
     write(value)
     try:
@@ -84,7 +87,8 @@ def modes_of_torch_change_nothing(tx: Transform, params: PyTree, steps: list[PyT
 def _check_modes(modes: dict[str, Mode], tx: Transform, params: PyTree, steps: list[PyTree], expected: History) -> None:
     """Raise `Breach` (a failed law) if the initial state or a step has other bits under one of the modes.
 
-    ``expected`` are the updates and the state of each step without a mode.
+    ``modes`` are functions that return a context manager, by name, such as `TORCH_MODES`. ``expected`` are the updates
+    and the state of each step without a mode.
     """
     first_state = tx.init(params)
     for name, mode in modes.items():
@@ -124,7 +128,8 @@ def _later(clock: Callable[[], float]) -> Callable[[], float]:
 def _another_hash() -> Generator[None]:
     """Let ``hash`` return other integers for strings and for tuples, as in a process with another PYTHONHASHSEED.
 
-    A method ``__hash__`` that calls ``hash`` still gets the usual integers, so that dicts find their keys.
+    It shows results that depend on these integers, which differ between ranks. A method ``__hash__`` that calls
+    ``hash`` still gets the usual integers, so that dicts find their keys.
     """
     usual_hash = builtins.hash
 
@@ -133,7 +138,7 @@ def _another_hash() -> Generator[None]:
         calling_function = sys._getframe(1).f_code.co_name
         if calling_function == "__hash__":  # of a key that is already in a dict, under its usual integer
             return usual_hash(value)
-        if isinstance(value, str | bytes | tuple | frozenset):
+        if isinstance(value, str | bytes | tuple | frozenset):  # strings, and containers that may hold strings
             return usual_hash(("salt", value))
         return usual_hash(value)
 
@@ -153,7 +158,8 @@ PROCESS_MODES: dict[str, Mode] = {
 def seeds_clocks_and_hashes_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that results do not depend on the seeds of random numbers, the clock, ``hash`` of a name, or the thread.
 
-    Ranks differ in these. Python's hash of a string is another in each process, unless PYTHONHASHSEED is set.
+    Ranks differ in these, and must still compute the same updates. Python's hash of a string is another in each
+    process, unless PYTHONHASHSEED is set.
 
     >>> import muonfx as mfx
     >>> seeds_clocks_and_hashes_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -166,10 +172,13 @@ def seeds_clocks_and_hashes_change_nothing(tx: Transform, params: PyTree, steps:
 
 
 def _cannot_be_elsewhere(tx: Transform) -> str | None:
-    """Return why another process cannot import the parts of a transform; None if it can."""
+    """Return why another process cannot import the functions and classes in a transform; None if it can.
+
+    For example, a function that is defined in the running script (``__main__``) cannot be imported.
+    """
     for name, value in names_within(tx).items():
         module = sys.modules.get(value.__module__)
-        # The import system has given its modules a spec, by which another process finds them too.
+        # A module that was imported from a file has a spec, by which another process finds the file too.
         if value.__module__ == "__main__" or getattr(module, "__spec__", None) is None:
             return f"{name} is not in a module that another process can import"
     return None
@@ -187,7 +196,7 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     """
     example = Example(params, steps)
     examples = [example]
-    expected = [history(tx, params, steps)]
+    expected = [history(tx, params, steps)]  # the updates and the state of each step, for each of the examples
     for prefix in ("a", "b", "model"):  # longer names, so that sets of names have several orders
         longer_names = Example({prefix: params}, [{prefix: grads} for grads in steps])  # "a.w" instead of "w"
         with suppress(KeyError, TypeError, ValueError):  # a transform may accept certain names only

@@ -28,13 +28,14 @@ def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list
     >>> import muonfx as mfx
     >>> vmap_over_gradients_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    runs = [scaled(steps, factor) for factor in (1.0, -0.5, 3.0)]
-    expected = _stacked([history(tx, params, steps_of_run) for steps_of_run in runs])
-    state = _stacked([tx.init(params)] * len(runs))
+    # Three runs of the same parameters with different gradients: first one after the other, then as one batch.
+    steps_of_runs = [scaled(steps, factor) for factor in (1.0, -0.5, 3.0)]
+    expected = _stacked([history(tx, params, steps_of_run) for steps_of_run in steps_of_runs])
+    state = _stacked([tx.init(params)] * len(steps_of_runs))
     if not list(tree.tensors((params, state))):
         return  # vmap requires a tensor
     update_batch = torch.func.vmap(lambda grads, state: tx.update(grads, state, params))
-    batched_steps = _stacked(runs)
+    batched_steps = _stacked(steps_of_runs)  # at each step, tensors of shape (3, *shape)
     for step, batch_of_grads in enumerate(batched_steps):
         updates, state = update_batch(batch_of_grads, state)
         what = f"step {step}, vmapped (updates, state)"
@@ -46,12 +47,16 @@ def _stacked(trees: list[PyTree]) -> PyTree:
     """Return a tree with the corresponding tensors of several trees stacked along a new first dim.
 
     The trees may be lists with a tree for each step.
+
+    >>> _stacked([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])}])
+    {'w': tensor([[1., 2.],
+            [3., 4.]])}
     """
 
     def stacked(*leaves: Any) -> Any:
         if isinstance(leaves[0], Tensor):
             return torch.stack(leaves)
-        return leaves[0]
+        return leaves[0]  # None, in all trees
 
     return tree.map(stacked, *trees)
 
@@ -73,7 +78,7 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
     >>> import muonfx as mfx
     >>> vmap_over_the_transform_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    variants = [scaled(tx, factor) for factor in (1.0, 0.9, 0.5)]
+    variants = [scaled(tx, factor) for factor in (1.0, 0.9, 0.5)]  # with all numeric arguments multiplied
 
     def last_step(tx: Transform) -> list[Tensor]:
         """Return the tensors of the last updates and the last state, since vmap cannot return None."""
@@ -99,12 +104,14 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
     """
     example = Example(params, steps)
     together = updates_of(tx, params, steps)
+    # Each leaf alone: all other leaves are None.
     for number, name in enumerate(tree.names(params)):
         alone = updates_of(tx, *example_of_leaf(number, example))
         expected = [only_leaf(number, updates) for updates in together]
         require_same(f"updates of {name!r}, without the other leaves,", alone, expected, "among them")
     if _rounds_at_random(tx) or not accepts_names(tx, _with_others(2, params)):
         return
+    # Each leaf among one or two other leaves of its shape.
     for copies in (2, 3):
         beside_others = Example(_with_others(copies, params), [_with_others(copies, grads) for grads in steps])
         results = updates_of(tx, *beside_others)

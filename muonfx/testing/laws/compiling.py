@@ -51,6 +51,7 @@ def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: li
     """
     if not tree.leaves(params):
         return
+    # Forget the graphs of earlier checks, which could be used again or be counted here.
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     counter = Counter()
@@ -87,18 +88,19 @@ def _steady(example: Example) -> Example:
 
 
 def _one_leaf_per_ndim(example: Example) -> Example:
-    """Return the example in float64 with one leaf of each number of dims, and None for all others.
+    """Return the example in float64 with one leaf of each number of dims, the largest, and None for all others.
 
-    Compiling more leaves takes longer.
+    Of leaves with the shapes (3,), (6,), (4, 4) and (3, 5), those of (6,) and (4, 4) stay. Compiling more leaves takes
+    longer.
     """
     example = example.precise()
     leaves = tree.leaves(example.params)
-    largest_leaf_of_ndim: dict[int, int] = {}  # its number in the tree
+    number_of_largest: dict[int, int] = {}  # from a number of dims to the number of the leaf in the tree
     for number, leaf in enumerate(leaves):
-        largest = largest_leaf_of_ndim.get(leaf.ndim)
+        largest = number_of_largest.get(leaf.ndim)
         if largest is None or leaf.numel() > leaves[largest].numel():
-            largest_leaf_of_ndim[leaf.ndim] = number
-    omitted = set(range(len(leaves))) - set(largest_leaf_of_ndim.values())
+            number_of_largest[leaf.ndim] = number
+    omitted = set(range(len(leaves))) - set(number_of_largest.values())
     return example.map_trees(lambda values: without_leaves(omitted, values))
 
 
@@ -116,15 +118,16 @@ def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTr
 def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a compiled transform is not recompiled if the value of a numeric argument changes.
 
-    The numeric arguments are tensors. The results must use the new values.
+    A learning rate that changes at every step must not cause a compilation at every step. The numeric arguments are
+    tensors, and the results must use their new values.
 
     >>> import muonfx as mfx
     >>> changing_a_number_does_not_recompile(mfx.scale(2.0), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # New transforms, as from `with_hyperparams`: dynamo guards on the caches of a used transform.
-    tx = as_tensors(tx)
-    tx_of_step = [scaled(tx, 0.9**step) for step in range(len(steps))]
-    _check(tx, tx_of_step, params, steps)
+    # Each step has a new transform, as from `with_hyperparams`: dynamo guards on the caches of a used transform.
+    tx_of_tensors = as_tensors(tx)
+    tx_of_step = [scaled(tx_of_tensors, 0.9**step) for step in range(len(steps))]
+    _check(tx_of_tensors, tx_of_step, params, steps)
 
 
 def _grown(values: PyTree, times: int, seed: int) -> PyTree:
@@ -141,6 +144,8 @@ def _grown(values: PyTree, times: int, seed: int) -> PyTree:
 @law(on=_one_leaf_per_ndim, unless=is_in_no_module, share=0.01)
 def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that one compiled `update` has the results of eager mode for leaves with dims up to three times as long.
+
+    The compiler receives the lengths of dims as symbols, so the compiled code must not be made for certain lengths.
 
     >>> import muonfx as mfx
     >>> compiled_update_takes_other_shapes(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -159,7 +164,7 @@ def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: lis
             expected = tx.update(grads, state, longer)
         except ValueError:
             continue  # the transform does not accept these shapes
-        # All sides are symbols in the first call already; else the second call would compile again.
+        # All lengths of dims are symbols in the first call already; else the second call would compile again.
         for leaf in tree.tensors((grads, state, longer)):
             torch._dynamo.maybe_mark_dynamic(leaf, list(range(leaf.ndim)))
         results = step(grads, state, longer)
@@ -172,7 +177,8 @@ def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: lis
 def traced_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that ``make_fx`` can record a step: the graph has the results of eager mode in this and the next step.
 
-    The graph must not read the value of a tensor, which would wait for the device.
+    So the graph computes the step from its inputs, without constants of the step in which it was recorded. It must not
+    read the value of a tensor, which would wait for the device.
 
     >>> import muonfx as mfx
     >>> traced_update_equals_eager(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

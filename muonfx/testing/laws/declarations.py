@@ -37,6 +37,7 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
     """Check that with ``reads_params=False`` neither `init` nor `update` depends on the parameters' values.
 
     In a sharded run, `update` of such a transform receives None as parameters, and `init` parameters without values.
+    So the results must be the same for other parameters, and for no parameters.
 
     >>> import muonfx as mfx
     >>> params_are_not_read_where_declared_so(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -47,8 +48,8 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
     require_same("state at init, for other values of the parameters", state_of_others, state, "for these")
     for step, grads in enumerate(steps):
         expected = tx.run(grads, state, params)
-        for which, replaced_params in (("no", None), ("other", other_params)):
-            results = tx.run(grads, state, replaced_params)
+        for which, params_of_run in {"no": None, "other": other_params}.items():
+            results = tx.run(grads, state, params_of_run)
             require_same(f"step {step}, with {which} parameters, (updates, state)", results, expected, "with these")
         _, state = expected
 
@@ -70,30 +71,41 @@ def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) if the update of a leaf depends on the order of items in one of the trees."""
+    """Raise `Breach` (a failed law) if the update of a leaf depends on the order of items in a dict.
+
+    The dicts of the gradients, of the parameters or of the state are put in the opposite order, one of these at a time
+    and then all of them. Each leaf, found by its name, must have the same update.
+    """
     expected = [dict(tree.named_leaves(results)) for results in history(tx, params, steps)]
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
     for reversed_trees in (["gradients"], ["parameters"], ["state"], ["gradients", "parameters", "state"]):
-        ordered_params = _ordered(params, reverse="parameters" in reversed_trees)
-        state = tx.init(ordered_params)
+        params_of_run = params
+        if "parameters" in reversed_trees:
+            params_of_run = _with_reversed_dicts(params)
+        state = tx.init(params_of_run)
         for step, grads in enumerate(steps):
-            ordered_grads = _ordered(grads, reverse="gradients" in reversed_trees)
-            ordered_state = _ordered(state, reverse="state" in reversed_trees)
-            updates, state = tx.update(ordered_grads, ordered_state, ordered_params)
+            grads_of_step = grads
+            if "gradients" in reversed_trees:
+                grads_of_step = _with_reversed_dicts(grads)
+            if "state" in reversed_trees:
+                state = _with_reversed_dicts(state)
+            updates, state = tx.update(grads_of_step, state, params_of_run)
             results = dict(tree.named_leaves((updates, state)))
             what = f"step {step}, with the dicts of {reversed_trees} in the other order, (updates, state)"
             require_close(what, results, expected[step], "in this order", tolerance)
 
 
-def _ordered(values: PyTree, *, reverse: bool) -> PyTree:
-    """Return a tree, with ``reverse`` with the items of all dicts reversed; lists and tuples keep their order."""
-    if not reverse:
-        return values
+def _with_reversed_dicts(values: PyTree) -> PyTree:
+    """Return a tree with the items of all dicts in the opposite order. Lists and tuples keep their order.
+
+    >>> _with_reversed_dicts({"b": [1, 2], "a": 3})
+    {'a': 3, 'b': [1, 2]}
+    """
     if type(values) is dict:
-        return {key: _ordered(item, reverse=True) for key, item in reversed(values.items())}
+        return {key: _with_reversed_dicts(item) for key, item in reversed(values.items())}
     if isinstance(values, tuple | list):
-        items = [_ordered(item, reverse=True) for item in values]
-        if hasattr(values, "_fields"):
+        items = [_with_reversed_dicts(item) for item in values]
+        if hasattr(values, "_fields"):  # a NamedTuple, whose class takes each item as an argument
             return type(values)(*items)
         return type(values)(items)
     return values
@@ -101,10 +113,11 @@ def _ordered(values: PyTree, *, reverse: bool) -> PyTree:
 
 @law(on=lambda example: enlarged(precise(example)), share=0.08)
 def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check leaves of several thousand elements: updates have the right shapes and obey the declared locality.
+    """Check leaves of several thousand elements: updates have the right shapes, and depend on no more than declared.
 
     A transform may use another algorithm for large leaves, such as one that works on parts of a leaf. For this reason
-    the main checks of locality run again with large leaves. For the locality TREE, only the shapes are checked.
+    the main checks of the declared `Locality` (the part of the tree that an update depends on) run again with large
+    leaves. For the locality TREE, only the shapes are checked.
 
     >>> import muonfx as mfx
     >>> large_leaves_are_as_small_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -121,7 +134,8 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
 def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that `Transform.resolve` returns a transform with the same updates and states.
 
-    `resolve` makes all choices that depend on the names and shapes of parameters, and does not need their values.
+    `resolve` makes all choices that depend on the names and shapes of parameters. For example, it replaces a condition
+    on shapes by a mask. It receives meta tensors here, since it must not need the values of parameters.
 
     >>> import muonfx as mfx
     >>> resolving_changes_nothing(mfx.scale_by_shape(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -142,7 +156,8 @@ def _does_not_round(tx: Transform) -> str | None:
 def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that no bit of the result changes if updates are first rounded to the declared dtype ``rounds_to``.
 
-    Ranks send updates in this dtype. The result must not have more precision than this dtype either.
+    A transform that computes in bfloat16 declares this dtype, and ranks then send updates to each other in bfloat16.
+    Its results are sent too, so they must not have more digits than this dtype.
 
     >>> import muonfx as mfx
     >>> rounding_first_changes_nothing(mfx.orthogonalize(dtype=torch.bfloat16), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -151,15 +166,17 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
     assert rounds_to is not None
 
     def rounded(leaf: Tensor) -> Tensor:
-        narrow = rounds_to(tx, leaf.dtype, leaf.device)
-        if narrow.itemsize >= leaf.dtype.itemsize:
+        """Round a leaf to the declared dtype if that is narrower, and convert it back to its own dtype."""
+        declared_dtype = rounds_to(tx, leaf.dtype, leaf.device)
+        if declared_dtype.itemsize >= leaf.dtype.itemsize:
             return leaf
-        return leaf.to(narrow).to(leaf.dtype)
+        return leaf.to(declared_dtype).to(leaf.dtype)
 
-    usual = updates_of(tx, params, steps)
-    results = updates_of(tx, params, tree.map(rounded, steps))
-    for step, updates in enumerate(results):
-        require_same(f"step {step}, updates of gradients rounded first", updates, usual[step], "of the gradients")
+    usual_updates = updates_of(tx, params, steps)
+    updates_of_rounded = updates_of(tx, params, tree.map(rounded, steps))
+    for step, updates in enumerate(updates_of_rounded):
+        what = f"step {step}, updates of gradients rounded first"
+        require_same(what, updates, usual_updates[step], "of the gradients")
         expected_is = "as they are: they have no more digits"
         require_same(f"step {step}, updates, rounded", tree.map(rounded, updates), updates, expected_is)
 
@@ -168,7 +185,8 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
 def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that each matrix of a leaf is updated independently if `MatrixWork.on_stacks` declares a stack of matrices.
 
-    The updates are the same if the stack is reshaped to (number, rows, columns), or shortened to its first matrix.
+    For example, a leaf of shape (4, 3) may hold the matrices of queries and keys, both of shape (2, 3). The updates
+    must be the same for the leaf, for the same elements in the shape (2, 2, 3), and for the first matrix alone.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -177,30 +195,44 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
     tx_of_stacks, declared_shapes = stacked(tx, shapes)
-    matrix_shapes: dict[str, tuple[int, int]] = {}
-    for name, (rows, columns) in declared_shapes.items():
-        numel = prod(shapes[name])
-        if numel == 0:
-            continue  # without elements it is no stack of a certain number of matrices
-        if numel % (rows * columns):
-            raise Breach(f"{name!r}", f"of shape {shapes[name]} is not a stack of matrices of ({rows}, {columns})")
-        matrix_shapes[name] = (rows, columns)
+    matrix_shapes = _shapes_of_stacked_matrices(shapes, declared_shapes)
     if not matrix_shapes:
         return
-    usual = updates_of(tx, params, steps)
-    tolerance = tolerance_of(tx, usual)
+    usual_updates = updates_of(tx, params, steps)
+    tolerance = tolerance_of(tx, usual_updates)
     stacks = Example(params, steps).map_trees(lambda values: _as_stacks(matrix_shapes, values))
     first_matrices = stacks.map(_first_matrix)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
         updates_of_stacks = updates_of(tx_of_stacks, *stacks)
         updates_of_first = updates_of(tx_of_stacks, *first_matrices)
-    expected = [_as_stacks(matrix_shapes, updates) for updates in usual]
+    expected = [_as_stacks(matrix_shapes, updates) for updates in usual_updates]
     require_close("updates of leaves as stacks", updates_of_stacks, expected, "of the leaves", tolerance)
     what = "updates of the first matrix of each stack alone"
     expected_of_first = tree.map(_first_matrix, expected)
     # A larger tolerance, since it is relative to the largest element, which may be in another matrix.
     require_close(what, updates_of_first, expected_of_first, "in the stack", tolerance * 1e2)
+
+
+def _shapes_of_stacked_matrices(
+    leaf_shapes: Mapping[str, tuple[int, ...]], declared_shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, tuple[int, int]]:
+    """Return the declared shapes of matrices, by leaf, without empty leaves. Raise `Breach` for a wrong shape.
+
+    A leaf of shape (4, 3) may be a stack of matrices of shape (2, 3), but not of matrices of shape (5, 3).
+
+    >>> _shapes_of_stacked_matrices({"qk": (4, 3), "empty": (0, 3)}, {"qk": (2, 3), "empty": (2, 3)})
+    {'qk': (2, 3)}
+    """
+    matrix_shapes: dict[str, tuple[int, int]] = {}
+    for name, (rows, columns) in declared_shapes.items():
+        numel = prod(leaf_shapes[name])
+        if numel == 0:  # a stack of any number of empty matrices
+            continue
+        if numel % (rows * columns):
+            raise Breach(f"{name!r}", f"of shape {leaf_shapes[name]} is not a stack of matrices of ({rows}, {columns})")
+        matrix_shapes[name] = (rows, columns)
+    return matrix_shapes
 
 
 def _as_stacks(matrix_shapes: Mapping[str, tuple[int, int]], values: PyTree) -> dict[str, Tensor]:
@@ -214,17 +246,21 @@ def _first_matrix(stack: Tensor) -> Tensor:
 
 
 def _stacked(example: Example) -> Example:
-    """Return an example in which each leaf consists of three different matrices, joined along rows or a batch dim."""
+    """Return an example in which each leaf consists of three different matrices.
 
-    def joined(leaf: Tensor) -> Tensor:
+    A leaf of shape (4, 5) becomes (12, 5), joined along the rows. One of shape (2, 4, 5) becomes (6, 4, 5).
+    """
+
+    def three_matrices(leaf: Tensor) -> Tensor:
+        matrix = leaf
         if leaf.ndim < 2:
-            leaf = leaf.reshape(1, -1)
-        large = 5.0 * leaf.roll(1, -1) - 0.5
-        reversed_order = leaf.flip(-1) + 0.25
-        along = 0 if leaf.ndim == 2 else -3
-        return torch.cat([leaf, large, reversed_order], dim=along)
+            matrix = leaf.reshape(1, -1)
+        large = 5.0 * matrix.roll(1, -1) - 0.5
+        reversed_order = matrix.flip(-1) + 0.25
+        dim = 0 if matrix.ndim == 2 else -3
+        return torch.cat([matrix, large, reversed_order], dim=dim)
 
-    return example.map(joined)
+    return example.map(three_matrices)
 
 
 def _calls_none(tx: Transform) -> str | None:
@@ -237,30 +273,36 @@ def _calls_none(tx: Transform) -> str | None:
 
 @law(on=precise, unless=_calls_none, share=0.2)
 def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that a wrapper of elementwise transforms reads no more than its declared ``own_locality``.
+    """Check that the own computation of a wrapper reads no more of the tree than it declares as ``own_locality``.
 
-    A wrapper is a transform that calls other transforms. It must call them with leaves that it has received.
+    A wrapper is a transform that calls others. For example, `accumulate` declares ELEMENT: its own sum of gradients is
+    elementwise, whatever the inner transform reads. The law puts an elementwise transform in place of each inner one.
+    Whatever is read beyond an element is then read by the wrapper itself.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
     >>> own_work_is_of_its_own_locality(mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), *Example.of({"w": (2, 3)}))
     """
-    # With elementwise transforms inside, all that it reads beyond an element is read by the wrapper itself.
     names = tuple(tree.names(params))
     resolved = tx.resolve(on_meta(params))
-    with_elementwise = resolved.with_children([_halve_leaves(names) for _ in resolved.children])
+    # The replacement also raises an error if the wrapper calls it with leaves that the wrapper has not received.
+    elementwise = [_multiply_known_leaves(names) for _ in resolved.children]
+    tx_of_elementwise = resolved.with_children(elementwise)
     own_locality = tx.declaration.combinator.own_locality
     if own_locality is Locality.ELEMENT:
-        check_elements(with_elementwise, params, steps)
+        check_elements(tx_of_elementwise, params, steps)
     elif own_locality is Locality.TREE and sums_over_leaves(tx):
-        check_sums(with_elementwise, params, steps)
-    else:  # only that it passes on leaves that it has received
-        history(with_elementwise, params, steps)
+        check_sums(tx_of_elementwise, params, steps)
+    else:  # it may read what it likes, so only the names of leaves are checked
+        history(tx_of_elementwise, params, steps)
 
 
 @transform(locality=Locality.ELEMENT)
-def _halve_leaves(names: tuple[str, ...]) -> Any:
-    """Multiply updates by -0.5, and raise `Breach` (a failed law) for a leaf that has none of the given names."""
+def _multiply_known_leaves(names: tuple[str, ...]) -> Any:
+    """Multiply updates by -0.5, and raise `Breach` (a failed law) for a leaf that has none of the given names.
+
+    It replaces an inner transform of a wrapper in a law. ``names`` are the names of the leaves that the wrapper has.
+    """
 
     def init(params: PyTree) -> EmptyState:
         _require_names("parameters", params, names)
