@@ -43,8 +43,11 @@ def _filled(example: Example) -> Example:
     return example.contiguous().prolonged(4)
 
 
-def _index(leaf: Tensor) -> int:
-    """Return the index of the element that `_with_element` replaces: the middle of the first matrix."""
+def _index_to_replace(leaf: Tensor) -> int:
+    """Return the index of the element that `_with_element` replaces: the middle of the first matrix.
+
+    It counts the elements of the flattened leaf: 2 for a leaf of shape (2, 2), and for one of shape (7, 2, 2) too.
+    """
     return math.prod(leaf.shape[-2:]) // 2
 
 
@@ -57,46 +60,54 @@ def _with_element(element: float, grad: Tensor) -> Tensor:
     """
     changed = grad.clone()
     if changed.numel():
-        changed.view(-1)[_index(changed)] = element
+        changed.view(-1)[_index_to_replace(changed)] = element
     return changed
 
 
 def _independent_part(locality: Locality, update: Tensor) -> Tensor:
-    """Return the part of an update that must not depend on the replaced element of its gradient.
+    """Return the part of an update that must not depend on the element that `_with_element` replaces in its gradient.
 
-    For ELEMENT these are the other elements, for MATRIX the other matrices, and for LEAF there is no such part.
+    The locality is the part of the tree on which an element of the update depends.
+
+    >>> _independent_part(Locality.ELEMENT, torch.arange(4.0).reshape(2, 2))  # without the element 2
+    tensor([0., 1., 3.])
     """
     if locality is Locality.ELEMENT:
         elements = update.reshape(-1)
-        return torch.cat([elements[: _index(update)], elements[_index(update) + 1 :]])
+        index = _index_to_replace(update)
+        return torch.cat([elements[:index], elements[index + 1 :]])
     if locality is Locality.MATRIX and update.ndim >= 3:
-        return update.reshape(-1, *update.shape[-2:])[1:]
-    return update.new_zeros(0)
+        # The replaced element is in the first matrix of the batch, so the others are independent of it.
+        matrices = update.reshape(-1, *update.shape[-2:])
+        return matrices[1:]
+    return update.new_zeros(0)  # all elements may depend on it
 
 
 @law(on=_filled, unless=wider_than(Locality.LEAF), share=0.1)
 def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that NaN or infinity in a gradient changes the updates of no other leaf, matrix or element.
 
-    The declared `Locality` determines the outputs that may change. Transforms that read the whole tree are left out.
+    The declared `Locality` determines which updates may change. For LEAF, for example, it is all updates of the leaf,
+    and for ELEMENT only that of the same element. Transforms that read the whole tree are left out.
 
     >>> import muonfx as mfx
     >>> params, steps = mfx.testing.Example.of({"w": (2, 3), "b": (3,)})
     >>> a_nonfinite_gradient_changes_no_other_leaf(mfx.momentum(), params, steps)
     """
-    usual = updates_of(tx, params, steps)
-    tolerance = tolerance_of(tx, usual, params)
+    usual_updates = updates_of(tx, params, steps)
+    tolerance = tolerance_of(tx, usual_updates, params)
     names = tree.names(params)
-    numbers = set(range(len(names)))
-    all_but_one = [numbers - {number} for number in numbers]
-    for changed in [numbers, *all_but_one]:
-        expected = [_independent_updates(tx.locality, changed, updates) for updates in usual]
+    all_leaves = set(range(len(names)))  # by their numbers in the tree
+    all_but_one = [all_leaves - {number} for number in all_leaves]
+    for faulty_leaves in [all_leaves, *all_but_one]:
+        expected = [_independent_updates(tx.locality, faulty_leaves, updates) for updates in usual_updates]
         for element in (math.nan, math.inf):
-            changed_grads = map_some(functools.partial(_with_element, element), changed, steps[0])
-            results = updates_of(tx, params, [changed_grads, *steps[1:]])
-            independent = [_independent_updates(tx.locality, changed, updates) for updates in results]
-            changed_names = [names[number] for number in sorted(changed)]
-            what = f"after {element} in the gradients of {changed_names}, updates by step"
+            # The first gradients of these leaves have a NaN or an infinity; later gradients are the usual ones.
+            faulty_grads = map_some(functools.partial(_with_element, element), faulty_leaves, steps[0])
+            results = updates_of(tx, params, [faulty_grads, *steps[1:]])
+            independent = [_independent_updates(tx.locality, faulty_leaves, updates) for updates in results]
+            faulty_names = [names[number] for number in sorted(faulty_leaves)]
+            what = f"after {element} in the gradients of {faulty_names}, updates by step"
             require_close(what, independent, expected, "without it", tolerance)
 
 
@@ -115,40 +126,43 @@ def _skips_nonfinite(tx: Transform) -> str | None:
 def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that NaN in a gradient gives nonfinite updates of its leaf, until the updates are the usual ones again.
 
-    So no step hides the fault by zeros. An infinity may also act as a number does whose square overflows, as in
-    `clip_by_value`, and in `scale_by_rms`, whose mean square is then infinite.
-    Leaves whose gradients do not change their updates, as in `set_to_zero`, are left out.
+    A transform that returns zeros instead would hide the fault, and the run would go on without training. An infinity
+    may also act as a large number does: `clip_by_value` limits both. Leaves whose gradients do not change their
+    updates, as in `set_to_zero`, are left out.
 
     >>> import muonfx as mfx
     >>> a_nonfinite_gradient_stays_visible(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    numbers = [number for number, leaf in enumerate(tree.leaves(params)) if leaf.numel()]
-    usual = updates_of(tx, params, steps)
+    nonempty = [number for number, leaf in enumerate(tree.leaves(params)) if leaf.numel()]
+    usual_updates = updates_of(tx, params, steps)
     if tx.locality is not Locality.TREE:
-        _check_faults(tx, params, steps, usual, numbers)
+        _check_faults(tx, params, steps, usual_updates, nonempty)
         return
-    for number in numbers:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
-        _check_faults(tx, params, steps, usual, [number])
+    for number in nonempty:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
+        _check_faults(tx, params, steps, usual_updates, [number])
 
 
-def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], usual: list[PyTree], numbers: list[int]) -> None:
+def _check_faults(
+    tx: Transform, params: PyTree, steps: list[PyTree], usual_updates: list[PyTree], faulty_leaves: list[int]
+) -> None:
     """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves is hidden.
 
-    ``numbers`` are the numbers of the leaves, and ``usual`` are the updates without a fault.
+    ``faulty_leaves`` are the numbers of these leaves in the tree; ``usual_updates`` are the updates without a fault.
     """
 
     def updates_after(first_grads: PyTree) -> list[PyTree]:
         """Return the updates of all steps, with other gradients at the first step."""
         return updates_of(tx, params, [first_grads, *steps[1:]])
 
-    with_another = updates_after(map_some(_with_another_element, numbers, steps[0]))
-    with_nan = updates_after(map_some(functools.partial(_with_element, math.nan), numbers, steps[0]))
-    with_infinity = updates_after(map_some(functools.partial(_with_element, math.inf), numbers, steps[0]))
-    with_large = updates_after(_with_large_elements(numbers, steps[0], params))
-    tolerance = tolerance_of(tx, usual, params)
+    # Four runs. In each, one element of the first gradient of each of these leaves is replaced.
+    with_another = updates_after(map_some(_with_another_element, faulty_leaves, steps[0]))
+    with_nan = updates_after(map_some(functools.partial(_with_element, math.nan), faulty_leaves, steps[0]))
+    with_infinity = updates_after(map_some(functools.partial(_with_element, math.inf), faulty_leaves, steps[0]))
+    with_large = updates_after(_with_large_elements(faulty_leaves, steps[0], params))
+    tolerance = tolerance_of(tx, usual_updates, params)
     names = tree.names(params)
-    for number in numbers:
-        expected = _of_leaf(number, usual)
+    for number in faulty_leaves:
+        expected = _of_leaf(number, usual_updates)
         if _all_close(_of_leaf(number, with_another), expected, tolerance):
             continue  # its updates do not depend on this gradient
         gradient = f"the gradient of {names[number]!r}"
@@ -162,7 +176,7 @@ def _check_faults(tx: Transform, params: PyTree, steps: list[PyTree], usual: lis
 
 def _with_another_element(grad: Tensor) -> Tensor:
     """Return a gradient in which one element has the other sign and a larger magnitude."""
-    old_element = float(grad.view(-1)[_index(grad)])
+    old_element = float(grad.view(-1)[_index_to_replace(grad)])
     return _with_element(-2.0 * old_element - 1.0, grad)
 
 
@@ -171,7 +185,7 @@ _LARGE_ELEMENTS = {torch.float32: 1e30, torch.float64: 1e300}
 
 
 def _with_large_elements(numbers: Sequence[int], grads: PyTree, params: PyTree) -> PyTree:
-    """Return gradients in which a large element replaces an element of some leaves.
+    """Return gradients in which an element such as 1e30 replaces an element of each leaf with one of some numbers.
 
     No number of float16 is large enough. So these gradients are converted to the dtype in which their updates are
     computed, which is at least float32 and no narrower than the dtype of the parameter.
@@ -180,7 +194,8 @@ def _with_large_elements(numbers: Sequence[int], grads: PyTree, params: PyTree) 
     leaves, treedef = tree.flatten(grads)
     for number in numbers:
         dtype = wide_dtype(leaves[number].dtype, param_leaves[number].dtype)
-        leaves[number] = _with_element(_LARGE_ELEMENTS[dtype], leaves[number].to(dtype))
+        wide_grad = leaves[number].to(dtype)
+        leaves[number] = _with_element(_LARGE_ELEMENTS[dtype], wide_grad)
     return tree.unflatten(treedef, leaves)
 
 
@@ -193,13 +208,17 @@ def _all_close(results: list[Tensor], expected: list[Tensor], tolerance: float) 
     return all(is_close(a, b, tolerance) for a, b in zip(results, expected, strict=True))
 
 
-def _require_visible(cause: str, results: list[Tensor], usual: list[list[Tensor]], tolerance: float) -> None:
-    """Raise `Breach` (a failed law) unless one update is nonfinite, and each finite update is a usual one."""
+def _require_visible(cause: str, results: list[Tensor], usual_runs: list[list[Tensor]], tolerance: float) -> None:
+    """Raise `Breach` (a failed law) unless one update is nonfinite, and each finite update is a usual one.
+
+    ``cause`` names the fault, "NaN in the gradient of 'w'". ``results`` are the updates of one leaf by step, and so is
+    each of the ``usual_runs``.
+    """
     is_finite = [bool(update.isfinite().all()) for update in results]
     if all(is_finite):
         raise Breach(None, f"{cause} gives finite updates, first {shown(results[0])}: the fault is hidden")
     for step, update in enumerate(results):
-        is_usual = any(is_close(update, steps[step], tolerance) for steps in usual)
+        is_usual = any(is_close(update, updates[step], tolerance) for updates in usual_runs)
         if is_finite[step] and not is_usual:
             raise Breach(f"step {step}", f"after {cause} at step 0, the update is {shown(update)}: the fault is hidden")
 
@@ -208,7 +227,8 @@ def _require_visible(cause: str, results: list[Tensor], usual: list[list[Tensor]
 def zero_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that updates and states are finite if gradients, or gradients and parameters, are zero.
 
-    This is also checked after a usual step, and for one leaf whose gradients are zero among others.
+    A transform that divides by a norm would give NaN here. This is also checked after a usual step, and for leaves
+    whose gradients are zero among others.
 
     >>> import muonfx as mfx
     >>> zero_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -250,22 +270,22 @@ MAGNITUDES = (1e-18, 1e18)
 def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check float32 gradients with largest elements 1e-18 and 1e18: updates are finite, and are not lost to zero.
 
-    Adding them to usual parameters may round them away, so for small gradients the parameters are small too.
+    Adding small updates to usual parameters may round them away, so for small gradients the parameters are small too.
 
     >>> import muonfx as mfx
     >>> large_and_small_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    usual = updates_of(tx, params, steps)
+    usual_updates = updates_of(tx, params, steps)
     for magnitude in MAGNITUDES:
         when = f"gradients of {magnitude:g}"
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
         _require_finite(when, history(tx, params, scaled_steps))
-        # Not large ones, because adding a normalized update to them would round it away.
+        # Parameters are never large, because adding a normalized update to them would round it away.
         scaled_params = _of_magnitude(params, min(1.0, magnitude))
         results = history(tx, scaled_params, scaled_steps)
         _require_finite(when, results)
         for step, (updates, _) in enumerate(results):
-            _require_nonzero(f"step {step}", when, updates, usual[step])
+            _require_nonzero(f"step {step}", when, updates, usual_updates[step])
 
 
 def _require_nonzero(step: str, when: str, updates: PyTree, usual_updates: PyTree) -> None:
@@ -290,16 +310,17 @@ SIZES = {torch.float32: (1.0,), torch.bfloat16: (1.0, 1e-4, 1e4), torch.float16:
 
 
 def _is_narrow(tx: Transform) -> str | None:
-    """Return which argument lets a transform compute in a narrow dtype; for Newton-Schulz iterations also "auto".
+    """Return which argument lets a transform compute in a dtype of 16 or 8 bits, or None if there is none.
 
-    Elsewhere "auto" is the dtype of a state, which is float32 or float64.
+    ``momentum(dtype=torch.bfloat16)`` is narrow, and so is ``orthogonalize(dtype="auto")``: the matrix products of
+    Newton-Schulz iterations may be in bfloat16. Elsewhere "auto" is the dtype of a state, float32 or float64.
     """
     for value in values_within(tx):
         if isinstance(value, QuantizedDtype) or (isinstance(value, torch.dtype) and value.itemsize < 4):
             return f"its argument {value} is narrow"
     for inner in within(tx):
-        iterates = "coefficients" in inner.arguments  # a Newton-Schulz iteration: `orthogonalize` and `scale_by_dion2`
-        if iterates and inner.arguments.get("dtype") == "auto":
+        is_newton_schulz = "coefficients" in inner.arguments  # `orthogonalize` and `scale_by_dion2`
+        if is_newton_schulz and inner.arguments.get("dtype") == "auto":
             return f'the dtype "auto" of {inner.name} may be narrow'
     return None
 
@@ -313,14 +334,15 @@ def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree,
     >>> import muonfx as mfx
     >>> narrow_gradients_are_computed_in_wider_dtypes(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    wide_tx = widened(tx)
+    tx_in_float64 = widened(tx)
     params = _cast(params, torch.float32)
-    wide_params = _cast(params, torch.float64)
+    params_in_float64 = _cast(params, torch.float64)
     for dtype, sizes in SIZES.items():
         for size in sizes:
             narrow_steps = _cast(scaled(steps, size), dtype)
             results = updates_of(tx, params, narrow_steps)
-            expected = updates_of(wide_tx, wide_params, _cast(narrow_steps, torch.float64))
+            # The same values in float64: the gradients have been rounded before.
+            expected = updates_of(tx_in_float64, params_in_float64, _cast(narrow_steps, torch.float64))
             tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype])
             what = f"updates of {str(dtype).removeprefix('torch.')} gradients of size {size:g}"
             require_close(what, _cast(results, torch.float64), expected, "in float64", tolerance)
@@ -347,14 +369,17 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     _, last_state = history(tx, params, steps)[-1]
     names = tree.names(last_state)
     leaves, treedef = tree.flatten(copied_tree(last_state))
-    counters: list[int] = []  # the numbers of the leaves that count
+    # A leaf of the state that is larger by 4 after 4 steps is taken for a counter, and is set to ten million.
+    counters: list[int] = []  # the numbers of these leaves in the state
     for number, (first, last) in enumerate(zip(first_leaves, leaves, strict=True)):
         if _has_counted(first, last, len(steps)):
             counters.append(number)
             leaves[number] = torch.full(last.shape, A_LONG_RUN, dtype=torch.float64).to(last.dtype)
-    _, state = tx.run(steps[-1], tree.unflatten(treedef, leaves), params)
+    late_state = tree.unflatten(treedef, leaves)
+    # After one more step, a counter must have exactly the next number.
+    _, next_state = tx.run(steps[-1], late_state, params)
     for number in counters:
-        counter = tree.leaves(state)[number]
+        counter = tree.leaves(next_state)[number]
         if not bool((counter.double() == A_LONG_RUN + 1).all()):
             raise Breach(f"state {names[number]!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(counter)}")
 

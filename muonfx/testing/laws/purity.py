@@ -29,11 +29,13 @@ class Witness:
 
     def require_unchanged(self, when: str) -> None:
         """Raise `Breach` (a failed law) if a tree has changed. ``when`` starts its message: "update, at step 0,"."""
+        # No container has other leaves: the same objects are at the same places.
         for title, values in self.trees.items():
             leaves, structure = tree.flatten(values)
             old_leaves, old_structure = self.flattened[title]
             if structure != old_structure or not all(map(operator.is_, leaves, old_leaves)):
                 raise Breach(title, f"{when} has put other leaves into its container")
+        # No tensor has other values, or was written to.
         for (name, leaf), copy, version in zip(tree.named_leaves(self.trees), self.copies, self.versions, strict=True):
             if not isinstance(leaf, Tensor):
                 continue
@@ -76,13 +78,17 @@ def names_by_storage(values: PyTree) -> dict[int, list[str]]:
 def require_apart(what: str, outputs: PyTree, inputs: dict[str, PyTree], *, may_be: PyTree = ()) -> None:
     """Raise `Breach` (a failed law) if a tensor of the outputs shares its storage with a tensor of the inputs.
 
-    ``what`` and the keys of ``inputs`` name the trees. An output may be a tensor of the tree ``may_be`` itself.
+    Args:
+        what: the name of the outputs in the message, such as "step 0, updates".
+        outputs: a tree of tensors.
+        inputs: trees of tensors by name, such as ``{"params": params}``.
+        may_be: a tree whose tensors may be returned as they are. An update may be the same object as its gradient.
     """
-    allowed = tree.ids(may_be)
+    allowed_objects = tree.ids(may_be)
     input_names = names_by_storage(inputs)
     for name, leaf in _tensors(outputs):
         storage = leaf.untyped_storage().data_ptr()
-        if storage in input_names and id(leaf) not in allowed:
+        if storage in input_names and id(leaf) not in allowed_objects:
             input_name = input_names[storage][0]
             raise Breach(f"{what} {name!r}", f"shares its storage with {input_name!r}; writing to one changes both")
 
@@ -118,6 +124,8 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
     for grads, updates in zip(steps, updates_of(tx, params, steps), strict=True):
         gradients = tree.ids(grads)
         new_updates = {name: leaf for name, leaf in _tensors(updates) if id(leaf) not in gradients}
+        # Add another number to each update, first in new tensors and then in place. If two overlap, one of them
+        # receives both numbers in place.
         expected: dict[str, Tensor] = {}
         for number, (name, update) in enumerate(new_updates.items()):
             expected[name] = update + number
@@ -139,17 +147,18 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
     >>> import muonfx as mfx
     >>> update_remembers_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # The second run has other values, so that no state has those of the first run.
-    runs = [steps, scaled(list(reversed(steps)), -2)]
-    expected = [copied_tree(history(tx, params, steps_of_run)) for steps_of_run in runs]
-    states = [tx.init(params) for _ in runs]
+    # The second run has other gradients, so that no state has the values of the first run.
+    steps_of_runs = [steps, scaled(list(reversed(steps)), -2)]
+    expected_of_runs = [copied_tree(history(tx, params, steps_of_run)) for steps_of_run in steps_of_runs]
+    states = [tx.init(params) for _ in steps_of_runs]
     for step in range(len(steps)):
-        for run, steps_of_run in enumerate(runs):
-            results = tx.update(steps_of_run[step], states[run], params)
-            what = f"step {step} of two alternating runs, (updates, state)"
-            require_same(what, results, expected[run][step], "when run alone")
-            results = tx.update(steps_of_run[step], states[run], params)
-            require_same(f"step {step}, (updates, state)", results, expected[run][step], "in the first of two calls")
+        for run, steps_of_run in enumerate(steps_of_runs):
+            grads = steps_of_run[step]
+            expected = expected_of_runs[run][step]
+            results = tx.update(grads, states[run], params)
+            require_same(f"step {step} of two alternating runs, (updates, state)", results, expected, "when run alone")
+            results = tx.update(grads, states[run], params)  # the same call again
+            require_same(f"step {step}, (updates, state)", results, expected, "in the first of two calls")
             _, states[run] = results
 
 
@@ -157,8 +166,8 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
 def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a transform in a chain ignores extra arguments of `update` which its signature lacks.
 
-    So a chain passes all of them to all transforms. If no transform accepts one, `update` of the chain raises an
-    error, because the name is probably misspelt.
+    An extra argument is, for example, ``value=loss``. A chain passes all of them to each of its transforms. If no
+    transform accepts one, `update` of the chain raises an error, because the name is probably misspelt.
 
     >>> import muonfx as mfx
     >>> unknown_extras_are_ignored(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

@@ -54,17 +54,17 @@ def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -
     >>> import muonfx as mfx
     >>> strides_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    of_contiguous = history(tx, params, steps)
-    for how, stored in STORED.items():
-        stored_params = _mapped(stored, params)
-        stored_steps = _mapped(stored, steps)
-        _require_history(f"parameters are stored {how}", tx, stored_params, steps, of_contiguous)
-        _require_history(f"gradients are stored {how}", tx, params, stored_steps, of_contiguous)
-        _require_history(f"the state is stored {how}", tx, params, steps, of_contiguous, stored_state=stored)
-    # Gradients with strides of zero, as a sum has them, have other values, so the results to expect are others too.
+    expected = history(tx, params, steps)
+    for how, store in STORED.items():  # the name of a layout in memory, and a function that copies a tensor into it
+        stored_params = _mapped(store, params)
+        stored_steps = _mapped(store, steps)
+        _require_history(f"parameters are stored {how}", tx, stored_params, steps, expected)
+        _require_history(f"gradients are stored {how}", tx, params, stored_steps, expected)
+        _require_history(f"the state is stored {how}", tx, params, steps, expected, store_state=store)
+    # Strides of zero: one element in memory is all elements of the tensor, as in the gradient of a sum.
     expanded_steps = tree.map(_first_repeated, steps)
-    of_copies = history(tx, params, _mapped(torch.Tensor.contiguous, expanded_steps))
-    _require_history("gradients are expanded", tx, params, expanded_steps, of_copies)
+    expected_of_expanded = history(tx, params, _mapped(torch.Tensor.contiguous, expanded_steps))
+    _require_history("gradients are expanded", tx, params, expanded_steps, expected_of_expanded)
 
 
 def _first_repeated(leaf: Tensor) -> Tensor:
@@ -81,15 +81,16 @@ def _require_history(
     steps: list[PyTree],
     expected: History,
     *,
-    stored_state: Callable[[Tensor], Tensor] = torch.Tensor.clone,
+    store_state: Callable[[Tensor], Tensor] = torch.Tensor.clone,
 ) -> None:
-    """Raise `Breach` (a failed law) unless all steps have the expected results, if ``when``.
+    """Raise `Breach` (a failed law) unless all steps of a run have the expected updates and states.
 
-    Before each step, ``stored_state`` stores the tensors of the state in another way.
+    ``when`` is a condition for the message, such as "gradients are stored transposed". Before each step,
+    ``store_state`` copies each tensor of the state, possibly into another layout in memory.
     """
     state = tx.init(params)
     for step, grads in enumerate(steps):
-        updates, state = tx.update(grads, _mapped(stored_state, state), params)
+        updates, state = tx.update(grads, _mapped(store_state, state), params)
         what = f"step {step}, if {when}, (updates, state)"
         tolerance = tolerance_of(tx, expected[step], params)
         require_close(what, (updates, state), expected[step], "contiguous", tolerance)
@@ -113,8 +114,8 @@ def requires_grad_changes_no_value(tx: Transform, params: PyTree, steps: list[Py
 def _check_gradients_that_require_grad(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) unless updates of gradients that require grad have the usual values.
 
-    Derivatives need a wide dtype, so a transform may compute in a wider one than without them. Therefore ``tx`` and the
-    example are in float64, the widest dtype.
+    ``tx``, ``params`` and ``steps`` are in float64, the widest dtype. In a narrow dtype, a transform may compute in a
+    wider one if derivatives are needed, and the values would differ.
     """
     expected = updates_of(tx, params, steps)
     tolerance = max(tolerance_of(tx, expected), TOLERANCES[torch.float32])
@@ -127,22 +128,25 @@ def _check_gradients_that_require_grad(tx: Transform, params: PyTree, steps: lis
 def one_tensor_may_be_two_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that two leaves that are one tensor have the same results as two leaves with equal values.
 
-    This is checked for gradients and parameters, also if the gradients are donated.
+    Tied weights are such leaves. If the gradients are donated, so that they may be overwritten, the update of one leaf
+    must not overwrite the gradient of the other.
 
     >>> import muonfx as mfx
     >>> one_tensor_may_be_two_leaves(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     example = Example(params, steps)
-    copies = example.map_trees(lambda values: {"a": copied_tree(values), "z": copied_tree(values)})
-    if not accepts_names(tx, copies.params):
+    of_copies = example.map_trees(lambda values: {"a": copied_tree(values), "z": copied_tree(values)})
+    of_one_tensor = example.map_trees(lambda values: {"a": values, "z": values})
+    if not accepts_names(tx, of_copies.params):
         return
-    expected = history(tx, *copies)
-    pairs = example.map_trees(lambda values: {"a": values, "z": values})
-    require_same("(updates, state) of leaves that are one tensor", history(tx, *pairs), expected, "of copies")
-    state = copied_tree(tx.init(copies.params))
+    expected = history(tx, *of_copies)
+    results = history(tx, *of_one_tensor)
+    require_same("(updates, state) of leaves that are one tensor", results, expected, "of copies")
+    # Again with donation.
+    state = copied_tree(tx.init(of_copies.params))
     for step, grads in enumerate(steps):
         donated = copied_tree(grads)
-        updates, state = tx.update({"a": donated, "z": donated}, state, pairs.params, donate=True)
+        updates, state = tx.update({"a": donated, "z": donated}, state, of_one_tensor.params, donate=True)
         what = f"step {step}, donated (updates, state) of leaves that are one tensor"
         tolerance = tolerance_of(tx, expected[step], params)
         require_close(what, (updates, state), expected[step], "of copies", tolerance)

@@ -35,48 +35,56 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     """
     state = tx.init(params)
     param_names = tree.names(params)
-    owners = [_owner(state_name, param_names) for state_name in tree.names(state)]
     accumulates = any(inner.factory.__name__ == "accumulate" for inner in within(tx))
-    absent = set(param_names)  # with `accumulate`, their gradients were None in all steps so far
+    absent = set(param_names)  # the names of parameters without a gradient
     for step, grads in enumerate(steps):
-        if not accumulates:
+        if not accumulates:  # else `absent` keeps only parameters that had no gradient in the earlier steps either
             absent = set(param_names)
         absent -= {name for name, grad in tree.named_leaves(grads) if grad is not None}
-        expected = copied_tree(_state_of(absent, owners, state))
+        old_state = copied_tree(_state_of(absent, param_names, state))
         structure = tree.flatten(state)[1]
         updates, state = tx.run(grads, state, params)
         if tree.flatten(state)[1] != structure:
             raise Breach(f"step {step}, state", "the structure has changed")
-        if tree.flatten(updates)[1] != tree.flatten(grads)[1]:
-            raise Breach(f"step {step}", f"updates {updates!r} do not have the structure of the gradients {grads!r}")
-        for (name, update), grad in zip(tree.named_leaves(updates), tree.leaves(grads), strict=True):
-            if name in absent and update is not None:
-                raise Breach(f"step {step}, updates {name!r}", f"found {shown(update)}, but the gradient is None")
-            if grad is not None and update is None:
-                raise Breach(f"step {step}, updates {name!r}", f"found None for the gradient {shown(grad)}")
-        require_same(f"step {step}, state of None gradients,", _state_of(absent, owners, state), expected, "before")
+        _require_updates_where_gradients_are(step, updates, grads, absent)
+        new_state = _state_of(absent, param_names, state)
+        require_same(f"step {step}, state of None gradients,", new_state, old_state, "before")
 
 
-def _owner(state_name: str, param_names: list[str]) -> str | None:
+def _require_updates_where_gradients_are(step: int, updates: PyTree, grads: PyTree, absent: set[str]) -> None:
+    """Raise `Breach` (a failed law) unless each gradient has an update, and each parameter in ``absent`` has None."""
+    if tree.flatten(updates)[1] != tree.flatten(grads)[1]:
+        raise Breach(f"step {step}", f"updates {updates!r} do not have the structure of the gradients {grads!r}")
+    for (name, update), grad in zip(tree.named_leaves(updates), tree.leaves(grads), strict=True):
+        if name in absent and update is not None:
+            raise Breach(f"step {step}, updates {name!r}", f"found {shown(update)}, but the gradient is None")
+        if grad is not None and update is None:
+            raise Breach(f"step {step}, updates {name!r}", f"found None for the gradient {shown(grad)}")
+
+
+def _parameter_of(state_name: str, param_names: list[str]) -> str | None:
     """Return the parameter of a state leaf: the longest name of a parameter with which its name ends, or None.
 
-    `muonfx.tree.members.parameters_of` finds no owner in a dict that has other keys too, such as a step count.
+    `muonfx.tree.members.parameters_of` finds no parameter in a dict that has other keys too, such as a step count.
 
-    >>> _owner("trace.layers.0.w", ["w", "layers.0.w"])
+    >>> _parameter_of("trace.layers.0.w", ["w", "layers.0.w"])
     'layers.0.w'
     """
-    owner: str | None = None
+    longest: str | None = None
     for name in param_names:
-        if name and f".{state_name}".endswith(f".{name}") and len(name) > len(owner or ""):
-            owner = name
-    return owner
+        if name and f".{state_name}".endswith(f".{name}") and len(name) > len(longest or ""):
+            longest = name
+    return longest
 
 
-def _state_of(names: set[str], owners: list[str | None], state: PyTree) -> dict[str, object]:
-    """Return the leaves of a state that belong to parameters with some names. ``owners`` has the owner of each leaf."""
+def _state_of(selected: set[str], param_names: list[str], state: PyTree) -> dict[str, object]:
+    """Return the leaves of a state, by name, that belong to selected parameters.
+
+    For the parameter "w", these are for example "mu.w" and "nu.w". ``param_names`` are all parameters.
+    """
     state_of_params: dict[str, object] = {}
-    for (leaf_name, leaf), owner in zip(tree.named_leaves(state), owners, strict=True):
-        if owner in names:
+    for leaf_name, leaf in tree.named_leaves(state):
+        if _parameter_of(leaf_name, param_names) in selected:
             state_of_params[leaf_name] = leaf
     return state_of_params
 
@@ -130,12 +138,10 @@ def updates_look_like_the_gradients(
     """
 
     def expected_update(grad: Tensor, param: Tensor) -> Tensor:
-        """Return a tensor with the expected shape, dtype and device."""
-        dtype = updates_dtype
-        if dtype is None:
+        """Return a tensor with the shape, dtype and device that the update of a gradient must have."""
+        if updates_dtype is None:
             return grad
-        if callable(dtype):
-            dtype = dtype(param.dtype)
+        dtype = updates_dtype(param.dtype) if callable(updates_dtype) else updates_dtype
         return grad.detach().to(dtype)
 
     for step, updates in enumerate(updates_of(tx, params, steps)):
@@ -163,6 +169,8 @@ def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) ->
 def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that `init` on the meta device returns meta tensors in the usual structure, shapes and dtypes.
 
+    Meta tensors have no memory, so the form of a state can be found without allocating it.
+
     >>> import muonfx as mfx
     >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
@@ -170,6 +178,7 @@ def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[
     require_spec("state of meta parameters", on_meta(state), on_meta(tx.init(params)), "init's on real ones")
     if not list(tree.tensors(params)):
         return  # a count has the usual device, without a parameter to take it from
+    # A count without dims may have the usual device too; all other leaves take no memory.
     for name, leaf in tree.named_leaves(state):
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.device.type != "meta":
             raise Breach(f"state {name!r}", f"found {shown(leaf)} in memory, for parameters on the meta device")

@@ -21,7 +21,12 @@ from muonfx.tree import PyTree
 
 
 def names_within(tx: Transform) -> dict[str, Any]:
-    """Return the names that ``eval(repr(tx))`` needs: a dict from each name to its factory, function or class."""
+    """Return the names that ``eval(repr(tx))`` needs: a dict from each name to its factory, function or class.
+
+    >>> import muonfx as mfx
+    >>> list(names_within(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1))))
+    ['chain', 'momentum', 'scale']
+    """
     value_of_name: dict[str, Any] = {}
     for value in values_within(tx):
         if isinstance(value, Recorded):
@@ -72,6 +77,7 @@ def pickle_gives_an_equal_transform(tx: Transform, params: PyTree, steps: list[P
     expected = history(tx, params, steps)
     copies = {"pickle": pickle.loads(pickle.dumps(tx)), "copy.deepcopy": copy.deepcopy(tx)}
     for how, tx_copy in copies.items():
+        # Equal in every respect: as a value, as text, in checkpoints, over ranks, and in its results.
         if tx_copy != tx or repr(tx_copy) != repr(tx):
             raise Breach(None, f"{how} gives {tx_copy!r}, which is not equal to it")
         if tx_copy.fingerprint != tx.fingerprint or tx_copy.locality != tx.locality:
@@ -82,6 +88,8 @@ def pickle_gives_an_equal_transform(tx: Transform, params: PyTree, steps: list[P
 @law(share=0.05)
 def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that transforms that differ only in numbers have one fingerprint (their identity in checkpoints).
+
+    So a run may resume with another learning rate.
 
     >>> import muonfx as mfx
     >>> fingerprint_ignores_numbers(mfx.momentum(), {}, [])
@@ -102,17 +110,22 @@ def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) 
     >>> import muonfx as mfx
     >>> pytree_views_round_trip(mfx.momentum(), {}, [])
     """
+    # Both libraries see the same leaves, and each leaf has a name of its own.
     leaves, treedef = tree.flatten(tx)
     torch_leaves, torch_def = torch_pytree.tree_flatten(tx)
     if not _are_same_objects(leaves, torch_leaves):
         raise Breach(None, f"optree sees the leaves {leaves}, torch {torch_leaves}")
     if len(hyperparams(tx)) != len(leaves):
         raise Breach(None, f"has {len(leaves)} leaves but the hyperparameters {list(hyperparams(tx))}: names repeat")
+    # The same leaves give an equal transform.
     if tree.unflatten(treedef, leaves) != tx or torch_pytree.tree_unflatten(torch_leaves, torch_def) != tx:
         raise Breach(None, "flattened and unflattened, it is not equal to the original")
+    # Arbitrary objects as leaves are returned as they are.
     objects = [object() for _ in leaves]
-    optree_objects, optree_def = tree.flatten(tree.unflatten(treedef, objects))
-    torch_objects, torch_def_of_objects = torch_pytree.tree_flatten(torch_pytree.tree_unflatten(objects, torch_def))
+    tx_of_objects = tree.unflatten(treedef, objects)
+    torch_tx_of_objects = torch_pytree.tree_unflatten(objects, torch_def)
+    optree_objects, optree_def = tree.flatten(tx_of_objects)
+    torch_objects, torch_def_of_objects = torch_pytree.tree_flatten(torch_tx_of_objects)
     if not _are_same_objects(optree_objects, objects) or not _are_same_objects(torch_objects, objects):
         raise Breach(None, "with arbitrary objects as leaves, optree or torch returns other leaves")
     if optree_def != treedef or torch_def_of_objects != torch_def:
