@@ -106,7 +106,10 @@ def _require_transform(tx: object) -> None:
 
 
 def _suitable_ranks(tx: Transform) -> tuple[int, int]:
-    """Return the minimal and maximal number of dims of the leaves that the transform accepts: (0, 4) or (2, 4)."""
+    """Return the minimal and maximal number of dims of the leaves that the transform accepts: (0, 4) or (2, 4).
+
+    It is found by a step on examples of both kinds.
+    """
     _require_transform(tx)
     try:
         _try_a_step(tx, (0, 4))
@@ -233,11 +236,13 @@ def _check_example(law: Law, tx: Transform, options: dict[str, Any], example: Ex
 
 
 def _share(share: float, standard: list[Example], drawn: list[Example]) -> list[Example]:
-    """Return a share of the examples, at least one. Half of them are the first standard examples, the others drawn.
+    """Return some of the examples, for a slow law: the fraction ``share`` of them, and at least one.
 
-    The drawn examples, which are sorted by size, are taken at equal distances, beginning with the largest.
+    Of 10 standard and 90 drawn examples, a share of 0.2 has the first 10 standard examples and 10 drawn ones. The drawn
+    examples are sorted by size, and every ninth of them is taken, beginning with the largest.
     """
     count = math.ceil((len(standard) + len(drawn)) * share)
+    # Half of them, or more if there are too few drawn examples.
     standard_count = max(math.ceil(count / 2), count - len(drawn))
     examples = standard[:standard_count]
     drawn_count = count - len(examples)
@@ -253,7 +258,10 @@ def _size(example: Example) -> tuple[int, int]:
 
 
 def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> None:
-    """Call a function on drawn examples. If it raises an error, hypothesis shrinks the example and raises it again."""
+    """Call a function on a number of examples that a hypothesis strategy draws.
+
+    If it raises an error, hypothesis shrinks the example to the smallest with an error, and raises this error.
+    """
     settings = hypothesis.settings(
         max_examples=number,
         deadline=None,
@@ -281,21 +289,22 @@ _pools: dict[Any, list[Example]] = {}
 
 
 def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> list[Example]:
-    """Return drawn examples, sorted by size. All laws use the same list, because drawing takes longer than most laws.
+    """Return a number of examples that a hypothesis strategy draws, sorted by size.
 
-    The list is cached if the examples are reproducible.
+    All laws use the same list, because drawing takes longer than most laws. It is cached if it would be the same at the
+    next call: with a seed, or in a hypothesis profile without randomness.
     """
     key = (strategy, number, seed)
-    fixed = seed is not None or hypothesis.settings().derandomize
-    if fixed and key in _pools:
+    is_reproducible = seed is not None or hypothesis.settings().derandomize
+    if is_reproducible and key in _pools:
         return _pools[key]
-    pool: list[Example] = []
+    examples: list[Example] = []
     if number:
-        _for_each(pool.append, strategy, number, seed)
-    pool.sort(key=_size)
-    if fixed:
-        _pools[key] = pool
-    return pool
+        _for_each(examples.append, strategy, number, seed)
+    examples.sort(key=_size)
+    if is_reproducible:
+        _pools[key] = examples
+    return examples
 
 
 SLOW = 0.05
@@ -303,7 +312,11 @@ SLOW = 0.05
 
 
 def _shrunk(check: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> LawViolation | None:
-    """Return the `LawViolation` of the smallest example that hypothesis finds by shrinking, or None if none fails."""
+    """Return the `LawViolation` of the smallest example that hypothesis finds by shrinking, or None if none fails.
+
+    ``check`` raises a `LawViolation` if the law does not hold on an example. Hypothesis then draws smaller examples as
+    long as they violate the law too.
+    """
     try:
         _for_each(check, strategy, max(number, 100), seed)
     except LawViolation as violation:
@@ -314,14 +327,18 @@ def _shrunk(check: Check, strategy: st.SearchStrategy[Example], number: int, see
 
 
 def _on_one_leaf(check: Check, violation: LawViolation) -> LawViolation:
-    """Return the violation on the first single leaf of the example that also breaks the law; else the given one."""
+    """Return a violation on an example with a single leaf, which is easier to understand; else the given violation.
+
+    Each leaf of the example of the given violation is checked alone, until one violates the law too.
+    """
     example = violation.example
     # A law may raise a violation without an example, or with one that is no dict of leaves.
     if not isinstance(example, Example) or not isinstance(example.params, dict):
         return violation
     for name in example.params:
+        example_of_leaf = example.map_trees(lambda values, name=name: {name: values[name]})
         try:
-            check(example.map_trees(lambda values, name=name: {name: values[name]}))
-        except LawViolation as smaller:
-            return smaller
+            check(example_of_leaf)
+        except LawViolation as smaller_violation:
+            return smaller_violation
     return violation

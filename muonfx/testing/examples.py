@@ -74,22 +74,24 @@ class Example(NamedTuple):
         return Example(function(self.params), [function(grads) for grads in self.steps])
 
     def dense(self) -> Example:
-        """Return the example with a tensor in place of each parameter or gradient that is None. Any values do."""
+        """Return the example with a tensor in place of each parameter or gradient that is None.
 
-        def filled_param(_: int, param: Tensor | None) -> Tensor:
+        >>> Example({"w": None}, [{"w": None}]).dense()
+        params   'w': float32 (2, 2) [[0.25, 0.25], [0.25, 0.25]]
+        step 0   'w': float32 (2, 2) [[0.625, 0.625], [0.625, 0.625]]
+        """
+        param_leaves, params_treedef = tree.flatten(self.params)
+        for number, param in enumerate(param_leaves):
             if param is None:
-                return torch.full((2, 2), 0.25)
-            return param
-
-        params = map_numbered(filled_param, self.params)
-        param_leaves = tree.leaves(params)
-
-        def filled_grad(number: int, grad: Tensor | None) -> Tensor:
-            if grad is None:
-                return 0.5 * param_leaves[number] + 0.5
-            return grad
-
-        return Example(params, [map_numbered(filled_grad, grads) for grads in self.steps])
+                param_leaves[number] = torch.full((2, 2), 0.25)
+        dense_steps: list[PyTree] = []
+        for grads in self.steps:
+            grad_leaves, grads_treedef = tree.flatten(grads)
+            for number, grad in enumerate(grad_leaves):
+                if grad is None:  # any values of the parameter's shape and dtype
+                    grad_leaves[number] = 0.5 * param_leaves[number] + 0.5
+            dense_steps.append(tree.unflatten(grads_treedef, grad_leaves))
+        return Example(tree.unflatten(params_treedef, param_leaves), dense_steps)
 
     def contiguous(self) -> Example:
         """Return the example in contiguous memory, with a tensor in place of each None."""
@@ -118,21 +120,31 @@ class Example(NamedTuple):
         return Example(self.params, self.steps[:steps])
 
     def prolonged(self, steps: int) -> Example:
-        """Return the example with at least ``steps`` optimizer steps: its gradients are repeated in order."""
-        return Example(self.params, [self.steps[i % len(self.steps)] for i in range(max(steps, len(self.steps)))])
+        """Return the example with at least ``steps`` optimizer steps: its gradients are repeated in order.
+
+        >>> len(Example.of({"w": ()}, steps=2).prolonged(5).steps)
+        5
+        """
+        number_of_steps = max(steps, len(self.steps))
+        repeated_steps = [self.steps[index % len(self.steps)] for index in range(number_of_steps)]
+        return Example(self.params, repeated_steps)
 
 
 def _lines_of_tree(title: str, values: PyTree) -> list[str]:
-    """Return one line for each leaf of a tree. The first line begins with the title, the others with spaces."""
+    """Return one line for each leaf of a tree. The first line begins with the title, the others with spaces.
+
+    >>> _lines_of_tree("step 0", {"w": torch.zeros(1), "b": None})
+    ["step 0   'b': None", "         'w': float32 (1,) [0.0]"]
+    """
     lines: list[str] = []
     for name, leaf in tree.named_leaves(values):
         lines.append(f"{title:9}{name!r}: {shown(leaf)}")
-        title = ""
+        title = ""  # only in the first line
     return lines or [f"{title:9}no leaves: {values!r}"]
 
 
 def map_numbered(function: Callable[[int, Any], Any], values: PyTree) -> PyTree:
-    """Return a tree of ``function(number, leaf)`` for each leaf, also of None, with its number in the tree.
+    """Return a tree of ``function(number, leaf)`` for each leaf, with its number in the tree. None is a leaf too.
 
     >>> map_numbered(lambda number, leaf: leaf * number, {"a": 5, "b": 5})
     {'a': 0, 'b': 5}
@@ -183,9 +195,11 @@ def copied(leaf: Any) -> Any:
     """Return a copy of a tensor with the same strides, gaps included. Other leaves are returned as they are."""
     if not isinstance(leaf, Tensor):
         return leaf
+    # Strides of zero are not kept: several elements would be one, and cannot be written to.
     if leaf.device.type == "meta" or leaf.is_contiguous() or 0 in leaf.stride():
         return leaf.detach().clone()
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
+    copy = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return copy.copy_(leaf.detach())
 
 
 def copied_tree(values: PyTree) -> PyTree:
@@ -275,13 +289,13 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
     example_in = {dtype: Example.of(shapes, steps=3, seed=1, dtype=dtype) for dtype in DTYPES}
     plain = example_in[torch.float32]
     params, steps = plain
-    noncontiguous = Example(_in_layouts(params, 0), [_in_layouts(grads, step) for step, grads in enumerate(steps)])
-    with_nones = Example(params, [_without_a_third(grads, step) for step, grads in enumerate(steps)])
+    steps_in_layouts = [_in_layouts(grads, step) for step, grads in enumerate(steps)]
+    steps_with_nones = [_without_a_third(grads, step) for step, grads in enumerate(steps)]
     return [
         plain,
         example_in[torch.bfloat16],
-        noncontiguous,
-        with_nones,
+        Example(_in_layouts(params, 0), steps_in_layouts),
+        Example(params, steps_with_nones),
         example_in[torch.float16],
         Example(in_mixed_dtypes(0, params), steps),
         plain.map_trees(_nested),
@@ -302,14 +316,18 @@ def _without_a_third(grads: dict[str, Tensor], step: int) -> dict[str, Tensor | 
 
 
 def in_mixed_dtypes(shift: int, values: PyTree) -> PyTree:
-    """Return a tree of tensors with the `DTYPES` in turn, of which the first ``shift`` are skipped."""
+    """Return a tree of tensors with the `DTYPES` in turn, of which the first ``shift`` are skipped.
 
-    def converted(number: int, leaf: Tensor | None) -> Tensor | None:
-        if leaf is None:
-            return None
-        return leaf.to(DTYPES[(number + shift) % len(DTYPES)])
-
-    return map_numbered(converted, values)
+    >>> values = in_mixed_dtypes(1, {"a": torch.zeros(()), "b": torch.zeros(())})
+    >>> values["a"].dtype, values["b"].dtype
+    (torch.float64, torch.bfloat16)
+    """
+    leaves, treedef = tree.flatten(values)
+    for number, leaf in enumerate(leaves):
+        if leaf is not None:
+            dtype = DTYPES[(number + shift) % len(DTYPES)]
+            leaves[number] = leaf.to(dtype)
+    return tree.unflatten(treedef, leaves)
 
 
 def _nested(values: dict[str, Tensor]) -> PyTree:
@@ -338,13 +356,19 @@ LAYOUTS = ("contiguous", "transposed", "gaps", "offset")
 
 
 def laid_out(values: Tensor, layout: str) -> Tensor:
-    """Return a tensor with the same values in a named memory layout, which sets its strides and storage offset."""
+    """Return a tensor with the same values in a named memory layout, which sets its strides and storage offset.
+
+    >>> laid_out(torch.zeros(2, 3), "transposed").stride(), laid_out(torch.zeros(2, 3), "gaps").stride()
+    ((1, 2), (6, 2))
+    """
     if layout == "transposed" and values.ndim >= 2:
         return values.mT.contiguous().mT
-    if layout == "gaps" and values.ndim:
-        return torch.stack([values, values + 1], dim=-1)[..., 0]
-    if layout == "offset":
-        return torch.cat([values.new_zeros(3), values.reshape(-1)])[3:].view(values.shape)
+    if layout == "gaps" and values.ndim:  # every second element of a buffer
+        buffer = torch.stack([values, values + 1], dim=-1)
+        return buffer[..., 0]
+    if layout == "offset":  # all elements of a buffer but the first three
+        buffer = torch.cat([values.new_zeros(3), values.reshape(-1)])
+        return buffer[3:].view(values.shape)
     return values
 
 
@@ -358,26 +382,32 @@ _KEYS = ("w", "b", "blocks.0.q", "head")
 def _random_leaf(
     seed: int, *, shape: tuple[int, ...], dtype: torch.dtype, layout: str, fill: str, power: int
 ) -> Tensor:
-    """Return a tensor of the drawn properties, with values from a seed."""
-    values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    """Return a tensor of the drawn properties, with values from a seed.
+
+    ``fill`` is "normal", "lowrank" (matrices of half the full rank) or "zeros". ``layout`` is one of `LAYOUTS`. The
+    values are multiplied by ``2**power``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, dtype=torch.float64, generator=generator)
     if fill == "lowrank" and values.ndim >= 2 and values.numel():
         values = _of_half_rank(values)
     elif fill == "zeros":
         values = values.zero_()
-    return laid_out((values * 2.0**power).to(dtype), layout)
+    scaled_values = (values * 2.0**power).to(dtype)
+    return laid_out(scaled_values, layout)
 
 
 def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Return a strategy that draws a container of the given children, such as a dict or a tuple."""
-    named = st.dictionaries(st.sampled_from(_KEYS), children, min_size=1, max_size=3)
-    listed = st.lists(children, min_size=1, max_size=3)
+    """Return a hypothesis strategy that draws a container, such as a dict or a tuple, of children that it draws."""
+    dicts = st.dictionaries(st.sampled_from(_KEYS), children, min_size=1, max_size=3)
+    lists = st.lists(children, min_size=1, max_size=3)
     return st.one_of(
-        named,
-        listed,
-        listed.map(tuple),
+        dicts,
+        lists,
+        lists.map(tuple),
         st.builds(Pair, children, children),
         # An OrderedDict, as a ``state_dict()`` is, whose keys are not in sorted order.
-        named.map(lambda drawn: OrderedDict(sorted(drawn.items(), reverse=True))),
+        dicts.map(lambda drawn: OrderedDict(sorted(drawn.items(), reverse=True))),
         st.dictionaries(st.integers(0, 11), children, min_size=1, max_size=3),
         st.lists(children, min_size=1, max_size=2).map(deque),
         # Empty containers only here: an example without tensors tests little.
@@ -385,29 +415,33 @@ def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-def _built(drawn_tree: PyTree, seed: int, **properties: Any) -> PyTree:
-    """Return a tree of tensors: the leaves of a drawn tree are functions of a seed, and each has a seed of its own.
+def _with_tensors(tree_of_functions: PyTree, seed: int, **properties: Any) -> PyTree:
+    """Return a tree of tensors. Each leaf of the given tree is None, or a function from a seed to a tensor.
 
-    ``properties`` replace those that were drawn for each leaf, such as ``layout="contiguous"``.
+    Each leaf has a seed of its own. ``properties``, such as ``layout="contiguous"``, replace those of each function.
     """
-
-    def built(number: int, leaf: Callable[..., Tensor] | None) -> Tensor | None:
-        if leaf is None:
-            return None
-        return leaf(seed + number, **properties)
-
-    return map_numbered(built, drawn_tree)
+    leaves, treedef = tree.flatten(tree_of_functions)
+    for number, random_leaf in enumerate(leaves):
+        if random_leaf is not None:
+            leaves[number] = random_leaf(seed + number, **properties)
+    return tree.unflatten(treedef, leaves)
 
 
 _IS_ABSENT = st.sampled_from((False, False, False, True))
 
 
 @st.composite
-def _examples(draw: st.DrawFn, drawn_trees: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool) -> Example:
-    """Draw an example: parameters, and gradients of the same structure for a number of steps in ``steps``."""
-    drawn_tree = draw(drawn_trees)
+def _examples(
+    draw: st.DrawFn, trees_of_functions: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool
+) -> Example:
+    """Draw an example: parameters, and gradients of the same structure for a number of steps in ``steps``.
+
+    A drawn tree has a function from a seed to a tensor in place of each leaf. It gives the parameters by one seed, and
+    the gradients of each step by another. With ``nones``, some gradients are None.
+    """
+    tree_of_functions = draw(trees_of_functions)
     seed = draw(_SEEDS)
-    number_of_leaves = len(tree.leaves(drawn_tree))
+    number_of_leaves = len(tree.leaves(tree_of_functions))
     grads_are_float32 = draw(st.sampled_from((False, False, False, True)))
     grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):
@@ -416,15 +450,16 @@ def _examples(draw: st.DrawFn, drawn_trees: st.SearchStrategy[PyTree], steps: tu
             properties["dtype"] = torch.float32  # not by a conversion, which would have only values of narrow dtypes
         if draw(st.booleans()):
             properties["layout"] = "contiguous"
-        grads = _built(drawn_tree, seed + 1000 * (step + 1), **properties)  # there are fewer than 1000 leaves
+        seed_of_step = seed + 1000 * (step + 1)  # there are fewer than 1000 leaves, which add their numbers
+        grads = _with_tensors(tree_of_functions, seed_of_step, **properties)
         if nones:
-            absent: list[int] = []
+            absent: list[int] = []  # the numbers of leaves without a gradient in this step
             for number in range(number_of_leaves):
                 if draw(_IS_ABSENT):
                     absent.append(number)
             grads = without_leaves(absent, grads)
         grads_of_steps.append(grads)
-    return Example(_built(drawn_tree, seed), grads_of_steps)
+    return Example(_with_tensors(tree_of_functions, seed), grads_of_steps)
 
 
 def params_and_grads(

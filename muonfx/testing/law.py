@@ -71,7 +71,7 @@ def select(
 
 
 def _names(laws: Iterable[str | LawFunction]) -> list[str]:
-    # Of a function, or the name itself; another value, such as a `Law`, is then reported as unknown.
+    # The name of a function, or the string itself. Another value, such as a `Law`, is then reported as unknown.
     return [str(getattr(law, "__name__", law)) for law in laws]
 
 
@@ -85,13 +85,13 @@ def without_torchs_own_warnings() -> Generator[None]:
 
 
 def _check_one(function: LawFunction, tx: Transform, example: Example, options: dict[str, Any]) -> None:
-    """Check a law on a copy of one example, and raise every error as `LawViolation`."""
+    """Check a law on a copy of one example, and raise every error as `LawViolation`, which shows this example."""
     name = function.__name__
     try:
         function(tx, *example.map(copied), **options)
-    except LawViolation:
+    except LawViolation:  # raised by another law that this one calls
         raise
-    except Breach as breach:
+    except Breach as breach:  # a comparison within the law has failed
         raise LawViolation(name, tx, breach.leaf, breach.found, example) from None
     except Exception as error:
         # Tracers append pages of advice, so only the first paragraph is shown; the cause has the whole message.
@@ -141,10 +141,10 @@ def law(
 
         @functools.wraps(function)
         def check(tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
-            examples = on(Example(params, list(steps)))
-            if isinstance(examples, Example):
-                examples = [examples]
-            for example in examples:
+            prepared = on(Example(params, list(steps)))
+            if isinstance(prepared, Example):
+                prepared = [prepared]
+            for example in prepared:
                 _check_one(function, tx, example, options)
 
         name = function.__name__

@@ -20,8 +20,11 @@ _PROGRAM = "from muonfx.testing.other_process import serve; serve()"
 
 @functools.cache
 def _other_process() -> subprocess.Popen[bytes]:
-    """Start the other process, which all laws use, because starting one takes seconds. It ends with this process."""
-    # A hash of strings that is fixed, so that a failure can be repeated, and is not this process's.
+    """Start a second Python process and return it. At later calls it is returned again, since starting takes seconds.
+
+    It runs `serve`, and ends with this process.
+    """
+    # The second process has another hash of strings than this one. It is fixed, so that a failure can be repeated.
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     paths = map(os.path.abspath, sys.path)
     process = subprocess.Popen(
@@ -41,7 +44,7 @@ def _other_process() -> subprocess.Popen[bytes]:
 
 
 def histories_elsewhere(tx: Any, examples: list[Example]) -> list[Any]:
-    """Run a transform on examples in another process, in order, and return the pairs (updates, state) of each.
+    """Run a transform on examples in another process, and return for each the updates and the state of every step.
 
     Raises:
         RuntimeError: the other process raised an error, which the message contains, or has ended.
@@ -55,7 +58,7 @@ def histories_elsewhere(tx: Any, examples: list[Example]) -> list[Any]:
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
         _other_process.cache_clear()  # the next law starts another
         raise RuntimeError("another process has ended before it returned its results") from error
-    if isinstance(results_or_error, str):
+    if isinstance(results_or_error, str):  # the text of an error, in place of a list of results
         raise RuntimeError(f"another process raised {results_or_error}")
     return results_or_error
 
@@ -82,9 +85,13 @@ def _receive(stream: IO[bytes]) -> Any:
 
 
 def serve() -> None:
-    """Run the examples that arrive on stdin, and write their results to stdout, until stdin is closed."""
+    """Run the examples that arrive on stdin, and write their results to stdout, until stdin is closed.
+
+    A message on stdin is a pair of a transform and a list of examples. The answer is a list with the updates and states
+    of each example, or the text of an error.
+    """
     results = sys.stdout.buffer
-    sys.stdout = sys.stderr  # a transform may print
+    sys.stdout = sys.stderr  # a transform may print, which must not come between the results
     while True:
         try:
             tx, examples = _receive(sys.stdin.buffer)
