@@ -43,7 +43,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _imported(name: str, rate: float) -> Build:
-    """Import ``module:name``, and return the function that builds the optimizer."""
+    """Import a name such as "torch.optim:AdamW", and return a function that builds the optimizer of a model.
+
+    The name of a class gives a function that creates this optimizer with the learning rate ``rate``. Any other name is
+    the name of such a function.
+    """
     _, _, attribute = name.partition(":")
     if not attribute:
         raise ValueError(f"found {name!r}, expected module:name, such as torch.optim:AdamW")

@@ -44,6 +44,7 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     values = st.sampled_from((0.0, 0.125, 0.5, 1.0))
     lengths = st.integers(0, 4)  # short, so that an example of a few steps reaches the end of a schedule
 
+    # The lengths of the phases are drawn, since a total number of steps must not be less than their sum.
     def cosine(peak: float, warmup: int, decay: int) -> sch.Schedule:
         return sch.warmup_cosine_decay_schedule(peak, warmup, warmup + decay)
 
@@ -70,7 +71,11 @@ def halve(updates: PyTree, params: PyTree) -> PyTree:
 
 
 def by_rank(params: PyTree) -> PyTree:
-    """Return the labels (group names) for `partition`: "matrices" for leaves of two or more dims, else "rest"."""
+    """Return labels for `partition`, which are names of groups: "matrices" for leaves of two or more dims, else "rest".
+
+    >>> by_rank({"b": torch.zeros(3), "w": torch.zeros(2, 3)})
+    {'b': 'rest', 'w': 'matrices'}
+    """
     return tree.map(lambda leaf: "matrices" if leaf.ndim >= 2 else "rest", params)
 
 
@@ -157,18 +162,20 @@ _BY_NAME: dict[str, Strategy] = {
 
 
 def _drawn(factory: Callable[..., Transform], **strategies: Strategy) -> st.SearchStrategy[Transform]:
-    """Return a strategy that draws transforms of one factory, with the given strategies for some arguments.
+    """Return a hypothesis strategy that draws transforms of one factory, such as `momentum`, with random arguments.
 
-    Another argument uses the shared strategy for its name. Without one, booleans are drawn and other defaults stay.
+    An argument is drawn by the given strategy for it, or else by the shared strategy for its name in `_BY_NAME`.
+    Without either, a bool is drawn, and any other argument has its default.
     """
+    strategy_of = dict(strategies)
     for name, parameter in inspect.signature(factory).parameters.items():
-        if name in strategies:
+        if name in strategy_of:
             continue
         if name in _BY_NAME:
-            strategies[name] = _BY_NAME[name]
+            strategy_of[name] = _BY_NAME[name]
         elif isinstance(parameter.default, bool):
-            strategies[name] = st.booleans()
-    return st.builds(factory, **strategies)
+            strategy_of[name] = st.booleans()
+    return st.builds(factory, **strategy_of)
 
 
 _MOMENTA = st.one_of(
@@ -298,7 +305,7 @@ def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> s
 def _is_sensible(members: list[Transform]) -> bool:
     """Return True if `chain` accepts the transforms without an error or a warning about their order."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error")  # a warning is raised as an error
         try:
             chain(*members)
         except (UserWarning, ValueError):

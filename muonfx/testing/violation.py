@@ -61,7 +61,11 @@ class Breach(Exception):
 
 
 def shown(leaf: object) -> str:
-    """Return one line that describes a leaf: its dtype, its shape, and its values if they are few."""
+    """Return one line that describes a leaf: its dtype, its shape, and its values if they are few.
+
+    >>> shown(torch.tensor([1.0, 2.5])), shown(torch.zeros(100, 100)), shown(None)
+    ('float32 (2,) [1.0, 2.5]', 'float32 (100, 100)', 'None')
+    """
     if not isinstance(leaf, Tensor):
         return repr(leaf)
     text = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
@@ -84,20 +88,28 @@ def _rounded(values: object) -> Any:
 
 
 def bits_equal(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors have equal bits, so that NaN equals NaN, and 0.0 differs from -0.0."""
+    """Return True if two tensors have equal bits, so that NaN equals NaN, and 0.0 differs from -0.0.
+
+    >>> bits_equal(torch.tensor(torch.nan), torch.tensor(torch.nan)), bits_equal(torch.tensor(0.0), torch.tensor(-0.0))
+    (True, False)
+    """
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
-    if a.device.type == "meta":
+    if a.device.type == "meta":  # it has no values
         return True
-    as_integers = _INTEGERS[a.dtype.itemsize]
-    return torch.equal(a.detach().view(as_integers), b.detach().view(as_integers))
+    integer_dtype = _INTEGERS[a.dtype.itemsize]  # of the same size, so that its values are the bits
+    return torch.equal(a.detach().view(integer_dtype), b.detach().view(integer_dtype))
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Return True if two tensors differ by at most ``tolerance`` times their largest magnitude; NaN equals NaN."""
+    """Return True if two tensors differ by at most ``tolerance`` times their largest magnitude; NaN equals NaN.
+
+    >>> is_close(torch.tensor([100.0, 0.0]), torch.tensor([100.0, 0.5]), tolerance=0.01)
+    True
+    """
     if bits_equal(a, b):  # usual, and faster to see
         return True
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -123,7 +135,8 @@ def _compare(
 ) -> None:
     """Raise `Breach` (a failed law) unless two trees have one structure and each pair of tensors satisfies ``same``.
 
-    ``what`` names the tree of results and ``expected_is`` the expected tree in the message.
+    ``what`` names the tree of results and ``expected_is`` the expected tree in the message, as in "step 0, updates" and
+    "in eager mode". ``describe`` returns the text for a leaf.
     """
     leaves, structure = tree.flatten(results)
     expected_leaves, expected_structure = tree.flatten(expected)
@@ -135,7 +148,7 @@ def _compare(
             continue
         name = tree.names(expected)[number]
         text = f"found {describe(leaf)}, expected as {expected_is} {describe(expected_leaf)}"
-        if describe(leaf) == describe(expected_leaf):
+        if describe(leaf) == describe(expected_leaf):  # the text has no values, or too few digits
             difference = _largest_finite(leaf.detach().double() - expected_leaf.detach().double())
             text += f": elements up to {_largest_finite(expected_leaf):.1e} differ by up to {difference:.1e}"
         raise Breach(f"{what} {name!r}", text)
@@ -178,7 +191,10 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, tor
 
 
 def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
-    """Return the tolerance for comparing results of a transform, by the narrowest dtype in it and in the trees."""
+    """Return the tolerance for comparing results of a transform, by the narrowest dtype in it and in the trees.
+
+    For ``momentum(dtype=torch.bfloat16)`` and float32 gradients, it is the tolerance of bfloat16, 0.25.
+    """
     dtypes: set[torch.dtype] = set()
     for leaf in tree.tensors(trees):
         if leaf.is_floating_point() and leaf.ndim:
@@ -194,12 +210,16 @@ def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
 
 
 def values_within(value: Any) -> Iterator[Any]:
-    """Yield a value and all values inside it, recursively: the arguments of transforms and the items of containers."""
+    """Yield a value and all values inside it, recursively: the arguments of transforms and the items of containers.
+
+    >>> list(values_within({"a": [1, 2]}))
+    [{'a': [1, 2]}, [1, 2], 1, 2]
+    """
     yield value
-    if isinstance(value, Recorded):
-        value = value.arguments
     items: Iterable[Any] = ()
-    if isinstance(value, dict):
+    if isinstance(value, Recorded):
+        items = value.arguments.values()
+    elif isinstance(value, dict):
         items = value.values()
     elif isinstance(value, tuple | list):
         items = value
@@ -208,8 +228,12 @@ def values_within(value: Any) -> Iterator[Any]:
 
 
 def widened(value: Any) -> Any:
-    """Return a transform with float64 for every floating dtype in its arguments, to compare derivatives."""
-    if isinstance(value, Recorded):
+    """Return a transform with float64 for every floating dtype in its arguments, to compare derivatives.
+
+    ``momentum(dtype=torch.bfloat16)`` becomes ``momentum(dtype=torch.float64)``. The value may also be an argument, and
+    the arguments of a transform are converted recursively.
+    """
+    if isinstance(value, Recorded):  # a transform or a schedule
         arguments: dict[str, Any] = widened(dict(value.arguments))
         return value.replace(**arguments)
     if isinstance(value, torch.dtype):

@@ -40,9 +40,9 @@ class OptimizerReport(Shown):
             raise AssertionError(str(self))
 
     def report(self) -> Report:
-        """Return the table that is printed for this value."""
+        """Return the table that is printed for this value: a row for each law, with its result and a sentence."""
         rows: list[tuple[str, str, str]] = []
-        for name, law in OPTIMIZER_LAWS.items():
+        for name, law in OPTIMIZER_LAWS.items():  # in this order; laws that were not selected have no row
             if name in self.failures:
                 rows.append((name, "does not hold", self.failures[name]))
             elif name in self.left_out:

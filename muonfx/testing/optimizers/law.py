@@ -54,16 +54,19 @@ class OptimizerLaw:
 
 
 def outcome_of(law: OptimizerLaw, build: Build) -> Outcome:
-    """Check a law in this process. Any error of the optimizer is a failure of the law."""
+    """Check a law in this process, and return whether it holds. Any error of the optimizer is a failure of the law.
+
+    ``build`` returns a new optimizer for a model. An `Outcome` without texts is the result of a law that holds.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a warning of the optimizer is no failure
             law.check(build)
-    except NotApplicable as reason:
+    except NotApplicable as reason:  # the law cannot be checked on this optimizer
         return Outcome(reason_left_out=str(reason))
-    except Breach as breach:
+    except Breach as breach:  # a comparison within the law has failed
         return Outcome(failure=f"{breach.leaf}: {breach.found}")
-    except Exception as error:
+    except Exception as error:  # raised by the optimizer
         first_line = str(error).strip().partition("\n")[0]
         return Outcome(failure=f"raised {type(error).__name__}: {first_line}")
     return Outcome()

@@ -145,6 +145,7 @@ def nan_stays_in_its_parameter(build: Build) -> None:
     usual_values = Run(build).steps(2).values()
     if bool(values[name_of_nan].isfinite().all()):
         raise Breach(name_of_nan, "is finite after a step whose gradient has a NaN, expected that the NaN is visible")
+    # All other parameters are compared.
     del usual_values[name_of_nan]
     require_equal(values, usual_values, f"with a NaN in the gradient of {name_of_nan}")
 
@@ -234,7 +235,8 @@ def rates_are_read_at_each_step(build: Build) -> None:
 @optimizer_law
 def rates_may_be_tensors(build: Build) -> None:
     """A rate that is a tensor gives the update of the same rate as a float, and is read at each step."""
-    by_float, by_tensor = Run(build).steps(1), Run(build).steps(1)
+    by_float = Run(build).steps(1)
+    by_tensor = Run(build).steps(1)
     start = by_float.values()
     for rate in (0.25, 0.125):
         by_float.set_rate(rate)
@@ -294,6 +296,7 @@ def compiled_steps_equal_eager_ones(build: Build) -> None:
     compiled_step = torch.compile(lambda: compiled.optimizer.step(), backend="aot_eager")
     for _ in range(STEPS):
         eager.step()
+        # The same, but with the compiled step of the optimizer.
         compiled.set_gradients()
         compiled_step()
         compiled.next_step += 1

@@ -86,7 +86,10 @@ def dcp_resumes_a_sharded_run(build: Build) -> None:
 
 
 def _require_the_update_of_one_process(build: Build, model: nn.Module) -> None:
-    """Run an optimizer on a parallel model and on a whole one with the same gradients, and compare the updates."""
+    """Run an optimizer on a parallel model and on a whole one with the same gradients, and compare the updates.
+
+    Each rank runs this function. ``model`` is parallel over all ranks, and each rank has a whole model of its own.
+    """
     whole = Run(build)
     start = whole.values()
     parallel = Run(build, model)
@@ -136,25 +139,19 @@ def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
         return Outcome(reason_left_out=reason)
     # A new interpreter: one that is forked would inherit the threads of torch in an unknown state.
     context = get_context("spawn")
-    outcomes = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
+    outcomes = context.SimpleQueue()  # each process puts (rank, outcome) into it
+    with tempfile.TemporaryDirectory() as folder:  # where the processes find each other
         processes: list[BaseProcess] = []
         for rank in range(RANKS):
             process = context.Process(target=_run_rank, args=(rank, law.name, build, folder, outcomes), daemon=True)
             process.start()
             processes.append(process)
-        deadline = time.monotonic() + SECONDS
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        finished = not any(process.is_alive() for process in processes)
-        for process in processes:
-            process.kill()
-            process.join()
+        have_finished = _join_or_kill(processes)
     outcome_of_rank: dict[int, Outcome] = {}
     while not outcomes.empty():
         rank, outcome = outcomes.get()
         outcome_of_rank[rank] = outcome
-    reason = "ended without a result" if finished else f"has not finished within {SECONDS} s"
+    reason = "ended without a result" if have_finished else f"has not finished within {SECONDS} s"
     for rank in range(RANKS):
         outcome = outcome_of_rank.get(rank, Outcome(failure=f"rank {rank} {reason}"))
         if outcome != Outcome():
@@ -162,8 +159,26 @@ def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
     return Outcome()
 
 
+def _join_or_kill(processes: list[BaseProcess]) -> bool:
+    """Wait until all processes have ended, and return True; after `SECONDS` kill them, and return False.
+
+    A rank may wait forever for another one that has raised an error.
+    """
+    deadline = time.monotonic() + SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    have_finished = not any(process.is_alive() for process in processes)
+    for process in processes:
+        process.kill()  # has no effect on a process that has ended
+        process.join()
+    return have_finished
+
+
 def _run_rank(rank: int, law_name: str, build: Build, folder: str, outcomes: SimpleQueue[tuple[int, Outcome]]) -> None:
-    """Join the process group, check a law, and send the outcome. The process ends here."""
+    """Join the process group as one of its ranks, check a law, and send the outcome. The process ends here.
+
+    ``folder`` is empty and common to all ranks, so that they can find each other by a file in it.
+    """
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -111,18 +111,20 @@ class Run:
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
         """The parameters of the model that the optimizer has in its groups, by name."""
-        identities = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        identities: set[int] = set()
+        for group in self.optimizer.param_groups:
+            identities.update(map(id, group["params"]))
         return {name: param for name, param in self.params.items() if id(param) in identities}
 
     def set_gradients(self, change: Callable[[str, Tensor], Tensor | None] | None = None) -> None:
         """Set every parameter's gradient for the next step.
 
         Args:
-            change: a function from the name and the gradient of a parameter to the gradient to use; None in its place
-                is no gradient.
+            change: a function of the name and the gradient of a parameter. It returns the gradient to use in its place,
+                or None for a parameter without a gradient.
         """
         for name, param in self.params.items():
-            grad: Tensor | None = gradient(name, param, self.next_step)
+            grad: Tensor | None = gradient(name, param, self.next_step)  # the same in every run
             if change is not None:
                 grad = change(name, grad)
             if grad is None or not param.requires_grad:
@@ -166,16 +168,23 @@ def resumed_run(build: Build, stopped: Run, model: nn.Module | None = None) -> R
 
 
 def load_by_dcp(resumed: Run, stopped: Run, folder: str, *, no_dist: bool = False) -> None:
-    """Save the optimizer state of a stopped run by torch.distributed.checkpoint, and load it into a resumed one."""
+    """Save the optimizer state of a stopped run by torch.distributed.checkpoint, and load it into a resumed one.
+
+    ``no_dist`` is True for one process without a process group.
+    """
     saved = {"optimizer": get_optimizer_state_dict(stopped.model, stopped.optimizer)}
     dcp.save(saved, checkpoint_id=folder, no_dist=no_dist)
+    # A load writes into the tensors of a state dict of the same form, which is then set as the state.
     loaded = {"optimizer": get_optimizer_state_dict(resumed.model, resumed.optimizer)}
     dcp.load(loaded, checkpoint_id=folder, no_dist=no_dist)
     set_optimizer_state_dict(resumed.model, resumed.optimizer, loaded["optimizer"])
 
 
 def require_same_end(resumed: Run, continued: Run, tolerance: float | None = None) -> None:
-    """Take the remaining steps of both runs, and compare their ends: bitwise, or up to a tolerance."""
+    """Take the remaining steps of both runs, and compare their ends: bitwise, or up to a tolerance.
+
+    One run has loaded the saved state of the other, which has not been stopped.
+    """
     start = continued.values()
     continued.steps(STEPS)
     resumed.steps(STEPS)
@@ -200,16 +209,17 @@ def require_equal(values: Values, expected: Values, what: str) -> None:
 
 
 def require_close(values: Values, expected: Values, start: Values, tolerance: float, what: str) -> None:
-    """Raise `Breach` unless all updates, the distances from ``start``, agree up to a tolerance.
+    """Raise `Breach` unless all parameters have moved from ``start`` to nearly the values in ``expected``.
 
-    The difference is measured in units of the norm of the expected update.
+    The difference of two updates may be at most ``tolerance`` times the norm of the expected update. ``what`` names the
+    comparison in the message, such as "the resumed run".
     """
     for name, expected_value in expected.items():
         expected_update = (expected_value - start[name]).double()
         update = (values[name] - start[name]).double()
         size = float(expected_update.norm())
         difference = float((update - expected_update).norm())
-        # The smallest difference that counts: one rounding of the parameter itself in each step.
+        # Each step rounds the parameter, which may be large compared with its update. Such differences do not count.
         rounding = 4 * torch.finfo(expected_value.dtype).eps * float(expected_value.double().norm())
         # NaN and inf fail too: an expected update of infinite size is within no tolerance.
         if not math.isfinite(difference) or difference > tolerance * size + rounding:
