@@ -10,7 +10,6 @@ import hashlib
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,10 @@ from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 _ERROR = 2
-"""The first number of the message of a rank that has an error. It is larger than 1, the first number of a request."""
+"""The first number of the message of a rank that has an error. It is larger than the number of a request."""
+
+_REQUEST = 1
+"""The first number of the message of a rank that has no error, but a request, such as to compare replicas."""
 
 _CALL_WORDS = 3
 """The number of words in the digest of the values that must be equal on all ranks."""
@@ -63,8 +65,10 @@ def agree(
 ) -> Agreement:
     """Check with one all-reduce that all ranks make the same call. Raise the error of any rank (`problem`) on all.
 
+    If rank 0 compares ``["float32", 7]`` and rank 1 ``["bfloat16", 7]``, ``are_equal`` is ``[False, True]`` on both.
+
     Args:
-        what: the name of the call, which must be equal on all ranks.
+        what: the name of the call, such as "a step", which must be equal on all ranks.
         group: all ranks of this process group make the call together.
         problem: an error that this rank already has.
         same: a value that must be equal on all ranks.
@@ -72,43 +76,59 @@ def agree(
         explain: returns texts for the error to compare, if the calls are not the same.
         request: True to request something of all ranks, such as a comparison of replicas.
     """
-    # The message of a rank, and the maximum over ranks of each of its numbers, have these fields:
-    #   1. the urgency: 0, 1 for a request, 2 for an error
-    #   2. three words of a hash of the call, and the complements of these words
-    #   3. for each value in `compared`, two words of its hash, and the complements
-    # With one value, the message has 44 bytes in every call, so ranks that make different calls find that out.
-    urgency = int(request)
-    if problem is not None:
-        urgency = _ERROR
-    fields = [[urgency], _words_and_complements((what, same), _CALL_WORDS)]
-    for value in compared:
-        fields.append(_words_and_complements(value, _VALUE_WORDS))
-    numbers = list(chain.from_iterable(fields))
+    # 1. Each rank sends some numbers. The all-reduce returns the maximum over ranks of each number.
+    numbers = _message((what, same), compared, problem, request=request)
     message = torch.tensor(numbers, dtype=torch.int32, device=host_device(group))
     with collective(what):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    maxima = message.cpu().split(list(map(len, fields)))
-    most_urgent, call_maxima, *value_maxima = list(map(Tensor.tolist, maxima))
-    if most_urgent == [_ERROR]:
+    urgency, *maxima = message.cpu().tolist()
+    # 2. The maxima are equal on all ranks. So if one rank has an error, or makes another call, all ranks raise.
+    if urgency == _ERROR:
         _raise_errors(what, problem, group)
-    if not _are_equal(call_maxima):
+    end_of_call = 2 * _CALL_WORDS
+    if not _are_equal(maxima[:end_of_call]):
         _raise_difference({"calls": what, **explain()}, group)
-    return Agreement(list(map(_are_equal, value_maxima)), is_requested=most_urgent != [0])
+    # 3. Other values may differ. Each has this number of maxima:
+    size = 2 * _VALUE_WORDS
+    are_equal = [_are_equal(maxima[start : start + size]) for start in range(end_of_call, len(maxima), size)]
+    return Agreement(are_equal, is_requested=urgency == _REQUEST)
+
+
+def _message(call: object, compared: Sequence[object], problem: BaseException | None, *, request: bool) -> list[int]:
+    """Return the numbers that a rank sends in `agree`: its error or request, and hashes of the compared values.
+
+    1. the urgency: 0, `_REQUEST` or `_ERROR`
+    2. `_CALL_WORDS` words of a hash of the call, and the complements of these words
+    3. for each value in `compared`, `_VALUE_WORDS` words of its hash, and the complements
+
+    With one value, these are 11 numbers (44 bytes) in every call, so ranks that make different calls find that out.
+    """
+    urgency = 0
+    if request:
+        urgency = _REQUEST
+    if problem is not None:
+        urgency = _ERROR
+    numbers = [urgency]
+    numbers += _words_and_complements(call, _CALL_WORDS)
+    for value in compared:
+        numbers += _words_and_complements(value, _VALUE_WORDS)
+    return numbers
 
 
 def _words_and_complements(value: object, count: int) -> list[int]:
-    """Hash a value to `count` words of 30 bits. Return the words, and then `_LARGEST_WORD` minus each of them.
+    """Hash a value to `count` words of 30 bits. Return the words, and then the complement of each word.
 
-    The maximum over ranks of a word is the largest word. The maximum of its complement belongs to the least word. If
-    rank 0 has the word 5 and rank 1 the word 7, the maxima are 7 and `_LARGEST_WORD` - 5, so the words differ. The
-    zeros of `NO_VALUE` change no maximum.
+    Maxima over ranks of these numbers suffice to find out if all ranks have the same value. The complement of a word is
+    `_LARGEST_WORD` minus the word, so its maximum belongs to the least word. If rank 0 has the word 5 and rank 1 the
+    word 7, the maxima are 7 and `_LARGEST_WORD` - 5: the largest word is 7, the least is 5, so the values differ.
     """
     if value is NO_VALUE:
-        return [0] * (2 * count)
+        return [0] * (2 * count)  # zeros change no maximum, so only the values of the other ranks are compared
     hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
     numbers = struct.unpack(f">{count}I", hashed)  # big-endian numbers of 32 bits
-    words = [number & _LARGEST_WORD for number in numbers]
-    return words + [_LARGEST_WORD - word for word in words]
+    words = [number & _LARGEST_WORD for number in numbers]  # 30 bits fit into the int32 numbers of the message
+    complements = [_LARGEST_WORD - word for word in words]
+    return words + complements
 
 
 def _are_equal(maxima: Sequence[int]) -> bool:
@@ -129,11 +149,13 @@ def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessG
 
 
 def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
-    """Raise a ShardingError that names the first of the `facts` that differs between ranks, and these ranks.
+    """Raise a ShardingError that names the first difference between the facts of the ranks. All ranks call this.
 
-    All ranks first gather digests to find the subject, and then the fact itself. Facts may be long.
+    Facts are values by subject, such as ``{"calls": "a step", "parameters": "['w', 'b']"}``. They may be long, so ranks
+    first exchange a digest of each fact to find the subject, and then only the fact that differs.
     """
     operation = "finding out what differs"
+    # 1. The first subject on which a rank differs from rank 0, and the ranks that all have that other fact.
     digests = {subject: digest(fact) for subject, fact in facts.items()}
     difference = first_difference(all_objects(digests, group, operation))
     if difference is None:
@@ -142,9 +164,10 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
             "expected the same: construct and step the optimizer in the same way on all ranks"
         )
     subject, ranks = difference
-    different_rank = ranks[0]  # all of these ranks have the same fact; rank 0 has another
+    # 2. The fact of rank 0, and that of one of the different ranks. The remaining ranks send None.
+    different_rank = ranks[0]
     fact: object = None
-    if dist.get_rank(group) in (0, different_rank):  # the other ranks send None
+    if dist.get_rank(group) in (0, different_rank):
         fact = facts.get(subject)
     fact_of_rank = all_objects(fact, group, operation)
     text = difference_text(fact_of_rank[0], fact_of_rank[different_rank], listed(ranks))
@@ -154,8 +177,11 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
 
 
 def warn_together(message: str, group: dist.ProcessGroup) -> None:
-    """Issue a warning on all ranks of a group. If a rank turns warnings into errors, raise on all ranks."""
-    # If one rank alone raised, the others would wait for it in the next collective.
+    """Issue a warning on all ranks of a group. If a rank turns warnings into errors, raise on all ranks.
+
+    With ``warnings.simplefilter("error")`` on one rank, only this rank would raise, and the others would wait for it
+    in the next collective. So the ranks first agree that none of them has an error.
+    """
     problem: Warning | None = None
     try:
         warnings.warn(message, stacklevel=3)
@@ -210,7 +236,8 @@ def agree_on_leaves(
 ) -> LeafAgreement:
     """Find out which leaves of a tree are None on some ranks. Raise on all ranks if a leaf has different dtypes.
 
-    The ranks first compare one digest of the dtypes of all leaves. Only if it differs do they send the dtypes.
+    If only rank 1 has a gradient for "w", leaf 0 of the tree, ``missing`` is ``{0: (0, code)}`` on all ranks: None on
+    rank 0, and a tensor on rank 1, whose dtype is in the code.
 
     Args:
         what: the name of the call, which must be equal on all ranks.
@@ -219,19 +246,17 @@ def agree_on_leaves(
         problem: an error that this rank already has; it is raised on all ranks.
         unplaced: the names of the gradients with other DTensor placements than their parameters, such as Partial.
         same: as in `agree`, a further value that must be equal on all ranks.
-        explain: as in `agree`, returns texts for the error if `same` differs.
+        explain: as in `agree`.
         request: as in `agree`.
     """
-    names = tree.names(values)
-    # One number for each leaf: its dtype, and if it is `unplaced`.
-    codes = bytearray(map(_code_of, tree.leaves(values)))
-    for name in unplaced:
-        codes[names.index(name)] += UNPLACED
+    codes = _codes_of_leaves(values, unplaced)
     if layout.size == 1:
         if problem is not None:
             raise problem
         return LeafAgreement({}, request)
+    # The ranks first compare one digest of the codes of all leaves. Only if it differs do they send the codes.
     group = require_group(layout)
+    names = tree.names(values)
     agreement = agree(
         what,
         group,
@@ -241,12 +266,21 @@ def agree_on_leaves(
         explain=lambda: {**_facts_of_tree(layout, names), **explain()},
         request=request,
     )
-    missing: dict[int, Sequence[int]] = {}
     (have_equal_codes,) = agreement.are_equal
+    missing: dict[int, Sequence[int]] = {}
     if not have_equal_codes:
         codes_of_rank = _codes_of_all_ranks(codes, layout.rank, group)
         missing = _missing_on_some(names, codes_of_rank)
     return LeafAgreement(missing, agreement.is_requested)
+
+
+def _codes_of_leaves(values: PyTree, unplaced: Iterable[str]) -> bytearray:
+    """Return one number for each leaf of a tree: the code of its dtype, plus `UNPLACED` for the `unplaced` names."""
+    codes = bytearray(map(_code_of, tree.leaves(values)))
+    names = tree.names(values)
+    for name in unplaced:
+        codes[names.index(name)] += UNPLACED
+    return codes
 
 
 def _facts_of_tree(layout: ShardTable, names: Sequence[str]) -> Facts:
@@ -294,16 +328,21 @@ def _missing_on_some(names: Sequence[str], codes_of_rank: list[list[int]]) -> di
     """Return the leaves that only some ranks have, as in `LeafAgreement`. Raise if a leaf has different dtypes.
 
     ``codes_of_rank[r][i]`` is the code of leaf i on rank r: 0 (`_NONE`) if it is None, else the code of its dtype, plus
-    `UNPLACED` for some gradients.
+    `UNPLACED` for some gradients. Here leaf 1 is None on rank 1:
+
+    >>> _missing_on_some(["v", "w"], [[3, 3], [3, 0]])
+    {1: (3, 0)}
     """
     missing: dict[int, Sequence[int]] = {}
     codes_of_leaves = zip(*codes_of_rank, strict=True)
     for index, (name, codes) in enumerate(zip(names, codes_of_leaves, strict=True)):
-        if len(set(codes) - {_NONE}) > 1:
+        codes_of_tensors = {code for code in codes if code != _NONE}
+        if len(codes_of_tensors) > 1:
             raise ShardingError(
                 f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks, "
                 "expected equal ones: load and shard the model in the same way on all ranks"
             )
-        if len(set(codes)) > 1:  # None on some ranks, a tensor on the others
+        is_on_some_ranks = bool(codes_of_tensors) and _NONE in codes
+        if is_on_some_ranks:
             missing[index] = codes
     return missing

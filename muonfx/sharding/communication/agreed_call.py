@@ -36,9 +36,13 @@ def agreed_call(
 ) -> Arguments:
     """Check that all ranks make the same call of `update`. Return its arguments with local tensors for DTensors.
 
-    A gradient that is None on this rank but not on others is filled in. If a rank has an error, or passes a `problem`,
-    all ranks raise. `progress` counts the steps of this transform or optimizer alone. With `check`, the trees of the
-    arguments are compared with each other.
+    Args:
+        binding: runs transforms over the ranks of a layout.
+        progress: counts the steps of this transform or optimizer alone.
+        tx: the transform that is stepped.
+        call: this rank's arguments. A gradient that is None here but not on other ranks is filled in.
+        check: True to compare the trees of the arguments with each other.
+        problem: an error that this rank already has. It is raised on all ranks, like any error that is found here.
     """
     layout = binding.layout
     if layout.group is None or layout.size == 1:
@@ -58,7 +62,7 @@ def agreed_call(
         if local.params is not None:
             verify_params(layout, local.params)
         verify_state(binding, tx, local.like, local.state)
-    # 4. Gradients that are None on some ranks, or partial sums.
+    # 4. Gradients that are None on some ranks, or partial sums, are completed. Those of replicas should then be equal.
     if agreement.missing or unplaced:
         completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
         local = local._replace(updates=completed)
@@ -79,19 +83,23 @@ def _agree_on_call(
 ) -> tuple[Arguments, list[str], LeafAgreement]:
     """Check a call on this rank, and that all ranks make the same call.
 
-    Return the call with local tensors, the names of gradients that are partial sums, and which gradients other ranks
-    have.
+    Returns:
+        The call with local tensors; the names of the gradients that are partial sums; and the gradients that are None
+        on some ranks.
     """
     layout = binding.layout
     assert layout.group is not None
+    # 1. This rank's arguments, and the facts about them that must be equal on all ranks. An error may be on this rank
+    # only: `agree` raises it on all ranks together.
     try:
         if problem is not None:
             raise problem
         local, unplaced = _checked_call(binding, tx, call, check=check)
         facts = facts_of_step(binding, progress, tx, local)
-    except Exception as error:  # perhaps on this rank only: `agree` raises it on all ranks together
+    except Exception as error:
         agree("a step", layout.group, error)
         raise
+    # 2. The facts and the gradients of all ranks.
     agreement = agree_on_leaves(
         "a step",
         local.updates,
@@ -110,25 +118,33 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
     Also return the names of the gradients with other DTensor placements than their parameters, such as Partial. With
     `check`, the trees of updates, params and state are also compared with each other.
     """
+    # 1. The updates, and the arguments with local tensors.
     check_extras(tx, call.extras)
     local_updates = local_tree(call.updates)
     checks.check_floating("updates", local_updates)
     unplaced = unplaced_shards(binding.layout, call.updates)
     local = Arguments(local_updates, call.state, local_tree(call.params), Donation.of(call.donate), call.extras)
+    # 2. The other arguments.
     if check:
-        if call.params is not None:
-            require_shards(binding.layout, call.params)
-            checks.check_updates_fit(local.params, local.updates)
-        # Without parameters, the dtypes of the state are unknown.
-        check_state(binding, tx, local.like, local.state, with_dtypes=local.params is not None)
+        _check_trees(binding, tx, call, local)
     if local.extras:
         transforms = [visited.tx for visited in binding.visits(tx, local.like)]
         check_values_of_extras(transforms, local.extras)
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
-    if tx.treedef not in binding.likes:  # for `to_global` and `from_global`, which may be called without parameters
+    # 3. The shapes are remembered for `to_global` and `from_global`, which may be called without parameters.
+    if tx.treedef not in binding.likes:
         binding.likes[tx.treedef] = meta_like(local.like)
     return local, unplaced
+
+
+def _check_trees(binding: Binding, tx: Transform, call: Arguments, local: Arguments) -> None:
+    """Raise unless parameters, updates and state fit the layout and each other. `local` is `call` without DTensors."""
+    if call.params is not None:
+        require_shards(binding.layout, call.params)
+        checks.check_updates_fit(local.params, local.updates)
+    # Without parameters, the dtypes of the state are unknown.
+    check_state(binding, tx, local.like, local.state, with_dtypes=local.params is not None)
 
 
 _serials: Counter[str] = Counter()
@@ -156,14 +172,17 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
         _checked_parameters(binding, tx, params)
         return
     group = require_group(layout)
+    # 1. The facts that must be equal on all ranks. An error, perhaps on this rank only, is raised in step 3.
     facts: Facts = {}
     if problem is None:
         try:
             local = _checked_parameters(binding, tx, params)
             facts = facts_of_binding(binding, tx, local)
-        except Exception as error:  # perhaps on this rank only: raised on all ranks together
+        except Exception as error:
             problem = error
-    wait_for_all(group, CONSTRUCTING)  # names a rank that never arrives; the collective would only time out
+    # 2. If a rank never arrives, this error names it; the collective of the next step would only time out.
+    wait_for_all(group, CONSTRUCTING)
+    # 3. The ranks compare a digest of their facts, and the facts themselves only if the digests differ.
     agree("binding a transform to a layout", group, problem, same=digest(facts), explain=lambda: facts)
 
 
