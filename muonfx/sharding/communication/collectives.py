@@ -29,15 +29,19 @@ BUCKET = 1 << 25
 
 
 def gathered(layout: ShardTable, local: PyTree) -> PyTree:
-    """Gather this rank's shards to whole tensors on every rank, without derivatives. None stays None."""
+    """Gather this rank's shards to whole tensors on every rank, without derivatives. None stays None.
+
+    If rank 0 holds ``{"w": tensor([1., 2.])}`` and rank 1 ``{"w": tensor([3., 4.])}`` of a parameter with 4 elements,
+    both get ``{"w": tensor([1., 2., 3., 4.])}``.
+    """
     leaves, treedef = tree.flatten(local)
     names = tree.names(local)
     leaf_of = dict(zip(names, leaves, strict=True))
     with outside_transforms("layout.gather", local) as problem, torch.no_grad():
-        shards = _shards_to_gather(layout, leaf_of, None, problem)
-        wholes = _gather(layout, [*shards], [*shards.values()])
-    whole_of = dict(zip(shards, wholes, strict=True))
-    return tree.unflatten(treedef, map(whole_of.get, names))
+        shard_of = _shards_to_gather(layout, leaf_of, None, problem)
+        wholes = _gather(layout, list(shard_of), list(shard_of.values()))
+    whole_of = dict(zip(shard_of, wholes, strict=True))
+    return tree.unflatten(treedef, [whole_of.get(name) for name in names])
 
 
 def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequence[str] | None) -> PyTree:
@@ -48,12 +52,12 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
     leaves, treedef = tree.flatten(local)
     names = tree.names(local)
     leaf_of = dict(zip(names, leaves, strict=True))
-    shards = _shards_to_gather(layout, leaf_of, chosen)
+    shard_of = _shards_to_gather(layout, leaf_of, chosen)
     # The backward pass of `_gather` is `_reduce`, and the other way round.
-    wholes = _Linear.apply(_gather, _reduce, layout, [*shards], *shards.values())
-    whole_of = dict(zip(shards, wholes, strict=True))
-    # A leaf that is not gathered is returned unchanged.
-    return tree.unflatten(treedef, map(whole_of.get, names, leaves))
+    wholes = _Linear.apply(_gather, _reduce, layout, list(shard_of), *shard_of.values())
+    # The whole tensors replace their shards; all other leaves stay.
+    leaf_of.update(zip(shard_of, wholes, strict=True))
+    return tree.unflatten(treedef, [leaf_of[name] for name in names])
 
 
 def _shards_to_gather(
@@ -64,30 +68,32 @@ def _shards_to_gather(
     `leaf_of` has all leaves by name: a flat dict, because the names in a tree of many levels take as long to find as
     the collectives. `problem` is an error that this rank already has.
     """
-    required = sorted(chosen or [])
+    # 1. The ranks agree on the names, and on the leaves that are None.
+    required_names = sorted(chosen or [])
     with without_transforms():
         agreement = agree_on_shards(
             "gathering leaves",
             leaf_of,
             layout,
             problem,
-            same=required,
-            explain=lambda: {"arguments": str(required)},  # for the error if `chosen` differs between ranks
+            same=required_names,
+            explain=lambda: {"arguments": str(required_names)},  # for the error if `chosen` differs between ranks
         )
-    # The following is equal on all ranks, so all of them raise.
-    unknown = sorted(set(required) - leaf_of.keys())
-    if unknown:
-        raise ShardingError(f"names: {unknown[0]!r} is not a leaf of the tree")
+    # 2. These errors follow from values that are now equal on all ranks, so all of them raise.
+    for name in required_names:
+        if name not in leaf_of:
+            raise ShardingError(f"names: {name!r} is not a leaf of the tree")
     for index in agreement.missing:
         raise ShardingError(
             f"{tree.names(leaf_of)[index]!r} is None on some ranks, expected a shard on all ranks or None on all: pass "
             "the shard of every rank"
         )
+    # 3. The shards as local tensors. `to_local` is differentiable, so a gradient reaches the DTensor.
     shards: dict[str, Tensor] = {}
     for name, leaf in leaf_of.items():
-        if leaf is None or (chosen is not None and name not in chosen):
+        is_chosen = chosen is None or name in chosen
+        if leaf is None or not is_chosen:
             continue
-        # `to_local` is differentiable, so a gradient reaches the DTensor.
         shards[name] = leaf.to_local() if is_dtensor(leaf) else leaf
     return shards
 
@@ -97,12 +103,13 @@ def agree_on_shards(
 ) -> LeafAgreement:
     """Raise on all ranks unless each leaf is None or the shard of its rank. Else return which leaves are missing.
 
-    The arguments are as in `agree_on_leaves`.
+    The arguments are as in `agree_on_leaves`. An error of this rank alone, such as a leaf of another shape than its
+    shard, is passed on as the `problem`: if it were raised at once, the other ranks would wait for this one.
     """
     if problem is None:
         try:
             require_shards(layout, values)
-        except Exception as error:  # perhaps on this rank only: raised on all ranks together
+        except Exception as error:
             problem = error
     return agree_on_leaves(what, values, layout, problem, **options)
 
@@ -123,7 +130,9 @@ _Collective = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tenso
 def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) -> list[Tensor]:
     """Gather the named parameters. Return whole tensors on every rank, from the `shards` of this rank."""
     wholes = [shard.new_empty(layout.specs[name].shape) for name, shard in zip(names, shards, strict=True)]
+    # Bucket by bucket, so that the messages need little memory.
     for indices in in_buckets(wholes, BUCKET):
+        # By rank: the parts of this rank's shards to send to it, and the parts of the whole tensors to receive from it.
         outgoing = lists_by_rank(layout)
         incoming = lists_by_rank(layout)
         for index in indices:
@@ -146,23 +155,27 @@ def _list_messages(
 ) -> None:
     """Add the boxes of a parameter that this rank sends to `outgoing`, and those that it receives to `incoming`.
 
-    Boxes of this rank's `shard` are sent to the ranks that do not hold it, and received as boxes of `whole`. The
-    holders of a shard take turns: if ranks 1 and 3 of six hold it, rank 1 sends it to ranks 0, 2 and 4, and rank 3 to
-    rank 5.
+    A box is a rectangular part of a tensor. Boxes of this rank's `shard` are sent to the ranks that do not hold it, and
+    received as boxes of `whole`.
+
+    The holders of a shard share the work: if ranks 1 and 3 of six hold it, rank 1 sends it to ranks 0, 2 and 4, and
+    rank 3 sends it to rank 5.
     """
     for position, holders in layout.holders(name).items():
-        boxes = [box.of(whole) for box in position.boxes]
+        boxes_of_whole = [box.of(whole) for box in position.boxes]
         if layout.rank not in holders:
             sender = holders[layout.rank % len(holders)]
-            incoming[sender] += boxes
+            incoming[sender] += boxes_of_whole
             continue
-        shard_boxes = boxes_in(shard, layout.views(name))
-        outgoing[layout.rank] += shard_boxes  # a rank copies its own shard, without a message
-        incoming[layout.rank] += boxes
+        # This rank holds the shard. It copies the shard to its own whole tensor, without a message.
+        boxes_of_shard = boxes_in(shard, layout.views(name))
+        outgoing[layout.rank] += boxes_of_shard
+        incoming[layout.rank] += boxes_of_whole
+        # Holder number i sends it to the ranks i, i + n, i + 2n, ..., for n holders.
         first_receiver = holders.index(layout.rank)
         for receiver in range(first_receiver, layout.size, len(holders)):
             if receiver not in holders:
-                outgoing[receiver] += shard_boxes
+                outgoing[receiver] += boxes_of_shard
 
 
 class _Linear(torch.autograd.Function):
@@ -191,21 +204,25 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        """Run the collective once for a batch. Return one stack for each tensor, and its batch dims, all 0.
+        """Run the collective once for a batch, as `torch.vmap` requires. Return one stack for each tensor.
 
-        Two tensors ``a, b`` in a batch of three are sent as ``a0, a1, a2, b0, b1, b2``.
+        Two tensors ``a, b`` in a batch of three are sent as ``a0, a1, a2, b0, b1, b2``, and received as two stacks of
+        three. The second result has the batch dims of the stacks, which are all 0.
         """
         function, transpose, layout, names, *tensors = inputs
         _, _, _, _, *batch_dims = in_dims
+        # 1. The entries of the batch, as further tensors of the same parameters.
         entry_names: list[str] = []
         entries: list[Tensor] = []
-        for name, tensor, dim in zip(names, tensors, batch_dims, strict=True):
+        for name, tensor, batch_dim in zip(names, tensors, batch_dims, strict=True):
             entry_names += [name] * info.batch_size
-            if dim is None:  # the same tensor for each entry of the batch
+            if batch_dim is None:  # the same tensor for each entry of the batch
                 entries += [tensor] * info.batch_size
             else:
-                entries += tensor.unbind(dim)
+                entries += tensor.unbind(batch_dim)
+        # 2. One collective for all of them.
         results = _Linear.apply(function, transpose, layout, entry_names, *entries)
+        # 3. The results of each tensor in one stack.
         stacks: list[Tensor] = []
         for start in range(0, len(results), info.batch_size):
             stacks.append(torch.stack(results[start : start + info.batch_size]))
@@ -215,31 +232,44 @@ class _Linear(torch.autograd.Function):
 def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     """Average the whole gradients of all ranks. Return a tree with this rank's shards of the mean.
 
+    If the gradient of "w" is ``[1., 3.]`` on rank 0 and ``[3., 5.]`` on rank 1, the mean is ``[2., 4.]``. Where each
+    rank holds one element of "w", rank 0 gets ``[2.]`` and rank 1 gets ``[4.]``.
+
     A gradient that is None on some ranks counts as zero there. It stays None if it is None on all ranks.
     """
-    leaves, treedef = tree.flatten(grads)
     names = tree.names(grads)
-    device = tree.device_of(grads)
     with outside_transforms("layout.reduce_scatter", grads) as problem:
+        # An error of this rank alone is passed to `agree_on_leaves`, which raises it on all ranks together.
         try:
             _require_gradients(layout, grads)
-        except Exception as error:  # perhaps on this rank only: raised on all ranks together
+        except Exception as error:
             problem = error
         agreement = agree_on_leaves("reducing gradients", grads, layout, problem)
-        gradients: dict[str, Tensor] = {}
-        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-            if leaf is not None:
-                gradients[name] = leaf.detach()
-            elif index in agreement.missing:  # another rank has this gradient, and the mean is over all ranks
-                shape = layout.specs[name].shape
-                gradients[name] = torch.zeros(shape, dtype=agreement.dtype_of(index), device=device)
-        shards = _reduce(layout, [*gradients], [*gradients.values()])
-    shard_of = dict(zip(gradients, shards, strict=True))
-    return tree.unflatten(treedef, map(shard_of.get, names))
+        gradient_of = _with_missing_gradients(layout, grads, agreement)
+        shards = _reduce(layout, list(gradient_of), list(gradient_of.values()))
+    shard_of = dict(zip(gradient_of, shards, strict=True))
+    _, treedef = tree.flatten(grads)
+    return tree.unflatten(treedef, [shard_of.get(name) for name in names])
+
+
+def _with_missing_gradients(layout: ShardTable, grads: PyTree, agreement: LeafAgreement) -> dict[str, Tensor]:
+    """Return this rank's gradients by name, with zeros for those that only other ranks have."""
+    device = tree.device_of(grads)
+    gradient_of: dict[str, Tensor] = {}
+    for index, (name, leaf) in enumerate(tree.named_leaves(grads)):
+        if leaf is not None:
+            gradient_of[name] = leaf.detach()
+        elif index in agreement.missing:  # another rank has this gradient, and the mean is over all ranks
+            shape = layout.specs[name].shape
+            gradient_of[name] = torch.zeros(shape, dtype=agreement.dtype_of(index), device=device)
+    return gradient_of
 
 
 def _require_gradients(layout: ShardTable, grads: PyTree) -> None:
-    """Raise unless each gradient is a whole floating tensor or None."""
+    """Raise unless each gradient is None, or a floating tensor of the whole shape of its parameter.
+
+    The mean of integers could not be expressed in their dtype.
+    """
     layout.require(tree.names(grads))
     for name, gradient in tree.named_leaves(grads):
         if gradient is None:
@@ -251,29 +281,32 @@ def _require_gradients(layout: ShardTable, grads: PyTree) -> None:
 
 @torch.no_grad()
 def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
-    """Average whole tensors over all ranks. Return a list with this rank's shards of the means."""
+    """Average whole tensors over all ranks. Return a list with this rank's shards of the means.
+
+    If every rank holds every parameter whole, its shard is the whole mean. To exchange the whole tensors would then
+    send P - 1 tensors from each of P ranks. So each rank averages an equal part, and the parts are gathered.
+    """
     has_elements = any(whole.numel() for whole in wholes)
     is_replicated = layout.size > 1 and has_elements and _are_on_all_ranks(layout, names)
-    if is_replicated:
-        # Every rank sending its whole tensors to every other would send more than this: each rank averages an equal
-        # part, and the parts are gathered.
-        equal_parts = _in_equal_parts(layout, tuple(names))
-        means = _reduce_to_shards(equal_parts, names, wholes)
-        return _gather(equal_parts, names, means)
-    return _reduce_to_shards(layout, names, wholes)
+    if not is_replicated:
+        return _reduce_to_shards(layout, names, wholes)
+    equal_parts = _in_equal_parts(layout, tuple(names))
+    means = _reduce_to_shards(equal_parts, names, wholes)
+    return _gather(equal_parts, names, means)
 
 
 def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Average whole tensors over all ranks: send each rank its shards, bucket by bucket. Return the shards of means."""
     means = [layout.position(name).blank(whole) for name, whole in zip(names, wholes, strict=True)]
     for indices in in_buckets(wholes, BUCKET):
-        outgoing = lists_by_rank(layout)  # the boxes of whole tensors that each rank holds
-        targets: list[Tensor] = []  # the same boxes of this rank, in its shards
+        outgoing = lists_by_rank(layout)  # for each rank, the boxes of this rank's whole tensors that it averages
+        targets: list[Tensor] = []  # the boxes that this rank averages, as views of its shards
         for index in indices:
             name = names[index]
             targets += boxes_in(means[index], layout.views(name))
             for rank in range(layout.size):
-                outgoing[rank] += [box.of(wholes[index]) for box in layout.position(name, rank).boxes]
+                boxes = layout.position(name, rank).boxes
+                outgoing[rank] += [box.of(wholes[index]) for box in boxes]
         _exchange_and_average(layout, outgoing, targets, wholes[indices[0]])
     return means
 
@@ -281,17 +314,21 @@ def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence
 def _exchange_and_average(
     layout: ShardTable, outgoing: Sequence[Sequence[Tensor]], targets: Sequence[Tensor], wire: Tensor
 ) -> None:
-    """Send ``outgoing[r]`` to each rank r. Write the means over all ranks of the received tensors to `targets`."""
+    """Send ``outgoing[r]`` to each rank r. Write the means over all ranks of the received tensors to `targets`.
+
+    Each rank sends one tensor for each target, in the order of the targets. The messages have the dtype and the device
+    of `wire`.
+    """
     if layout.group is None:  # one rank
         copied(outgoing[0], targets)
         return
-    numel = sum(map(Tensor.numel, targets))
-    expected = [numel] * layout.size
+    numel = sum(target.numel() for target in targets)
+    expected = [numel] * layout.size  # from each rank, itself included
     messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
-    shapes = [target.shape for target in targets]  # each rank sends tensors of these shapes
-    received = messages.arrived([shapes] * layout.size)
-    for target, *tensors in zip(targets, *received, strict=True):
-        _average(tensors, target)
+    shapes = [target.shape for target in targets]
+    tensors_of_rank = messages.arrived([shapes] * layout.size)
+    for index, target in enumerate(targets):
+        _average([tensors[index] for tensors in tensors_of_rank], target)
     messages.end()
 
 
@@ -313,18 +350,21 @@ def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
 
 
 def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
-    """Write the mean of some tensors to `target`. Add them in order in fp32 or higher, and round once."""
+    """Write the mean of some tensors to `target`.
+
+    They are added in order, in fp32 or higher, and the mean is rounded once. So all ranks get the same bits.
+    """
     first, *others = tensors
     total = first.to(ew.wide_dtype(target.dtype))
-    # The sum is written to new memory: to the wide copy of `first`, or, without a copy, to the target. `first` itself
-    # may be the caller's tensor.
+    # The sum must not overwrite `first`, which may be the caller's tensor. It is written to the wide copy of `first`
+    # or, if no copy was needed, to the target.
     memory = total
     if total is first:
         memory = target
     for tensor in others:
         total = torch.add(total, tensor, out=memory)
     torch.div(total, len(tensors), out=memory)
-    target.copy_(memory)  # rounds once, or does nothing if it is the same tensor
+    target.copy_(memory)  # rounds to the dtype of the target, or does nothing if it is the same tensor
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:

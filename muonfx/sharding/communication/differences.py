@@ -37,20 +37,24 @@ def errors_by_rank(error_of_rank: Sequence[str | None]) -> str:
 def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[str, list[int]] | None:
     """Return the first subject on which a rank differs from rank 0, and the ranks that all have that other value.
 
+    Return None if no rank differs.
+
     >>> first_difference([{"lr": 1, "eps": 2}, {"lr": 1, "eps": 3}, {"lr": 1, "eps": 3}])
     ('eps', [1, 2])
     """
     for subject, expected in values_of_rank[0].items():
-        for values in values_of_rank:
-            value = values.get(subject)
+        values = [values_by_subject.get(subject) for values_by_subject in values_of_rank]
+        for value in values:
             if value != expected:
-                ranks = [rank for rank, others in enumerate(values_of_rank) if others.get(subject) == value]
+                ranks = [rank for rank, other_value in enumerate(values) if other_value == value]
                 return subject, ranks
     return None
 
 
 def difference_text(first: object, second: object, ranks: str) -> str:
-    """Return how the fact `first` of rank 0 differs from the fact `second` of the `ranks`, such as "rank 2".
+    """Return a text that shows how a value of rank 0, `first`, differs from the value `second` of other ranks.
+
+    `ranks` names these ranks, such as "rank 2". The values are dicts, or anything that has a text.
 
     >>> difference_text({"lr": "0.1", "eps": "0"}, {"lr": "0.2", "eps": "0"}, "rank 2")
     "'lr' is 0.1 on rank 0 and 0.2 on rank 2"
@@ -58,6 +62,7 @@ def difference_text(first: object, second: object, ranks: str) -> str:
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         first_text, second_text = _around_difference(str(first), str(second))
         return f"rank 0 has {first_text}\n  {ranks}: {second_text}"
+    # Of two dicts, show the first entry that differs. A name may be in one of them only.
     for name in [*first, *second]:
         first_value = first.get(name, "missing")
         second_value = second.get(name, "missing")

@@ -20,16 +20,23 @@ if TYPE_CHECKING:
 
 
 def group_of_meshes(ranks_of: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.ProcessGroup:
-    """Return a process group of exactly the ranks of all meshes. `ranks_of` maps a mesh to its global ranks."""
+    """Return a process group of exactly the ranks of all meshes. `ranks_of` maps a mesh to its global ranks.
+
+    A group that exists is preferred, because a new one takes memory and time: for one mesh of ranks 0 and 1 of four,
+    its own group is returned; for two meshes of ranks (0, 1) and (2, 3), the group of all ranks.
+    """
     ranks = sorted(set().union(*ranks_of.values()))
+    # 1. The group of all ranks.
     if ranks == list(range(dist.get_world_size())):
         world = dist.group.WORLD
         assert world is not None
         return world
+    # 2. The group of a mesh with these ranks. A mesh with several dims has a group for each dim; flattened, it has one.
     for mesh, ranks_of_mesh in ranks_of.items():
-        if list(ranks_of_mesh) == ranks:  # a mesh with several dims has a group for each: flattened, it has one
+        if list(ranks_of_mesh) == ranks:
             return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-    group = dist.new_group(ranks, use_local_synchronization=True)  # ranks outside the meshes do not call this
+    # 3. A new group, which ranks outside the meshes do not create.
+    group = dist.new_group(ranks, use_local_synchronization=True)
     if not isinstance(group, dist.ProcessGroup):
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
     return group
@@ -45,12 +52,18 @@ def cuts_on_meshes(
 
     If the meshes have different ranks, a parameter may have the mesh of ranks 0 and 2 on these two ranks, and the mesh
     of ranks 1 and 3 on the other two. All ranks then call this together.
+
+    Args:
+        specs: the shapes and dtypes of all parameters.
+        dtensors: the mesh and the placements of each parameter that is a DTensor.
+        ranks_of: for each mesh, the global ranks on it.
+        group: the ranks of all meshes.
     """
     ranks = dist.get_process_group_ranks(group)
     coordinates_on = {mesh: MeshCoordinates.of(mesh, ranks) for mesh in ranks_of}
     different_meshes: set[DeviceMesh] = set()
     have_different_ranks = len(set(ranks_of.values())) > 1
-    if have_different_ranks:
+    if have_different_ranks:  # this rank has its own meshes only, so all ranks send theirs
         placements = _digest_of_placements(specs, dtensors, coordinates_on)
         coordinates_on, different_meshes = _coordinates_of_all_ranks(placements, ranks_of, coordinates_on, group)
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks))
@@ -90,13 +103,13 @@ def _coordinates_of_all_ranks(
     messages: list[_Message] = all_objects(message, group, "finding out who holds what")
     if any(received.placements != placements for received in messages):
         return coordinates_on, set()
-    # 2. Each rank has, on each mesh, the coordinates that it sent.
+    # 2. Each rank has, on each mesh, the coordinates that it sent. A mesh differs if it has other ranks elsewhere.
     all_coordinates: dict[DeviceMesh, MeshCoordinates] = {}
     different_meshes: set[DeviceMesh] = set()
     for index, mesh in enumerate(ranks_of):
         coordinates = [received.coordinates[index] for received in messages]
         all_coordinates[mesh] = MeshCoordinates(coordinates_on[mesh].shape, coordinates)
-        if len({received.ranks[index] for received in messages}) > 1:
+        if any(received.ranks[index] != ranks_on_meshes[index] for received in messages):
             different_meshes.add(mesh)
     return all_coordinates, different_meshes
 

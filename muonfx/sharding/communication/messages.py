@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from itertools import chain, groupby
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -50,14 +50,19 @@ class Exchange:
         self.what = what
         self._rank = layout.rank
         self._buffers = layout.buffers
+        # A rank sends itself nothing: its own tensors stay as they are, and their messages have no elements.
         self._own_tensors = list(outgoing[layout.rank])
-        send_sizes = list(map(_numel, outgoing))
+        send_sizes = [_numel(tensors) for tensors in outgoing]
         send_sizes[layout.rank] = 0
         self._receive_sizes = list(expected)
         self._receive_sizes[layout.rank] = 0
+        # The send buffer has the tensors for rank 0, then those for rank 1, and so on.
         self._send_buffer = layout.buffers.take(sum(send_sizes), dtype, device)
-        to_others = [tensors for rank, tensors in enumerate(outgoing) if rank != layout.rank]
-        _pack(list(chain.from_iterable(to_others)), self._send_buffer)
+        tensors_to_send: list[Tensor] = []
+        for rank, tensors in enumerate(outgoing):
+            if rank != layout.rank:
+                tensors_to_send += tensors
+        _pack(tensors_to_send, self._send_buffer)
         self._receive_buffer = layout.buffers.take(sum(self._receive_sizes), dtype, device)
         with collective(what):
             self._work: Any = dist.all_to_all_single(
@@ -85,7 +90,7 @@ class Exchange:
         """
         with collective(self.what):
             self._work.wait()
-        self._buffers.give_back(self._send_buffer)
+        self._buffers.give_back(self._send_buffer)  # all of it is sent, so another exchange may use its memory
         del self._send_buffer
         received: list[list[Tensor]] = []
         for rank, message in enumerate(self._receive_buffer.split(self._receive_sizes)):
@@ -116,6 +121,9 @@ def exchange(
 ) -> None:
     """Send the tensors ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it in place. Wait for all messages.
 
+    The tensors that a rank sends have the sizes of those that the receiver expects, in the same order. With two ranks,
+    rank 0 may send ``outgoing[1] = [a, b]``. Rank 1 then receives these values in its ``incoming[0] = [c, d]``.
+
     Messages are sent in the dtype of `wire`, on its device. `what` names the operation in errors.
     """
     expected = list(map(_numel, incoming))
@@ -135,15 +143,21 @@ def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
-    """Copy tensors into a 1-d buffer, one after another, in the dtype of the buffer."""
+    """Copy tensors into a 1-d buffer, one after another, in the dtype of the buffer.
+
+    >>> buffer = torch.zeros(4)
+    >>> _pack([torch.tensor([[1.0], [2.0]]), torch.tensor([3.0, 4.0])], buffer)
+    >>> buffer
+    tensor([1., 2., 3., 4.])
+    """
     needs_cast = any(tensor.dtype != buffer.dtype for tensor in tensors)
     if needs_cast:  # `torch.stack` does not cast
         targets = split_buffer(buffer, [tensor.shape for tensor in tensors])
         copied(tensors, targets)
         return
+    # One call for neighbours of one shape is faster than a copy for each.
     start = 0
     for shape, neighbours in groupby(tensors, lambda tensor: tensor.shape):
-        # One call for neighbours of one shape is faster than a copy for each.
         tensors_of_shape = list(neighbours)
         count = len(tensors_of_shape)
         end = start + count * shape.numel()
@@ -152,11 +166,15 @@ def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
 
 
 def split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Split a 1-d buffer into consecutive tensors of the given shapes, as views."""
+    """Split a 1-d buffer into consecutive tensors of the given shapes, as views.
+
+    >>> split_buffer(torch.arange(4), [(2, 1), (2,)])
+    [tensor([[0], [1]]), tensor([2, 3])]
+    """
     views: list[Tensor] = []
     start = 0
+    # Neighbours of one shape are unbound from a stack in one call, which is faster than a view for each.
     for shape, neighbours in groupby(shapes):
-        # Neighbours of one shape are unbound from a stack in one call, which is faster than a view for each.
         count = len(list(neighbours))
         end = start + count * prod(shape)
         views += buffer[start:end].view(count, *shape).unbind()
@@ -166,7 +184,10 @@ def split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor
 
 @contextmanager
 def collective(what: str) -> Generator[None]:
-    """Turn an error of the torch.distributed calls in a ``with`` block into a `ShardingError` that names `what`."""
+    """Turn an error of the torch.distributed calls in a ``with`` block into a `ShardingError` that names `what`.
+
+    torch's own error, such as "Connection closed by peer", does not name the operation and has no advice.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement, device: torch.device) -> PyTree:
-    """Return the local gradients. A gradient that only other ranks have is zero, or a copy of a replica's gradient.
+    """Return this rank's gradients. Fill in those that are None here, and that other ranks have.
 
-    ``agreement.missing`` has the gradients that are None on some ranks only. It is equal on all ranks.
+    Such a gradient is a copy of the gradient of a replica (another rank that holds the same shard) or, if no replica
+    has one, zero. ``agreement.missing`` has the gradients that are None on some ranks only, equal on all ranks.
     """
     leaves, treedef = tree.flatten(updates)
     names = tree.names(updates)
@@ -31,42 +32,54 @@ def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement
     # on others because their losses do not use the parameter.
     for index in agreement.missing:
         if agreement.is_unplaced(index):
-            raise ShardingError(
-                f"nothing was changed on any rank: the gradient of {names[index]!r} is a partial DTensor on some ranks "
-                "and None on others, expected a gradient on all of them: use the parameter in the loss of every rank, "
-                "or redistribute its gradient before step()"
-            )
+            raise _partial_or_none(names[index])
     gradients = [_local_gradient(layout, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
     for index in agreement.missing:
         name = names[index]
         gradient = gradients[index]
-        if gradient is None:  # on this rank: zeros, overwritten if another rank holds the same shard and has a gradient
+        if gradient is None:  # zeros, which a copy of a replica's gradient overwrites
             gradient = torch.zeros(layout.position(name).shape, dtype=agreement.dtype_of(index), device=device)
             gradients[index] = gradient
         _copy_to_replicas(layout, name, gradient, agreement.ranks_with(index))
     return tree.unflatten(treedef, gradients)
 
 
-def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
-    """Return the local tensor of a gradient, with the placements of its parameter."""
-    if is_dtensor(leaf):
-        from torch.distributed.tensor import Replicate
+def _partial_or_none(name: str) -> ShardingError:
+    """Return an error for a gradient that is a partial sum on some ranks, and None on others."""
+    return ShardingError(
+        f"nothing was changed on any rank: the gradient of {name!r} is a partial DTensor on some ranks "
+        "and None on others, expected a gradient on all of them: use the parameter in the loss of every rank, "
+        "or redistribute its gradient before step()"
+    )
 
-        # A plain parameter may have a DTensor as its gradient, for example under `implicit_replication`.
-        placements: Sequence[Placement] = [Replicate()] * leaf.device_mesh.ndim
-        if name in layout.dtensors:
-            placements = layout.dtensors[name].placements
-        if tuple(leaf.placements) != tuple(placements):
-            leaf = leaf.redistribute(placements=placements)
+
+def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
+    """Return the local tensor of a gradient, with the placements of its parameter.
+
+    For example, a gradient with the placement Partial, whose true value is the sum over ranks, is first summed.
+    """
+    if not is_dtensor(leaf):
+        return leaf
+    from torch.distributed.tensor import Replicate
+
+    # A plain parameter may have a DTensor as its gradient, for example under `implicit_replication`.
+    placements: Sequence[Placement] = [Replicate()] * leaf.device_mesh.ndim
+    if name in layout.dtensors:
+        placements = layout.dtensors[name].placements
+    if tuple(leaf.placements) != tuple(placements):
+        leaf = leaf.redistribute(placements=placements)
     return local_of(leaf)
 
 
 def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, ranks_with_gradient: set[int]) -> None:
-    """Send a gradient to the ranks that had none, from a rank that holds the same shard and had one."""
+    """Send a gradient to the ranks that had none, from a rank that holds the same shard and had one.
+
+    If ranks 0 to 2 hold the same shard, and only ranks 1 and 2 have a gradient, rank 1 sends it to rank 0.
+    """
     sends: list[Send] = []
     for holders in layout.holders(name).values():
-        senders = ranks_with_gradient.intersection(holders)
-        receivers = sorted(set(holders) - senders)
+        senders = [rank for rank in holders if rank in ranks_with_gradient]
+        receivers = [rank for rank in holders if rank not in ranks_with_gradient]
         if senders and receivers:
             sends.append(Send(gradient, min(senders), receivers))
     if sends:
