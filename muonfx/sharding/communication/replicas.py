@@ -18,7 +18,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.communication.agree import NO_VALUE, agree, warn_together
+from muonfx.sharding.communication.agree import NO_VALUE, LeafAgreement, agree, warn_together
 from muonfx.sharding.communication.collectives import BUCKET, agree_on_shards, in_buckets
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.communication.messages import (
@@ -54,33 +54,40 @@ class _Difference(NamedTuple):
 def verify_params(layout: Layout, local: PyTree, problem: Exception | None = None, *, may_fail: bool = False) -> None:
     """Raise on all ranks if replicas of a parameter differ in any bit, or if one rank passes an error (`problem`).
 
-    Set `may_fail` if any rank may pass an error. Then the ranks communicate even if there are no replicas.
+    Replicas are the copies of one shard on several ranks. Set `may_fail` if any rank may pass an error. Then the ranks
+    communicate even if there are no replicas.
     """
     values = dict(tree.named_leaves(local))
-    difference = _find_difference(
-        "comparing parameters", values, _replicas_of_layout(layout), layout, problem, may_fail=may_fail
-    )
-    if difference is None:
-        return
+    replicas = _replicas_of_layout(layout)
+    difference = _find_difference("comparing parameters", values, replicas, layout, problem, may_fail=may_fail)
+    if difference is not None:
+        raise _different_params(layout, difference)
+
+
+def _different_params(layout: Layout, difference: _Difference) -> ShardingError:
+    """Return an error for a parameter whose replicas differ, with the usual causes."""
     name, text = difference
     advice = (
         "make them equal with muonfx.sharding.broadcast(params, layout), which returns the first holder's values, or "
         "writes them in place with donate=True"
     )
     if name in layout.on_several_meshes:
-        raise ShardingError(
+        return ShardingError(
             f"{name!r} has different meshes on different ranks and {text}, expected equal values. If these are "
             "different parameters, rename them, or place them on one mesh with more dims. If they are the same "
             f"parameter, {advice}"
         )
-    raise ShardingError(
+    return ShardingError(
         f"nothing was changed: parameter {name!r} {text}, expected equal values, because they are replicas in "
         f"{layout!r}. Was the model created with another seed, or loaded on some ranks only? If so, {advice}"
     )
 
 
 def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -> None:
-    """Raise on all ranks if replicas of a tensor in the optimizer state differ in any bit. Syncs with the device."""
+    """Raise on all ranks if replicas of a tensor in the optimizer state differ in any bit. Syncs with the device.
+
+    For example, the momentum of a parameter that ranks 0 and 1 hold, or a step count, which all ranks have.
+    """
     placements = describe_state(binding, tx, like)
     named_leaves = tree.named_leaves(state)
     if len(placements) != len(named_leaves):
@@ -115,14 +122,20 @@ def _replicas_of_layout(layout: Layout) -> dict[str, Groups]:
 
 
 def _replicas_of_leaf(layout: Layout, placement: LeafPlacement | None) -> Groups:
-    """Return the groups of ranks that must hold equal values of one leaf of the state."""
-    if placement is None:
+    """Return the groups of ranks that must hold equal values of one leaf of the state.
+
+    For the momentum of a parameter whose two shards are each on two of four ranks, these are ``[(0, 2), (1, 3)]``.
+    """
+    if placement is None:  # the leaf is None
         return []
-    if placement.name is None or any(shard.owner is None for shard in placement.shards):
+    has_no_parameter = placement.name is None
+    is_computed_everywhere = any(shard.owner is None for shard in placement.shards)
+    if has_no_parameter or is_computed_everywhere:
         return [range(layout.size)]
-    if placement.owned:
+    if placement.owned:  # only the rank that computes a matrix has its state
         return []
-    return layout.cuts[placement.name].copies
+    assert placement.name is not None
+    return layout.cuts[placement.name].copies  # the leaf is sharded like its parameter
 
 
 def _find_difference(
@@ -149,30 +162,44 @@ def _find_difference(
         if problem is not None:
             raise problem
         return None
+    # 1. The checksums of this rank's replicas. With an error, all ranks raise before they are compared.
     checksum_of: dict[str, int] = {}
-    if problem is None:  # with an error, all ranks raise before values are compared
-        replicas: dict[str, Any] = {}
-        for name, groups in groups_of.items():
-            if any(layout.rank in ranks for ranks in groups):
-                replicas[name] = values.get(name)
-        checksum_of = checksums(replicas)
+    if problem is None:
+        checksum_of = checksums(_values_with_replicas(values, groups_of, layout.rank))
     compared = _checksums_by_group(groups_of, checksum_of, layout.rank)
     if not compared:  # no leaf has replicas, which is the same on all ranks
         if not may_fail:
             return None
         compared = [""]  # a message of `agree` has one value or more: the same text on all ranks
-    # Each group of ranks compares one digest of all its leaves; the checksums are sent only if two digests differ.
+    # 2. Each group of ranks compares one digest of all its leaves.
     agreement = agree(what, group, problem, compared=compared)
     if all(agreement.are_equal):
         return None
+    # 3. Two digests differ: the ranks send all checksums, to find the leaf.
     return _first_difference(groups_of, all_objects(checksum_of, group, what))
+
+
+def _values_with_replicas(values: Mapping[str, Any], groups_of: Mapping[str, Groups], rank: int) -> dict[str, Any]:
+    """Return the leaves of a rank, by name, that another rank also holds."""
+    replicas: dict[str, Any] = {}
+    for name, groups in groups_of.items():
+        if any(rank in ranks for ranks in groups):
+            replicas[name] = values.get(name)
+    return replicas
 
 
 def _checksums_by_group(groups_of: Mapping[str, Groups], checksum_of: Mapping[str, int], rank: int) -> list[object]:
     """Return, for each group of ranks, the checksums of its leaves, or `NO_VALUE` if this rank is not in the group.
 
-    The order of groups is the same on all ranks. A leaf without a checksum has None.
+    Ranks 0 and 1 hold the same "w" and "v", and ranks 2 and 3 hold another shard of "w". Rank 0 compares only the first
+    group, by its own checksums of "w" and "v":
+
+    >>> groups_of = {"w": [(0, 1), (2, 3)], "v": [(0, 1)]}
+    >>> compared = _checksums_by_group(groups_of, {"w": 5, "v": 7}, rank=0)
+    >>> compared[0], compared[1] is NO_VALUE
+    ([5, 7], True)
     """
+    # The order of the groups is the same on all ranks. A leaf without a checksum has None.
     checksums_of_group: dict[tuple[int, ...], list[int | None]] = {}
     for name, groups in groups_of.items():
         for ranks in groups:
@@ -189,7 +216,11 @@ def _checksums_by_group(groups_of: Mapping[str, Groups], checksum_of: Mapping[st
 def _first_difference(
     groups_of: Mapping[str, Groups], checksums_of_rank: Sequence[Mapping[str, int]]
 ) -> _Difference | None:
-    """Compare the checksums of all ranks. Return the first leaf that differs, and the ranks that differ."""
+    """Compare the checksums of all ranks. Return the first leaf that differs, and the ranks that differ.
+
+    >>> _first_difference({"w": [(0, 1, 2)]}, [{"w": 5}, {"w": 5}, {"w": 6}])
+    _Difference(name='w', text='has other values on rank 2 than on rank 0')
+    """
     for name, groups in groups_of.items():
         for first, *replicas in groups:
             expected = checksums_of_rank[first][name]
@@ -229,43 +260,57 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         >>> mfx.sharding.broadcast(params, mfx.sharding.replicated(params, 1))
         {'w': tensor([1., 1.])}
     """
-    leaves, treedef = tree.flatten(params)
-    names = tree.names(params)
     with outside_transforms("broadcast", params) as problem:
         agreement = agree_on_shards("broadcasting parameters", params, layout, problem)
-        for index in agreement.missing:  # equal on all ranks, so all of them raise
-            if layout.cuts[names[index]].copies:
-                raise ShardingError(
-                    f"{names[index]!r} is None on some ranks, expected a tensor on all ranks that hold it"
-                )
+        _require_on_all_holders(tree.names(params), agreement, layout)
         if layout.group is None or layout.size == 1:
             return params
-        on_all_ranks: list[Tensor] = []
-        on_some_ranks: dict[str, Tensor] = {}
-        for index, name in enumerate(names):
-            if leaves[index] is None:  # perhaps no parameter of the layout
-                continue
-            copies = layout.cuts[name].copies
-            if not copies:  # no other rank holds this shard
-                continue
-            if not donate:
-                leaves[index] = leaves[index].detach().clone()
-            local = local_of(leaves[index]).detach()
-            if len(copies[0]) == layout.size:
-                on_all_ranks.append(local)
-            else:
-                on_some_ranks[name] = local
-        _broadcast_from_first_rank(on_all_ranks, layout.group)
-        _send_from_first_holders(on_some_ranks, layout)
-        return tree.unflatten(treedef, leaves)
+        return _broadcast(params, layout, layout.group, donate=donate)
+
+
+def _require_on_all_holders(names: Sequence[str], agreement: LeafAgreement, layout: Layout) -> None:
+    """Raise if a leaf with replicas is None on some ranks. This is equal on all ranks, so all of them raise."""
+    for index in agreement.missing:
+        if layout.cuts[names[index]].copies:
+            raise ShardingError(f"{names[index]!r} is None on some ranks, expected a tensor on all ranks that hold it")
+
+
+def _broadcast(params: T, layout: Layout, group: dist.ProcessGroup, *, donate: bool) -> T:
+    """Copy each shard that several ranks hold from the lowest of them to the others. Return the tree of all shards.
+
+    A shard that all ranks hold is sent by a broadcast, and one that some ranks hold by messages between these ranks.
+    With `donate`, the tensors of `params` are overwritten.
+    """
+    leaves, treedef = tree.flatten(params)
+    on_all_ranks: list[Tensor] = []
+    on_some_ranks: dict[str, Tensor] = {}
+    for index, name in enumerate(tree.names(params)):
+        if leaves[index] is None:  # perhaps no parameter of the layout
+            continue
+        copies = layout.cuts[name].copies
+        if not copies:  # no other rank holds this shard
+            continue
+        if not donate:
+            leaves[index] = leaves[index].detach().clone()
+        local = local_of(leaves[index]).detach()
+        if len(copies[0]) == layout.size:
+            on_all_ranks.append(local)
+        else:
+            on_some_ranks[name] = local
+    _broadcast_from_first_rank(on_all_ranks, group)
+    _send_from_first_holders(on_some_ranks, layout)
+    return tree.unflatten(treedef, leaves)
 
 
 def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite tensors that all ranks hold with the values of rank 0, bucket by bucket."""
+    """Overwrite tensors that all ranks hold with the values of rank 0, bucket by bucket.
+
+    The tensors of a bucket are packed into one tensor, because one large broadcast is faster than many small ones.
+    """
     first_rank = dist.get_global_rank(group, 0)
     for indices in in_buckets(tensors, BUCKET):
         targets = [tensors[index] for index in indices]
-        packed = torch.cat(list(map(Tensor.flatten, targets)))
+        packed = torch.cat([target.flatten() for target in targets])
         with collective("broadcasting parameters"):
             dist.broadcast(packed, first_rank, group=group)
         copied(split_buffer(packed, [target.shape for target in targets]), targets)
@@ -287,14 +332,16 @@ def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> Non
     and 3. Then rank 0 sends it to rank 2, and rank 1 sends the other shard to rank 3.
     """
     names = list(local)
-    # Buckets must be equal on all ranks, but shards may have different sizes: whole sizes are used.
+    # 1. Buckets must be equal on all ranks, but shards may have different sizes: the sizes of whole tensors are used.
     wholes: list[Tensor] = []
     largest_group = 1
     for name, tensor in local.items():
         wholes.append(torch.empty(layout.specs[name].shape, dtype=tensor.dtype, device="meta"))
-        largest_group = max(largest_group, *map(len, layout.cuts[name].copies))
+        for ranks in layout.cuts[name].copies:
+            largest_group = max(largest_group, len(ranks))
     # A rank sends up to `largest_group` copies of a tensor, which together have the size of a bucket.
     limit = max(1, BUCKET // largest_group)
+    # 2. The messages of each bucket.
     for indices in in_buckets(wholes, limit):
         sends: list[Send] = []
         for index in indices:
@@ -305,7 +352,11 @@ def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> Non
 
 
 def send_copies(sends: Sequence[Send], layout: Layout, what: str) -> None:
-    """Copy tensors of one dtype between ranks in place. All ranks call this with the same senders and receivers."""
+    """Copy tensors of one dtype between ranks in place. All ranks call this with the same senders and receivers.
+
+    For ``[Send(w, 0, [2]), Send(v, 1, [3])]``, rank 0 sends its `w` to rank 2, which overwrites its own `w`. At the
+    same time, rank 1 sends its `v` to rank 3.
+    """
     outgoing = lists_by_rank(layout)
     incoming = lists_by_rank(layout)
     for tensor, sender, receivers in sends:
