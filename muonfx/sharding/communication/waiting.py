@@ -56,13 +56,15 @@ def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
     keys = _keys_of_ranks(group, prefix)
     key_of_rank = keys[dist.get_rank(group)]
     with collective(purpose):
+        # 1. This rank arrives, and waits for the others.
         store.set(key_of_rank, "")
         try:
             _require_all(store, keys, purpose, _timeout(group))
         except BaseException:  # also KeyboardInterrupt: this rank has not arrived, and may call this again
             store.delete_key(key_of_rank)
             raise
-        _barriers_passed[group.group_name, purpose] += 1  # on all ranks, also if one has failed
+        # 2. All ranks have arrived, so all of them count the barrier, also if one has failed.
+        _barriers_passed[group.group_name, purpose] += 1
         if store.check([f"{prefix}/failed"]):
             text = store.get(f"{prefix}/failed").decode()
             raise ShardingError(f"nothing was changed on any rank:\n{text}")
@@ -85,13 +87,17 @@ def ranks_that_claimed(name: str, group: dist.ProcessGroup) -> list[int]:
 
 
 def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseException) -> None:
-    """Let the ranks that wait in `wait_for_all`, or will, raise this rank's error at once. This rank does not wait."""
+    """Let the ranks that wait in `wait_for_all`, or will, raise this rank's error at once. This rank does not wait.
+
+    The error is stored under a key such as "muonfx/checkpoint.save/2/failed".
+    """
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
     store = group.get_group_store()
     prefix = _prefix(group, purpose)
     store.set(f"{prefix}/failed", f"rank {dist.get_rank(group)}: {type(problem).__name__}: {problem}")
-    for key in _keys_of_ranks(group, prefix):  # also of other ranks, so that no rank waits for another that is late
+    # Set the keys of all ranks, not only this rank's: no rank waits for another one that is late.
+    for key in _keys_of_ranks(group, prefix):
         store.set(key, "")
     _barriers_passed[group.group_name, purpose] += 1
 
@@ -118,26 +124,29 @@ def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generato
 
 
 def _require_all(store: dist.Store, keys: Sequence[str], purpose: str, timeout: timedelta) -> None:
-    """Wait until each rank has set its key. Warn after `PATIENCE`, and raise after the timeout."""
-    missing = _missing(store, keys, min(PATIENCE, timeout))
-    if missing and timeout > PATIENCE:
+    """Wait until each rank has set its key. Warn after `PATIENCE` (20 seconds), and raise after the timeout.
+
+    The warning is "checkpoint.save waits for rank 3: all ranks must call it together".
+    """
+    missing_ranks = _missing(store, keys, min(PATIENCE, timeout))
+    if missing_ranks and timeout > PATIENCE:
         # The warning shows the line of the caller of the public function.
-        warnings.warn(f"{purpose} waits for {missing}: all ranks must call it together", stacklevel=5)
-        missing = _missing(store, keys, timeout - PATIENCE)
-    if missing:
+        warnings.warn(f"{purpose} waits for {missing_ranks}: all ranks must call it together", stacklevel=5)
+        missing_ranks = _missing(store, keys, timeout - PATIENCE)
+    if missing_ranks:
         raise ShardingError(
-            f"nothing was changed: all ranks must call {purpose} together, but {missing} did not within {timeout}"
+            f"nothing was changed: all ranks must call {purpose} together, but {missing_ranks} did not within {timeout}"
         )
 
 
 def _missing(store: dist.Store, keys: Sequence[str], patience: timedelta) -> str:
-    """Wait until each rank has set its key. Return a text of the ranks that have not, or "" if all have."""
+    """Wait until each rank has set its key. Return the ranks that have not, such as "ranks 1, 3", or "" if all have."""
     try:
         store.wait(list(keys), patience)
-    except RuntimeError:  # DistStoreError of most stores
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if absent:
-            return listed(absent)
+    except RuntimeError:  # most stores raise DistStoreError, which is a RuntimeError, after the patience
+        absent_ranks = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if absent_ranks:
+            return listed(absent_ranks)
     return ""
 
 
