@@ -83,7 +83,8 @@ class MatrixStage:
         """Return this rank's initial state, for the matrices that it computes. All ranks call this together."""
         if self.store == IN_MEMORY or tree.device_of(params).type == "meta":
             return self._init(params)
-        # A parameter whose matrices are in several buckets has one state: it belongs to the first of these buckets.
+        # With the state in host memory or on disk, it is built bucket by bucket. A parameter whose matrices are in
+        # several buckets has one state: it belongs to the first of these buckets.
         earlier_names: set[str] = set()
         names_of_bucket: list[list[str]] = []
         for indices in self.plan.buckets:
@@ -97,25 +98,31 @@ class MatrixStage:
     def _init(self, params: PyTree) -> PyTree:
         """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
         local_params = dict(tree.named_leaves(params))
-        matrices: dict[str, Tensor] = {}  # by parameter name; a parameter without matrices on this rank is left out
+        # 1. The matrices by parameter name. A parameter without matrices on this rank is left out.
+        matrices: dict[str, Tensor] = {}
         if self.reads_params and tree.device_of(params).type != "meta":
             for bucket in self.plan.local_buckets(local_params):
                 matrices |= _Gather(self, bucket, local_params, as_params=True).wait()
         else:  # only shapes are needed
             matrices = self._params_of_nan(local_params)
-        gathered = tree.unflatten(tree.flatten(params)[1], map(matrices.get, local_params))
+        # 2. They replace the parameters in the tree, as the transforms expect.
+        _, treedef = tree.flatten(params)
+        gathered = tree.unflatten(treedef, [matrices.get(name) for name in local_params])
         state = self.tx.functions.init(gathered)
         return self._with_missing_leaves(state, params)
 
     def _params_of_nan(self, local_params: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return NaN in the shapes of the matrices that this rank computes, by parameter name. Nothing is sent."""
-        # `init` has declared that it does not read these values; if it does, the state becomes NaN.
+        """Return NaN in the shapes of the matrices that this rank computes, by parameter name. Nothing is sent.
+
+        `init` has declared that it does not read these values. If it does, the state becomes NaN, which is noticed.
+        """
         matrices: dict[str, Tensor] = {}
         for shard in self.plan.shards:
             param = local_params[shard.name]
-            if param is not None and shard.owner in (None, self.layout.rank):
+            computes = shard.owner is None or shard.owner == self.layout.rank  # None: every rank computes it
+            if param is not None and computes:
                 nan = torch.full((), math.nan, dtype=param.dtype, device=param.device)
-                matrices[shard.name] = nan.expand(shard.shape)
+                matrices[shard.name] = nan.expand(shard.shape)  # without memory for each element
         return matrices
 
     def _with_missing_leaves(self, state: PyTree, params: PyTree) -> PyTree:
@@ -125,6 +132,7 @@ class MatrixStage:
         ``{"w": ...}`` where another rank has ``{"v": ...}``. Both then get ``{"v": ..., "w": ...}``, the structure that
         `init` returns for meta tensors of all parameters.
         """
+        # 1. The structure, from `init` for meta tensors. They have the shapes in which owners compute.
         shapes = {shard.name: shard.shape for shard in self.plan.shards}
 
         def meta_tensor(name: str, leaf: Tensor) -> Tensor:
@@ -134,11 +142,13 @@ class MatrixStage:
         with warnings.catch_warnings():  # the first `init` has already warned
             warnings.simplefilter("ignore")
             full_state = self.tx.functions.init(map_named(meta_tensor, params))
-        full_treedef = tree.flatten(full_state)[1]
-        if full_treedef == tree.flatten(state)[1]:
+        _, full_treedef = tree.flatten(full_state)
+        _, treedef = tree.flatten(state)
+        if full_treedef == treedef:
             return state
+        # 2. The leaves of this rank at their paths, and None at the others.
         leaf_at = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
-        return tree.unflatten(full_treedef, map(leaf_at.get, tree.paths(full_state)))
+        return tree.unflatten(full_treedef, [leaf_at.get(path) for path in tree.paths(full_state)])
 
     def update(self, call: Arguments, find_parameters: Callable[[], list[str | None]]) -> tuple[PyTree, PyTree]:
         """Run one step. Return this rank's updates and the next state. All ranks call this together.
@@ -177,7 +187,11 @@ class _Step:
             self._bucketed_state = BucketedState(stage.store, device, call.state, find_parameters(), names, call.donate)
 
     def run(self) -> tuple[PyTree, PyTree]:
-        """Gather, compute and scatter all buckets. Return this rank's updates and the next state."""
+        """Gather, compute and scatter all buckets. Return this rank's updates and the next state.
+
+        Messages overlap with the computation: while a bucket is computed, the next one is gathered, and the results of
+        the previous one are sent back.
+        """
         state = self._call.state
         updated_shards: dict[str, Tensor] = {}  # by parameter name; each scatter adds the shards of its bucket
         for name, leaf in self._local_updates.items():
@@ -187,13 +201,16 @@ class _Step:
         scatter: _Scatter | None = None
         with self._bucketed_state or nullcontext():
             for index, bucket in enumerate(self._buckets):
+                # 1. The matrices of this bucket arrive, and the next bucket is sent while they are computed.
                 may_write = self._call.donate.updates or gathers[0].is_in_new_memory
                 gathered = [self._as_tree(gather.wait()) for gather in gathers]
                 if index + 1 < len(self._buckets):
-                    gathers = self._start_gathers(self._buckets[index + 1])  # while this bucket is computed
+                    gathers = self._start_gathers(self._buckets[index + 1])
+                # 2. The owners run the transforms.
                 results, state = self._compute(index, gathered, state, may_write=may_write)
                 del gathered  # free the gathered matrices
-                if scatter is not None:  # wait for the previous bucket, so that this one reuses its buffers
+                # 3. The results are sent back. Wait for those of the previous bucket, to use their buffers again.
+                if scatter is not None:
                     scatter.wait()
                 scatter = _Scatter(self._stage, bucket, results, self._local_updates, updated_shards)
                 del results
@@ -219,8 +236,11 @@ class _Step:
     ) -> tuple[dict[str, Tensor | None], PyTree]:
         """Run the transforms on the gathered matrices of a bucket. Return the results by name, and the next state.
 
-        `gathered` has the updates and, if the transforms read them, the parameters. With `may_write`, the transforms
-        may overwrite the updates.
+        Args:
+            index: the number of the bucket.
+            gathered: the updates and, if the transforms read them, the parameters.
+            state: the state before the step. With several buckets, `_bucketed_state` has it instead.
+            may_write: True if the transforms may overwrite the updates.
         """
         updates = gathered[0]
         params: PyTree = None
@@ -231,7 +251,7 @@ class _Step:
         if self._bucketed_state is None:
             donate = Donation(may_write, self._call.donate.state)
             out, state = run(updates, state, params, donate=donate, **extras)
-        else:
+        else:  # it loads the part of the state that belongs to this bucket, and stores it again
             out = self._bucketed_state.run(index, run, updates, params, extras, may_write=may_write)
         results = dict(zip(self._local_updates, tree.leaves(out), strict=True))
         return results, state
@@ -264,18 +284,18 @@ class _Gather:
             self._exchange = self._start_exchange()
 
     def _start_exchange(self) -> Exchange:
-        """Send the boxes of this rank's shards that other ranks need."""
+        """Send the boxes of this rank's shards that other ranks need. A box is a rectangular part of a shard."""
         outgoing = lists_by_rank(self._layout)
         for rank, boxes in enumerate(self._bucket.outgoing):
             for name, view in boxes:
                 outgoing[rank].append(view.of(self._local_shards[name]))
         shards = [self._local_shards[local.shard.name] for local in self._bucket.gathered]
-        dtypes = {shard.dtype for shard in shards}
+        dtypes = {self._wire_dtype(shard.dtype) for shard in shards}
         return Exchange(
             self._layout,
             outgoing,
             self._bucket.expected,
-            dtype=functools.reduce(torch.promote_types, map(self._wire_dtype, dtypes)),
+            dtype=functools.reduce(torch.promote_types, dtypes),  # one that can represent all of them
             device=shards[0].device,
             what="gathering matrices",
         )
@@ -296,16 +316,16 @@ class _Gather:
 
     def _allocate_incoming(self) -> list[list[Tensor]]:
         """Allocate the gathered matrices. Return, for each rank, the boxes that it sends: rectangular views of them."""
-        # Matrices of one shape and dtype are entries of one stack. The boxes of each transfer, by parameter name:
+        # 1. One stack for the matrices of one shape and dtype. For each parameter, the boxes of each transfer:
         boxes_of: dict[str, list[list[Tensor]]] = {}
         for group in self._bucket.received_groups:
-            by_dtype: dict[torch.dtype, list[LocalTransfers]] = {}
+            members_of_dtype: dict[torch.dtype, list[LocalTransfers]] = {}
             for local in group:
                 dtype = self._local_shards[local.shard.name].dtype
-                by_dtype.setdefault(dtype, []).append(local)
-            for dtype, members in by_dtype.items():
+                members_of_dtype.setdefault(dtype, []).append(local)
+            for dtype, members in members_of_dtype.items():
                 boxes_of.update(self._allocate_stack(members, dtype))
-        # A rank sends the boxes in the order of the matrices and, for each matrix, of its transfers.
+        # 2. A rank sends the boxes in the order of the matrices and, for each matrix, of its transfers.
         incoming = lists_by_rank(self._layout)
         for local in self._bucket.received:
             for (transfer, _), boxes in zip(local.transfers, boxes_of[local.shard.name], strict=True):
@@ -318,16 +338,18 @@ class _Gather:
         Return the boxes of each transfer, as views of the stack: ``{"w": [[a, b], [c]], "v": [[d, e], [f]]}`` if the
         first transfer of each matrix shard has two boxes, and the second has one.
         """
-        # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
+        # 1. The stack. Each entry has the matrices of one parameter.
         if len(self._plan.run) == 1:
+            # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
             dtype = self._wire_dtype(dtype)
         first = members[0]
         names = [local.shard.name for local in members]
         device = self._local_shards[names[0]].device
         stack = torch.empty((len(members), *first.shard.shape), dtype=dtype, device=device)
         self._matrices.update(zip(names, stack.unbind(), strict=True))
+        # 2. The boxes in it. Those of a range of matrices, not of a whole parameter, are intervals of flat entries.
         if first.shard.shape != first.shard.whole:
-            stack = stack.flatten(1)  # the boxes of a range of matrices are intervals
+            stack = stack.flatten(1)
         boxes_of: dict[str, list[list[Tensor]]] = {name: [] for name in names}
         for _, views in first.transfers:
             for name in names:
@@ -388,11 +410,13 @@ class _Scatter:
             self._exchange = self._start_exchange(results)
 
     def _store(self, local: LocalTransfers, result: Tensor) -> None:
-        """Write a result that no other rank needs to the updated shards."""
-        if not local.is_same_shard:  # the shard has further elements, or others in another order: copy box by box
+        """Write a result that no other rank needs to the updated shards of this rank."""
+        # 1. The shard has further elements, or others in another order: copy box by box.
+        if not local.is_same_shard:
             sources = boxes_in(local.shard.as_shard(result), local.matrix_views)
             copied(sources, self._boxes(local))
             return
+        # 2. The shard has exactly these elements: the result replaces it.
         local_update = self._local_updates[local.shard.name]
         updated = result.reshape(local_update.shape).to(local_update.dtype)
         # If a transform returns its input, `updated` is a view of the caller's tensor. The tensor itself is returned
@@ -403,7 +427,7 @@ class _Scatter:
         self._updated_shards[local.shard.name] = updated
 
     def _start_exchange(self, results: Mapping[str, Tensor | None]) -> Exchange:
-        """Send the boxes of the results of this rank to all ranks that hold them."""
+        """Send the boxes of the results of this rank to all ranks that hold them. A box is a rectangular part."""
         layout = self._stage.layout
         returned = self._bucket.returned
         outgoing = lists_by_rank(layout)
@@ -416,12 +440,12 @@ class _Scatter:
                 for rank in transfer.ranks:
                     outgoing[rank] += boxes
         updates = [self._local_updates[local.shard.name] for local in returned]  # all are on one device
-        dtypes = {update.dtype for update in updates}
+        dtypes = {self._wire_dtype(update.dtype) for update in updates}
         return Exchange(
             layout,
             outgoing,
             self._bucket.expected_results,
-            dtype=functools.reduce(torch.promote_types, map(self._wire_dtype, dtypes)),
+            dtype=functools.reduce(torch.promote_types, dtypes),  # one that can represent all of them
             device=updates[0].device,
             what="returning matrices",
         )
