@@ -47,33 +47,38 @@ def _weights(device: torch.device) -> Tensor:
 def checksum(tensor: Tensor) -> Tensor:
     """Return a checksum of a tensor's bits as a 0-d int64 tensor on the same device. Strides do not change it.
 
-    Words of 32 bits are multiplied by weights and added. Blocks of `WORDS` words share one table of weights, and each
-    block has a weight of its own.
+    It is a sum of products: the words of 32 bits ``w0, w1, ...`` give ``w0 * a0 + w1 * a1 + ...`` with pseudo-random
+    weights. Blocks of `WORDS` words share one table of weights, and each block is multiplied by a weight of its own.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     weights = _weights(tensor.device)
     flat = tensor.detach().reshape(-1)
     block_size = _WORD_BYTES * WORDS // flat.element_size()
     for number, block in enumerate(flat.split(block_size)):
+        # A view as int32 needs whole words, aligned in memory. Otherwise the bytes are copied, with zeros at the end.
         data = octets(block)
-        padding = -data.numel() % _WORD_BYTES  # the bytes that are missing to a whole word
-        if padding or data.storage_offset() % _WORD_BYTES:  # a view as int32 needs whole words, aligned in memory
-            data = torch.cat([data, data.new_zeros(padding)])
+        missing_bytes = -data.numel() % _WORD_BYTES
+        is_misaligned = bool(data.storage_offset() % _WORD_BYTES)
+        if missing_bytes or is_misaligned:
+            data = torch.cat([data, data.new_zeros(missing_bytes)])
         words = data.view(torch.int32).to(torch.int64)
-        total += words.mul_(weights[: words.numel()]).sum() * weights[number]
+        sum_of_block = words.mul_(weights[: words.numel()]).sum()
+        total += sum_of_block * weights[number]
     return total
 
 
 def checksums(tensors: Mapping[K, object]) -> dict[K, int]:
     """Return the checksum of each tensor, and 0 for a leaf without values: None, on the meta device, or fake.
 
-    It syncs once for each device.
+    It waits once for each device, not once for each tensor.
     """
     checksum_of = dict.fromkeys(tensors, 0)
+    # 1. Start to compute all checksums.
     sums_on: dict[torch.device, dict[K, Tensor]] = {}
     for key, tensor in tensors.items():
         if isinstance(tensor, Tensor) and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             sums_on.setdefault(tensor.device, {})[key] = checksum(tensor)
+    # 2. Read those of one device together.
     for sum_of in sums_on.values():
         numbers = torch.stack(list(sum_of.values())).tolist()
         checksum_of.update(zip(sum_of, numbers, strict=True))

@@ -65,14 +65,21 @@ class _ConstantFacts(NamedTuple):
 
 
 def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arguments) -> Facts:
-    """Return what must be equal on all ranks in a step, as a dict from the subject that an error names to a value.
+    """Return the values that must be equal on all ranks in a step, by the subject that an error names.
 
-    `call` has local tensors. `progress` counts the steps of the transform or optimizer that is stepped.
+    For example, "numbers of completed steps" is 3, and "numbers in their chains" has ``{"muon.momentum": 0.95}``.
+
+    Args:
+        binding: runs transforms over the ranks.
+        progress: counts the steps of the transform or optimizer that is stepped.
+        tx: the transform with its current numbers.
+        call: the arguments of the step, with local tensors.
     """
     constant = _constant_facts(binding, tx, call.like)
     counters = _leaves_without_parameter(constant, call.state)
+    # Schedules are compared by their values at this step, which is the largest counter of the state.
     steps = [int(leaf) for leaf in counters.values() if _is_host_counter(leaf)]
-    step = max(steps, default=progress.completed)  # the largest counter of the state, for the schedules
+    step = max(steps, default=progress.completed)
     numbers = {**_comparable_numbers(tx), **_values_of_schedules(tx, step)}
     extras = dict(sorted(call.extras.items()))
     dtypes = [getattr(leaf, "dtype", None) for leaf in tree.leaves(call.params)]
@@ -104,11 +111,14 @@ def _constant_facts(binding: Binding, tx: Transform, params: PyTree) -> _Constan
     leaves of the state are stored: ``{"2.scale_by_adam.count": 4}``.
     """
     placements = describe_state(binding, tx, params)
-    shared_state: dict[str, int] = {}
+    index_of: dict[str, int] = {}
     for index, placement in enumerate(placements):
-        if placement is not None and placement.name is None:
-            shared_state[placement.path] = index
-    return _ConstantFacts(digest(facts_of_transforms(binding, tx, params)), len(placements), shared_state)
+        if placement is None:  # the leaf is None
+            continue
+        if placement.name is None:  # it belongs to no parameter
+            index_of[placement.path] = index
+    transforms = digest(facts_of_transforms(binding, tx, params))
+    return _ConstantFacts(transforms, len(placements), index_of)
 
 
 @remembered
@@ -120,7 +130,8 @@ def _digest_of_dtypes(binding: Binding, dtypes: tuple[torch.dtype | None, ...]) 
 def _leaves_without_parameter(constant: _ConstantFacts, state: PyTree) -> dict[str, Any]:
     """Return the leaves of a state that belong to no parameter, such as counters, by name.
 
-    For the state of another transform, return its number of leaves, which differs between ranks if only some have it.
+    An example is ``{"2.scale_by_adam.count": tensor(7)}``. For the state of another transform, return its number of
+    leaves, which differs between ranks if only some have it.
     """
     leaves = tree.leaves(state)
     if len(leaves) != constant.state_size:
@@ -143,9 +154,9 @@ def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
     """
     schedules: dict[str, Callable[[Tensor], Any]] = {}
     for index, inner in enumerate(within(tx)):
-        annotation_of = inner.factory.definition.plain  # from the name of an argument to its type
+        annotation_of = inner.factory.definition.plain  # from the name of an argument to its type, as text
         for name, value in inner.arguments.items():
-            # A plain function is a schedule if the annotation of its argument includes the type `Schedule`.
+            # A plain function, such as a lambda, is a schedule if its argument is annotated as one that may be.
             is_function_as_schedule = callable(value) and "Schedule" in annotation_of[name]
             if isinstance(value, Schedule) or is_function_as_schedule:
                 schedules[f"{index}.{inner.name}.{name}"] = value
@@ -191,7 +202,11 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
 
 
 def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Facts:
-    """Return, as texts by subject, the transforms that are applied to each parameter, and their arguments."""
+    """Return, as texts by subject, the transforms that are applied to each parameter, and their arguments.
+
+    For a chain, "transforms of a parameter" has an entry such as ``{"w": "chain, momentum, orthogonalize"}``, and
+    "chains" one such as ``{"1 momentum": "elementwise momentum(decay=0.0)"}``.
+    """
     chains: dict[str, str] = {}
     titles_of: dict[str, list[str]] = {}  # by parameter name: the transforms that are applied to it
     for index, visited in enumerate(binding.visits(tx, params)):
@@ -202,14 +217,17 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
         for name in visited.names:
             titles_of.setdefault(name, []).append(visited.title)
     return {
-        "transforms of a parameter": _map_values(", ".join, titles_of),
+        "transforms of a parameter": {name: ", ".join(titles) for name, titles in titles_of.items()},
         "chains": chains,
     }
 
 
 def _text_of_argument(value: object) -> str:
-    """Return a text for an argument of a transform. All functions share one text: ranks compare their results."""
-    if isinstance(value, Recorded):
+    """Return a text for an argument of a transform, such as "momentum(decay=0.0, nesterov=True)" for a transform.
+
+    All functions share the text "a function". Their code cannot be compared, but ranks compare their results.
+    """
+    if isinstance(value, Recorded):  # a transform, or another value that has recorded its arguments
         texts = _map_values(_text_of_argument, value.arguments)
         arguments = [f"{name}={text}" for name, text in texts.items()]
         return f"{value.factory.__name__}({', '.join(arguments)})"
@@ -261,15 +279,20 @@ def _map_values(function: Callable[[Any], T], values: Mapping[str, Any]) -> dict
 
 
 def _comparable(value: object) -> object:
-    """Return a value for ranks to compare: a number or text, or a description. It never syncs with a GPU."""
+    """Return a value for ranks to compare: a number or text, or a description. It never syncs with a GPU.
+
+    >>> _comparable(0.5), _comparable(torch.tensor(3)), _comparable(torch.zeros(100))
+    (0.5, '3 of torch.int64', 'a tensor (100,) of torch.float32')
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if not isinstance(value, Tensor):
         return type(value).__qualname__
-    # Values on a device are compared when replicas are verified.
-    if value.device.type != "cpu" or value.numel() > SMALL:
-        return f"a tensor {tuple(value.shape)} of {value.dtype}"
-    return f"{value.tolist()} of {value.dtype}"
+    # To read values on another device would wait for it. They are compared when replicas are verified.
+    is_on_cpu = value.device.type == "cpu"
+    if is_on_cpu and value.numel() <= SMALL:
+        return f"{value.tolist()} of {value.dtype}"
+    return f"a tensor {tuple(value.shape)} of {value.dtype}"
 
 
 def _comparable_numbers(tx: Transform) -> dict[str, object]:
