@@ -37,10 +37,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def by_structure(function: F) -> F:
-    """Decorate a function of a binding, a transform and parameters, whose result follows from structures and names.
+    """Decorate a function of a binding, a transform and parameters, so that the binding remembers each result.
 
-    The binding remembers each result, by the tree structure of the transform and the names of the parameters. Nested
-    and flat dicts of parameters with equal names share a result, so it must not depend on their containers.
+    A result is remembered by the tree structure of the transform and the names of the parameters: for ``{"w": ...}``
+    and other values of the same ``{"w": ...}``, the function is called once. Nested and flat dicts of parameters with
+    equal names share a result, so it must not depend on their containers.
     """
     attribute = f"_by_structure_{function.__module__}.{function.__qualname__}"
 
@@ -128,7 +129,8 @@ class Binding:
 
     def __post_init__(self) -> None:
         """Set the attributes that follow from the fields."""
-        self.holds_all = self.layout.size == 1 and all(cut[0].shape == cut.shape for cut in self.layout.cuts.values())
+        cuts = self.layout.cuts.values()
+        self.holds_all = self.layout.size == 1 and all(cut[0].shape == cut.shape for cut in cuts)
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
         self.placed = PlacedTransforms(Where(self, self.store), self.global_like)
         """Returns the transform that runs on this rank's shards, from a transform and the local parameters."""
@@ -160,13 +162,15 @@ class Binding:
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """Return the plan that assigns each matrix to a rank, for neighbouring transforms that need whole matrices.
 
-        `run` has the transforms as pairs (name, transform). Plans are cached by structure, because they do not depend
-        on hyperparameters.
+        `run` has the transforms as pairs such as ``("orthogonalize", orthogonalize(...))``. Plans are cached by
+        structure, because they do not depend on hyperparameters.
         """
+        # A transform with other numbers for each param group has one inner transform for each. The first one has the
+        # plan of all of them.
         entries: list[tuple[str, Transform]] = []
         for name, tx in run:
             if tx.declaration.combinator.varies_numbers:
-                tx = tx.children[0]  # one for each param group, with other numbers: the first has the plan of all
+                tx = tx.children[0]
             entries.append((name, tx))
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
@@ -179,11 +183,15 @@ class Binding:
         return self.plans[key]
 
     def global_like(self, params: PyTree) -> PyTree:
-        """Return a meta tensor with the global shape of each parameter. `params` has parameters or their shards."""
+        """Return a meta tensor with the global shape of each parameter. `params` has parameters or their shards.
+
+        A meta tensor has a shape and a dtype, but no values. For a shard of shape (2, 8) on one of two ranks, it has
+        the shape (4, 8).
+        """
         leaves, treedef = tree.flatten(params)
         meta: list[Tensor | None] = []
         for name, leaf in zip(tree.names(params), leaves, strict=True):
-            if leaf is None and name not in self.layout.specs:
+            if leaf is None and name not in self.layout.specs:  # no parameter of the layout, and nothing to describe
                 meta.append(None)
             else:
                 meta.append(self.layout.meta([name])[name])
@@ -209,10 +217,13 @@ class Binding:
         """
         totals = self._totals(values)
         _, treedef = tree.flatten(values)
-        return tree.unflatten(treedef, map(totals.get, tree.names(values)))
+        return tree.unflatten(treedef, [totals.get(name) for name in tree.names(values)])
 
     def _totals(self, values: PyTree) -> dict[str, Tensor]:
-        """Return by name the sum over ranks of each leaf of a tree that is not None. The leaves have one shape."""
+        """Return by name the sum over ranks of each leaf of a tree that is not None. The leaves have one shape.
+
+        If rank 0 has ``{"w": tensor(6.)}`` and rank 1 has ``{"w": tensor(4.)}``, both get ``{"w": tensor(10.)}``.
+        """
         device = tree.device_of(values)
         counted: dict[str, Tensor] = {}
         for name, leaf in tree.named_leaves(values):
@@ -220,7 +231,7 @@ class Binding:
                 counted[name] = self._counted(name, leaf.to(device))
         if not counted:
             return {}
-        stacked = torch.stack(list(counted.values()))
+        stacked = torch.stack(list(counted.values()))  # one all-reduce for all leaves
         all_reduce(self.layout, stacked, "summing over all ranks")
         return dict(zip(counted, stacked.unbind(), strict=True))
 
@@ -246,9 +257,14 @@ class Binding:
         return gathered(self.layout, values)
 
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
-        """Warn once that a transform needs all parameters in full, so that every rank gathers them at each step."""
+        """Warn once that a transform needs all parameters in full, so that every rank gathers them at each step.
+
+        A single rank, or a layout without a process group, gathers nothing.
+        """
+        if self.layout.size == 1 or self.layout.group is None:
+            return
         key = (tx.name, tuple(tree.names(params)))
-        if key in self._warned or self.layout.size == 1 or self.layout.group is None:
+        if key in self._warned:
             return
         self._warned.add(key)
         nbytes = sum(self.layout.specs[name].nbytes for name in tree.names(params))
@@ -267,13 +283,15 @@ class Binding:
 def _on_owners(_memory: Memory, tx: Transform, binding: Any):
     """Run neighbouring transforms that need whole matrices (a matrix stage), bucket by bucket.
 
-    Each matrix is gathered on one rank, its owner, computed there, and scattered. `stand_in` turns the functions into a
-    transform like `tx`, and `with_memory` passes the dict `_memory`, which this transform has between its calls.
+    Each matrix is gathered on one rank, its owner, computed there, and scattered. The decorators make a transform of
+    the returned functions: `stand_in` one like `tx`, and `with_memory` one that has the dict `_memory` between its
+    calls.
     """
+    # Usually there is one stage. But a wrapper may call its inner transform for some of the leaves, and then for
+    # others.
     stages: dict[Hashable, MatrixStage] = {}  # by the device and the names of parameters
 
     def stage_for(params: PyTree) -> MatrixStage:
-        # A wrapper may call its inner transform for some of the leaves, and then for others.
         key = tree.device_of(params), tuple(tree.names(params))
         if key not in stages:
             stages[key] = _stage(tx, binding, params)
@@ -293,14 +311,18 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
 
 
 def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
-    """Build the matrix stage of a transform or a chain, with the plan of its owners for some parameters."""
-    members = chain_entries(tx)  # None if it is not a chain
+    """Build the matrix stage of a transform or a chain, with the plan of its owners for some parameters.
+
+    A matrix stage runs neighbouring transforms on whole matrices. The plan says which rank, the owner, has which one.
+    """
+    # 1. The transforms by name: the members of a chain, or the transform alone.
+    members = chain_entries(tx)
     run: Run = ((tx.name, tx),)
     if members is not None:
         run = tuple(members.items())
     plan = binding.plan(run, params)
+    # 2. An owner may compute some matrices of a stack, so the transforms must accept any number of them.
     if plan.stacks:
-        # An owner may compute some matrices of a stack, so the transforms must accept any number of them.
         shapes = {name: plan.specs[name].shape for name in plan.stacks}
         run = on_stacks(run, shapes)
         if members is None:
@@ -315,9 +337,10 @@ def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
 def _on_all(tx: Transform, binding: Any):
     """Gather the whole tree on every rank, and run a transform on it there.
 
-    `stand_in` turns these two functions into a transform like `tx`. `binding` gathers and shards trees.
+    Every rank computes the same, and then takes its own shards of the result. `stand_in` turns the two functions into a
+    transform like `tx`. `binding` gathers and shards trees.
     """
-    # Every rank has all whole tensors: nothing is added over ranks, and nothing is sharded.
+    # Extra arguments that work over ranks are replaced: every rank has all whole tensors, as a single process has.
     extras_of_process: dict[str, Any] = {
         "sum_over_leaves": sum_over_leaves,
         "sum_over_shards": lambda values: values,

@@ -22,13 +22,15 @@ class Buffers:
         # Other devices have torch's caching allocator.
         if device.type != "cpu" or not numel:
             return torch.empty(numel, dtype=dtype, device=device)
+        # The shortest free buffer that is long enough: they are in ascending order of size.
         nbytes = numel * dtype.itemsize
-        for index, memory in enumerate(self._free):  # in ascending order of size
+        for index, memory in enumerate(self._free):
             if len(memory) >= nbytes:
                 del self._free[index]
                 return memory[:nbytes].view(dtype)
+        # Even the longest is too short. A new, longer buffer replaces it.
         if self._free:
-            self._free.pop()  # even the longest is too short: replace it by a longer buffer
+            self._free.pop()
         return torch.empty(nbytes, dtype=torch.uint8).view(dtype)
 
     def give_back(self, tensor: Tensor) -> None:

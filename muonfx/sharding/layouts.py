@@ -230,7 +230,11 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
 
 
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
-    """Return the number of ranks in a group, this process's rank in it, and the process group (None for an int)."""
+    """Return the number of ranks in a group, this process's rank in it, and the process group (None for an int).
+
+    >>> _ranks(4)  # to inspect a layout for four ranks, without processes
+    (4, 0, None)
+    """
     if isinstance(group, int):
         positive_int("group, a number of ranks,", group)
         return group, 0, None
@@ -251,7 +255,8 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 def _require_sorted_dict(params: PyTree, specs: Mapping[str, Spec]) -> None:
     """Raise ValueError unless `params` is a flat dict in the order of `specs`, which are sorted by name.
 
-    For any other tree it is not known whether the buffer has the order of the tree or the sorted order.
+    Without the argument ``order``, this is the order of the buffer. For ``{"b": ..., "a": ...}`` it is not known
+    whether the buffer has the order of the dict or the sorted order.
     """
     names_in_dict: list[str] = []
     if isinstance(params, Mapping):
@@ -265,15 +270,20 @@ def _require_sorted_dict(params: PyTree, specs: Mapping[str, Spec]) -> None:
 
 
 def _require_each_once(argument: str, names: Sequence[str], specs: Mapping[str, Spec]) -> None:
-    """Raise ValueError unless an argument, "order" or "starts", has the name of each parameter once."""
+    """Raise ValueError unless an argument, "order" or "starts", has the name of each parameter once.
+
+    >>> _require_each_once("order", ["w", "w"], {"w": Spec((2,), torch.float32)})
+    Traceback (most recent call last):
+    ValueError: order: found 'w' missing, unknown or repeated, expected every parameter once; there are 'w'
+    """
     if sorted(names) == sorted(specs):
         return
-    wrong = sorted(set(names) ^ set(specs))
-    if not wrong:
-        wrong = [name for name, times in Counter(names).items() if times > 1]
+    wrong_names = sorted(set(names) ^ set(specs))  # those that are missing or unknown
+    if not wrong_names:
+        wrong_names = [name for name, times in Counter(names).items() if times > 1]
     raise ValueError(
-        f"{argument}: found {format_list(wrong)} missing, unknown or repeated, expected every parameter once; there "
-        f"are {format_list(list(specs))}"
+        f"{argument}: found {format_list(wrong_names)} missing, unknown or repeated, expected every parameter once; "
+        f"there are {format_list(list(specs))}"
     )
 
 
@@ -286,8 +296,12 @@ def _check_cuts(cuts: Sequence[int], size: int) -> None:
 
 
 def _check_buffer(specs: Mapping[str, Spec], order: Sequence[str], starts: Mapping[str, int], length: int) -> None:
-    """Raise ValueError unless each parameter begins after the one before it, and the last ends within the buffer."""
-    end = 0
+    """Raise ValueError unless each parameter begins after the one before it, and the last ends within the buffer.
+
+    In a buffer of 10 elements, parameters of 4 and 6 elements may begin at 0 and 4, but not at 0 and 3, where they
+    would overlap, nor at 0 and 5, where the second would end at 11.
+    """
+    end = 0  # of the parameters before this one
     previous = "the beginning"  # the parameter before, as errors name it
     for name in order:
         start = starts[name]
