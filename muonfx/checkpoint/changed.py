@@ -14,7 +14,7 @@ from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded, plain_names
 from muonfx.checkpoint.load import Target, load_checkpoint, require_no_arguments
 from muonfx.checkpoint.match import cast_of
-from muonfx.checkpoint.sources import Shapes, Sources, sources, units_of
+from muonfx.checkpoint.sources import Shapes, Sources, param_states_of, sources
 from muonfx.checkpoint.state_dicts import has_state_dict
 from muonfx.core import Transform
 from muonfx.core.chain_differences import CHAINS
@@ -312,8 +312,8 @@ class ChangedTarget(Target):
 
     def _require_common_leaves(self, shapes: Shapes, stored_shapes: Shapes, index: Index) -> None:
         """Raise if the whole state would be lost: no parameter has the same name, or no leaf fits."""
-        parameters = sorted({unit.parameter for unit in units_of(shapes)})
-        stored_parameters = sorted({unit.parameter for unit in units_of(stored_shapes)})
+        parameters = sorted({param_state.parameter for param_state in param_states_of(shapes)})
+        stored_parameters = sorted({param_state.parameter for param_state in param_states_of(stored_shapes)})
         if parameters and stored_parameters and not set(parameters) & set(stored_parameters):
             raise mismatch(
                 self.where,

@@ -1,7 +1,7 @@
 """Find where the leaves of a changed state come from: the names in a checkpoint of states that moved in the tree.
 
 The name of a leaf has the levels of the transform, the variable and the parameter, as in
-"adamw/scale_by_adam/mu/wte.weight".
+"adamw/scale_by_adam/mu/wte.weight". The *source* of a leaf is the leaf of the checkpoint whose values it gets.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each leaf of a state by name, or of each variable of a `Unit`."""
+"""The shape of each leaf of a state by name, or of each variable of a `ParamState` ("mu", "nu")."""
 
 
-class Unit(NamedTuple):
-    """The state of one parameter in one transform, such as ("adamw/scale_by_adam", "wte.weight")."""
+class ParamState(NamedTuple):
+    """The state of one parameter in one transform, such as ("adamw/scale_by_adam", "wte.weight").
 
-    prefix: str
+    Its leaves are one or more variables, such as "adamw/scale_by_adam/mu/wte.weight" and the same with "nu".
+    """
+
+    transform: str
     """The levels of the names above the variable."""
     parameter: str
 
@@ -32,23 +35,31 @@ class Sources(NamedTuple):
 
 
 def sources(expected: Shapes, stored: Shapes) -> Sources:
-    """Return the sources of the leaves of a state with the shapes ``expected`` in a checkpoint with ``stored``.
+    """Find the leaf of a checkpoint for each leaf of a state whose transforms may have moved in the tree.
+
+    The two arguments are the shapes of the leaves of the state, and of those in the checkpoint, by name.
 
     The state of a parameter in a transform is carried over as a whole: from the same name, or else from the one state
     of this parameter with equal variables whose name has the most equal last levels. If two states could come from one,
     both have no source. The parameter may have fewer rows in the checkpoint.
+
+    >>> sources({"new/adam/mu/w": (2, 3), "new/adam/count": ()}, {"adam/mu/w": (2, 3), "adam/count": ()}).source_of
+    {'new/adam/mu/w': 'adam/mu/w', 'new/adam/count': 'adam/count'}
     """
-    units = units_of(expected)
-    unit_sources = _unit_sources(units, units_of(stored))
+    variables_of = param_states_of(expected)
+    stored_state_of = _stored_states(variables_of, param_states_of(stored))
     source_of: dict[str, str] = {}
+    # The leaves of parameters: all variables of a parameter in a transform, such as "mu" and "nu", go together.
+    for param_state, stored_state in stored_state_of.items():
+        for variable in variables_of[param_state]:
+            source_of[_leaf_name(param_state, variable)] = _leaf_name(stored_state, variable)
+    # The 0-d leaves, such as step counts, belong to all parameters of a transform, and so may have several sources.
     equal_counts: dict[str, list[str]] = {}
-    for unit, source in unit_sources.items():
-        for variable in units[unit]:
-            source_of[_leaf_name(unit, variable)] = _leaf_name(source, variable)
     for name, shape in expected.items():
-        if shape:
+        is_scalar = shape == ()
+        if not is_scalar:
             continue
-        candidates = _sources_of_scalar(name, units, unit_sources, stored)
+        candidates = _sources_of_scalar(name, variables_of, stored_state_of, stored)
         if candidates:
             source_of[name] = candidates[0]
         if len(candidates) > 1:
@@ -56,57 +67,78 @@ def sources(expected: Shapes, stored: Shapes) -> Sources:
     return Sources(source_of, equal_counts)
 
 
-def units_of(shapes: Shapes) -> dict[Unit, dict[str, tuple[int, ...]]]:
-    """Return the shape of each variable of each unit; 0-d leaves belong to no parameter.
+def param_states_of(shapes: Shapes) -> dict[ParamState, dict[str, tuple[int, ...]]]:
+    """Group the leaves of a state by transform and parameter: return the shape of each variable of each group.
 
-    >>> units_of({"adam/count": (), "adam/mu/w": (2, 3), "adam/nu/w": (2, 3)})
-    {Unit(prefix='adam', parameter='w'): {'mu': (2, 3), 'nu': (2, 3)}}
+    0-d leaves are left out: a step count belongs to a transform, but to no parameter.
+
+    >>> param_states_of({"adam/count": (), "adam/mu/w": (2, 3), "adam/nu/w": (2, 3)})
+    {ParamState(transform='adam', parameter='w'): {'mu': (2, 3), 'nu': (2, 3)}}
     """
-    units: dict[Unit, dict[str, tuple[int, ...]]] = {}
+    param_states: dict[ParamState, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        if shape:
-            levels, _, parameter = name.rpartition("/")
-            prefix, _, variable = levels.rpartition("/")
-            units.setdefault(Unit(prefix, parameter), {})[variable] = shape
-    return units
-
-
-def _leaf_name(unit: Unit, variable: str) -> str:
-    """Return the name of a leaf: the inverse of `units_of`."""
-    return "/".join(level for level in (unit.prefix, variable, unit.parameter) if level)
-
-
-def _unit_sources(units: Mapping[Unit, Shapes], stored_units: Mapping[Unit, Shapes]) -> dict[Unit, Unit]:
-    """Return a dict from each unit that is carried over to its unit in the checkpoint.
-
-    This is the unit with the same name, or else the closest one that no other unit is carried over from. If two units
-    could come from one, both are new.
-    """
-    source_of: dict[Unit, Unit] = {}
-    for unit, shapes in units.items():
-        if unit in stored_units and _fits(shapes, stored_units[unit]):
-            source_of[unit] = unit
-    unused_prefixes: dict[str, list[str]] = {}  # by parameter
-    for prefix, parameter in stored_units.keys() - source_of.keys():
-        unused_prefixes.setdefault(parameter, []).append(prefix)
-    moved: dict[Unit, Unit] = {}
-    for unit in units:
-        if unit in source_of:
+        if not shape:
             continue
-        candidates = [Unit(prefix, unit.parameter) for prefix in unused_prefixes.get(unit.parameter, ())]
-        prefixes = [source.prefix for source in candidates if _fits(units[unit], stored_units[source])]
-        prefix = _closest(unit.prefix, prefixes)
-        if prefix is not None:
-            moved[unit] = Unit(prefix, unit.parameter)
+        # "adam/mu/w" -> transform "adam", variable "mu", parameter "w"
+        upper_levels, _, parameter = name.rpartition("/")
+        transform, _, variable = upper_levels.rpartition("/")
+        param_states.setdefault(ParamState(transform, parameter), {})[variable] = shape
+    return param_states
+
+
+def _leaf_name(param_state: ParamState, variable: str) -> str:
+    """Return the name of a leaf, such as "adam/mu/w" for ("adam", "w") and "mu"; the inverse of `param_states_of`."""
+    levels = [param_state.transform, variable, param_state.parameter]
+    return "/".join(level for level in levels if level)  # the name of the outermost transform is ""
+
+
+def _stored_states(
+    param_states: Mapping[ParamState, Shapes], stored_states: Mapping[ParamState, Shapes]
+) -> dict[ParamState, ParamState]:
+    """Find the state in the checkpoint from which each state of a parameter comes; omit those that are new.
+
+    It is the one with the same name, or else the closest of those that are not used under their own name. If two states
+    could come from one, both are new.
+
+    >>> momentum = {"trace": (2, 3)}
+    >>> _stored_states({ParamState("new/muon", "w"): momentum}, {ParamState("muon", "w"): momentum})
+    {ParamState(transform='new/muon', parameter='w'): ParamState(transform='muon', parameter='w')}
+    """
+    # Equal names have priority: such a state has not moved.
+    stored_state_of: dict[ParamState, ParamState] = {}
+    for param_state, shapes in param_states.items():
+        if param_state in stored_states and _can_come_from(shapes, stored_states[param_state]):
+            stored_state_of[param_state] = param_state
+    # All others may have moved: from a transform of the checkpoint whose state of this parameter is not used yet.
+    unused_transforms: dict[str, list[str]] = {}  # by parameter
+    for transform, parameter in stored_states.keys() - stored_state_of.keys():
+        unused_transforms.setdefault(parameter, []).append(transform)
+    moved: dict[ParamState, ParamState] = {}
+    for param_state, shapes in param_states.items():
+        if param_state in stored_state_of:
+            continue
+        parameter = param_state.parameter
+        candidates: list[str] = []
+        for transform in unused_transforms.get(parameter, ()):
+            if _can_come_from(shapes, stored_states[ParamState(transform, parameter)]):
+                candidates.append(transform)
+        closest_transform = _closest(param_state.transform, candidates)
+        if closest_transform is not None:
+            moved[param_state] = ParamState(closest_transform, parameter)
+    # A state that two could come from is used for neither: nothing shows which of them is right.
     uses = Counter(moved.values())
-    for unit, source in moved.items():
-        if uses[source] == 1:
-            source_of[unit] = source
-    return source_of
+    for param_state, stored_state in moved.items():
+        if uses[stored_state] == 1:
+            stored_state_of[param_state] = stored_state
+    return stored_state_of
 
 
-def _fits(shapes: Shapes, stored_shapes: Shapes) -> bool:
-    """Return whether a unit can come from one of the checkpoint: equal variables, which have at most fewer rows."""
+def _can_come_from(shapes: Shapes, stored_shapes: Shapes) -> bool:
+    """Return whether a parameter's state fits one of the checkpoint: equal variables, which have at most fewer rows.
+
+    For example, ``{"mu": (50, 8)}`` can come from ``{"mu": (40, 8)}``, as after a vocabulary has grown. It cannot come
+    from ``{"trace": (50, 8)}`` or ``{"mu": (50, 4)}``.
+    """
     if shapes.keys() != stored_shapes.keys():
         return False
     for variable, shape in shapes.items():
@@ -145,30 +177,42 @@ def equal_levels(first: str, second: str) -> int:
 
 
 def _sources_of_scalar(
-    name: str, units: Collection[Unit], unit_sources: Mapping[Unit, Unit], stored: Shapes
+    name: str,
+    param_states: Collection[ParamState],
+    stored_state_of: Mapping[ParamState, ParamState],
+    stored: Shapes,
 ) -> list[str]:
-    """Return the names in the checkpoint from which a 0-d leaf, such as a step count, may come.
+    """Return the names in the checkpoint from which a 0-d leaf, such as the step count of a transform, may come.
 
-    For example, "new/adam/count" comes from "old/adam/count" if ``unit_sources`` is
-    ``{Unit("new/adam", "w"): Unit("old/adam", "w")}``.
-
-    These are the leaves of its name in the transforms from which the units of its transform come. A transform without
-    units, such as a schedule, has the leaf with the same name, or else the closest one.
+    The step count goes with the parameters of its transform: "new/adam/count" comes from "old/adam/count" if
+    ``stored_state_of`` is ``{ParamState("new/adam", "w"): ParamState("old/adam", "w")}``. If the parameters come from
+    two transforms, there are two names. If all parameters are new, there is none. A transform without parameters, such
+    as a schedule, has the leaf with the same name, or else the closest one.
     """
     transform, _, variable = name.rpartition("/")
     candidates: dict[str, None] = {}  # each once, in order
-    for unit, source in unit_sources.items():
-        source_transform = _source_transform(transform, unit.prefix, source.prefix)
-        if source_transform is not None:
-            candidate = f"{source_transform}/{variable}".removeprefix("/")
+    for param_state, stored_state in stored_state_of.items():
+        stored_transform = _stored_transform(transform, param_state.transform, stored_state.transform)
+        if stored_transform is not None:
+            candidate = f"{stored_transform}/{variable}".removeprefix("/")
             if stored.get(candidate) == ():
                 candidates[candidate] = None
     if candidates:
         return list(candidates)
-    if any(unit.prefix == transform for unit in units):
+    if any(param_state.transform == transform for param_state in param_states):
         return []  # all its parameters are new, and so are their steps
     if stored.get(name) == ():
         return [name]
+    return _closest_scalar(name, stored)
+
+
+def _closest_scalar(name: str, stored: Shapes) -> list[str]:
+    """Return the 0-d leaf of a checkpoint with the same variable whose transform has the closest name, if there is one.
+
+    >>> _closest_scalar("new/schedule/count", {"schedule/count": (), "adam/count": ()})
+    ['schedule/count']
+    """
+    transform, _, variable = name.rpartition("/")
     similar_transforms: list[str] = []
     for stored_name, shape in stored.items():
         stored_transform, _, stored_variable = stored_name.rpartition("/")
@@ -181,28 +225,31 @@ def _sources_of_scalar(
     return [f"{closest}/{variable}"]
 
 
-def _source_transform(transform: str, prefix: str, source_prefix: str) -> str | None:
-    """Return the transform of the checkpoint that corresponds to ``transform``, if a unit below it has moved.
+def _stored_transform(transform: str, inner: str, stored_inner: str) -> str | None:
+    """Return the name in the checkpoint of a transform, from the move of a transform inside it.
 
-    Return None if the unit is not below the transform, or if the levels between them have changed.
+    ``inner`` is the name of the inner transform, and ``stored_inner`` is its name in the checkpoint. If
+    "chain/adamw/adam" was "old/adamw/adam", then "chain" was "old": the levels below it, "adamw/adam", are the same.
 
-    >>> _source_transform("chain", "chain/adamw/adam", "adamw/adam")
+    Return None if ``inner`` is not inside the transform, or if the levels between them have changed.
+
+    >>> _stored_transform("chain", "chain/adamw/adam", "adamw/adam")
     ''
-    >>> _source_transform("chain", "muon/momentum", "muon/momentum") is None
+    >>> _stored_transform("chain", "muon/momentum", "muon/momentum") is None
     True
-    >>> _source_transform("chain", "chain/adamw/adam", "xadamw/adam") is None
+    >>> _stored_transform("chain", "chain/adamw/adam", "xadamw/adam") is None
     True
     """
     levels = _levels(transform)
-    prefix_levels = _levels(prefix)
-    source_levels = _levels(source_prefix)
-    if prefix_levels[: len(levels)] != levels:
+    inner_levels = _levels(inner)
+    stored_inner_levels = _levels(stored_inner)
+    if inner_levels[: len(levels)] != levels:
         return None
-    levels_between = prefix_levels[len(levels) :]
-    above = len(source_levels) - len(levels_between)  # the number of levels of the transform in the checkpoint
-    if above < 0 or source_levels[above:] != levels_between:
+    levels_between = inner_levels[len(levels) :]
+    depth = len(stored_inner_levels) - len(levels_between)  # the number of levels of the transform in the checkpoint
+    if depth < 0 or stored_inner_levels[depth:] != levels_between:
         return None
-    return "/".join(source_levels[:above])
+    return "/".join(stored_inner_levels[:depth])
 
 
 def _levels(name: str) -> list[str]:
