@@ -35,8 +35,11 @@ _MANY = 32  # tensors for which a number is converted to a tensor once
 _STACK = 1 << 18  # elements of a stack, whose temporaries stay in a CPU's cache
 
 
-def _leafwise(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
-    """Return True if foreach operators cannot be used: empty lists, or ``torch.func`` or autograd is active."""
+def _cannot_use_foreach(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
+    """Return True if the foreach operators cannot be used: for empty lists, and under ``torch.func`` or autograd.
+
+    The caller then computes its formula tensor by tensor.
+    """
     if not lists[0] or functorch_is_active():
         return True
     if not torch.is_grad_enabled():
@@ -75,7 +78,7 @@ def _are_all_fp32_or_fp64(xs: Sequence[Tensor]) -> bool:
     return _dtypes(xs) in ({torch.float32}, {torch.float64})
 
 
-def _numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[Any]:
+def _converted_numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[Any]:
     """Convert numbers to 0-d tensors for many fp32 or fp64 tensors on a CPU, else return them unchanged."""
     # Torch makes a fp64 tensor of a number for each tensor and casts it. These have the same bits in a third of the
     # time, which for short lists is not worth the calls here.
@@ -200,7 +203,7 @@ def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
 
     Under autograd and ``torch.func`` nothing is written; new tensors with the dtypes of ``into`` are returned.
     """
-    if _leafwise(xs):
+    if _cannot_use_foreach(xs):  # under torch.func or autograd
         return _tensorwise(lambda x, y: x.to(y.dtype, copy=True), xs, into)
     torch._foreach_copy_(list(into), list(xs))
     return list(into)
@@ -215,13 +218,13 @@ def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
 
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
-    if _leafwise(xs, scalar=c):  # under torch.func and autograd, tensor by tensor
+    if _cannot_use_foreach(xs, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x: x * c, xs)
     if isinstance(c, Tensor):
         return _mul_by_tensor(xs, c, reuse=reuse)
     if reuse and _rounds_numbers(xs):  # on CPUs, foreach rounds `c` to bf16 before it multiplies
         return _tensorwise(lambda x: x.mul_(c), xs)
-    [factor] = _numbers([c], xs)
+    [factor] = _converted_numbers([c], xs)
     return _foreach("mul", xs, factor, reuse=reuse)
 
 
@@ -237,16 +240,17 @@ def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
     """Return ``x * c`` for each tensor and the number at its position in ``cs``; ``reuse`` overwrites ``xs``."""
-    if _leafwise(xs) or torch.compiler.is_compiling():  # inductor has no kernel of a list of numbers that it can fuse
+    # Also in a compiled graph: inductor has no kernel of a list of numbers that it can fuse.
+    if _cannot_use_foreach(xs) or torch.compiler.is_compiling():
         return _tensorwise(torch.mul, xs, cs)
     if reuse and _rounds_numbers(xs):
         return _tensorwise(Tensor.mul_, xs, cs)
-    return _foreach("mul", xs, _numbers(cs, xs), reuse=reuse)
+    return _foreach("mul", xs, _converted_numbers(cs, xs), reuse=reuse)
 
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x + c`` for every fp32 or fp64 tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
-    if _leafwise(xs, scalar=c):  # under torch.func and autograd, tensor by tensor
+    if _cannot_use_foreach(xs, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x: x + c, xs)
     if not isinstance(c, Tensor):
         return _foreach("add", xs, c, reuse=reuse)
@@ -262,7 +266,7 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
 
     On a CPU, a number c and a 0-d tensor c give the same bits.
     """
-    if _leafwise(xs, ys, scalar=c):  # under torch.func and autograd, tensor by tensor
+    if _cannot_use_foreach(xs, ys, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x, y: x + c * y, xs, ys)
     is_number = not isinstance(c, Tensor)
     if is_number and c == 1.0:
@@ -281,7 +285,7 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
 def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x + weight * (y - x)`` for corresponding fp32 or fp64 tensors; with ``reuse``, in place of ``xs``."""
     weights = _for_each(weight, xs)
-    if _leafwise(xs, ys, scalar=weight):  # under torch.func and autograd, tensor by tensor
+    if _cannot_use_foreach(xs, ys, scalar=weight):  # under torch.func or autograd
         return _tensorwise(lambda x, y, w: torch.lerp(x, y.to(x.dtype), w), xs, ys, weights)
     if not isinstance(weight, Tensor):
         return _foreach("lerp", xs, ys, weight, reuse=reuse)
@@ -293,7 +297,7 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
     """Return ``x + c * y * z`` for corresponding fp32 or fp64 tensors of three lists; ``reuse`` overwrites ``xs``."""
-    if _leafwise(xs, ys, zs, scalar=c):
+    if _cannot_use_foreach(xs, ys, zs, scalar=c):
         return _tensorwise(lambda x, y, z: x + c * y * z, xs, ys, zs)
     # Compute `c * y` first, as CPUs do for a number: `y * z` may overflow although the sum is finite.
     if isinstance(c, Tensor) or (c != 1.0 and not _on_cpu(xs)):
@@ -303,7 +307,7 @@ def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bo
 
 def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
     """Return ``x / y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``ys``."""
-    if _leafwise(xs, ys):
+    if _cannot_use_foreach(xs, ys):
         return _tensorwise(torch.div, xs, ys)
     if reuse and _on_cpu(ys):  # no foreach form writes to the divisors; on other devices launches cost more
         return _tensorwise(lambda x, y: torch.div(x, y, out=y), xs, ys)
@@ -315,7 +319,7 @@ def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
 
     The derivative of the square root at zero is 0 instead of infinity.
     """
-    if _leafwise(*lists):
+    if _cannot_use_foreach(*lists):  # under torch.func or autograd
         function = safe_sqrt if name == "sqrt" else getattr(torch, name)
         return _tensorwise(function, *lists)
     return _foreach(name, *lists, reuse=reuse)
@@ -361,7 +365,7 @@ def by_stacks(
     def on_lists(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
         """Call ``function`` for each group of tensors. ``lists`` has one list of tensors for each of its arguments."""
         # Groups of indices, such as [[0, 2], [1]] if the tensors 0 and 2 have one shape.
-        if _leafwise(*lists) or is_traced():  # the memory of tensors cannot be examined
+        if _cannot_use_foreach(*lists) or is_traced():  # the memory of tensors cannot be examined
             groups = [[index] for index in range(len(lists[0]))]
             prepare = Tensor.contiguous
         else:
@@ -383,7 +387,7 @@ def by_stacks(
 
 
 def _stack_of(xs: Sequence[Tensor], indices: list[int], prepare: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the tensors at some indices of a list, which have one shape, as a stack.
+    """Return the tensors at some indices of a list, which have one shape, as a stack: three of shape (2,) as (3, 2).
 
     A lone tensor becomes a contiguous stack of one, since its strides would change the bits of a product. ``prepare``
     makes it contiguous.
@@ -426,7 +430,8 @@ def _stackable_spec(x: Tensor) -> tuple[object, ...]:
 def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
     """Return how many tensors like each of these can be in one stack: 1 if they cannot be stacked.
 
-    A stack should fit a CPU's cache. Large tensors are computed alone, because stacking them would only cost a copy.
+    A stack should fit a CPU's cache. A large tensor is always computed alone, because torch sums it in several threads,
+    and so in another order than within a stack.
     """
     largest = max([x.numel() for x in tensors])
     if largest >= _SMALL:
@@ -460,7 +465,7 @@ def kept_visible(bounded: Tensors, xs: Tensors) -> Tensors:
 
 def norms(xs: Tensors) -> Tensors:
     """Return the 2-norm of each tensor as a 0-d tensor, in fp64 if the device supports it, without overflow."""
-    if _leafwise(xs) or not all(map(_squares_fit_into_fp64, xs)):
+    if _cannot_use_foreach(xs) or not all(map(_squares_fit_into_fp64, xs)):
         return _tensorwise(_norm, xs)
     return list(torch._foreach_norm(xs, 2, dtype=torch.float64))
 
@@ -472,7 +477,7 @@ def _squares_fit_into_fp64(x: Tensor) -> bool:
 
 def _norm(x: Tensor) -> Tensor:
     """Return the 2-norm of one tensor as a 0-d tensor, in fp64 if the device supports it, without overflow."""
-    if _squares_fit_into_fp64(x):
+    if _squares_fit_into_fp64(x):  # the usual case
         return torch.linalg.vector_norm(x, dtype=torch.float64)
     if x.numel() == 0:
         return torch.linalg.vector_norm(x)
@@ -487,7 +492,7 @@ def _norm(x: Tensor) -> Tensor:
 
 def peaks(xs: Tensors) -> Tensors:
     """Return a 0-d tensor for each tensor: its largest absolute value, NaN if it has NaN, 0 if it is empty."""
-    if all(x.is_cuda and x.numel() for x in xs) and not _leafwise(xs):
+    if all(x.is_cuda and x.numel() for x in xs) and not _cannot_use_foreach(xs):
         return list(torch._foreach_norm(xs, float("inf")))  # fast on CUDA and slow elsewhere
     return _tensorwise(_peak, xs)
 

@@ -119,6 +119,7 @@ def _ownership_of_path(
         mixed_nodes: the paths of the nodes of the state with a child that is no parameter. In ``{"b": 0.9, "eps":
             1e-8}``, "b" is the name of an option, not the parameter "b".
     """
+    # The node in which a match begins must have parameters as children, and nothing else.
     candidates = [match for match in matches if path[: match.start] not in mixed_nodes]
     # Longer paths and deeper nodes are less likely to match by coincidence.
     match = max(candidates, key=_length_and_depth, default=None)

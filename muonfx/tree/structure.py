@@ -230,11 +230,15 @@ _PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 def is_flat(tree: PyTree) -> bool:
     """Return True if a tree is a dict from strings to tensors and None, such as ``dict(model.named_parameters())``."""
-    # Such a tree needs no traversal: transforms use it several times a step, and a model has hundreds of leaves.
-    if type(tree) is not dict or not set(builtins.map(type, tree)) <= {str}:
+    # Such a tree needs no traversal: transforms use it several times a step, and a model has hundreds of leaves. So
+    # this function compares sets of types, and has no loop over leaves.
+    if type(tree) is not dict:
+        return False
+    key_types = set(builtins.map(type, tree))
+    if not key_types <= {str}:
         return False
     leaf_types = set(builtins.map(type, tree.values()))
-    if leaf_types <= _PLAIN_LEAVES:
+    if leaf_types <= _PLAIN_LEAVES:  # tensors, parameters and None
         return True
     if torch.compiler.is_compiling():  # torch 2.10 cannot trace a loop over a set
         return False
@@ -335,6 +339,7 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
     """
 
     def unless_none(leaf: Any, *leaves_of_rest: Any) -> Any:
+        """Apply the function to one leaf of the first tree and the corresponding leaves of the others."""
         return None if leaf is None else function(leaf, *leaves_of_rest)
 
     if torch.compiler.is_compiling():  # the compiler cannot trace optree
