@@ -85,14 +85,13 @@ class QuantizedTrees:
 
         The leaves of ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten.
         """
-        is_stochastic = isinstance(state, KeyedQuantizedState)
-        if is_stochastic:
-            encoded = list(map(self.codec.encode, values, present.pick(state.keys)))
-        else:
-            encoded = list(map(self.codec.encode, values))
+        keys: list[Tensor | None] = [None] * len(values)  # without a seed, `encode` rounds to nearest
+        if isinstance(state, KeyedQuantizedState):
+            keys = present.pick(state.keys)
+        encoded = list(map(self.codec.encode, values, keys))
         codes = present.fill([leaf.codes for leaf in encoded], state.codes)
         scales = present.fill([leaf.scales for leaf in encoded], state.scales)
-        if not is_stochastic:
+        if not isinstance(state, KeyedQuantizedState):
             return QuantizedState(codes, scales)
         next_keys = [key + 1 for key in present.pick(state.keys)]  # other noise at the next write
         return KeyedQuantizedState(codes, scales, present.fill(next_keys, state.keys))
