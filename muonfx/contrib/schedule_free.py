@@ -154,7 +154,7 @@ def schedule_free(
         new_b1 = ew.new_number(b1, device)
 
         inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
-        present = Present(inner_updates)
+        present = Present(inner_updates)  # the leaves that the inner transform updates
         inner_leaves = present.pick(inner_updates)
         old_z = present.pick(state.z)
         u, z, y = ew.widest(inner_leaves, old_z, present.pick(params))
@@ -190,13 +190,12 @@ def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
     Two functions cannot be compared, so there is no warning unless all rates are numbers or schedules of muonfx.
     """
     inner_rates: list[object] = []
-    for tx in within(inner):
+    for tx in within(inner):  # the inner transform itself and all transforms that it contains
         if tx.position == "learning_rate":
             inner_rates.append(_number_if_constant(tx.arguments.get("learning_rate")))
     rate = _number_if_constant(learning_rate)
     are_comparable = all(isinstance(value, float | Schedule) for value in (*inner_rates, rate))
-    is_another_rate = rate not in inner_rates
-    if inner_rates and are_comparable and is_another_rate:
+    if inner_rates and are_comparable and rate not in inner_rates:
         warn_caller(
             f"schedule_free: found learning_rate={learning_rate!r}, expected the rate of the inner transform, "
             f"{inner_rates[0]!r}, because it weights the average: give both the same"

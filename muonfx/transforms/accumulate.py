@@ -190,7 +190,8 @@ def _indices_by_path(updates: PyTree) -> list[int]:
         # ("blocks", 0) becomes [("str", "blocks"), ("int", 0)], because Python cannot compare an int with a string.
         key = [(type(entry).__name__, entry) for entry in path]
         keys_and_indices.append((key, index))
-    return [index for _, index in sorted(keys_and_indices)]
+    sorted_by_path = sorted(keys_and_indices)
+    return [index for _, index in sorted_by_path]
 
 
 def _ever_seen(updates: PyTree, params: PyTree, accumulated: AccumulateState) -> PyTree:
@@ -235,7 +236,7 @@ class _Outcomes(NamedTuple):
         Return its updates, and a state with counts and sums of zero.
         """
         # The gradient of the whole group of micro-batches: the mean, or the sum, in the dtype of the gradients.
-        present = Present(self.updated_leaves)
+        present = Present(self.updated_leaves)  # the leaves that get an update
         sums = present.pick(accumulated.sums)
         if self.mean:
             number = accumulated.count.to(torch.float64)

@@ -154,6 +154,10 @@ class _Collector(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Call a torch function, and store the logits if it is ``scaled_dot_product_attention`` in a module.
+
+        Torch calls this method for each function while the mode is active.
+        """
         kwargs = kwargs or {}
         if self._running and func is F.scaled_dot_product_attention:
             self.add(_logits_of_call(*args, **kwargs))

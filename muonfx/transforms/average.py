@@ -131,7 +131,7 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
     ):
         """Update the master copy by the inner transform; return the steps of the parameters to its rounded values."""
         params = params_for("master_params", params)
-        present = Present(updates)
+        present = Present(updates)  # the leaves that have a gradient
         # Where a parameter was changed elsewhere, for example by loading weights, its copy starts again from it.
         correct = functools.partial(_corrected, reuse=donate.state)
         corrected_copies = list(map(correct, present.pick(state.master), present.pick(params)))

@@ -105,7 +105,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
         updates: PyTree, state: EmptyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
         """Multiply all updates by min(1, max_norm / norm). A norm of NaN makes the factor NaN."""
-        present = Present(updates)
+        present = Present(updates)  # the leaves that have a gradient
         leaves = present.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.
         norm = norm_over_leaves(updates, sum_over_leaves)
@@ -153,7 +153,7 @@ def squares_of_leaves(updates: PyTree) -> PyTree:
 
     Sums of the first squares give the norm of the tree, unless they overflow. The second squares are for that case.
     """
-    present = Present(updates)
+    present = Present(updates)  # the leaves that have a gradient
     norms = ew.norms(present.pick(updates))
     devices_and_dtypes = {(norm.device, norm.dtype) for norm in norms}
     if len(devices_and_dtypes) == 1 and not torch.compiler.is_compiling():

@@ -33,7 +33,7 @@ Mask = PyTree | Mapping[str, bool] | Condition | Callable[[PyTree], PyTree] | No
 None selects all."""
 
 
-def _functions(
+def _init_and_update(
     name: str, weight_decay: ScalarOrSchedule, mask: Mask, sign: float, caution: bool, memory: Memory
 ) -> InitAndUpdate:
     """Return ``init`` and ``update`` of a weight decay: the update u of a weight w becomes ``u + sign * decay * w``.
@@ -121,7 +121,7 @@ def add_decayed_weights(
         >>> rate, decay = (mfx.cosine_decay_schedule(peak, steps=100) for peak in (0.02, 0.1))
         >>> muon = mfx.chain(mfx.orthogonalize(), mfx.add_decayed_weights(decay), mfx.scale_by_learning_rate(rate))
     """
-    return _functions("add_decayed_weights", weight_decay, mask, 1.0, cautious, _memory)
+    return _init_and_update("add_decayed_weights", weight_decay, mask, 1.0, cautious, _memory)
 
 
 @transform(
@@ -155,7 +155,7 @@ def subtract_decayed_weights(
         >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]
         {'w': tensor([-0.5000])}
     """
-    return _functions("subtract_decayed_weights", weight_decay, mask, -1.0, cautious, _memory)
+    return _init_and_update("subtract_decayed_weights", weight_decay, mask, -1.0, cautious, _memory)
 
 
 @transform(

@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_not
+from operator import is_not
 from typing import Any, Literal, NamedTuple, ParamSpec, overload
 
 import torch
@@ -36,7 +36,7 @@ from muonfx.tree import Present, PyTree, Structure, device_of
 from muonfx.tree import elementwise as ew
 
 P = ParamSpec("P")
-_dtype_of = attrgetter("dtype")
+
 ReadsParams = bool | Literal["updated"]
 Step = Callable[..., tuple[Leaf, PyTree]]
 StateAndStep = tuple[PyTree, Step]
@@ -400,6 +400,7 @@ class _Formula:
     """A step and its declared state, which runs the step on the lists of all leaves."""
 
     def __init__(self, name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> None:
+        """Prepare each field of the declared state, such as ``MomentumState(trace=Slot())``. ``name`` is for errors."""
         self._name = name
         self._declared = declared
         self._step = step
@@ -642,7 +643,8 @@ def _compute_dtype_of_each(lists: Sequence[list[Tensor]]) -> list[torch.dtype]:
     """Return a list with the widest dtype of each leaf's operands; ``lists`` has a list of tensors for each operand."""
     compute_dtypes: list[torch.dtype] = []
     for operands_of_leaf in zip(*lists, strict=True):
-        compute_dtypes.append(ew.wide_dtype(*map(_dtype_of, operands_of_leaf)))
+        dtypes = [operand.dtype for operand in operands_of_leaf]
+        compute_dtypes.append(ew.wide_dtype(*dtypes))
     return compute_dtypes
 
 
@@ -664,6 +666,7 @@ class Values:
     """
 
     def __init__(self, present: Present) -> None:
+        """Begin without values. `add_operand` adds those with the numbers 0, 1 and so on, and `run` all others."""
         self.present = present
         """The leaves that have a gradient."""
         self.operands: list[list[Tensor]] = []

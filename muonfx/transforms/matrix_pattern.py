@@ -560,10 +560,12 @@ def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> N
     and one with h, v and in, both in any order. Without such parts, one result must have all names.
     """
     plain_names, part_names = _plain_and_part_names(dims)
-    # Names are compared in sorted order, since a result may have them in any order.
-    expected_names = [sorted(plain_names)]  # a list of names for each result
-    if part_names:
-        expected_names = [sorted([*plain_names, part]) for part in part_names]
+    # A list of names for each result, in sorted order, since a result may have them in any order.
+    expected_names: list[list[str]] = []
+    for part in part_names:
+        expected_names.append(sorted([*plain_names, part]))
+    if not part_names:  # no axis is divided
+        expected_names.append(sorted(plain_names))
     names_of_results = [sorted(_names(result)) for result in results]
     if sorted(names_of_results) != sorted(expected_names):  # results may have another order than the parts
         texts = [f"one result with each of {', '.join(names)} once" for names in expected_names]

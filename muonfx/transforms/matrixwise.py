@@ -170,10 +170,10 @@ class MatrixSlot:
         if len(matrices) == 1:
             return [stored]
         batch_dims = _shared_dims(matrices)  # 1: the dim of the heads
-        shapes = list(map(self._shape_of_state, matrices))
+        shapes = [self._shape_of_state(stack) for stack in matrices]
         lengths = [prod(shape[batch_dims:]) for shape in shapes]  # [9, 4]: all dims after the batch dims were flattened
         flat_states = stored.split(lengths, dim=-1)
-        return list(map(torch.reshape, flat_states, shapes))
+        return [flat_state.reshape(shape) for flat_state, shape in zip(flat_states, shapes, strict=True)]
 
     def _shape_of_state(self, stack: Tensor) -> torch.Size:
         """Return the shape of the state of a stack of matrices, computed on the meta device."""
@@ -400,6 +400,7 @@ class _MatrixFormula:
     def __init__(
         self, name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], reads_params: bool
     ) -> None:
+        """Prepare each field of the declared state, such as ``{"norm": MatrixSlot()}``. ``name`` is for errors."""
         self._name = name
         self._view = view
         self._declared = declared
@@ -480,7 +481,10 @@ class _MatrixFormula:
         return results
 
     def _checked(self, result: Tensor, old_value: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return a result of the step after a check of its shape; a copy if it is one of the tensors ``others``."""
+        """Return a result of the step after a check of its shape: the shape of the old value that it replaces.
+
+        If it is one of the tensors ``others``, return a copy. No later write into one of them can change the other.
+        """
         if result.shape != old_value.shape:
             raise ValueError(
                 f"{self._name}: the step returns shape {tuple(result.shape)}, expected {tuple(old_value.shape)}"

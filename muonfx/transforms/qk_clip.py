@@ -308,19 +308,24 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
 def _require_biases(members: list[_Member], plain_names: Mapping[str, str]) -> None:
     """Raise if a bias of `nn.MultiheadAttention` is a part of its queries or keys, and no `AttentionHeads` matches it.
 
-    ``plain_names`` are the names of all parameters without the prefixes of wrappers.
+    If only the weights were scaled, the logits would not be multiplied by the factor of their head.
+
+    Args:
+        members: the parameters that are scaled.
+        plain_names: the names of all parameters without the prefixes of wrappers, by name.
     """
     all_names = set(plain_names.values())
     member_names = {plain_names[member.name] for member in members}
     for member in members:
-        prefix = f"{member.module}." if member.module else ""
-        bias = f"{prefix}in_proj_bias"  # fused, also if the weights are not, because of kdim or vdim
+        prefix = f"{member.module}." if member.module else ""  # "layers.0.self_attn."
+        # The bias of queries, keys and values. It is fused, also if the weights are not, because of kdim or vdim.
+        bias = f"{prefix}in_proj_bias"
         if bias in all_names and bias not in member_names:
             raise ValueError(
                 f"qk_clip: no AttentionHeads matches {bias!r}, which has the biases of queries and keys: give a "
                 f'tuple of {member.heads!r} and the same with query="in_proj", key="in_proj"'
             )
-        key_bias = f"{prefix}bias_k"
+        key_bias = f"{prefix}bias_k"  # appended to the keys by add_bias_kv=True
         if key_bias in all_names:
             raise ValueError(
                 f"qk_clip: found {key_bias!r}, a further key that no weight projects, expected attention without it: "
@@ -331,7 +336,10 @@ def _require_biases(members: list[_Member], plain_names: Mapping[str, str]) -> N
 def _first_member(
     attentions: list[AttentionHeads], name: str, plain_name: str, shape: tuple[int, ...]
 ) -> _Member | None:
-    """Return a parameter as a member of the first `AttentionHeads` that matches its plain name, or None."""
+    """Return a parameter with the first `AttentionHeads` that matches its plain name; None if it has no query or key.
+
+    For "attn.q_proj.weight", the module is "attn", and the roles are ("query",).
+    """
     for attention in attentions:
         module, roles = attention.module_of(plain_name)
         if roles:
@@ -346,7 +354,10 @@ def _resolve(tx: Transform, params: PyTree) -> Transform:
 
 
 def _patterns(tx: Transform) -> list[NamePatterns]:
-    """Return the globs of all `AttentionHeads`, each of which must match a parameter."""
+    """Return the globs of all `AttentionHeads`, for the check that each of them matches a parameter.
+
+    A group has alternative globs, for the weight and the bias of a projection, of which one must match.
+    """
     groups: list[tuple[str, ...]] = []
     for item in _as_tuple(tx.arguments["heads"]):
         if isinstance(item, AttentionHeads):
@@ -491,7 +502,7 @@ def _check_pairs(members: list[_Member]) -> None:
 
 
 def _missing_role(member: _Member, role: str) -> ValueError:
-    """Return an error for query weights without the key weights of their module, or the reverse."""
+    """Return an error for a parameter whose module has no parameter with the other role, "query" or "key"."""
     projection = getattr(member.heads, role)  # such as "k_proj"
     missing_name = f"{member.module}.{projection}" if member.module else projection
     return ValueError(

@@ -25,7 +25,7 @@ def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndU
     """Return a stateless ``init`` and ``update`` from ``function(leaves, may_overwrite) -> new leaves``."""
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        present = Present(updates)
+        present = Present(updates)  # the leaves that have a gradient
         return present.fill(function(present.pick(updates), donate.updates)), state
 
     return no_state, update
@@ -70,10 +70,10 @@ def _position_of_factor(factor: object) -> Position | None:
     floats = [number for number in numbers if isinstance(number, float)]
     has_negative = any(number < 0 for number in floats)
     has_positive = any(number > 0 for number in floats)
-    all_are_floats = len(floats) == len(numbers)
+    has_unknown = len(floats) < len(numbers)  # a tensor or a function
     if has_negative and not has_positive:
         return "turns"
-    if has_negative or not floats or not all_are_floats:
+    if has_negative or has_unknown or not floats:
         return "either_sign"
     return None
 
@@ -156,7 +156,7 @@ def scale_each(factors: Mapping[str, float]):
     """
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        present = Present(updates)
+        present = Present(updates)  # the leaves that have a gradient
         leaves = present.pick(updates)
         leaf_factors = [factors[name] for name in present.names()]
         scaled = ew.mul_each(leaves, leaf_factors, reuse=donate.updates)
