@@ -142,7 +142,7 @@ class AttentionHeads:
                     roles.append(role)
         return module, tuple(roles)
 
-    def factor_positions(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
+    def places(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
         """Return for each row of a query or key weight the position of its factor in the vector of `_factors`.
 
         With 2 heads, the positions in that vector are: 0 and 1 for the queries, 2 and 3 for the keys, 4 and 5 for the
@@ -244,7 +244,7 @@ class _Member(NamedTuple):
     def factor_indices(self, device: torch.device | str) -> Tensor:
         """Return for each row of the parameter the index of its factor, in a shape that broadcasts to the parameter.
 
-        The shape is (rows, 1) for a weight and (rows,) for a bias. See `AttentionHeads.factor_positions`.
+        The shape is (rows, 1) for a weight and (rows,) for a bias. See `AttentionHeads.places`.
         """
         shape = self.shape
         axis = 0 if len(shape) == 1 else self.heads.axis  # the dim whose items are the output features: the rows
@@ -253,7 +253,7 @@ class _Member(NamedTuple):
                 f"qk_clip: {self.name!r} has shape {shape}, expected a dim {axis}, the axis of {self.heads!r}: "
                 "correct axis="
             )
-        indices = self.heads.factor_positions(self.name, shape[axis], self.roles, device)
+        indices = self.heads.places(self.name, shape[axis], self.roles, device)
         broadcast_shape = [1] * len(shape)
         broadcast_shape[axis] = shape[axis]
         return indices.reshape(broadcast_shape)
