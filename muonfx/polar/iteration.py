@@ -68,6 +68,7 @@ def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
     >>> same_range(torch.float32, torch.bfloat16), same_range(torch.float32, torch.float16)
     (True, False)
     """
+    # Among fp16, bf16, fp32 and fp64, a dtype that has smaller normal numbers has larger ones too, or nearly the same.
     return torch.finfo(compute).smallest_normal <= torch.finfo(held).smallest_normal
 
 
@@ -112,7 +113,7 @@ def normalize_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     scaled in fp32 or fp64 before it is rounded to fp16, so its large elements do not overflow.
     """
     has_wider_dtype = batch.dtype != torch.float64 and batch.device.type != "mps"  # MPS has no fp64
-    if has_wider_dtype and not batch.is_cpu:
+    if has_wider_dtype and not batch.is_cpu:  # fp64 sums of squares do not overflow
         return normalize_in_fp64_(batch, safety, compute)
     return normalize_by_powers_(batch, safety, compute)
 
@@ -184,38 +185,38 @@ def row_normalized(x: Tensor) -> tuple[Tensor, Tensor]:
     return result, gram
 
 
-def as_function(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
+def as_function(x: Tensor, plan: Plan, coefficients: Polynomials) -> Tensor:
     """Orthogonalize a nonempty batch `(b, n, m)`, n <= m, without in-place writes.
 
     Return it in `plan.dtype`, or in `plan.rounded_to` if that is not None.
     """
     if plan.rounded_to is None:
-        return _orthogonalized(x, plan, resolved)
-    return _orthogonalized(x.to(plan.rounded_to), plan, resolved).to(plan.rounded_to)
+        return _orthogonalized(x, plan, coefficients)
+    return _orthogonalized(x.to(plan.rounded_to), plan, coefficients).to(plan.rounded_to)
 
 
-def _orthogonalized(x: Tensor, plan: Plan, resolved: Polynomials) -> Tensor:
+def _orthogonalized(x: Tensor, plan: Plan, coefficients: Polynomials) -> Tensor:
     """Normalize a batch of matrices and run the iteration. Return it in `plan.dtype`."""
     # Also before `row_normalized`: it does not change that result, and keeps row sums in the range of fp16.
-    x = frobenius_normalized(x, plan.dtype, resolved.safety)
-    if resolved.table is not None:  # coefficients in a tensor
-        return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
+    x = frobenius_normalized(x, plan.dtype, coefficients.safety)
+    if coefficients.table is not None:  # coefficients in a tensor
+        return newton_schulz_with_tensor(x, coefficients.table, coefficients.indices)
     gram = None  # computed by the first stage
-    if resolved.row_scaling:
+    if coefficients.row_scaling:
         x, gram = row_normalized(x)
     products = Functional()  # allocates every result, as derivatives require
     return newton_schulz(x, plan.stages, products, gram)
 
 
 def in_place(
-    batch: Tensor, plan: Plan, resolved: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
+    batch: Tensor, plan: Plan, coefficients: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
 ) -> Tensor:
     """Orthogonalize a batch of large matrices in reused memory, which saves the time to allocate it.
 
     Args:
         batch: matrices `(b, n, m)`, or `(b, m, n)` if `tall`. They are overwritten.
         plan: the dtype, the stages and the products of the iteration.
-        resolved: the coefficients.
+        coefficients: the polynomial of each step.
         tall: True if the matrices have more rows than columns.
         workspace: memory for temporary tensors.
         results: memory in which the result may be, if it is not in the memory of `batch`.
@@ -223,7 +224,7 @@ def in_place(
     Returns:
         The result in the dtype of `batch`: `plan.dtype`, or `plan.rounded_to` if that is not None.
     """
-    x = normalize_(batch, resolved.safety, plan.dtype)
+    x = normalize_(batch, coefficients.safety, plan.dtype)
     products = Buffered(
         x, tall=tall, how=plan.products, small=plan.small_products, workspace=workspace, results=results
     )
@@ -307,15 +308,16 @@ def _times(products: Functional, p: Shifted, q: Shifted) -> Shifted:
 
 
 def newton_schulz_with_tensor(x: Tensor, table: Tensor, indices: Sequence[int]) -> Tensor:
-    """Run Newton-Schulz, with one Gram matrix per step, with coefficients in a differentiable tensor.
+    """Run Newton-Schulz with coefficients in a tensor, whose derivatives autograd can take.
 
-    `table` has the shape `(k, 2)` or `(k, 3)`; `indices` gives its row for each step.
+    A step is `x <- a x + (b R + c R^2) x` with the Gram matrix `R = x x^T`. The row `indices[k]` of `table` has the
+    coefficients `(a, b, c)` of step k, or `(a, b)`.
     """
     for i in indices:
-        square = torch.bmm(x, x.mT)
-        weight = table[i, 1] * square
+        gram = torch.bmm(x, x.mT)
+        weight = table[i, 1] * gram
         if table.shape[1] == 3:
-            weight = weight + table[i, 2] * torch.bmm(square, square)
+            weight = weight + table[i, 2] * torch.bmm(gram, gram)
         # Under vmap a coefficient is not a scalar for type promotion, so cast back to the dtype of the products.
         x = (table[i, 0] * x + torch.bmm(weight.to(x.dtype), x)).to(x.dtype)
     return x

@@ -247,7 +247,7 @@ class Orthogonalizer:
                 kind=kind,
                 indices=indices,
                 plan=self.plan_for(kind, differentiated=differentiated, traced=traced),
-                resolved=self._polynomials,
+                coefficients=self._polynomials,
                 scratch=max_scratch_bytes or default_scratch,
                 in_one_batch=watched or traced,
                 workspace=workspace,
@@ -291,7 +291,7 @@ class _Job(NamedTuple):
     indices: list[int]
     """The positions of the matrices in the list of all matrices."""
     plan: Plan
-    resolved: Polynomials
+    coefficients: Polynomials
     scratch: int
     """The approximate bytes for the temporary tensors of one batch."""
     in_one_batch: bool
@@ -446,7 +446,7 @@ def _new_batch(batch: list[_Piece], job: _Job) -> Tensor:
         joined = matrices[0].contiguous()
     else:
         joined = aligned(matrices[0])
-    return outside_autocast(as_function, joined, job.plan, job.resolved).to(job.kind.dtype)
+    return outside_autocast(as_function, joined, job.plan, job.coefficients).to(job.kind.dtype)
 
 
 def _batch_in_buffers(batch: list[_Piece], job: _Job, tall: bool) -> Tensor:
@@ -466,7 +466,7 @@ def _batch_in_buffers(batch: list[_Piece], job: _Job, tall: bool) -> Tensor:
         memory_of_batch = Workspace()
     joined = _joined(batch, batch_dtype, memory_of_batch)
     return outside_autocast(
-        in_place, joined, plan, job.resolved, tall=tall, workspace=workspace, results=memory_of_batch
+        in_place, joined, plan, job.coefficients, tall=tall, workspace=workspace, results=memory_of_batch
     )
 
 
@@ -481,12 +481,14 @@ def _joined(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> T
     first = matrices[0]
     shape = (sum(counts), *first.shape[1:])
     if first.dtype == dtype and _are_one_buffer(pieces):
-        return first.as_strided(shape, first.stride())  # the memory of the first piece and of all that follow it
+        # View the memory of the first piece, and of all that follow it, as one tensor.
+        return first.as_strided(shape, first.stride())
     if not same_range(first.dtype, dtype):
         # Rounding alone, such as from fp32 to fp16, could give zeros or infinities. So each matrix is scaled too.
         matrices = [rounded_and_scaled(x, dtype) for x in matrices]
     batch = workspace.empty(shape, dtype, first.device)
-    torch._foreach_copy_(list(batch.split(counts)), matrices)
+    parts_of_batch = list(batch.split(counts))
+    torch._foreach_copy_(parts_of_batch, matrices)
     return batch
 
 
@@ -499,10 +501,11 @@ def _are_one_buffer(pieces: list[_Piece]) -> bool:
     expected_offset = first.storage_offset()  # at which a piece begins if it follows the one before
     for piece in pieces:
         x = piece.matrices
-        is_next = x.untyped_storage()._cdata == storage and x.storage_offset() == expected_offset
-        if not is_next or not x.is_contiguous():
+        follows = x.untyped_storage()._cdata == storage and x.storage_offset() == expected_offset
+        if not follows or not x.is_contiguous():
             return False
-        if piece.destination is None or piece.destination.data_ptr() != x.data_ptr():
+        is_overwritten = piece.destination is not None and piece.destination.data_ptr() == x.data_ptr()
+        if not is_overwritten:
             return False
         expected_offset += x.numel()
     return True

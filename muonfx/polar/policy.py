@@ -133,6 +133,7 @@ class Plan(Shown):
 
     def report(self) -> Report:
         """Return a table with the choices of dtype, method and products, their reasons, rounding and memory."""
+        # A row for each choice: what was chosen, and why.
         choices = ("dtype", "method", "products")
         values = (str(self.dtype).removeprefix("torch."), self.method, self.products)
         rows: list[tuple[str, str, str]] = list(zip(choices, values, self.reasons, strict=True))
@@ -193,7 +194,7 @@ class Request(NamedTuple):
     short: int
     long: int
     device: torch.device
-    resolved: Polynomials
+    coefficients: Polynomials
     method: MethodLike = "auto"
     products: ProductsLike = "auto"
     portable: bool = False
@@ -205,7 +206,7 @@ def plan(
     long: int,
     held: torch.dtype,
     device: torch.device,
-    resolved: Polynomials,
+    coefficients: Polynomials,
     *,
     method: MethodLike = "auto",
     dtype: DTypeLike = "auto",
@@ -219,7 +220,7 @@ def plan(
         long: the length of the long side.
         held: the dtype of the matrices themselves.
         device: their device.
-        resolved: the coefficients.
+        coefficients: the polynomial of each step.
         method: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
         products: as in `orthogonalize`.
@@ -230,12 +231,12 @@ def plan(
     fastest_dtype = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
         fastest_dtype = wide_dtype(fastest_dtype)
-    compute = stable_dtype(fastest_dtype, resolved, dtype)
+    compute = stable_dtype(fastest_dtype, coefficients, dtype)
     why_dtype = _why_dtype(held, device, dtype, compute != fastest_dtype, differentiated)
 
     # 2. The method and the products in this dtype.
-    check_method(method, resolved)
-    request = Request(short, long, device, resolved, method, products)
+    check_method(method, coefficients)
+    request = Request(short, long, device, coefficients, method, products)
     chosen = plan_in(compute, request, why_dtype)
 
     # 3. fp16 in place of bf16, where it is as fast and rounds less.
@@ -261,7 +262,7 @@ def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
     return replace(in_fp16, rounded_to=torch.bfloat16, reasons=(why_dtype, why_method, why_products))
 
 
-def check_method(method: MethodLike, resolved: Polynomials) -> None:
+def check_method(method: MethodLike, coefficients: Polynomials) -> None:
     """Raise ValueError if the argument `method` of `orthogonalize` is invalid, or does not fit the coefficients.
 
     A tuple such as ``(2, 3)`` has the number of steps on each Gram matrix. It fits if it adds up to all steps.
@@ -270,17 +271,17 @@ def check_method(method: MethodLike, resolved: Polynomials) -> None:
         raise ValueError(
             f"method: found {method!r}, expected 'auto', 'standard' or 'gram', or the steps of each stage: (2, 3)"
         )
-    if resolved.table is not None:
+    if coefficients.table is not None:
         if method not in ("auto", "standard"):
             raise ValueError(
                 f"method: found {method!r} with a tensor of coefficients, which only the standard form takes"
             )
     elif isinstance(method, tuple):
         are_counts = all(type(length) is int and length > 0 for length in method)
-        if not are_counts or sum(method) != len(resolved.steps):
+        if not are_counts or sum(method) != len(coefficients.steps):
             raise ValueError(
                 f"method: found {method!r}, expected numbers of steps of at least 1 that add up to "
-                f"{len(resolved.steps)}, such as (2, 3) for 5: as many as the coefficients have or as steps= gives"
+                f"{len(coefficients.steps)}, such as (2, 3) for 5: as many as the coefficients have or as steps= gives"
             )
 
 
@@ -289,13 +290,13 @@ def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan
 
     `why_dtype` is the reason for this dtype, as text.
     """
-    resolved = request.resolved
+    coefficients = request.coefficients
     rates = _rates(request.device, compute, request.portable)  # how fast the device is at these products
     products, small_products, why_products = _choose_products(compute, rates, request)
     method, stages, why_method = _choose_method(compute, rates, request, (products, small_products))
     bound = None  # of the singular values that rounding may produce; unknown for coefficients in a tensor
-    if resolved.table is None:
-        bound = largest(resolved.steps, restarts_of(stages), resolved.safety, compute)
+    if coefficients.table is None:
+        bound = largest(coefficients.steps, restarts_of(stages), coefficients.safety, compute)
     shape = (request.short, request.long)
     reasons = (why_dtype, why_method, why_products)
     return Plan(shape, compute, method, stages, products, small_products, reasons, bound, rates=rates)
@@ -387,23 +388,23 @@ def _fastest(kind: str, index: int | None) -> torch.dtype:
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
-def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLike = "auto") -> torch.dtype:
+def stable_dtype(compute: torch.dtype, coefficients: Polynomials, requested: DTypeLike = "auto") -> torch.dtype:
     """Return a dtype in which the iteration converges: `compute` itself, or fp32 or fp64 if `compute` rounds too much.
 
     A dtype that the user requested is kept, with a warning.
     """
-    if resolved.table is not None or _is_stable(resolved, compute):  # coefficients in a tensor are not checked
+    if coefficients.table is not None or _is_stable(coefficients, compute):  # coefficients in a tensor are not checked
         return compute
     if requested != "auto":
         _warn_of_rounding(compute)
         return compute
-    return torch.float32 if _is_stable(resolved, torch.float32) else torch.float64
+    return torch.float32 if _is_stable(coefficients, torch.float32) else torch.float64
 
 
-def _is_stable(resolved: Polynomials, compute: torch.dtype) -> bool:
+def _is_stable(coefficients: Polynomials, compute: torch.dtype) -> bool:
     """Return True if rounding keeps singular values near their bound, with a new Gram matrix for each step."""
-    after_every_step = tuple(range(1, len(resolved.steps)))
-    return largest(resolved.steps, after_every_step, resolved.safety, compute) <= TOLERANCE
+    after_every_step = tuple(range(1, len(coefficients.steps)))
+    return largest(coefficients.steps, after_every_step, coefficients.safety, compute) <= TOLERANCE
 
 
 @called_once  # warns when it is traced
@@ -484,16 +485,16 @@ def _choose_method(compute: torch.dtype, rates: Rates, request: Request, product
     A stage is the steps that share one Gram matrix ``X X^T``. The standard form has one step in each stage, and so
     multiplies by the whole matrix in every step. The Gram form has several, in small products.
     """
-    resolved = request.resolved
+    coefficients = request.coefficients
     method = request.method
-    if resolved.table is not None:
+    if coefficients.table is not None:
         return "standard", (), "a tensor of coefficients requires the standard form"
     if method == "standard":
-        return "standard", standard(resolved.steps), "as given"
+        return "standard", standard(coefficients.steps), "as given"
     if method == "auto":
         return _cheaper_method(compute, rates, request, products)
     if method == "gram":
-        restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
+        restarts = stable_restarts(coefficients.steps, coefficients.restarts, coefficients.safety, compute)
     else:  # the lengths of stages: (2, 1, 2) restarts after 2 and 3 steps
         lengths = [fixed(length) for length in method]
         restarts = tuple(itertools.accumulate(lengths[:-1]))
@@ -502,15 +503,15 @@ def _choose_method(compute: torch.dtype, rates: Rates, request: Request, product
 
 def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
     """Return the Gram form if rounding permits it and it costs less than the standard form, else the standard form."""
-    resolved = request.resolved
-    plain = standard(resolved.steps)  # the stages of the standard form, of one step each
+    coefficients = request.coefficients
+    plain = standard(coefficients.steps)  # the stages of the standard form, of one step each
     # Cases in which rounding does not permit the Gram form, or in which it saves nothing.
     if request.short < SMALLEST_GRAM:
         return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
-    if resolved.row_scaling:
+    if coefficients.row_scaling:
         why = "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
         return "standard", plain, why
-    restarts = stable_restarts(resolved.steps, resolved.restarts, resolved.safety, compute)
+    restarts = stable_restarts(coefficients.steps, coefficients.restarts, coefficients.safety, compute)
     number_of_stages = len(restarts) + 1
     if number_of_stages == len(plain):  # one step in each stage, which is the standard form
         return "standard", plain, f"{compute} rounds too much for two steps on one Gram matrix"
@@ -529,12 +530,12 @@ def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, produc
 
 def _gram_stages(restarts: tuple[int, ...], request: Request) -> tuple[GramStage, ...]:
     """Return the stages of the Gram form, with a new Gram matrix after the numbers of steps in `restarts`."""
-    resolved = request.resolved
+    coefficients = request.coefficients
     short = max(fixed(request.short), 1)  # the centers of stages are constants of a traced graph
     long = max(fixed(request.long), 1)
     # The mean eigenvalue of the first Gram matrix: its trace is the squared Frobenius norm, 1 / safety^2.
-    mean = None if resolved.row_scaling else 1 / (short * resolved.safety**2)
-    return staged(resolved.steps, restarts, mean, long / short)
+    mean = None if coefficients.row_scaling else 1 / (short * coefficients.safety**2)
+    return staged(coefficients.steps, restarts, mean, long / short)
 
 
 def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:

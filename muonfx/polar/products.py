@@ -108,7 +108,7 @@ class Buffered(Functional):
             identities = self._identity_matrices(len(x))
         if self._how != "batched":  # compute one half, and mirror it
             return self._mirrored(self._how, wide, identities, beta=shift, alpha=1.0)
-        out = self._small_matrices()
+        out = self._small_matrices()  # a free buffer
         if identities is None:
             return torch.bmm(wide, wide.mT, out=out)
         return torch.baddbmm(identities, wide, wide.mT, beta=shift, out=out)

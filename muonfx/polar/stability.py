@@ -88,12 +88,13 @@ def stable_restarts(
 
 @functools.lru_cache(maxsize=4096)
 def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, unit: float) -> float:
-    """Return a bound of the singular values after all steps, or infinity.
+    """Return a bound of the singular values after all steps, or infinity if they diverge.
 
-    `unit` is the unit roundoff of the dtype; 0 for exact arithmetic.
+    `unit` is the unit roundoff of the dtype; 0 for exact arithmetic. `restarts` are the numbers of steps after which a
+    new stage begins, with a new Gram matrix.
     """
     top = (1 + unit) / safety  # bounds the singular values before the next stage
-    cuts = (0, *restarts, len(steps))
+    cuts = (0, *restarts, len(steps))  # (0, 2, 3, 5) for stages of 2, 1 and 2 steps
     with untraced():
         for start, end in itertools.pairwise(cuts):
             product_error = _SHARE * (end - start) * unit  # assumed to grow with the number of steps in the stage
