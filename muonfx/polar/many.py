@@ -333,13 +333,15 @@ def _run(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
     pieces: list[_Piece] = []
     for i, x in enumerate(xs):
         matrices = _as_batch(x, job.kind)
-        fits_into_a_batch = limit is None or matrices.shape[0] <= limit
-        if fits_into_a_batch and not overwrite[i]:
-            pieces.append(_Piece(i, matrices, destination=None))  # its result is taken from the batch
+        if overwrite[i]:
+            destination = matrices
+        elif limit is None or matrices.shape[0] <= limit:  # it is one piece, whose result is taken from the batch
+            pieces.append(_Piece(i, matrices, destination=None))
             continue
-        if not overwrite[i]:  # several batches write into its result
+        else:  # several batches write into its result
             results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
-        pieces += _pieces(i, matrices, _as_batch(results[i], job.kind), limit)
+            destination = _as_batch(results[i], job.kind)
+        pieces += _pieces(i, matrices, destination, limit)
 
     for batch in _packed(pieces, limit):
         new_results = _run_batch(batch, xs, job)

@@ -85,6 +85,7 @@ def _mean_after(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
 def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
     """Return the mean eigenvalue of `X X^T` after `steps`, for a Gaussian `X` whose mean eigenvalue was `mean`.
 
+    The stage that begins there stores its Gram matrix relative to this number, so that its diagonal rounds less.
     `aspect` is the long side of `X` divided by its short side. If the polynomials diverge, the result is 0.
     """
     # Marchenko-Pastur law of the eigenvalues, divided by their mean: with eigenvalues at `middle + half_width * cos(t)`
