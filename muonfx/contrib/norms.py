@@ -117,7 +117,7 @@ def _to_unit_rms_over(*dim: int) -> StateAndMatrixStep:
 
 
 def _to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """Divide a tensor by its root mean square over the dims ``dim``. Zeros stay zero."""
+    """Divide a tensor by its root mean square over the dims ``dim``: [3, -3] becomes [1, -1]. Zeros stay zero."""
     if x.numel() == 0:
         return x
     wide = x.to(ew.wide_dtype(x.dtype))
@@ -200,7 +200,7 @@ def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = Matr
 
     def step(u: Tensor, s: WeightNormsState, p: Tensor):
         new_norm = norm(p + u)
-        is_free = (new_norm == 0) | (s.radius == 0)
+        is_free = (new_norm == 0) | (s.radius == 0)  # a weight that is or was zero
         return _with_norm(u, p, new_norm, s.radius, is_free), s
 
     return WeightNormsState(MatrixSlot(norm, dtype)), step
@@ -310,7 +310,7 @@ def norm(matrix: Tensor) -> Tensor:
     wide = matrix.to(ew.wide_dtype(matrix.dtype))
     if matrix.numel() == 0:
         return wide.new_zeros((*matrix.shape[:-2], 1, 1))
-    power = unit_power(wide)
+    power = unit_power(wide)  # a power of two by which the squares are of usual size
     squares = (wide * power).square()
     sum_of_squares = squares.sum((-2, -1), keepdim=True)
     return ew.safe_sqrt(sum_of_squares) / power

@@ -40,7 +40,7 @@ def clip_by_value(limit: ScalarOrSchedule):
 
     def clip(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
         clipped = ew.clamp(leaves, -limit, limit)
-        return ew.kept_visible(clipped, leaves)
+        return ew.kept_visible(clipped, leaves)  # NaN where an element was infinite or NaN
 
     return of_lists(clip)
 

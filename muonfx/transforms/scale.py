@@ -108,7 +108,7 @@ def scale_by_sign():
 
     def sign(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
         signs = ew.apply("sign", leaves)
-        return ew.kept_visible(signs, leaves)
+        return ew.kept_visible(signs, leaves)  # NaN where an element was infinite or NaN
 
     return of_lists(sign)
 
