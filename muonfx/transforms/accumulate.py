@@ -139,7 +139,9 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
     return init, update
 
 
-@torch.compiler.disable(reason="accumulate reads in which micro-batches a parameter had a gradient")
+@torch.compiler.disable(  # pyright: ignore[reportUntypedFunctionDecorator]
+    reason="accumulate reads in which micro-batches a parameter had a gradient"
+)
 def _run_uncompiled(run: Callable[..., Any], *arguments: object) -> Any:
     """Call a function between two graphs. With ``fullgraph=True`` it is an error, with the reason above."""
     return run(*arguments)
@@ -278,15 +280,17 @@ class _Outcomes(NamedTuple):
         """
         leaves, treedef = tree.flatten(accumulated)
 
-        def step(*leaves: Tensor) -> tuple[Tensor, ...]:
-            return _copies(self.step(tree.unflatten(treedef, leaves), NOTHING))
+        def step_on_tensors(*leaves: Tensor) -> tuple[Tensor, ...]:
+            state = tree.unflatten(treedef, leaves)
+            return _copies(self.step(state, NOTHING))
 
-        def wait(*leaves: Tensor) -> tuple[Tensor, ...]:
-            return _copies(self.wait(tree.unflatten(treedef, leaves)))
+        def wait_on_tensors(*leaves: Tensor) -> tuple[Tensor, ...]:
+            state = tree.unflatten(treedef, leaves)
+            return _copies(self.wait(state))
 
-        results = torch.cond(is_last, step, wait, tuple(leaves))
-        # Both branches return the tensors of a pair like this one: updates and a state, without leaves of None.
-        return Present((self.updates, accumulated)).fill(results)
+        tensors = torch.cond(is_last, step_on_tensors, wait_on_tensors, tuple(leaves))
+        # They are the tensors of a pair (updates, state) like this one. Build it again, with None where it has None.
+        return Present((self.updates, accumulated)).fill(tensors)
 
 
 def _copies(outcome: PyTree) -> tuple[Tensor, ...]:
