@@ -261,7 +261,7 @@ def composed(products: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted
     small matrices, stored as `Shifted`: a multiple of the identity plus a multiple of the matrix `rest`.
     """
     g = _polynomial(products, r, steps[0])
-    q = g  # the first Q is the identity
+    q = g  # the product of G and the first Q, which is the identity
     for step in steps[1:]:
         r = _times(products, g, _times(products, g, r))  # G (G R), which is G R G: polynomials of R commute
         products.keep(q.rest, r.rest)  # the old R, G and G R are not used again: release their buffers

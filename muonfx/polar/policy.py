@@ -242,6 +242,8 @@ def plan(
     # 3. fp16 in place of bf16, where it is as fast and rounds less.
     if dtype == "auto" and compute == torch.bfloat16 and _has_fast_fp16(device):
         chosen = in_fp16_if_better(chosen, request)
+
+    # Stages that the caller has given are kept, also if this dtype rounds too much for them.
     if isinstance(method, tuple) and chosen.bound is not None and chosen.bound > TOLERANCE:
         _warn_of_stages(chosen.stages, chosen.dtype, chosen.bound)
     return chosen

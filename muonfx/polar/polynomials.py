@@ -40,6 +40,7 @@ def polynomials(value: CoefficientsLike | Tensor, steps: int | None = None) -> P
         rows = step_indices(value.shape[0], steps)
         return Polynomials(steps=(), restarts=(), table=value, indices=tuple(rows))
     known = resolve(value)
+    # `fixed` makes plain numbers of a compiler's symbols.
     polynomial_of_step = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(known, steps))
     if known.restarts is None:
         restarts = default_restarts(len(polynomial_of_step))

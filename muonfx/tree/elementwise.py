@@ -102,7 +102,7 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
     return list(getattr(torch, f"_foreach_{name}")(xs, *rest, **options))
 
 
-def _for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
+def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
     """Return a list with the scalar for each tensor of ``xs``, in the dtype of this tensor: 0.9 gives ``[0.9, 0.9]``.
 
     A scalar tensor is not cast to bf16 or fp16, because that would round it.
@@ -232,7 +232,7 @@ def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
     """Return ``x * c`` for a 0-d tensor ``c``, with a foreach call; with ``reuse``, the results overwrite ``xs``."""
     if _would_widen(xs):  # the product of a 0-d bf16 tensor and `c` has the dtype of `c`
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
-    factors = _for_each(c, xs)
+    factors = _scalar_for_each(c, xs)
     if reuse and _rounds_numbers(xs):  # on CPUs, foreach rounds `c` to bf16 before it multiplies
         return _tensorwise(Tensor.mul_, xs, factors)
     return _foreach("mul", xs, _one_or_each(factors, xs), reuse=reuse)
@@ -254,7 +254,7 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
         return _tensorwise(lambda x: x + c, xs)
     if not isinstance(c, Tensor):
         return _foreach("add", xs, c, reuse=reuse)
-    summands = _for_each(c, xs)
+    summands = _scalar_for_each(c, xs)
     if is_traced() or not all(x.is_cuda for x in xs):
         # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
         return _foreach("add", xs, summands, reuse=reuse)
@@ -278,13 +278,13 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
     # `alpha=` would read the value of a tensor, which waits for the device. On a CPU, addcmul rounds as `alpha=` does
     # for a number.
     if _on_cpu(xs):
-        return _foreach("addcmul", xs, ys, _for_each(c, xs), reuse=reuse)
+        return _foreach("addcmul", xs, ys, _scalar_for_each(c, xs), reuse=reuse)
     return _foreach("add", xs, mul(ys, c), reuse=reuse)
 
 
 def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x + weight * (y - x)`` for corresponding fp32 or fp64 tensors; with ``reuse``, in place of ``xs``."""
-    weights = _for_each(weight, xs)
+    weights = _scalar_for_each(weight, xs)
     if _cannot_use_foreach(xs, ys, scalar=weight):  # under torch.func or autograd
         return _tensorwise(lambda x, y, w: torch.lerp(x, y.to(x.dtype), w), xs, ys, weights)
     if not isinstance(weight, Tensor):
