@@ -73,7 +73,7 @@ def lora_labels(model_or_params: Params) -> Labels:
 
 
 def _is_b(info: ParamInfo) -> bool:
-    """Return True for a factor B of rank 2 or more, such as ``q.lora_B.weight`` and ``q.lora.up.weight``."""
+    """Return True for the factor B of LoRA's product B A, such as ``q.lora_B.weight``, if its rank is 2 or more."""
     components = info.name.lower().split(".")  # ["q", "lora_b", "weight"] or ["q", "lora", "up", "weight"]
     has_name = "lora_b" in components or "lora_up" in components or ("lora", "up") in pairwise(components)
     if not has_name or info.ndim < 2:

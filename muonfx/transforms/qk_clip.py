@@ -576,7 +576,8 @@ def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:
     """Return a vector with the factors of a module: query heads, key heads, rotary queries, and 1 for other rows.
 
     A key has the factor ``gamma^(1 - alpha)`` of the head that shares it and has the largest gamma. The product of the
-    factors of a query and its key is the gamma of the query head.
+    factors of a query and its key is the gamma of the query head. If two query heads with the gammas 0.25 and 1 share a
+    key, the result is [0.25, 1, 1, 0.25, 1, 1]: two queries, a key, two rotary queries, and the 1.
 
     Args:
         gamma: the factor of the logits of each query head.
