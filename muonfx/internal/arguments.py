@@ -32,15 +32,20 @@ _SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
 
 
 def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
-    """Return the names of the types that an annotation allows, such as {"float", "None"}; empty if not checked.
+    """Return the names of the types that an annotation allows; none if values should not be checked against it.
 
     An annotation is checked if at least one member of the union is bool, int, float, str or a ``Literal``. Quoted
     annotations are evaluated with ``names`` as globals, and are not checked if this fails.
+
+    >>> sorted(accepted_types("float | None", {})), sorted(accepted_types(Literal["auto"], {}))
+    (['None', 'float'], ["'auto'"])
+    >>> accepted_types(list, {})
+    frozenset()
     """
     if isinstance(annotation, str):
         try:
             annotation = eval(annotation, dict(names))
-        except Exception:
+        except Exception:  # for example, a type that is imported for type checkers only
             return frozenset()
     members = (annotation,)
     if get_origin(annotation) in (Union, UnionType):
@@ -53,7 +58,9 @@ def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset
             name = getattr(member, "__name__", str(member))
             type_names.add(_SHOWN.get(name, name))
     has_plain_type = not type_names.isdisjoint(_PLAIN) or any(map(_is_literal, type_names))
-    return frozenset(type_names) if has_plain_type else frozenset()
+    if not has_plain_type:
+        return frozenset()
+    return frozenset(type_names)
 
 
 def _is_literal(type_name: str) -> bool:
@@ -63,15 +70,20 @@ def _is_literal(type_name: str) -> bool:
 def check_plain(owner: str, name: str, value: object, type_names: frozenset[str]) -> Any:
     """Return the value of an argument if its type is allowed, else raise an error.
 
-    Numbers of NumPy and of other libraries become int or float. The error begins with ``owner``, the
-    function, and ``name``, the argument. ``type_names`` are the allowed types, from `accepted_types`.
+    Numbers of NumPy and of other libraries become int or float. ``owner`` is the name of the function, and
+    ``type_names`` are the allowed types, from `accepted_types`.
+
+    >>> check_plain("adam", "b1", "0.9", frozenset({"float"}))
+    Traceback (most recent call last):
+    TypeError: adam: b1 must be a number or a 0-d tensor, found '0.9'
     """
     value = _python_number(value, type_names)
     if not type_names or _is_one_of(value, type_names):
         return value
-    choices = sorted(filter(_is_literal, type_names))  # "'auto'", with quotes
+    quoted_choices = sorted(filter(_is_literal, type_names))  # the strings that are accepted, such as "'auto'"
+    choices = [choice.strip("'\"") for choice in quoted_choices]
     message = f"{owner}: {name} must be {_words_for(type_names)}, found {short_repr(value)}"
-    message += _advice_for(value, type_names, [choice.strip("'\"") for choice in choices])
+    message += _advice_for(value, type_names, choices)
     if choices and isinstance(value, str):  # the type is right, and the string is not one of the choices
         raise ValueError(message)
     raise TypeError(message)
@@ -81,6 +93,7 @@ def _python_number(value: Any, type_names: frozenset[str]) -> Any:
     """Return a number, such as ``numpy.float32(0.5)``, as an int or float that is allowed; other values unchanged."""
     if isinstance(value, bool | Tensor):
         return value
+    # An integer stays an int, also for an argument that is annotated with float.
     if isinstance(value, numbers.Integral) and not type_names.isdisjoint({"int", "float"}):
         return int(value)
     if isinstance(value, numbers.Real) and "float" in type_names:
@@ -90,10 +103,16 @@ def _python_number(value: Any, type_names: frozenset[str]) -> Any:
 
 def _words_for(type_names: frozenset[str]) -> str:
     """Return words for the allowed types, such as "a number or a 0-d tensor or None" for {"float", "None"}."""
+
+    def order(name: str) -> tuple[bool, bool, str]:
+        """Sort plain types before others, and None last."""
+        return name == "None", _is_other_type(name), name
+
     words: list[str] = []
-    for name in sorted(type_names, key=lambda name: (name == "None", _is_other_type(name), name)):
-        if name != "Tensor" or "float" not in type_names:  # else in the words "a number or a 0-d tensor"
-            words.append(_PLAIN.get(name, name.replace("'", '"')))
+    for name in sorted(type_names, key=order):
+        if name == "Tensor" and "float" in type_names:  # the words for float are "a number or a 0-d tensor"
+            continue
+        words.append(_PLAIN.get(name, name.replace("'", '"')))
     return " or ".join(words)
 
 
@@ -109,13 +128,18 @@ def _advice_for(value: Any, type_names: frozenset[str], choices: list[str]) -> s
     """Return what to do about an argument of a wrong type, as the end of a sentence; "" if nothing is known.
 
     ``choices`` are the strings that the argument accepts, such as "auto".
+
+    >>> _advice_for("aut", frozenset({"'auto'"}), ["auto"])
+    " (did you mean 'auto'?)"
     """
-    if isinstance(value, str) and "torch.dtype" in type_names:
+    if isinstance(value, str) and "torch.dtype" in type_names:  # such as dtype="bfloat16"
         advice = ": pass a torch.dtype without quotes, such as torch.bfloat16"
-        return f"{advice}, or muonfx.int8()" if "QuantizedDtype" in type_names else advice
-    if isinstance(value, str):
+        if "QuantizedDtype" in type_names:
+            advice += ", or muonfx.int8()"
+        return advice
+    if isinstance(value, str):  # perhaps a misspelt choice
         return did_you_mean(value, choices)
-    if _is_factory(value) and not type_names.isdisjoint({"float", "QuantizedDtype"}):
+    if _is_factory(value) and not type_names.isdisjoint({"float", "QuantizedDtype"}):  # such as int8 without ()
         return f": call it, as in {value.__name__}()"
     if "float" in type_names:
         return _advice_for_number(value)
@@ -128,8 +152,8 @@ def _is_factory(value: Any) -> bool:
 
 
 def _advice_for_number(value: Any) -> str:
-    """Return what to do about a model, a scheduler or another object in place of a number."""
-    if isinstance(value, nn.Module | Iterator):
+    """Return what to do about a model, a scheduler or another object in place of a number, such as a learning rate."""
+    if isinstance(value, nn.Module | Iterator):  # a model, or the generator model.parameters()
         return (
             ": a transform has no parameters; give them to muonfx.Muon(model), to "
             "muonfx.TransformOptimizer(model, transform), or to the transform's init"
@@ -148,20 +172,26 @@ def _advice_for_number(value: Any) -> str:
 
 
 def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
-    """Return True if the type of a value is one of ``type_names``, as `accepted_types` returns them: {"float", "None"}.
+    """Return True if the type of a value is one of the accepted ones, which are given by their names.
 
-    An int is accepted as a float, and a 0-d tensor too; a bool is accepted as a bool only.
+    An int or a tensor is accepted as a float; a bool is accepted as a bool only.
+
+    >>> _is_one_of(1, frozenset({"float"})), _is_one_of(True, frozenset({"float"}))
+    (True, False)
+    >>> _is_one_of("auto", frozenset({"'auto'", "None"})), _is_one_of("none", frozenset({"'auto'", "None"}))
+    (True, False)
     """
-    if isinstance(value, str):
+    if isinstance(value, str):  # any string, or only certain ones, whose names have quotes
         return "str" in type_names or repr(value) in type_names
     for kind, accepting_names in _ACCEPTED_AS:
         if isinstance(value, kind):
             return not type_names.isdisjoint(accepting_names)
-    if is_symbolic(value):
+    if is_symbolic(value):  # in place of a number, while a compiler traces
         return True
-    if _is_factory(value):
+    if _is_factory(value):  # such as int8 in place of int8()
         return False
-    # A schedule, a tuple or another object: the code that uses the argument checks it further.
+    # A schedule, a tuple or another object: accepted if the annotation has any further type, such as "Schedule". The
+    # code that uses the argument checks it further.
     return any(_is_other_type(type_name) for type_name in type_names)
 
 
@@ -180,15 +210,18 @@ def _is_other_type(type_name: str) -> bool:
 
 
 def is_symbolic(value: object) -> bool:
-    """Return True for the numbers and placeholders of torch's tracers, such as ``torch.SymInt`` and ``fx.Proxy``.
+    """Return True for an object that replaces a number while a tool traces code, and has no value to check.
 
-    Also for ``object()``, by which optree replaces the leaves of a tree.
+    These are ``torch.SymInt`` (a size under ``torch.compile``), ``torch.fx.Proxy``, and a plain ``object()``, by which
+    optree replaces the leaves of a tree.
     """
     if type(value) is object:
         return True
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return True
-    return type(value).__module__.startswith(("torch.fx", "torch.utils._", "torch.export", "torch._"))
+    # Tracers have further classes, and torch has no common base class for them.
+    module_of_class = type(value).__module__
+    return module_of_class.startswith(("torch.fx", "torch.utils._", "torch.export", "torch._"))
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
@@ -203,39 +236,55 @@ def _did_you_mean(names: Sequence[str]) -> str:
 
 
 def close_names(wrong: str, names: Iterable[str], level: str = ".") -> list[str]:
-    """Return up to three of ``names`` that contain components, such as "attn.q", similar to those in ``wrong``."""
+    """Return up to three names that contain a part similar to ``wrong``, to suggest them in an error message.
+
+    ``level`` is the separator of the components in a name.
+
+    >>> close_names("atn.q", ["blocks.0.attn.q", "blocks.0.mlp.up"])
+    ['blocks.0.attn.q']
+    """
+    # Compare `wrong` with all parts of names that have as many components as it has.
     length = wrong.count(level) + 1
-    name_with: dict[str, str] = {}  # "attn.q": "blocks.0.attn.q"
+    name_with_part: dict[str, str] = {}  # "attn.q": "blocks.0.attn.q"
     for name in names:
         components = name.lower().split(level)
         for start in range(max(1, len(components) - length + 1)):
-            window = level.join(components[start : start + length])
-            name_with.setdefault(window, name)
-    similar = difflib.get_close_matches(wrong.lower(), name_with)
-    return list(dict.fromkeys([name_with[window] for window in similar]))  # each name once, in this order
+            part = level.join(components[start : start + length])
+            name_with_part.setdefault(part, name)
+    similar_parts = difflib.get_close_matches(wrong.lower(), name_with_part)
+    similar_names = [name_with_part[part] for part in similar_parts]
+    return list(dict.fromkeys(similar_names))  # each name once, in this order
 
 
 def hint(wrong: str, known: Iterable[str]) -> str:
-    """Return advice for an error about an unknown argument: the same argument in muonfx, or similar names.
+    """Return advice for an error about an unknown argument: its name in muonfx, or similar names.
 
-    For example, " (did you mean 'decay'?)". The tables of `muonfx._other_libraries` have the arguments of other
-    libraries.
+    ``wrong`` may be an argument of another library, which the tables of `muonfx._other_libraries` translate. ``known``
+    are the arguments of the function.
+
+    >>> hint("decya", ["decay"])
+    " (did you mean 'decay'?)"
     """
     known = list(known)
+    # The function has the argument by another name.
     equivalents = ARGUMENTS_HERE.get(wrong, ())
     accepted = [name for name in equivalents if name in known]
     if accepted:
         return _did_you_mean(accepted)
+    # One of its arguments is an object that has the argument.
     code = _code_with_argument([wrong, *equivalents], known)
     if code:
         return f" (here: {code})"
+    # muonfx does it in another way, which a text describes.
     if wrong in ADVICE_ON_ARGUMENTS:
         return f" (here: {ADVICE_ON_ARGUMENTS[wrong]})"
     return did_you_mean(wrong, known)
 
 
 def _code_with_argument(names: list[str], known: list[str]) -> str:
-    """Return how to pass one of ``names`` to an object that is itself an argument in ``known``; "" if there is none.
+    """Return how to pass an argument to an object that is itself an argument in ``known``; "" if there is none.
+
+    ``names`` are names of the argument to pass, here and in other libraries.
 
     >>> _code_with_argument(["steps"], ["orthogonalize"])
     'orthogonalize=muonfx.orthogonalize(steps=...)'
@@ -254,7 +303,11 @@ def bind(
 ) -> inspect.BoundArguments:
     """Bind the arguments of a call to a signature, like ``signature.bind``, with a clearer error.
 
-    The error names ``owner``, the function called, lists its arguments, and suggests spellings for a wrong name.
+    The error names ``owner``, the function called, lists its arguments, and suggests spellings for a wrong name:
+
+    >>> bind("scale", inspect.signature(lambda factor: None), (), {"facter": 2.0})
+    Traceback (most recent call last):
+    TypeError: scale: there is no argument 'facter' (did you mean 'factor'?); scale takes factor
     """
     try:
         return signature.bind(*args, **kwargs)
@@ -262,6 +315,7 @@ def bind(
         problem = str(error)
     parameters = dict(signature.parameters)
     parameters.pop("self", None)  # of a method
+    # A clearer text than Python's for an unknown name.
     unknown = [name for name in kwargs if name not in parameters]
     takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if unknown and not takes_any_name:
@@ -281,7 +335,7 @@ def _shown_parameter(parameter: inspect.Parameter) -> str:
 def code_of(value: Any, code: Callable[[Any], str] = repr) -> str:
     """Return Python code that creates a dataclass instance, without the fields that have their default value.
 
-    ``code`` converts the value of a field to code.
+    For ``Row(cells=("a",), children=())``, it is "Row(cells=('a',))". ``code`` converts the value of a field to code.
     """
     arguments: list[str] = []
     for field in fields(value):
@@ -295,6 +349,12 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function so that every call checks the types of bool, int, float and str arguments by annotation.
 
     Too slow for functions that are called in a training step.
+
+    >>> @plain_arguments
+    ... def scale(factor: float): ...
+    >>> scale("2")
+    Traceback (most recent call last):
+    TypeError: scale: factor must be a number or a 0-d tensor, found '2'
     """
     signature = inspect.signature(function)
     types_of = accepted_types_of(signature.parameters, function)
@@ -305,11 +365,13 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
         """Call the function with checked arguments. A tensor of one element becomes 0-d where a number is accepted."""
         bound = bind(owner, signature, args, kwargs)
         for name, value in bound.arguments.items():
-            if types_of[name]:
-                value = check_plain(owner, name, value, types_of[name])
-                if isinstance(value, Tensor) and "float" in types_of[name]:
-                    value = _zero_dim(owner, name, value)
-                bound.arguments[name] = value
+            type_names = types_of[name]
+            if not type_names:  # an argument that is not checked
+                continue
+            checked_value = check_plain(owner, name, value, type_names)
+            if isinstance(checked_value, Tensor) and "float" in type_names:
+                checked_value = _zero_dim(owner, name, checked_value)
+            bound.arguments[name] = checked_value
         return function(*bound.args, **bound.kwargs)
 
     return checked
@@ -347,9 +409,10 @@ def accepted_types_of(
 ) -> dict[str, frozenset[str]]:
     """Return a dict from each parameter of a function or class to the names of its allowed types.
 
-    For ``rate: float = 0.1`` it has ``{"rate": {"float"}}``. The names are empty, which means that values are not
-    checked, if a parameter is variadic or its default has another type.
+    For ``rate: float = 0.1`` it has ``{"rate": {"float"}}``. A parameter without names is not checked. Such are
+    ``*args``, ``**kwargs``, and a parameter whose default has another type than its annotation.
     """
+    # Annotations in quotes are evaluated in the module that defines the function or class.
     inner = inspect.unwrap(function)
     names = getattr(inner, "__globals__", None)
     if names is None:  # a class

@@ -46,14 +46,21 @@ class Table:
     title: str = ""
 
     def to_text(self, depth: int | None = None) -> str:
-        """Return the table as plain text; ``depth`` limits the levels of child rows that are shown (None: all)."""
+        """Return the table as plain text; ``depth`` limits the levels of child rows that are shown (None: all).
+
+        >>> print(Table(("name", "size"), [("w", "12"), ("b", "3")], right=[1]).to_text())
+        name  size
+        w       12
+        b        3
+        """
         head = list(map(printable, self.titles))
         body = _lines(self.rows, depth)
         foot = _lines(self.footers, depth)
         rows = [head, *body, *foot]
-        widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+        columns = zip_longest(*rows, fillvalue="")  # a row may have fewer cells than others
+        widths = [max(map(len, column)) for column in columns]
         lines = [self._aligned(cells, widths) for cells in rows]
-        if foot:
+        if foot:  # below a line
             lines.insert(1 + len(body), "-" * max(map(len, lines)))
         if self.title:
             lines.insert(0, printable(self.title))
@@ -84,18 +91,26 @@ class Table:
         return "".join([self._html_row(cells, depth) for depth, cells in walk(rows)])
 
     def _html_row(self, cells: Sequence[str], depth: int, tag: str = "td") -> str:
-        """Return a row as HTML. Its first cell is indented by its depth in the tree of rows."""
+        """Return a row as HTML. Its first cell is indented by its depth in the tree of rows.
+
+        >>> Table((), ())._html_row(["w", "12"], depth=1)
+        '<tr><td>&nbsp;&nbsp;w</td><td>12</td></tr>'
+        """
         row = ""
         indent = "&nbsp;&nbsp;" * depth
         for column, cell in enumerate(cells):
             css_class = ' class="mfx-right"' if column in self.right else ""
             row += f"<{tag}{css_class}>{indent}{_escaped(cell)}</{tag}>"
-            indent = ""
+            indent = ""  # only the first cell
         return f"<tr>{row}</tr>"
 
 
 def walk(rows: Sequence[Row | Sequence[str]], depth: int = 0) -> Iterator[tuple[int, Sequence[str]]]:
-    """Yield (nesting depth, cells) for each row of a table and each of its child rows, parents first."""
+    """Yield (nesting depth, cells) for each row of a table and each of its child rows, parents first.
+
+    >>> list(walk([Row(("muon",), children=(Row(("scale",)),))]))
+    [(0, ('muon',)), (1, ('scale',))]
+    """
     for row in rows:
         if isinstance(row, Row):
             yield depth, row.cells
@@ -105,7 +120,11 @@ def walk(rows: Sequence[Row | Sequence[str]], depth: int = 0) -> Iterator[tuple[
 
 
 def _lines(rows: Sequence[Row | Sequence[str]], depth: int | None) -> list[list[str]]:
-    """Return the cells of each row, and of child rows down to the level ``depth``, with the first cell indented."""
+    """Return the cells of each row, and of child rows down to the level ``depth``, with the first cell indented.
+
+    >>> _lines([Row(("muon", "MATRIX"), children=(Row(("scale", "ELEMENT")),))], depth=None)
+    [['muon', 'MATRIX'], ['  scale', 'ELEMENT']]
+    """
     lines: list[list[str]] = []
     for level, cells in walk(rows):
         if depth is None or level <= depth:
@@ -172,7 +191,11 @@ class Report(Shown):
 
 
 def format_bytes(nbytes: float) -> str:
-    """Format a number of bytes in the largest suitable binary unit, as in "1.50 MiB"."""
+    """Format a number of bytes in the largest suitable binary unit.
+
+    >>> format_bytes(1_572_864)
+    '1.50 MiB'
+    """
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     value = nbytes / 1024

@@ -47,7 +47,7 @@ def reporting_bytes(title: str, total: int) -> Generator[Callable[[int], None]]:
     taken two seconds. The line is erased at the end.
     """
     start = time.monotonic()
-    is_shown = False
+    is_shown = False  # True once there is a line to erase
 
     def report(done: int) -> None:
         nonlocal is_shown

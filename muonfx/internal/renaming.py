@@ -15,27 +15,36 @@ Rename = Mapping[str, str]
 def new_names(
     names: Mapping[str, str], rename: Rename, level: str = "/", what: str = "leaf"
 ) -> tuple[dict[str, str], list[str]]:
-    """Rename checkpoint entries; return a dict from each name in the checkpoint to its new name, and a list of errors.
+    """Rename the leaves or parameters of a checkpoint by the dict ``rename`` that a user passes.
 
-    ``names`` maps each name in the checkpoint to a name without wrappers, such as "module.fc.weight" to "fc.weight". An
-    entry of ``rename`` may match either. Errors are texts about entries that are malformed or match no name. ``level``
-    is the separator in names, and ``what`` is the noun in errors, such as "leaf".
+    Return a dict from each name in the checkpoint to its new name, and a list of texts about wrong entries.
+
+    Args:
+        names: a dict from each name in the checkpoint to this name without the prefixes that wrappers add, such as
+            from "module.fc.weight" to "fc.weight". An entry of ``rename`` may match either.
+        rename: a dict from old to new names. The leading levels of names, or patterns with ``*``, may stand for names.
+        level: the separator in names.
+        what: the noun in errors, such as "leaf".
+
+    >>> new_names({"layers/0/w": "layers/0/w", "head": "head"}, {"layers/*": "blocks/*"})
+    ({'layers/0/w': 'blocks/0/w', 'head': 'head'}, [])
     """
-    targets, problems = _checked_entries(rename)
-    most_exact_first = sorted(targets, key=_exactness, reverse=True)
+    target_of, problems = _checked_entries(rename)
+    most_exact_first = sorted(target_of, key=_exactness, reverse=True)
     new_name_of = dict(names)
-    used: set[str] = set()
+    used_patterns: set[str] = set()
     for saved_name, name in names.items():
         for pattern in most_exact_first:
-            new_name = _new_name(name, pattern, targets[pattern], level)
+            target = target_of[pattern]
+            new_name = _new_name(name, pattern, target, level)
             if new_name is None:
-                new_name = _new_name(saved_name, pattern, targets[pattern], level)
+                new_name = _new_name(saved_name, pattern, target, level)
             if new_name is not None:
-                used.add(pattern)
+                used_patterns.add(pattern)
                 new_name_of[saved_name] = new_name
-                break
+                break  # only the most exact entry that matches is applied
     all_names = [*names.values(), *names]
-    for pattern in sorted(targets.keys() - used):
+    for pattern in sorted(target_of.keys() - used_patterns):
         problems.append(_unused(pattern, all_names, level, what))
     return new_name_of, problems
 
@@ -46,30 +55,43 @@ def _exactness(pattern: str) -> tuple[int, bool]:
 
 
 def _checked_entries(rename: Rename) -> tuple[dict[str, str], list[str]]:
-    """Return the entries of ``rename`` whose ``*`` fit together, and a text about each other entry."""
+    """Return the entries of ``rename`` that have as many ``*`` in the new name as in the old; and a text about others.
+
+    >>> _checked_entries({"layers/*": "blocks/*", "head*": "out"})
+    ({'layers/*': 'blocks/*'}, ["'head*' and 'out' must have the same number of '*'"])
+    """
     if not isinstance(rename, Mapping):
         raise TypeError(f"rename must be a dict from old names to new ones, found {rename!r}")
-    targets: dict[str, str] = {}
+    target_of: dict[str, str] = {}
     problems: list[str] = []
     for pattern, target in rename.items():
         if not isinstance(pattern, str) or not isinstance(target, str):
             raise TypeError(f"rename must map strings to strings, found {pattern!r}: {target!r}")
         if pattern.count("*") == target.count("*"):
-            targets[pattern] = target
+            target_of[pattern] = target
         else:
             problems.append(f"{pattern!r} and {target!r} must have the same number of '*'")
-    return targets, problems
+    return target_of, problems
 
 
 def _unused(pattern: str, names: Sequence[str], level: str, what: str) -> str:
-    """Return an error text about an entry that renames nothing."""
-    if any(_new_name(name, pattern, pattern, level) is not None for name in names):
+    """Return an error text about an entry of a renaming, with the given pattern, that has renamed no name.
+
+    >>> _unused("layer/*", ["layers/0/w"], level="/", what="leaf")
+    "'layer/*' matches no leaf in the checkpoint, close: 'layers/0/w': correct or remove it"
+    """
+    if any(_matches(name, pattern, level) for name in names):
         return f"{pattern!r} has no effect, because more exact entries rename the same names: remove it"
-    similar = close_names(pattern.strip("*" + level), names, level)
-    candidates = f"which has {format_list(sorted(set(names)))}"
-    if similar:
-        candidates = f"close: {format_list(similar)}"
+    similar_names = close_names(pattern.strip("*" + level), names, level)
+    if similar_names:
+        candidates = f"close: {format_list(similar_names)}"
+    else:
+        candidates = f"which has {format_list(sorted(set(names)))}"
     return f"{pattern!r} matches no {what} in the checkpoint, {candidates}: correct or remove it"
+
+
+def _matches(name: str, pattern: str, level: str) -> bool:
+    return _new_name(name, pattern, target=pattern, level=level) is not None
 
 
 def _new_name(name: str, pattern: str, target: str, level: str) -> str | None:
@@ -81,22 +103,34 @@ def _new_name(name: str, pattern: str, target: str, level: str) -> str | None:
     'blocks/0/w'
     """
     if "*" in pattern:
-        expression = re.escape(pattern).replace(r"\*", "(.*)")
-        match = re.fullmatch(expression, name, re.DOTALL)
-        if match is None:
-            return None
-        new_name, *texts = target.split("*")
-        for matched_text, text in zip(match.groups(), texts, strict=True):
-            new_name += matched_text + text
-        return new_name
+        return _new_name_by_stars(name, pattern, target)
+    # Without a star, the pattern is the whole name, or the levels with which it begins.
     prefix = pattern.rstrip(level)
     if name == pattern or name.startswith(prefix + level):
         return target.rstrip(level) + name[len(prefix) :]
     return None
 
 
+def _new_name_by_stars(name: str, pattern: str, target: str) -> str | None:
+    """Return the target with the texts that each ``*`` of the pattern matches in a name; None if it does not match.
+
+    For the name "layers/0/w", the pattern "layers/*/w" and the target "blocks/*/weight", it is "blocks/0/weight".
+    """
+    expression = re.escape(pattern).replace(r"\*", "(.*)")
+    match = re.fullmatch(expression, name, re.DOTALL)
+    if match is None:
+        return None
+    new_name, *texts_after_stars = target.split("*")
+    for matched_text, text in zip(match.groups(), texts_after_stars, strict=True):
+        new_name += matched_text + text
+    return new_name
+
+
 def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
-    """Return a renaming that adds or removes one prefix, such as "model.", after the last "/" of all names; else {}.
+    """Return the renaming to suggest if all names differ by one prefix of the parameter, such as "model."; else {}.
+
+    ``extra`` are names that only the checkpoint has, and ``missing`` those that only the model has. A name is a path,
+    a "/" and the name of a parameter.
 
     >>> prefix_renaming(extra=["trace/fc.weight"], missing=["trace/model.fc.weight"])
     {'trace/*': 'trace/model.*'}
@@ -107,20 +141,29 @@ def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, s
     if len(extra_names) != len(missing_names):
         return {}
     renaming: dict[str, str] = {}
-    prefixes: set[tuple[str, str]] = set()
+    changes_of_prefix: set[tuple[str, str]] = set()
     for extra_name, missing_name in zip(extra_names, missing_names, strict=True):
         path, slash, parameter = extra_name
         new_path, _, new_parameter = missing_name
-        if path != new_path:
+        change = _change_of_prefix(parameter, new_parameter)
+        if path != new_path or change is None:
             return {}
-        if new_parameter.endswith(f".{parameter}"):
-            prefix = ""
-            new_prefix = new_parameter.removesuffix(parameter)
-        elif parameter.endswith(f".{new_parameter}"):
-            prefix = parameter.removesuffix(new_parameter)
-            new_prefix = ""
-        else:
-            return {}
-        prefixes.add((prefix, new_prefix))
+        prefix, new_prefix = change
+        changes_of_prefix.add(change)
         renaming[f"{path}{slash}{prefix}*"] = f"{path}{slash}{new_prefix}*"
-    return renaming if len(prefixes) == 1 else {}
+    if len(changes_of_prefix) != 1:
+        return {}
+    return renaming
+
+
+def _change_of_prefix(parameter: str, new_parameter: str) -> tuple[str, str] | None:
+    """Return the prefix that a name loses and the one that it gets, one of which is empty; None for another change.
+
+    >>> _change_of_prefix("fc.weight", "model.fc.weight"), _change_of_prefix("model.fc.weight", "fc.weight")
+    (('', 'model.'), ('model.', ''))
+    """
+    if new_parameter.endswith(f".{parameter}"):
+        return "", new_parameter.removesuffix(parameter)
+    if parameter.endswith(f".{new_parameter}"):
+        return parameter.removesuffix(new_parameter), ""
+    return None

@@ -51,7 +51,8 @@ def outside_autocast(function: Callable[..., T], *args: Any, **kwargs: Any) -> T
     for device_type in _AUTOCAST_DEVICES:
         if torch.is_autocast_enabled(device_type):
             with torch.autocast(device_type, enabled=False):
-                return outside_autocast(function, *args, **kwargs)  # it may be on for another type of device
+                # Autocast may also be on for another type of device, so this function tests it again.
+                return outside_autocast(function, *args, **kwargs)
     return function(*args, **kwargs)
 
 
@@ -91,7 +92,10 @@ def is_traced(*numbers: float) -> bool:
 
 
 def fixed(number: Number) -> Number:
-    """Return a symbolic number as a Python number, others unchanged. A traced graph is valid for this value only."""
+    """Return a symbolic number as a Python number, others unchanged. A traced graph is valid for this value only.
+
+    With dynamic shapes, a compiler replaces ``x.shape[0]`` by a symbol, which has a value but represents any size.
+    """
     if not is_traced(number):
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and loaded if a tracer runs
@@ -124,8 +128,9 @@ def is_watched(*xs: Tensor) -> bool:
 def as_start(x: Tensor) -> Tensor:
     """Return a parameter as the start of a state: detached if it is a leaf of autograd, else with its graph.
 
-    A model's own parameter is a leaf, and every step would keep the graphs of all earlier steps. Under ``torch.func``,
-    and for a tensor that was computed from others, derivatives pass through the state.
+    An average of parameters, for example, starts at the parameters. A model's own parameter is a leaf, and every step
+    would keep the graphs of all earlier steps. Under ``torch.func``, and for a tensor that was computed from others,
+    derivatives pass through the state.
     """
     takes_derivatives = functorch_is_active() or forward_ad._current_level >= 0
     if takes_derivatives or x.grad_fn is not None:

@@ -25,11 +25,17 @@ MAY_BE_WRAPPED = re.compile("|".join(map(re.escape, sorted({_PREFIX, *WRAPPERS})
 
 
 def unwrapped(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict from each parameter name of a model to the name without the components that wrappers add."""
+    """Return a dict from each parameter name of a model to the name without the components that wrappers add.
+
+    >>> unwrapped(["module.fc.weight", "module._orig_mod.fc.bias"])
+    {'module.fc.weight': 'fc.weight', 'module._orig_mod.fc.bias': 'fc.bias'}
+    """
+    # No model uses names such as "_orig_mod" itself, so they are removed at any position.
     plain_name_of: dict[str, str] = {}
     for name in names:
         components = [component for component in name.split(".") if component not in WRAPPERS]
         plain_name_of[name] = ".".join(components) or name
+    # A model may use the name "module" itself, so it is removed only if all names begin with it.
     while plain_name_of and all(map(_has_prefix, plain_name_of.values())):
         for name, plain_name in plain_name_of.items():
             plain_name_of[name] = plain_name.removeprefix(_PREFIX)
