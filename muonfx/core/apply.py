@@ -85,7 +85,8 @@ def _have_equal_shapes(leaves: Sequence[Any], update_leaves: Sequence[Any]) -> b
 
 def _sums(leaves: list[Any], update_leaves: list[Any], *, in_place: bool) -> list[Any]:
     """Return ``parameter + update`` for two lists, rounded to the parameter's dtype. Without update: the parameter."""
-    if not in_place and PLAIN.issuperset(map(type, [*leaves, *update_leaves])):
+    all_are_plain_tensors = PLAIN.issuperset(map(type, [*leaves, *update_leaves]))
+    if all_are_plain_tensors and not in_place:
         return cast_like(apply("add", leaves, update_leaves), leaves)  # one call for all tensors
     pairs = zip(leaves, update_leaves, strict=True)
     return [_add(leaf, update, in_place=in_place) for leaf, update in pairs]

@@ -32,17 +32,22 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def public_name(value: Any) -> str:
-    """Return the dotted name of a function, class or factory without submodules, such as "muonfx.momentum".
+    """Return the dotted name of a function or class for checkpoints, which must not change if muonfx moves its code.
 
-    A factory may have a permanent name, such as "acme.my_momentum". Some functions written in C have no module.
+    A function of muonfx is therefore named without submodules.
+
+    >>> import muonfx as mfx
+    >>> public_name(mfx.momentum), public_name(torch.nn.Linear)
+    ('muonfx.momentum', 'torch.nn.modules.linear.Linear')
     """
-    definition = getattr(value, "definition", None)  # only a factory has one
+    # A factory of another package may have a permanent name, such as "acme.my_momentum".
+    definition = getattr(value, "definition", None)
     permanent_name = getattr(definition, "name", None)
     if permanent_name is not None:
         return str(permanent_name)
     name = getattr(value, "__qualname__", type(value).__qualname__)
     module = getattr(value, "__module__", None)
-    if not module:
+    if not module:  # as for some functions that are written in C
         return str(name)
     if module in _SCRIPTS:
         module = _name_of_script(module)
@@ -52,23 +57,31 @@ def public_name(value: Any) -> str:
 
 
 def _name_of_script(module: str) -> str:
-    """Return the name by which another module could import the script that runs as ``__main__``."""
+    """Return the name by which another module could import the script that runs as ``__main__``.
+
+    It is "train" for ``python train.py``, and "package.train" for ``python -m package.train``.
+    """
     script = sys.modules.get(module)
     spec = getattr(script, "__spec__", None)
-    if spec is not None and spec.name not in _SCRIPTS:
-        return str(spec.name).removesuffix(".__main__")  # python -m package.train
+    if spec is not None and spec.name not in _SCRIPTS:  # python -m package.train, or python -m package
+        return str(spec.name).removesuffix(".__main__")
     path = getattr(script, "__file__", None)
-    return Path(path).stem if path else "__main__"
+    if not path:  # in an interactive session
+        return "__main__"
+    return Path(path).stem
 
 
 def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
-    """Return an argument as text for fingerprints, equal in every process: "(1,2)" for the tuple ``(1, 2)``.
+    """Return an argument of a transform as text for its fingerprint in checkpoints. It is equal in every process.
 
-    ``nested`` converts the items of containers.
+    ``nested`` converts the items of containers; the default is this function.
+
+    >>> text_of((1, "auto")), text_of({"b", "a"}), text_of(torch.tensor(0.1))
+    ("(1,'auto')", "{'a','b'}", '*')
     """
     if nested is None:
         nested = text_of
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor):  # numbers are not part of a fingerprint
         return "*"
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
@@ -76,7 +89,7 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
         return "(" + ",".join(map(nested, value)) + ")"
     if isinstance(value, Mapping):
         return _text_of_mapping(cast("Mapping[Any, Any]", value), nested)
-    if isinstance(value, Set):
+    if isinstance(value, Set):  # sorted, since the order of a set differs between processes
         return "{" + ",".join(sorted(map(nested, cast("Set[Any]", value)))) + "}"
     if _is_public_dataclass(value):
         return code_of(value, nested)
@@ -84,7 +97,9 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
         return _text_of_partial(cast("functools.partial[Any]", value), nested)
     if inspect.isroutine(value) or inspect.isclass(value):
         return _text_of_function(value, nested)
-    return _MAIN.sub(lambda match: _name_of_script(match[0]), without_addresses(repr(value)))
+    # Any other object: its repr, without memory addresses, and with the name of the script for "__main__".
+    text = without_addresses(repr(value))
+    return _MAIN.sub(lambda match: _name_of_script(match[0]), text)
 
 
 def _is_public_dataclass(value: object) -> bool:
@@ -95,7 +110,7 @@ def _is_public_dataclass(value: object) -> bool:
 
 def _text_of_function(function: Any, convert: Callable[[Any], str]) -> str:
     """Return the public name of a function or class; the code too for a lambda, and the object for a method."""
-    if inspect.ismethod(function):
+    if inspect.ismethod(function):  # bound to an object, which may matter for its result
         return f"{public_name(function.__func__)} of {convert(function.__self__)}"
     if inspect.isfunction(function) and function.__name__ == "<lambda>":  # all lambdas of one scope share a name
         return public_name(function) + _text_of_code(function.__code__)
@@ -124,9 +139,15 @@ def without_addresses(text: str) -> str:
 
 
 def _plain_keys(mapping: Mapping[Any, Any]) -> list[Any]:
-    """Return the keys of a dict as a list. Parameter names lose wrapper prefixes such as "_orig_mod."."""
+    """Return the keys of a dict as a list. Parameter names lose the prefixes that wrappers add, such as "_orig_mod.".
+
+    So the fingerprint is the same for a compiled and an uncompiled model.
+
+    >>> _plain_keys({"_orig_mod.fc.weight": "muon"})
+    ['fc.weight']
+    """
     keys = list(mapping)
-    if not all(isinstance(key, str) for key in keys):
+    if not all(isinstance(key, str) for key in keys):  # they are no names
         return keys
     plain_names = list(unwrapped(keys).values())
     if len(set(plain_names)) < len(keys):  # two keys differ by a wrapper only
@@ -143,7 +164,11 @@ def _text_of_code(code: CodeType) -> str:
 
 
 def code_of_value(value: object) -> str:
-    """Return Python code that creates an argument, for the ``repr`` of a transform."""
+    """Return Python code that creates an argument, for the ``repr`` of a transform.
+
+    >>> code_of_value((torch.float32, [float("inf")]))
+    "(torch.float32, [float('inf')])"
+    """
     if isinstance(value, Tensor):
         try:
             return f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
@@ -151,7 +176,7 @@ def code_of_value(value: object) -> str:
             return repr(value)
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):  # "nan" and "inf" are no Python code
         return f"float({str(value)!r})"
     if type(value) is tuple:
         comma = "," if len(value) == 1 else ""
@@ -181,8 +206,9 @@ def _name_in_package(value: Any) -> str:
     if package != _PACKAGE:
         return name
     module = sys.modules[package]
-    if getattr(module, name, None) is value:
+    if getattr(module, name, None) is value:  # exported by muonfx itself
         return name
+    # Search the submodules from the outermost to the innermost.
     for length, submodule in enumerate(submodules, start=1):
         module = getattr(module, submodule, None)
         if getattr(module, name, None) is value:
@@ -191,8 +217,12 @@ def _name_in_package(value: Any) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return True if two arguments are equal. Tensors, also within lists, must agree in values, shape and dtype."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
+    """Return True if two arguments are equal. Tensors, also within lists, must agree in values, shape and dtype.
+
+    >>> same([torch.tensor(1.0)], [torch.tensor(1.0)]), same(1, 1.0)
+    (True, False)
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor):  # `a == b` would be a tensor
         return a.dtype == b.dtype and bool(torch.equal(a, b))
     if type(a) is not type(b):
         return False

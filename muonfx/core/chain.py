@@ -81,16 +81,20 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
-        """Pass the updates through the transforms in order. Return the last updates, and the states by name."""
+        """Pass the updates through the transforms in order. Return the last updates, and the states by name.
+
+        ``donate`` says whether the caller promises not to use the updates or the state again. Their memory may then be
+        overwritten, and so may the output of one transform by the next.
+        """
         new_state: dict[str, PyTree] = {}
-        may_overwrite = donate.updates  # True if the caller and the states hold none of the current updates
+        may_overwrite = donate.updates  # True if the current updates are used neither by the caller nor in a state
         for name, tx in entries.items():
             donation = Donation(may_overwrite, donate.state)
             outputs, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
-            # The next transform may overwrite the outputs if no state holds them, as the transform has promised, and
-            # the caller does not hold them: they are new, or the updates were donated.
-            no_state_holds_them = donate.state and tx._keeps_donation_promise
-            may_overwrite = no_state_holds_them and (may_overwrite or is_new(outputs, updates))
+            # Two conditions to overwrite the outputs. First, the transform has promised that its state does not share
+            # their memory. Second, the caller does not have them: they are new, or were donated.
+            no_state_has_them = donate.state and tx._keeps_donation_promise
+            may_overwrite = no_state_has_them and (may_overwrite or is_new(outputs, updates))
             updates = outputs
         return updates, new_state
 
@@ -134,12 +138,13 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
     ):
         """Return the sum of the outputs of all transforms for the same updates, and the states by name."""
         _, treedef = tree.flatten(updates)
-        sums: list[PyTree] = [None] * treedef.num_leaves
+        sums: list[PyTree] = [None] * treedef.num_leaves  # of the outputs so far, for each leaf
         new_state: dict[str, PyTree] = {}
-        donation = Donation(updates=False, state=donate.state)  # every transform receives the same updates
+        # No transform may overwrite the updates, since the next one receives them too.
+        donation = Donation(updates=False, state=donate.state)
         for name, tx in entries.items():
-            out, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
-            sums = list(map(_sum, sums, tree.subtrees(treedef, out)))
+            outputs, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
+            sums = list(map(_sum, sums, tree.subtrees(treedef, outputs)))
         return tree.unflatten(treedef, sums), new_state
 
     return init, update

@@ -57,18 +57,21 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
     try:
         saved_values = _values_in(saved_chain)
         values = _values_in(chain)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # code that Python cannot parse
         text = _first_difference(saved_chain, chain)
         return Differences([text], [text])
     structure: list[str] = []
     numbers: list[str] = []
-    for path in dict.fromkeys([*saved_values, *values]):
+    for path in dict.fromkeys([*saved_values, *values]):  # all arguments of either chain, each once
         saved_value = saved_values.get(path, _NOT_SET)
         value = values.get(path, _NOT_SET)
+        if saved_value.head == value.head:
+            continue
+        # The argument that contains this one. If it is another function, say, its own text reports the difference.
         outer = path[:-1]
         has_same_outer = saved_values.get(outer, _NOT_SET).head == values.get(outer, _NOT_SET).head
-        if saved_value.head == value.head or (path and not has_same_outer):
-            continue  # of arguments in one another, only the outermost is reported
+        if path and not has_same_outer:
+            continue
         shown_path = "".join(path).removeprefix(".") or "the chain"
         text = f"{shown_path}: {saved_value.code:.{_LONGEST}} in the checkpoint, {value.code:.{_LONGEST}} here"
         if _is_number(path, saved_value) and _is_number(path, value):
@@ -82,13 +85,17 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
 
 def _is_number(path: ArgumentPath, value: _Value) -> bool:
     """Return True for the code of a float or tensor, except in a dict, whose numbers the fingerprint includes."""
-    if path and path[-1].endswith("]"):
+    if path and path[-1].endswith("]"):  # an item of a dict
         return False
     return value == _NOT_SET or _NUMBER.fullmatch(value.code) is not None
 
 
 def _values_in(chain: str) -> dict[ArgumentPath, _Value]:
-    """Return the value of each argument in the code of a chain, by path."""
+    """Return the value of each argument in the code of a chain, by path: the names of the arguments that contain it.
+
+    >>> list(_values_in("chain(momentum(decay=0.9))"))
+    [(), ('.momentum',), ('.momentum', '.decay')]
+    """
     values: dict[ArgumentPath, _Value] = {}
     code = _OBJECT.sub("_", chain)  # a name, so that "module.f.<locals>.<lambda>" becomes "module.f._._"
     _add_value((), ast.parse(code, mode="eval").body, values)
@@ -96,16 +103,21 @@ def _values_in(chain: str) -> dict[ArgumentPath, _Value]:
 
 
 def _add_value(path: ArgumentPath, node: ast.expr, values: dict[ArgumentPath, _Value]) -> None:
-    """Add the value of the argument at ``path``, and of all arguments and items in it, to ``values``."""
+    """Add the value of the argument at ``path``, and of all arguments and items in it, to ``values``.
+
+    ``node`` is the parsed code of the argument, such as that of ``momentum(decay=0.9)``. This adds the call, which is
+    shown as "momentum(...)", and then the number 0.9 at a path that ends with ".decay".
+    """
     code = ast.unparse(node)
     if isinstance(node, ast.Dict):
         values[path] = _Value("{...}", code)
         for key, item in zip(node.keys, node.values, strict=True):
             _add_value((*path, _level_of_key(key, item)), item, values)
-    elif isinstance(node, ast.Call) and not _NUMBER.fullmatch(code):
+    elif isinstance(node, ast.Call) and not _NUMBER.fullmatch(code):  # float("inf") is a call, but a number
         values[path] = _Value(f"{ast.unparse(node.func)}(...)", code)
         for index, argument in enumerate(node.args):
-            _add_value(_path_of_positional(path, node, index, values), argument, values)
+            argument_path = _path_of_positional(path, node, index, values)
+            _add_value(argument_path, argument, values)
         for keyword in node.keywords:
             _add_value((*path, f".{keyword.arg}"), keyword.value, values)
     else:
@@ -127,28 +139,33 @@ def _level_of_key(key: ast.expr | None, item: ast.expr) -> str:
 def _path_of_positional(
     path: ArgumentPath, call: ast.Call, index: int, values: dict[ArgumentPath, _Value]
 ) -> ArgumentPath:
-    """Return the path of a positional argument of the call at ``path``.
+    """Return the path of a positional argument of the call at ``path``: this path with one more level.
 
-    A transform has the name of its function, with a number if it is repeated: ".scale_2". The only value of a call, as
-    in ``MatrixView("in out -> out in")``, has the path of the call with an empty level; one of several has its index.
-    The transforms by label of `partition` have an empty level, too, and its labels, if they are a dict, ".labels".
+    For ``chain(scale(0.5), scale(2.0))`` at ``()``, the arguments have the paths ``(".scale",)`` and ``(".scale_2",)``.
+    ``values`` has the paths that are in use already. For an argument that is no call, as in ``MatrixView("in out ->
+    out in")``, the level is its index, "[0]", or an empty text if there is only one. The transforms by label of
+    `partition` have an empty level, too, and its labels, if they are a dict, ".labels".
     """
     argument = call.args[index]
     if isinstance(argument, ast.Dict) and ast.unparse(call.func) == "partition":
         return (*path, "" if index == 0 else ".labels")
     if not isinstance(argument, ast.Call):
-        return (*path, f"[{index}]" if len(call.args) > 1 else "")
+        is_only_argument = len(call.args) == 1
+        return (*path, "" if is_only_argument else f"[{index}]")
     name = f".{ast.unparse(argument.func)}"
     argument_path = (*path, name)
     count = 1
-    while argument_path in values:
+    while argument_path in values:  # a transform of the same name comes before
         count += 1
         argument_path = (*path, f"{name}_{count}")
     return argument_path
 
 
 def _first_difference(saved_chain: str, chain: str) -> str:
-    """Return a text with the part of each code around the first character that differs."""
+    """Return a text with the part of each code around the first character that differs.
+
+    It is used if no single argument can be reported, for example if the code has another order or cannot be parsed.
+    """
     common_text = os.path.commonprefix([saved_chain, chain])  # noqa: RUF071 - of characters, not of paths
     start = max(0, len(common_text) - _LONGEST // 2)
     end = start + _LONGEST

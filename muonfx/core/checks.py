@@ -58,9 +58,15 @@ def _is_finite(number: float) -> bool:
 def _number(name: str, value: object, expected: str = "finite", fits: Callable[[float], bool] = _is_finite) -> Any:
     """Return an argument. Raise if it is not a finite number for which ``fits`` is True, as ``expected`` describes.
 
-    Tensors, placeholders and symbolic numbers have no value to check and are returned.
+    A tensor is returned unchecked, because reading its value may wait for a GPU. The same holds for an object that
+    replaces a number while a compiler traces, since it has no value.
+
+    >>> _number("decay", 1.5, "below 1", lambda number: number < 1)
+    Traceback (most recent call last):
+    ValueError: decay must be below 1, found 1.5
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    is_python_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_python_number:
         if isinstance(value, Tensor) or is_symbolic(value):
             return value
         raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")
@@ -145,16 +151,19 @@ def state_dtype(name: str, value: object) -> None:
         return
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return
-    error = ValueError if isinstance(value, str) else TypeError
-    raise error(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
+    error_class = ValueError if isinstance(value, str) else TypeError  # for a string, the type is right
+    raise error_class(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
 
 
 _LIBRARIES = tuple(os.path.join(os.path.dirname(file), "") for file in (os.path.dirname(__file__), torch.__file__))
 
 
 def warn_caller(message: str) -> None:
-    """Issue a UserWarning that points to the user's own line, the innermost caller outside muonfx and torch."""
-    frame = sys._getframe(1)
+    """Issue a UserWarning that points to the user's own line, the innermost caller outside muonfx and torch.
+
+    Python shows the line of a warning that is ``stacklevel`` calls up: 1 is the line below, 2 that of the caller.
+    """
+    frame = sys._getframe(1)  # the call that has called this function
     level = 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
@@ -178,7 +187,8 @@ def is_usable(leaf: object) -> bool:
     """
     if leaf is None:
         return True
-    if type(leaf) not in PLAIN and isinstance(leaf, _LAZY):  # isinstance is slow for these classes
+    # A parameter of a lazy module has no shape yet. `isinstance` is slow for its class, so plain tensors skip it.
+    if type(leaf) not in PLAIN and isinstance(leaf, _LAZY):
         return False
     return isinstance(leaf, Tensor) and leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
 
@@ -211,7 +221,11 @@ def _check_leaves(tree_name: str, values: PyTree, leaves: Sequence[object]) -> N
 
 
 def _unusable(tree_name: str, name: str, leaf: object) -> TypeError:
-    """Return the error to raise for the leaf ``name`` of a tree, such as "params", for which `is_usable` is False."""
+    """Return the error for a leaf that is no dense floating-point tensor, such as a tensor of integers.
+
+    For the leaf "table" of "params", it is "params: 'table' must be dense and real floating point of 16 bits or more,
+    found torch.int64, torch.strided: convert it, or leave it out".
+    """
     if not isinstance(leaf, Tensor):
         return _no_tensor(tree_name, name, leaf)
     if isinstance(leaf, _LAZY):
@@ -226,14 +240,17 @@ def _unusable(tree_name: str, name: str, leaf: object) -> TypeError:
 
 
 def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
-    """Return the TypeError to raise if the leaf ``name`` of a tree, such as "params", is not a tensor."""
+    """Return the error for a leaf that is no tensor, such as a number or a whole model.
+
+    For the leaf "w" of "updates", it is "updates: 'w' must be a tensor or None, found float". Some types have advice.
+    """
     advice = ""
-    if isinstance(leaf, nn.Module | Iterator):
+    if isinstance(leaf, nn.Module | Iterator):  # the model, or the generator model.parameters()
         code = "dict(model.named_parameters())"
         if tree_name == "updates":
             code = "{name: p.grad for name, p in model.named_parameters()}"
         advice = f"; expected a tree of tensors by name, such as {code}"
-    elif isinstance(leaf, Mapping):
+    elif isinstance(leaf, Mapping):  # not a dict, whose items would be leaves
         advice = "; trees are made of dicts, tuples, lists and NamedTuples: convert it with dict(...)"
     subject = f"{tree_name}: {shown_name(name)}" if name else tree_name
     return TypeError(f"{subject} must be a tensor or None, found {type(leaf).__name__}{advice}")
@@ -245,15 +262,15 @@ def mixed_devices(**trees: PyTree) -> str | None:
     >>> mixed_devices(updates={"w": torch.zeros(2)}, state={"mu": torch.zeros(2, device="meta")})
     "updates: 'w' is on cpu and state: 'mu' on meta, expected one device: move one of them with .to(device)"
     """
-    leaf_on: dict[torch.device, str] = {}
+    first_leaf_on: dict[torch.device, str] = {}  # the name of the first leaf on each device
     for tree_name, values in trees.items():
         for name, leaf in tree.named_leaves(values):
             if isinstance(leaf, Tensor):
-                leaf_on.setdefault(leaf.device, f"{tree_name}: {shown_name(name)}")
-    if len(leaf_on) < 2:
+                first_leaf_on.setdefault(leaf.device, f"{tree_name}: {shown_name(name)}")
+    if len(first_leaf_on) < 2:
         return None
-    device, different_device, *_ = leaf_on
-    leaves = f"{leaf_on[device]} is on {device} and {leaf_on[different_device]} on {different_device}"
+    device, different_device, *_ = first_leaf_on
+    leaves = f"{first_leaf_on[device]} is on {device} and {first_leaf_on[different_device]} on {different_device}"
     return f"{leaves}, expected one device: move one of them with .to(device)"
 
 
@@ -290,6 +307,7 @@ def check_params(params: PyTree) -> None:
     names = tree.names(params)
     if len(set(names)) == len(names):
         return
+    # Such as "a.b" in {"a.b": ..., "a": {"b": ...}}.
     repeated = min(name for name in names if names.count(name) > 1)
     raise ValueError(f"params: found two leaves named {repeated!r}, expected different dotted names: rename one")
 
@@ -314,16 +332,21 @@ _shape_and_dtype: Callable[[Any], LeafSpec] = operator.attrgetter("shape", "dtyp
 
 
 def specs_of(leaves: Sequence[Any]) -> list[LeafSpec]:
-    """Return the shape and dtype of each leaf that is a tensor, else None."""
+    """Return the shape and dtype of each leaf that is a tensor, else None.
+
+    >>> specs_of([torch.zeros(2, 3), None])
+    [(torch.Size([2, 3]), torch.float32), None]
+    """
     if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, leaves)):  # fast, but it cannot be traced
         return list(map(_shape_and_dtype, leaves))
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
 
 def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Structure, list[LeafSpec]]:
-    """Check updates, and return the parameters' leaves, tree structure, and (shape, dtype) pairs.
+    """Raise unless updates are floating point and fit the parameters. Return a description of the parameters.
 
-    Raise unless updates are floating point and fit the parameters. If ``params`` is None, describe the updates instead.
+    The description consists of the leaves, the tree structure, and the shape and dtype of each leaf. If ``params`` is
+    None, it is that of the updates.
 
     >>> check_update({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
     Traceback (most recent call last):
@@ -336,7 +359,8 @@ def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Struc
         return update_leaves, update_treedef, update_specs
     leaves, treedef = tree.flatten(params)
     specs = specs_of(leaves)
-    # The two comparisons are fast. The checks are slow, and find the leaf for the message.
+    # The two comparisons are fast. The checks are slow, and find the leaf for the message. They may also accept a
+    # difference, such as another dtype.
     if update_treedef != treedef:
         check_structure("updates", updates, "params", params)
     if update_specs != specs:
@@ -391,9 +415,10 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
     leaves, treedef = tree.flatten(state)
     if treedef != expected.structure:
         raise _wrong_structure(name, state, expected)
-    specs = specs_of(leaves)
+    specs = specs_of(leaves)  # the shape and dtype of each leaf
     if specs == expected.specs:  # the usual case, in one comparison
         return
+    # Find the leaf that differs, for the message.
     for index, (spec, expected_spec) in enumerate(zip(specs, expected.specs, strict=True)):
         if expected_spec is None or spec == expected_spec:
             continue
@@ -417,9 +442,9 @@ def _wrong_leaf(
 
 
 def _wrong_structure(name: str, state: PyTree, expected: ExpectedState) -> ValueError:
-    """Return the error of a state with another structure, such as the whole result of ``update`` by mistake."""
+    """Return the error of a state with another structure than the transform ``name`` has for these parameters."""
     advice = "create it with init(params)"
-    if type(state) is tuple and len(state) == 2:
+    if type(state) is tuple and len(state) == 2:  # probably the whole result of `update`
         advice = "update returns a pair (updates, state): pass the second"
     return ValueError(
         f"state: it does not fit {name} for these parameters: {difference(state, expected.whole)}; expected the "
@@ -444,13 +469,15 @@ def updates_in_graph(leaf: object) -> int:
 def count_update_in_graph(params: Sequence[object], new_params: Sequence[object]) -> None:
     """Record in the autograd graph of new parameters that it has one update more than the old parameters' graph.
 
+    So `warn_of_growing_graphs` can find that a graph grows from step to step.
+
     >>> old = torch.ones(1, requires_grad=True)
     >>> new = 2 * old
     >>> count_update_in_graph([old], [new])
     >>> updates_in_graph(new)
     1
     """
-    if not torch.is_grad_enabled() or functorch_is_active():
+    if not torch.is_grad_enabled() or functorch_is_active():  # there is no graph, or torch.func has its own
         return
     for param, new_param in zip(params, new_params, strict=True):
         if isinstance(new_param, Tensor) and new_param.grad_fn is not None:

@@ -41,9 +41,7 @@ class Donation(NamedTuple):
         Raises:
             TypeError: ``donate`` is neither a bool nor a `Donation` of bools.
         """
-        donation = donate
-        if not isinstance(donation, Donation):
-            donation = cls(updates=donation, state=donation)
+        donation = donate if isinstance(donate, Donation) else cls(updates=donate, state=donate)
         if type(donation.updates) is not bool or type(donation.state) is not bool:
             raise TypeError(f"donate must be True, False or a muonfx.Donation of two bools, found {donate!r}")
         return donation
@@ -53,11 +51,15 @@ NOTHING = Donation()
 
 
 def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -> tuple[Donation, PyTree, PyTree]:
-    """Copy donated tensors that share memory; return ``(donate, updates, state)``. Donate nothing while tracing."""
+    """Copy donated tensors that share memory, so that overwriting one does not change another.
+
+    The caller of a step donates updates or a state: it promises not to use them again. Two tied weights, for example,
+    may have one gradient tensor. Return ``(donate, updates, state)``, in which nothing is donated while tracing.
+    """
     if not (donate.updates or donate.state):
         return donate, updates, state
-    if functorch_is_active() or is_traced():
-        return NOTHING, updates, state  # memory cannot be compared here
+    if functorch_is_active() or is_traced():  # the memory of traced tensors cannot be compared
+        return NOTHING, updates, state
     update_leaves = tree.leaves(updates)
     # Indices in one list of all leaves: the updates come first, then the state, then the parameters.
     shared = _sharing([*update_leaves, *tree.leaves(state), *tree.leaves(params)])
@@ -86,7 +88,12 @@ def _with_clones(values: PyTree, shared: set[int], *, start: int) -> PyTree:
 
 
 def _repeated(leaves: Sequence[Any]) -> set[int]:
-    """Return the indices of tensors that occur more than once."""
+    """Return the indices of tensors that occur more than once.
+
+    >>> w, b = torch.zeros(1), torch.zeros(1)
+    >>> _repeated([w, b, w])
+    {0, 2}
+    """
     first_index_of: dict[Tensor, int] = {}  # tensors are compared as objects here, not by their elements
     repeated: set[int] = set()
     for index, leaf in enumerate(leaves):
@@ -99,7 +106,12 @@ def _repeated(leaves: Sequence[Any]) -> set[int]:
 
 
 def _sharing(leaves: Sequence[Any]) -> set[int]:
-    """Return the indices of tensors that share memory with another tensor, or whose own elements overlap."""
+    """Return the indices of tensors that share memory with another tensor, or whose own elements overlap.
+
+    >>> buffer = torch.zeros(4)
+    >>> _sharing([buffer[:3], torch.zeros(2), buffer[2:]])
+    {0, 2}
+    """
     tensors: list[Tensor] = []
     leaf_indices: list[int] = []  # of each of the tensors
     for index, leaf in enumerate(leaves):
@@ -120,13 +132,19 @@ def _plain_tensor(leaf: Tensor) -> Tensor:
 
 
 def check_writable(tree_name: str, params: PyTree) -> None:
-    """Raise ValueError if a parameter's elements share memory, as after ``expand()``, so in-place updates fail."""
+    """Raise ValueError if a parameter's elements share memory, as after ``expand()``, so in-place updates fail.
+
+    >>> check_writable("params", {"w": torch.zeros(1).expand(3)})
+    Traceback (most recent call last):
+    ValueError: params: 'w' has shape (3,) and strides (0,), so several elements share memory (as after expand()), ...
+    """
     for index, leaf in enumerate(tree.leaves(params)):
         if type(leaf) in PLAIN and leaf.is_contiguous():  # the usual case, which needs no search
             continue
         if isinstance(leaf, Tensor) and overlaps_itself(_plain_tensor(leaf)):
+            name = tree.names(params)[index]
             raise ValueError(
-                f"{tree_name}: {tree.names(params)[index]!r} has shape {tuple(leaf.shape)} and strides "
-                f"{leaf.stride()}, so several elements share memory (as after expand()), expected a tensor that can be "
-                "modified in place: pass a .clone() of it"
+                f"{tree_name}: {name!r} has shape {tuple(leaf.shape)} and strides {leaf.stride()}, so several elements "
+                "share memory (as after expand()), expected a tensor that can be modified in place: pass a .clone() of "
+                "it"
             )
