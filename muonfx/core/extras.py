@@ -76,6 +76,7 @@ def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_n
     >>> sorted(extras.named), sorted(extras.required), sorted(extras.understood)
     (['value'], ['value'], ['max_logits', 'value'])
     """
+    # Read the signature of the function itself.
     names: set[str] = set()
     required: set[str] = set()  # those without a default
     takes_all = False
@@ -88,6 +89,7 @@ def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_n
                 required.add(parameter.name)
     named = frozenset(names)
     understood: frozenset[str] | None = named - _OUR_EXTRAS
+    # Add the extra arguments that it forwards.
     if takes_all and calls_none:
         understood = None  # any name
     elif takes_all:
@@ -109,12 +111,12 @@ def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> Non
 
     ``transforms`` are a transform and all transforms that it calls, in the order of `muonfx.core.transform.within`.
     """
-    outermost = transforms[0]
+    outermost = transforms[0]  # its extra arguments include those of all transforms that it calls
     missing = sorted(outermost.extras.required - extras.keys())
     if missing:
         raise _missing(transforms, missing[0])
     understood = outermost.extras.understood
-    if understood is not None:
+    if understood is not None:  # else it accepts any name
         unknown = sorted(extras.keys() - understood - _OUR_EXTRAS)
         if unknown:
             raise _unknown(outermost, unknown[0])
@@ -141,7 +143,11 @@ def _missing(transforms: list[Any], name: str) -> TypeError:
 
 
 def _unknown(outermost: Any, name: str) -> TypeError:
-    """Return the error of an extra argument that neither the outermost transform nor one within it reads."""
+    """Return the error of an extra argument that neither the outermost transform nor one within it reads.
+
+    For ``update(..., values=loss)`` of a transform that reads "value", it is "...: found the extra argument values=
+    (did you mean 'value'?), expected only value=: leave it out, since no transform reads it".
+    """
     understood = sorted(outermost.extras.understood)
     expected = "no extra argument"
     if understood:

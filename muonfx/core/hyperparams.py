@@ -72,7 +72,8 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     if unknown:
         advice = did_you_mean(unknown[0], numbers)
         raise KeyError(f"no hyperparameter {', '.join(unknown)}{advice}; there are {', '.join(numbers) or 'none'}")
-    return with_numbers(tx, iter({**numbers, **changes}.values()))
+    new_numbers = {**numbers, **changes}  # in the order of `numbers`
+    return with_numbers(tx, iter(new_numbers.values()))
 
 
 def stack(transforms: Sequence[R]) -> R:
@@ -99,8 +100,8 @@ def stack(transforms: Sequence[R]) -> R:
     transforms = list(transforms)
     if not transforms:
         raise ValueError("stack: expected at least one transform, found none")
-    treedef = tree.flatten(transforms[0])[1]
-    rows: list[list[Tensor]] = []
+    treedef = tree.flatten(transforms[0])[1]  # all arguments but the numbers
+    rows: list[list[Tensor]] = []  # the numbers of each transform
     for index, tx in enumerate(transforms):
         _check_recorded("stack", tx)
         leaves, structure = tree.flatten(tx)
@@ -139,7 +140,10 @@ def _tensor(number: object) -> Tensor:
 
 
 def check_numbers(value: Recorded) -> None:
-    """Raise ValueError if a numeric argument of a transform, or of an inner transform, is a tensor with dims."""
+    """Raise ValueError if a numeric argument of a transform, or of an inner transform, is a tensor with dims.
+
+    Such a number, as in ``scale(torch.tensor([0.1, 0.2]))``, would be broadcast over the elements of a parameter.
+    """
     for _, inner in walk(value):
         for name, types in sorted(inner.factory.definition.plain.items()):
             number = inner.arguments[name]

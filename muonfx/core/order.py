@@ -27,10 +27,12 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
     For example, two learning rates are wrong. ``chain`` names the chain in messages; ``members`` are its transforms.
     """
     pairs = _ordered_pairs(members)
+    # All errors before the first warning.
     for earlier, later in pairs:
         error = _error(earlier, later)
         if error:
             raise ValueError(f"{chain}: {error}")
+    # At most one warning: the others often have the same cause.
     for earlier, later in pairs:
         warning = _warning(earlier, later)
         if warning:
@@ -40,9 +42,9 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
 
 
 def _ordered_pairs(members: Mapping[str, Transform]) -> list[tuple[_Placed, _Placed]]:
-    """Return the pairs of transforms in two members of a chain, the earlier first.
+    """Return the pairs of transforms in two different members of a chain, the earlier first, to check their order.
 
-    A transform without a position may be followed by any other, so it is only the later one of a pair.
+    A transform without a declared position may be followed by any other, so it is only the later one of a pair.
     """
     positioned = [_positioned(name, member) for name, member in members.items()]
     pairs: list[tuple[_Placed, _Placed]] = []
@@ -59,7 +61,7 @@ def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
     In ``chain(momentum(), accumulate(adam(), 4))``, for example, the momentum changes its state four times a step. A
     member after the `accumulate` receives zeros at three of four calls. Only the first such transform is reported.
     """
-    skipping = [name for name, member in members.items() if _skips_steps(member)]
+    skipping = [name for name, member in members.items() if _skips_steps(member)]  # such as `accumulate`
     if not skipping:
         return
     receives_zeros = False  # members before the first `accumulate` receive gradients
@@ -67,6 +69,7 @@ def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
         if name in skipping:
             receives_zeros = True
             continue
+        # The member and all transforms in it run at every micro-batch.
         for tx in within(member):
             effect = _effect_of_every_call(tx, after_zeros=receives_zeros)
             if effect:
@@ -85,12 +88,13 @@ def _skips_steps(tx: Transform) -> bool:
 def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
     """Return what a call of a transform does even if updates are zero, such as "changes its state"; "" for nothing.
 
-    A transform with inner transforms counts as nothing, since they have effects of their own. ``after_zeros`` is True
-    if the transform receives updates of zero at most calls.
+    ``after_zeros`` is True if the transform receives updates of zero at most calls.
     """
     if tx._schedules:
         return "advances its schedule"
-    if tx.children or tx.position == "observer":
+    if tx.children:  # they are examined on their own
+        return ""
+    if tx.position == "observer":  # such as a recorder of metrics, which may run at every call
         return ""
     # The parameters are not known here, so the transform runs on an example.
     params = {"w": torch.ones(2, 2)}
@@ -117,7 +121,10 @@ class _Placed(NamedTuple):
 
 
 def _positioned(member: str, tx: Transform) -> list[_Placed]:
-    """Return the transforms of one chain member with their declared positions, inner transforms first."""
+    """Return the transforms of one chain member with their declared positions, inner transforms first.
+
+    ``member`` is the name of the chain member. A wrapper or chain without a position of its own is left out.
+    """
     positioned: list[_Placed] = []
     for child in tx.children:
         positioned += _positioned(member, child)
@@ -129,7 +136,11 @@ def _positioned(member: str, tx: Transform) -> list[_Placed]:
 
 
 def _error(earlier: _Placed, later: _Placed) -> str:
-    """Return an error message if the order of two transforms in a chain is wrong, else an empty string."""
+    """Return an error message if the order of two transforms in a chain is wrong, else an empty string.
+
+    Each has a declared position relative to the learning rate, such as "before_learning_rate" for weight decay that is
+    added to the gradient.
+    """
     if earlier.position == later.position == "learning_rate":
         return (
             f"found learning rates in {earlier.member!r} and {later.member!r}, expected one: each reverses the sign of "
@@ -180,12 +191,12 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
     them has the signs {1, -1}, since the updates of a wrapper may come from any transform that it calls.
     """
     own_signs = frozenset({_sign_without_inner(tx)})
-    if tx.declaration.combinator.in_sequence:
+    if tx.declaration.combinator.in_sequence:  # a chain: every member acts on the updates
         signs_of_chain = own_signs
         for member_signs in inner:
             signs_of_chain = _products(signs_of_chain, member_signs)
         return signs_of_chain
-    signs_of_any: set[int] = set()
+    signs_of_any: set[int] = set()  # a wrapper: any of the inner transforms may act on an update
     for inner_signs in inner:
         signs_of_any.update(inner_signs)
     if not signs_of_any:  # it calls no transform

@@ -23,13 +23,13 @@ def outline(tx: Any) -> Report:
 
 def _row(tx: Any, title: str) -> Row:
     """Return the row of a transform with a title, such as "inner: momentum", and the rows of those that it calls."""
-    rows: list[Row] = []
+    inner_rows: list[Row] = []
     for name, part in zip(part_names(tx), tx.parts, strict=True):
-        if _is_transform(part):
+        if _is_transform(part):  # else it is a number or a schedule
             argument = name.rpartition(".")[2]  # "inner" for "cautious.inner"
-            rows.append(_row(part, _title(argument, part.name)))
+            inner_rows.append(_row(part, _title(argument, part.name)))
     arguments = ", ".join(_shown_arguments(tx))
-    return Row((title, tx.locality.name, arguments), tuple(rows))
+    return Row((title, tx.locality.name, arguments), tuple(inner_rows))
 
 
 def _title(argument: str, name: str) -> str:
@@ -48,7 +48,7 @@ def _is_transform(value: object) -> bool:
 
 
 def _shown_arguments(tx: Any) -> Iterator[str]:
-    """Yield ``name=value`` for a transform's numbers, and for other arguments that differ from their defaults.
+    """Yield "decay=0.9" for a transform's numbers, and "nesterov=True" for other arguments unlike their defaults.
 
     Arguments that contain transforms are left out, because these transforms have their own rows.
     """
@@ -61,7 +61,11 @@ def _shown_arguments(tx: Any) -> Iterator[str]:
 
 
 def _written(value: object) -> str:
-    """Return an argument as short text: 6 digits of a number, the number of entries of a dict, or a shortened repr."""
+    """Return an argument as short text: 6 digits of a number, the number of entries of a dict, or a shortened repr.
+
+    >>> _written(1 / 3), _written({"a": 1, "b": 2, "c": 3}), _written("x" * 100)
+    ('0.333333', '3 entries', "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...")
+    """
     if isinstance(value, Tensor):
         return _written_tensor(value)
     if isinstance(value, float):

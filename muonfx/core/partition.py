@@ -144,7 +144,7 @@ class _Chooser:
         """
         if params is not None:
             return self(params, quiet=True).value_of
-        if callable(self.source):
+        if callable(self.source):  # a function of the parameters, in place of a dict or tree of values
             for name, leaf in tree.named_leaves(updates):
                 if leaf is None:
                     raise ValueError(
@@ -160,19 +160,14 @@ class _Chooser:
         ``{"fc.weight": "muon"}``, or a tree like the parameters, ``{"fc": {"weight": "muon"}}``. The leaves of both
         have the same dotted names. A dict may have more of them than there are parameters.
         """
-        source = self.source
-        if isinstance(source, Condition):
-            chosen = source.select(params)
-        elif callable(source) and not isinstance(source, Mapping):  # a mapping may be callable too
-            chosen = self._call(source, params)
-        else:
-            chosen = source
+        chosen = self._evaluated(params)
         if isinstance(chosen, Mapping):
             values = dict(tree.named_leaves(dict(chosen)))
         else:
             values = dict(tree.named_leaves(chosen))
             if values.keys() != set(names):
                 raise self._wrong_form(chosen, names)
+        # The key in `values` of each parameter. It is another name if a wrapper, such as DDP, has renamed parameters.
         key_of = _keys_of(names, values)
         missing = [name for name in names if name not in key_of]
         if missing:
@@ -184,9 +179,18 @@ class _Chooser:
         for name, value in value_of.items():
             if not isinstance(value, self.kinds):
                 raise TypeError(f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}")
-        if isinstance(chosen, RoutedLabels):
+        if isinstance(chosen, RoutedLabels):  # labels with reasons, which are kept
             return _Choice(value_of, chosen.for_names(key_of))
         return _Choice(value_of)
+
+    def _evaluated(self, params: PyTree) -> Any:
+        """Return the argument of the user, with a condition or a function of the parameters replaced by its result."""
+        source = self.source
+        if isinstance(source, Condition):
+            return source.select(params)
+        if callable(source) and not isinstance(source, Mapping):  # a mapping may be callable too
+            return self._call(source, params)
+        return source
 
     def _wrong_form(self, chosen: object, names: list[str]) -> ValueError:
         """Return the error for a value, such as a string or a list, that is no dict and no tree like the parameters."""
@@ -240,6 +244,7 @@ def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
     exact_keys = {name: name for name in names if name in source}
     if len(exact_keys) == len(names):
         return exact_keys
+    # Compare names without the prefixes of wrappers, on both sides: "fc.weight" for "module.fc.weight".
     key_of_plain_name = {plain_name: key for key, plain_name in unwrapped(source).items()}
     if len(key_of_plain_name) < len(source):  # two keys have one plain name, so plain names are ambiguous
         return exact_keys
@@ -263,19 +268,35 @@ def _mask_chooser(argument: str, mask: object, memory: Memory | None = None) -> 
     return _Chooser(argument, mask, "True or False", (bool,), memory)
 
 
-def _leaves_by_value(value_of: Mapping[str, Any], values: Iterable[Any], leaves: PyTree) -> dict[Any, Any]:
-    """Return a dict from each of some labels, or from True, to a dict of the leaves that have it, by name.
+def _leaves_by_label(label_of: Mapping[str, Any], labels: Iterable[Any], values: PyTree) -> dict[Any, Any]:
+    """Divide the leaves of a tree by their labels: return a dict from each of ``labels`` to its leaves by name.
 
-    Labels ``{"w": "muon", "b": "adamw"}`` and leaves ``{"b": 1, "w": 2}`` give
-    ``{"muon": {"w": 2}, "adamw": {"b": 1}}``. If there are no leaves (None), each label has None.
+    A mask is given as the labels True and False. If there is no tree (None), each label has None.
+
+    Args:
+        label_of: the label of each leaf by name, in the order of the leaves.
+        labels: the labels that the result has. Leaves with another label are left out.
+        values: a tree, such as the parameters or their updates.
+
+    >>> _leaves_by_label({"b": "adamw", "w": "muon"}, ["muon", "adamw"], {"b": 1, "w": 2})
+    {'muon': {'w': 2}, 'adamw': {'b': 1}}
     """
-    if leaves is None:
-        return dict.fromkeys(values)
-    leaves_of: dict[Any, dict[str, Any]] = {value: {} for value in values}
-    for (name, value), leaf in zip(value_of.items(), tree.leaves(leaves), strict=True):
-        if value in leaves_of:
-            leaves_of[value][name] = leaf
+    if values is None:
+        return dict.fromkeys(labels)
+    leaves_of: dict[Any, dict[str, Any]] = {label: {} for label in labels}
+    for (name, label), leaf in zip(label_of.items(), tree.leaves(values), strict=True):
+        if label in leaves_of:
+            leaves_of[label][name] = leaf
     return leaves_of
+
+
+def _selected(is_selected: Mapping[str, bool], values: PyTree) -> Any:
+    """Return a dict with the leaves of a tree that a mask selects, by name; None if there is no tree.
+
+    >>> _selected({"b": False, "w": True}, {"b": 1, "w": 2})
+    {'w': 2}
+    """
+    return _leaves_by_label(is_selected, [True], values)[True]
 
 
 def _require_transforms(transforms: object) -> None:
@@ -312,7 +333,7 @@ def _check_labels(choice: _Choice, transforms: Mapping[str, Transform], params: 
 
 def _warn_of_unused_label(label: str, choice: _Choice) -> None:
     """Warn that no parameter has a label. The warning counts the other labels, and has the reasons of some of them."""
-    count_of = Counter(choice.value_of.values())
+    count_of = Counter(choice.value_of.values())  # the number of parameters with each label
     counts = ", ".join([f"{used_label!r} for {count}" for used_label, count in count_of.items()])
     message = (
         f"partition: no parameter has the label {label!r}; its transform does nothing. The labels of the "
@@ -349,15 +370,15 @@ def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
     labels = _label_chooser(tx.arguments["labels"])(params, quiet=True).value_of
     transforms = tx.arguments["transforms"]
     names = {name for name, label in labels.items() if label is None}
-    for label, leaves in _leaves_by_value(labels, transforms, params).items():
-        names |= left_out(transforms[label], leaves)
+    for label, params_of_label in _leaves_by_label(labels, transforms, params).items():
+        names |= left_out(transforms[label], params_of_label)
     return names
 
 
 def _left_out_by_mask(tx: Transform, params: PyTree) -> set[str]:
     """Return the names of the selected parameters that the inner transform of `masked` does not update."""
     is_selected = _mask_chooser("masked: mask", tx.arguments["mask"])(params, quiet=True).value_of
-    return left_out(tx.arguments["inner"], _leaves_by_value(is_selected, [True], params)[True])
+    return left_out(tx.arguments["inner"], _selected(is_selected, params))
 
 
 def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
@@ -412,7 +433,7 @@ def partition(
         """Return the state of each group, by label. Check the labels, and warn of probable mistakes."""
         choice = choose_labels(params)
         _check_labels(choice, transforms, params)
-        params_of = _leaves_by_value(choice.value_of, transforms, params)
+        params_of = _leaves_by_label(choice.value_of, transforms, params)
         return {label: tx.functions.init(params_of[label]) for label, tx in transforms.items()}
 
     def update(
@@ -421,13 +442,14 @@ def partition(
         """Run each transform on the leaves of its group, which it receives as a flat dict by name."""
         label_of = choose_labels.for_step(updates, params)  # by parameter name
         _require_known_labels(label_of, transforms)
-        updates_of = _leaves_by_value(label_of, transforms, updates)
-        params_of = _leaves_by_value(label_of, transforms, params)
+        updates_of = _leaves_by_label(label_of, transforms, updates)  # {"muon": {"w": ...}, "adamw": {"b": ...}}
+        params_of = _leaves_by_label(label_of, transforms, params)
         new_updates: dict[str, Any] = dict.fromkeys(label_of)  # None for parameters with the label None
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():
             out, new_state[label] = tx.run(updates_of[label], state[label], params_of[label], donate=donate, **extras)
             new_updates.update(out)
+        # `new_updates` has kept the order of `label_of`, which is that of the leaves of the tree.
         _, treedef = tree.flatten(updates)
         return tree.unflatten(treedef, new_updates.values()), new_state
 
@@ -475,17 +497,18 @@ def masked(
     def init(params: PyTree) -> PyTree:
         """Return the state of the inner transform for the selected parameters."""
         is_selected = choose(params).value_of
-        return inner.functions.init(_leaves_by_value(is_selected, [True], params)[True])
+        return inner.functions.init(_selected(is_selected, params))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run the inner transform on the selected leaves. Return the other updates unchanged."""
         is_selected = choose.for_step(updates, params)  # by parameter name
-        selected_updates = _leaves_by_value(is_selected, [True], updates)[True]
-        selected_params = _leaves_by_value(is_selected, [True], params)[True]
+        selected_updates = _selected(is_selected, updates)
+        selected_params = _selected(is_selected, params)
         out, new_state = inner.run(selected_updates, state, selected_params, donate=donate, **extras)
+        # All updates by name, with the results in place of the selected ones. The order of the leaves stays.
         leaves, treedef = tree.flatten(updates)
         update_of = dict(zip(is_selected, leaves, strict=True))
-        update_of.update(out)  # keeps the order of the leaves
+        update_of.update(out)
         return tree.unflatten(treedef, update_of.values()), new_state
 
     return init, update

@@ -61,17 +61,20 @@ def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
 
 
 def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
-    """Report each group of globs of a pattern that selects no parameter, by a warning or an error."""
+    """Report each group of globs of a pattern that selects no parameter, by a warning or an error.
+
+    A glob is, for example, ``*.bias``. In a group of globs, at least one must match one of the parameter names.
+    """
     candidates = set(names)
     if pattern.required:  # transforms with required globs also match names without "module." and other wrappers
         candidates.update(unwrapped(names).values())
-    matched_before: set[str] = set()
+    matched_before: set[str] = set()  # by the groups so far
     for group in pattern.groups:
         matches = {name for name in candidates if _matches(name, group)}
         if not matches:
             _report(pattern, group, f"matches none of the {len(names)} parameters; {_advice(group, names)}")
             continue
-        if pattern.first_counts and matches <= matched_before:
+        if pattern.first_counts and matches <= matched_before:  # earlier groups have taken all its names
             shown_matches = format_list(sorted(matches), shown_name)
             problem = f"matches only names that an earlier pattern matches, and the first counts: {shown_matches}"
             _report(pattern, group, problem)
@@ -84,11 +87,13 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
 
 def _advice(globs: tuple[str, ...], names: list[str]) -> str:
     """Return the parameter names that are close to some globs, such as "close: 'h.qkv'"; if none is, list all."""
-    close: dict[str, None] = {}  # each name once, in this order
+    close: list[str] = []
     for glob in globs:
-        close |= dict.fromkeys(close_names(glob.strip("*."), names))
+        for name in close_names(glob.strip("*."), names):
+            if name not in close:
+                close.append(name)
     if close:
-        return f"close: {format_list(list(close), shown_name)}"
+        return f"close: {format_list(close, shown_name)}"
     return f"they are {format_list(names, shown_name)}"
 
 

@@ -32,28 +32,33 @@ def product_dtypes(tx: Transform, param_dtypes: Iterable[torch.dtype], device: t
 
 
 def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
-    """Map the name of each transform with ``products="auto"`` to the library of its large symmetric products.
+    """Return a dict from the name of each transform with ``products="auto"`` to the library of its matrix products.
 
-    The library is "quack-kernels", or "torch for float16" for example, if quack-kernels failed for this dtype; see
-    `muonfx.polar.quack`. Where the dtype "auto" is bf16, some shapes are computed in fp16.
+    The library is "quack-kernels", whose symmetric products are faster. If it fails for a dtype on this device, as
+    `muonfx.polar.quack` finds, the library is for example "torch for float16". Ranks compare these texts, because two
+    libraries would round differently.
     """
     compute_dtypes = product_dtypes(tx, param_dtypes, device)
-    libraries: dict[str, str] = {}
+    library_of: dict[str, str] = {}
     for name, inner in _named_transforms(tx):
-        if name not in compute_dtypes or inner.arguments.get("products") != "auto":
+        if name not in compute_dtypes:  # it has no matrix products
             continue
-        compute_dtype = compute_dtypes[name]
-        dtypes = [compute_dtype]
-        if compute_dtype == "bfloat16" and inner.arguments.get("dtype") == "auto":
+        if inner.arguments.get("products") != "auto":
+            continue
+        dtypes = [compute_dtypes[name]]
+        # With the dtype "auto", some shapes are computed in fp16 where most are computed in bf16.
+        if dtypes == ["bfloat16"] and inner.arguments.get("dtype") == "auto":
             dtypes.append("float16")
-        libraries[name] = _library(dtypes, device)
-    return libraries
+        library_of[name] = _library(dtypes, device)
+    return library_of
 
 
 def _library(dtypes: list[str], device: torch.device) -> str:
     """Return the library of symmetric products in some dtypes, such as ``["bfloat16", "float16"]``."""
-    failed = [dtype for dtype in dtypes if quack.failure(device, getattr(torch, dtype)) is not None]
-    return f"torch for {', '.join(failed)}" if failed else "quack-kernels"
+    failed_dtypes = [dtype for dtype in dtypes if quack.failure(device, getattr(torch, dtype)) is not None]
+    if failed_dtypes:
+        return f"torch for {', '.join(failed_dtypes)}"
+    return "quack-kernels"
 
 
 def _named_transforms(tx: Transform) -> Iterator[tuple[str, Transform]]:

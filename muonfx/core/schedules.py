@@ -69,7 +69,7 @@ class Schedule(Recorded):
 
     def _prepare(self) -> None:
         """Create the function of the step now and cache it; raise TypeError if the schedule does not define one."""
-        super()._prepare()
+        super()._prepare()  # calls the decorated function, whose result is then `self._built`
         if not callable(self._built):
             name = self.factory.__name__
             raise TypeError(
@@ -88,6 +88,7 @@ class Schedule(Recorded):
         device = count.device if isinstance(count, Tensor) else torch.device("cpu")
         step = new_number(count, device)
         value = self._as_tensor(on_device_of(self._built, step), step)
+        # A float would lose the derivative by a numeric argument that is a tensor.
         if isinstance(count, Tensor) or value.requires_grad or is_wrapped(value):
             return value
         return float(value)
@@ -304,6 +305,7 @@ def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor
     """Return a function of the step that evaluates several schedules in sequence. Arguments are not checked."""
 
     def value(count: Tensor) -> Tensor:
+        """Return the value at step ``count`` of the last schedule that has begun, which counts from its boundary."""
         result = schedules[0](count)
         for boundary, following in zip(boundaries, schedules[1:], strict=True):
             # Before its boundary, the schedule could overflow, and inf * 0 in its derivative would be NaN: use step 0.

@@ -263,10 +263,11 @@ class Transform(Recorded):
     def _schedules(self) -> dict[str, Schedule]:
         """A dict from argument name to `Schedule`, for arguments with a schedule in place of a number."""
         schedules: dict[str, Schedule] = {}
-        if not [value for value in self.parts if isinstance(value, Schedule)]:
+        if not [value for value in self.parts if isinstance(value, Schedule)]:  # the usual case, found fast
             return schedules
         for name, types in self.factory.definition.plain.items():
             value = self.arguments[name]
+            # An argument that is annotated with Schedule alone is passed to the constructor as it is.
             if isinstance(value, Schedule) and "float" in types and "Schedule" not in types:
                 schedules[name] = value
         return schedules
@@ -279,21 +280,25 @@ class Transform(Recorded):
         return follow(schedules, lambda numbers: self._build_for({**self.arguments, **numbers}))
 
     def _check_schedules(self) -> None:
-        """Raise if a schedule has an invalid value at one of the steps 0, 1, 10, ..., 1,000,000."""
+        """Raise if a schedule has an invalid value at one of the steps 0, 1, 10, ..., 1,000,000.
+
+        A schedule that decays below zero would else be found in the middle of a run. The run may be shorter than these
+        steps, so a schedule may have no value or an infinite one at a later step.
+        """
         if not self._schedules:
             return
         for step in _CHECKED_STEPS:
             try:
                 arguments = arguments_at(self, step)
             except Exception:
-                if step > 0:
-                    return  # a table of values may end after the run; if it ends before, the step raises this error
-                raise
+                if step == 0:
+                    raise
+                return  # such as a table of values that ends; if a run is longer, its step raises this error
             is_infinite = any(math.isinf(arguments[name]) for name in self._schedules)
             if is_infinite and step > 0:
                 return  # a rate that grows until a run ends, as in a search for the best one, overflows if continued
             try:
-                self._build_for(arguments)
+                self._build_for(arguments)  # the constructor checks its arguments
             except ValueError as error:
                 raise ValueError(f"{self.name}: at step {step}, {error}") from error
 
@@ -497,14 +502,15 @@ class Transform(Recorded):
         ``extras`` belongs to one call of `run`, so entries may be added to it.
         """
         signature = self.extras
-        names = signature.named
+        names = signature.named  # the keyword-only arguments of the function
         accepted = extras
-        if extras and not signature.takes_all:
+        if extras and not signature.takes_all:  # without ``**extras``
             accepted = {}
             for name, extra in extras.items():
                 if name in names:
                     accepted[name] = extra
-        if "donate" in names:  # not with ``**extras`` alone: who does not name it may read its inputs after a call
+        # Not with ``**extras`` alone: a function that does not name `donate` may read its inputs after a call.
+        if "donate" in names:
             accepted["donate"] = donate
         if "sum_over_leaves" in names:
             # Under `sharded`, the caller has passed a sum over ranks. Without it, all leaves are here.
@@ -572,12 +578,12 @@ def left_out(tx: Transform, params: PyTree) -> set[str]:
 def without_left_out(tx: Transform, params: PyTree) -> PyTree:
     """Return parameters with None in place of quantized weights that are not updated.
 
-    These are leaves that are no floating-point tensors, and that are frozen or have the label None.
+    A weight of integers, for example, would be an error. It is accepted if it is frozen or has the label None.
     """
     leaves, treedef = tree.flatten(params)
-    if checks.all_usable(leaves):
+    if checks.all_usable(leaves):  # all are floating-point tensors
         return params
-    names_left_out = left_out(tx, params)
+    names_left_out = left_out(tx, params)  # with the label None
     for index, name in enumerate(tree.names(params)):
         if checks.is_usable(leaves[index]):
             continue
@@ -618,10 +624,17 @@ def within(tx: Transform) -> list[Transform]:
 
 
 def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
-    """Return a dict from name to transform for the arguments of `chain`. A repeated name gets a suffix: "scale_2"."""
+    """Return a dict from name to transform for the arguments of `chain`. A repeated name gets a suffix: "scale_2".
+
+    ``of`` is the name of the function in errors.
+
+    >>> import muonfx as mfx
+    >>> entries_of((mfx.scale(0.5), mfx.scale(2.0), ("rate", mfx.scale(-0.1))))
+    {'scale': scale(factor=0.5), 'scale_2': scale(factor=2.0), 'rate': scale(factor=-0.1)}
+    """
     entries: dict[str, Transform] = {}
     for index, entry in enumerate(transforms):
-        name: Any = None
+        name: Any = None  # not given
         tx: Any = entry
         if isinstance(entry, tuple) and len(entry) == 2:
             name, tx = entry
@@ -639,7 +652,11 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
 
 
 def _unused_name(name: str, entries: Mapping[str, Transform]) -> str:
-    """Return a name, with a suffix such as "_2" if the entries of a chain have it already."""
+    """Return a name, with a suffix such as "_2" if the members of a chain have it already.
+
+    >>> _unused_name("scale", {"scale": None, "scale_2": None})
+    'scale_3'
+    """
     unused_name = name
     count = 1
     while unused_name in entries:

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
@@ -75,7 +74,7 @@ class Definition:
 def _types_of_arguments(
     parameters: Mapping[str, inspect.Parameter], constructor: Callable[..., Any]
 ) -> dict[str, frozenset[str]]:
-    """Return the names of the types that each argument of a constructor accepts, such as {"float", "None"}.
+    """Return the names of the types that each argument of a constructor accepts: {"rate": {"float", "None"}}.
 
     `ScalarOrSchedule` counts as float, because the constructor receives the number of each step in place of a schedule.
     """
@@ -159,7 +158,7 @@ class Lazy(Generic[V]):
         """Return the property of an object, and store it in ``instance.__dict__``."""
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
-        if self._is_of_structure:
+        if self._is_of_structure:  # shared by all objects that differ in numbers only
             results: dict[str, Any] = instance.structure.attributes
             if self._name not in results:
                 results[self._name] = self._compute(instance)
@@ -213,12 +212,16 @@ _HOLE = _Hole()
 def _split(value: Any, values: list[object], *, in_container: bool = False) -> object:
     """Replace the numbers, transforms and schedules in an argument by placeholders, and append them to ``values``.
 
-    A float in a container is not replaced.
+    A float in a container, such as a pattern's learning rate in a dict, is fixed and not replaced.
+
+    >>> values = []
+    >>> _split({"a": torch.tensor(0.1), "b": 0.2}, values), values  # a placeholder prints as *
+    ({'a': *, 'b': 0.2}, [tensor(0.1000)])
     """
-    types_of_parts: tuple[type, ...] = (Recorded, Tensor)
+    types_to_replace: tuple[type, ...] = (Recorded, Tensor)
     if not in_container:
-        types_of_parts = (Recorded, Tensor, float)
-    if isinstance(value, types_of_parts):
+        types_to_replace = (Recorded, Tensor, float)
+    if isinstance(value, types_to_replace):
         values.append(value)
         return _HOLE
     kind: Any = type(value)
@@ -245,7 +248,11 @@ _CONTAINERS = (tuple, list, dict)
 
 
 def _join(skeleton: Any, values: Iterator[object]) -> Any:
-    """Replace the placeholders in a container by ``values``, in order. This is the inverse of `_split`."""
+    """Replace the placeholders in a container by the next of ``values``, in order. This is the inverse of `_split`.
+
+    >>> _join({"decay": _HOLE, "nesterov": True}, iter([0.9]))
+    {'decay': 0.9, 'nesterov': True}
+    """
     items = skeleton.values() if type(skeleton) is dict else skeleton
     joined: list[Any] = []
     for item in items:
@@ -370,7 +377,8 @@ class Recorded:
         signature = inspect.Signature(list(definition.parameters.values()))
         bound = bind(factory.__name__, signature, args, kwargs)
         bound.apply_defaults()
-        parts: list[object] = []  # the numbers, transforms and schedules among the arguments
+        # The numbers, transforms and schedules among the arguments are stored apart: they are children in the pytree.
+        parts: list[object] = []
         skeleton: dict[str, object] = {}  # the arguments by name, with placeholders for the parts
         for name, argument in bound.arguments.items():
             if argument is not definition.parameters[name].default:
@@ -386,10 +394,12 @@ class Recorded:
         if dataclasses.is_dataclass(default) and not isinstance(argument, type(default)):
             kind = type(default).__name__  # such as "MatrixView"
             raise TypeError(f"{factory.__name__}: {name} must be a {kind}, found {argument!r}: pass {kind}(...)")
-        types = factory.definition.plain[name]
-        if not types or ("float" in types and isinstance(argument, cls._number_types)):
+        type_names = factory.definition.plain[name]  # such as {"float", "None"}; empty if it is not checked
+        if not type_names:
             return argument
-        return check_plain(factory.__name__, name, argument, types)
+        if "float" in type_names and isinstance(argument, cls._number_types):  # a schedule in place of a number
+            return argument
+        return check_plain(factory.__name__, name, argument, type_names)
 
     def _names_of_parts(self, argument: str) -> Iterable[str]:
         """Return the dotted names of the numbers and recorded values (such as transforms) in one argument."""
@@ -435,7 +445,10 @@ class Recorded:
         return _join(self.structure.skeleton, iter(self.parts))
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Call a function that has the factory's signature, with arguments from a dict by name."""
+        """Call a function that has the factory's signature, with arguments from a dict by name.
+
+        Arguments of ``*args`` and ``**kwargs`` are a list and a dict in it, which are unpacked.
+        """
         positional: list[object] = []
         named: dict[str, object] = {}
         for name, kind in self.factory.definition.kinds:
@@ -584,16 +597,23 @@ def numbers_of(recorded: Recorded) -> list[Any]:
 
 
 def with_numbers(recorded: R, numbers: Iterator[object]) -> R:
-    """Return a copy of a transform or schedule with new numeric arguments, in the order of its pytree leaves."""
-    values: list[object] = []
-    for value in recorded.parts:
-        if isinstance(value, Recorded):
-            values.append(with_numbers(value, numbers))
-        else:
-            values.append(next(numbers))
-    if all(map(operator.is_, values, recorded.parts)):  # no number changed
+    """Return a copy of a transform or schedule with new numeric arguments, in the order of `numbers_of`.
+
+    ``numbers`` has one number for each numeric argument. Each call for an inner transform takes its own from it.
+
+    >>> import muonfx as mfx
+    >>> with_numbers(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), iter([0.5, -0.2]))
+    chain(momentum(decay=0.5), scale(factor=-0.2))
+    """
+    new_parts: list[object] = []
+    has_changed = False
+    for part in recorded.parts:
+        new_part = with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers)
+        has_changed = has_changed or new_part is not part
+        new_parts.append(new_part)
+    if not has_changed:
         return recorded
-    return cast("R", Recorded._from(recorded.structure, values))
+    return cast("R", Recorded._from(recorded.structure, new_parts))
 
 
 def strip_transparent(value: Any) -> Any:

@@ -40,12 +40,15 @@ class OwnNumbers:
 
     @classmethod
     def of(cls, tx: Transform, name: str, key: str) -> OwnNumbers:
-        """Return the names for a transform with a dotted name, and a key (the name without labels)."""
-        own_numbers = _own_numbers(tx)
+        """Return the names for the transform that is called ``name`` within the outermost one, such as "muon.momentum".
+
+        ``key`` is this name without the labels of partitions: "momentum".
+        """
+        own_numbers = _own_numbers(tx)  # such as ["decay"]
         names = [joined_name(name, argument) for argument in own_numbers]
         keys = [joined_name(key, argument) for argument in own_numbers]
         short_names: dict[str, str | tuple[str, ...]] = {}
-        for short_name, declared in tx.declaration.short_names.items():
+        for short_name, declared in tx.declaration.short_names.items():  # {"eps": "eps", "betas": ("b1", "b2")}
             arguments = (declared,) if isinstance(declared, str) else declared
             if not set(arguments) <= set(own_numbers):  # one of the arguments is no number, but None or a schedule
                 continue
@@ -133,10 +136,10 @@ def root_visit(tx: Transform, params: PyTree) -> Visit:
 
 
 def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key: str, label: str | None) -> Visit:
-    """Return the visit of a transform, with those of the transforms that it calls; arguments are fields of `Visit`.
+    """Describe how a transform works on some parameters, and how each transform that it calls does, as a `Visit`.
 
-    Example: for ``cautious(momentum())`` in a chain, the inner visit has the name "cautious.inner" and no path of the
-    state of its own, since the wrapper may store it in any form.
+    The arguments are fields of `Visit`. For ``cautious(momentum())``, the inner visit has the name "cautious.inner". It
+    has no path to its state, since the wrapper may store this state in any form.
     """
     resolved = tx.resolve(params)
     is_partition = resolved.factory is partition
@@ -146,7 +149,7 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
             arguments.append(argument)
     calls: list[Visit] = []
     for argument, inner, call in zip(arguments, resolved.children, _calls(resolved, params), strict=True):
-        inner_state = None
+        inner_state = None  # unknown
         if state is not None and call.state is not None:
             inner_state = (*state, *call.state)
         inner_name = joined_name(name, argument)
@@ -176,23 +179,24 @@ class _Call(NamedTuple):
 
 
 def _calls(tx: Transform, params: PyTree) -> list[_Call]:
-    """Return what ``tx`` passes to each of its `children`, in order. ``tx`` is resolved for ``params``.
-
-    A chain passes all parameters to each member. Any other transform shows what it passes, and where it stores the
-    inner states, when its ``init`` runs once on substitutes of the inner transforms (`record_calls`).
+    """Return the parameters that ``tx`` passes to each of its `children`, and the path of the child's state, in order.
 
     For example, a `partition` with the labels "muon" and "adamw" gives two calls. The first has the parameters with the
-    label "muon", and the path ``("muon",)`` of its state.
+    label "muon", and the path ``("muon",)`` of its state. ``tx`` is resolved for ``params``.
     """
     if not tx.children:
         return []
-    entries = chain_entries(tx)
-    if entries is not None:
-        return [_Call(params, (name,)) for name in entries]
+    members = chain_entries(tx)
+    if members is not None:  # a chain passes all parameters to each member, and stores the states by name
+        return [_Call(params, (name,)) for name in members]
+    # Any other transform is observed: its `init` runs once with substitutes of its children.
     recorded = record_calls(tx, params, replaced=is_wrapper(tx))
     path_of = _placeholder_paths(recorded.state)
-    # An inner transform that `init` does not call counts as one that receives all parameters.
-    return [_Call(recorded.params_of.get(index, params), path_of.get(index)) for index in range(len(tx.children))]
+    calls: list[_Call] = []
+    for index in range(len(tx.children)):
+        params_of_child = recorded.params_of.get(index, params)  # all of them, if `init` does not call the child
+        calls.append(_Call(params_of_child, path_of.get(index)))
+    return calls
 
 
 def _placeholder_paths(state: PyTree) -> dict[int, Path]:
