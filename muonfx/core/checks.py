@@ -65,8 +65,7 @@ def _number(name: str, value: object, expected: str = "finite", fits: Callable[[
     Traceback (most recent call last):
     ValueError: decay must be below 1, found 1.5
     """
-    is_python_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_python_number:
+    if isinstance(value, bool) or not isinstance(value, int | float):  # it is no Python number
         if isinstance(value, Tensor) or is_symbolic(value):
             return value
         raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")

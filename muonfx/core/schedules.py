@@ -328,8 +328,9 @@ class ScheduledState(NamedTuple):
 def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], InitAndUpdate]) -> InitAndUpdate:
     """Return the functions ``(init, update)`` of a transform that has schedules among its arguments.
 
-    ``build`` receives a dict from argument name to number, such as ``{"learning_rate": tensor(0.1)}``, and returns
-    ``(init, update)`` for these numbers. It is called at each step with the values of the schedules at this step.
+    Their state counts the steps. Each update evaluates the schedules at the current step and calls ``build``. This
+    receives a dict from argument name to number, such as ``{"learning_rate": tensor(0.1)}``, and returns
+    ``(init, update)`` for these numbers.
     """
 
     def build_at(count: Tensor) -> InitAndUpdate:

@@ -464,7 +464,7 @@ class Transform(Recorded):
         cache: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
         key = (treedef, tuple(specs), number_shapes)
         expected = cache.get(key)
-        if expected is not None:
+        if expected is not None:  # from an earlier step
             return expected
         if None in specs:  # without params, a leaf with a None gradient may still have a parameter and a state
             return None
@@ -501,8 +501,8 @@ class Transform(Recorded):
 
         ``extras`` belongs to one call of `run`, so entries may be added to it.
         """
-        signature = self.extras
-        names = signature.named  # the keyword-only arguments of the function
+        signature = self.extras  # of the ``update`` function
+        names = signature.named  # its keyword-only arguments
         accepted = extras
         if extras and not signature.takes_all:  # without ``**extras``
             accepted = {}

@@ -109,7 +109,9 @@ def make_factory(
 ) -> Any:
     """Turn a constructor into a factory: a function with the same signature that returns a ``recorded_class``.
 
-    ``declaration``, ``name`` and ``transparent`` are fields of `Definition`.
+    For example, the decorator `transform` makes a factory of the function ``momentum``. A call ``momentum(0.9)`` then
+    returns a `Transform` that stores the argument. ``declaration``, ``name`` and ``transparent`` are fields of
+    `Definition`.
     """
 
     @functools.wraps(constructor)
@@ -331,7 +333,7 @@ class Structure:
             return True
         if self.kind is not other.kind or self.factory != other.factory:
             return False
-        # Equal dicts may have their keys in another order, which has a meaning for patterns. Parts are stored in it.
+        # Python ignores the order of dicts, but here it has a meaning: of two patterns, the first that matches counts.
         return self.skeleton == other.skeleton and _keys_in(self.skeleton) == _keys_in(other.skeleton)
 
     def __hash__(self) -> int:
@@ -517,7 +519,10 @@ class Recorded:
         return self._call(self.factory, {**arguments, **changes})
 
     def __repr__(self) -> str:
-        """Return Python code that creates an equal value. Arguments that equal their defaults are left out."""
+        """Return Python code that creates an equal value. Arguments that equal their defaults are left out.
+
+        The code is, for example, "momentum(decay=0.9)" or "cautious(momentum(decay=0.9))".
+        """
         positional: list[str] = []
         keywords: list[str] = []
         for name, parameter in self.factory.definition.parameters.items():
@@ -561,7 +566,7 @@ def prepared(recorded: R) -> R:
     """
     if "_is_prepared" in recorded.__dict__:
         return recorded
-    for value in recorded.parts:
+    for value in recorded.parts:  # the numbers, inner transforms and schedules
         if isinstance(value, Recorded):
             prepared(value)
     recorded._prepare()
@@ -661,9 +666,9 @@ def _part_names(recorded: Recorded) -> tuple[str, ...]:
         return ("",)
     names: list[str] = []
     for argument, skeleton in recorded.structure.skeleton.items():
-        if skeleton is _HOLE:
+        if skeleton is _HOLE:  # the argument itself is a number or a transform
             names.append(argument)
-        elif type(skeleton) in _CONTAINERS:
+        elif type(skeleton) in _CONTAINERS:  # it may contain some, as the arguments of a chain
             names += recorded._names_of_parts(argument)
     return tuple(names)
 
@@ -675,7 +680,7 @@ def _text_of_call(recorded: Recorded) -> str:
     """
     recorded = strip_transparent(recorded)
     definition = recorded.factory.definition
-    parts = iter(recorded.parts)
+    parts = iter(recorded.parts)  # each placeholder in the arguments takes the next of these
     texts: list[str] = []
     for name, skeleton in recorded.structure.skeleton.items():
         text = _text_of_argument(skeleton, parts)

@@ -199,7 +199,7 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
     t = torch.cat(tangents)
     # Reverse mode: the gradient c^T J of the sum of the updates, weighted by c.
     c = torch.randn(updates.shape, dtype=updates.dtype, generator=generator)
-    _, vjp_function = torch.func.vjp(function, *point)
+    vjp_function = torch.func.vjp(function, *point)[1]
     c_j = torch.cat(vjp_function(c))
     by_forward = float(j_t.dot(c))
     by_reverse = float(t.dot(c_j))
