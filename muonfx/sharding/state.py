@@ -68,54 +68,64 @@ class LeafPlacement:
 
 @by_structure
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Return a list with the placement (ranks and shapes) of each leaf of a state. A leaf that is None has None.
+    """Return, for each leaf of a state, which ranks hold it and its shapes. A leaf that is None has None.
 
-    It is found from states on meta tensors: of each transform alone, and of this rank's shards.
+    For example, a momentum of shape (4, 8) is sharded like the parameter "w", and a step count is equal on all ranks.
+    Nothing is computed or sent: this is found from states on meta tensors, of each transform alone and of this rank's
+    shards.
     """
+    # 1. The placement of each leaf, by its path in the state.
     state_on_rank = binding.init(tx, binding.local_like(params))
-    plan_of: dict[Visit, RunPlan] = {}
     placement_at: dict[Path, LeafPlacement] = {}
     with warnings.catch_warnings():  # the first `init` has already warned
         warnings.simplefilter("ignore")
         # Not `binding.visits`: its paths may be of another tree with the same names, such as nested and flat dicts.
         visits = tuple(visit(tx, binding.global_like(params)))
-        if not binding.holds_all:
-            for stage in matrix_stages(visits[0]):
-                plan = binding.plan(run_of(stage), stage[0].params)
-                plan_of |= dict.fromkeys(stage, plan)
+        plan_of = _plans_of(binding, visits[0])
         # Outer transforms come first: the state of an inner transform is a part of theirs, and is described again.
         for visited in visits:
             placement_at |= _placements(binding, visited, plan_of.get(visited))
+    # 2. With the name and the shape of the leaf on this rank.
     described: list[LeafPlacement | None] = []
     for path, (name, leaf) in zip(tree.paths(state_on_rank), tree.named_leaves(state_on_rank), strict=True):
-        if path in placement_at:
-            local_shape = None if leaf is None else tuple(leaf.shape)
-            described.append(replace(placement_at[path], local=local_shape, path=name))
-        else:
+        if path not in placement_at:
             described.append(None)
+            continue
+        local_shape = None if leaf is None else tuple(leaf.shape)
+        described.append(replace(placement_at[path], local=local_shape, path=name))
     return described
+
+
+def _plans_of(binding: Binding, root: Visit) -> dict[Visit, RunPlan]:
+    """Return, for each transform that needs whole matrices, the plan that has their owners. One rank has no plans."""
+    plan_of: dict[Visit, RunPlan] = {}
+    if binding.holds_all:
+        return plan_of
+    for stage in matrix_stages(root):
+        plan = binding.plan(run_of(stage), stage[0].params)
+        for visited in stage:  # neighbours in a chain, which share a plan
+            plan_of[visited] = plan
+    return plan_of
 
 
 def _placements(binding: Binding, visited: Visit, plan: RunPlan | None) -> dict[Path, LeafPlacement]:
     """Return the placement of each tensor in the state of one transform, by its path in the outermost state.
 
-    `plan` has the owners of matrices if the transform needs whole matrices.
+    `visited` is the transform, with its parameters and the path of its state. `plan` has the owners of matrices if the
+    transform needs whole matrices.
     """
     if visited.state is None:  # its caller may store the state in any form, and has described it
         return {}
     state = fixed(visited).functions.init(visited.params)
     params = visited.params
-    if execution_of(visited) == "whole tree" and not binding.holds_all:
-        # It runs on the gathered tree, so its whole state is equal on all ranks: no leaf belongs to a parameter.
-        params = {}
-    if getattr(state, "is_equal_on_all_ranks", False):
-        # The class of the state declares it, for example `LeafMonitorState`. Shapes do not suffice: the value of a 0-d
-        # parameter has the shape of a state that is sharded like the parameter.
-        params = {}
+    if _is_equal_on_all_ranks(binding, visited, state):
+        params = {}  # no leaf belongs to a parameter
+    # 1. For each leaf, the name of its parameter.
     leaves = tree.leaves(state)
     names: Sequence[str | None] = [None] * len(leaves)
     if tree.leaves(params):
         names = parameters_of(state, params)
+    # 2. For each tensor, its placement.
     shape_of = {name: leaf.shape for name, leaf in tree.named_leaves(params) if leaf is not None}
     placements: dict[Path, LeafPlacement] = {}
     for path, name, leaf in zip(tree.paths(state), names, leaves, strict=True):
@@ -132,6 +142,15 @@ def _placements(binding: Binding, visited: Visit, plan: RunPlan | None) -> dict[
     return placements
 
 
+def _is_equal_on_all_ranks(binding: Binding, visited: Visit, state: PyTree) -> bool:
+    """Return True if the whole state of a transform is equal on all ranks."""
+    if execution_of(visited) == "whole tree" and not binding.holds_all:
+        return True  # each rank runs it on the gathered tree
+    # The class of the state may declare it, for example `LeafMonitorState`. Shapes do not suffice: the value of a 0-d
+    # parameter has the shape of a state that is sharded like the parameter.
+    return bool(getattr(state, "is_equal_on_all_ranks", False))
+
+
 def _placement_on_owners(plan: RunPlan, name: str, leaf: Tensor) -> LeafPlacement:
     """Return the placement of a leaf that each owner holds for its matrices of the parameter called `name`."""
     shards = plan.shards_of.get(name, ())
@@ -143,15 +162,19 @@ def _placement_on_owners(plan: RunPlan, name: str, leaf: Tensor) -> LeafPlacemen
 
 
 def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *, with_dtypes: bool) -> None:
-    """Raise unless a state is one that `init` returns on this rank for parameters like ``like``, local tensors."""
+    """Raise unless a state is one that `init` returns on this rank for parameters like ``like``, local tensors.
+
+    Its structure and shapes are compared and, with `with_dtypes`, its dtypes.
+    """
     leaves, structure = tree.flatten(like)
     dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
-    if None in dtypes:
-        names_of_none = {name for name, leaf in tree.named_leaves(like) if leaf is None}
-        if not names_of_none.isdisjoint(binding.layout.specs):
-            return  # without its shape, such as of a missing gradient, the state of `init` cannot be computed
+    if None in dtypes:  # a quick test, because a step should not look at each name
+        for name, leaf in tree.named_leaves(like):
+            if leaf is None and name in binding.layout.specs:
+                return  # without its shape, such as of a missing gradient, the state of `init` cannot be computed
+    # Most steps have the same structure and dtypes: `init` is called once for them, on meta tensors.
     key = tx.treedef, structure, tuple(dtypes)
-    if key not in binding.expected_states:  # most steps have the same: `init` is called once, on meta tensors
+    if key not in binding.expected_states:
         meta_state = binding.init(tx, meta_like(like))
         binding.expected_states[key] = checks.ExpectedState.of(meta_state)
     checks.check_state_like(tx.name, state, binding.expected_states[key], with_dtypes=with_dtypes)
@@ -160,7 +183,8 @@ def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *,
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
     """Turn each leaf of an optimizer state into a DTensor if its parameter is a DTensor.
 
-    `old` is the previous state. DTensors that a step updated in place are taken from it, because new ones take time.
+    The momentum of a DTensor becomes a DTensor with the same mesh and placements; a step count stays a tensor. `old` is
+    the previous state. DTensors that a step updated in place are taken from it, because new ones take time.
     """
     leaves, treedef = tree.flatten(state)
     old_leaves: Sequence[Any] = [None] * len(leaves)
@@ -176,9 +200,10 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
 def leaf_to_dtensor(
     binding: Binding, placement: LeafPlacement | None, leaf: Tensor | None, old_leaf: object = None
 ) -> Tensor | None:
-    """Turn one leaf of an optimizer state into a DTensor if its parameter is one. `placement` has its ranks.
+    """Turn one leaf of an optimizer state into a DTensor if its parameter is one. Return any other leaf unchanged.
 
-    A leaf that is None on this rank becomes a DTensor without elements if other ranks have it.
+    `placement` says which ranks hold the leaf. A leaf that is None on this rank becomes a DTensor without elements if
+    other ranks have it, because all ranks must have the same structure.
     """
     layout = binding.layout
     if placement is None or placement.name is None:  # a leaf without a parameter, such as a counter
@@ -196,10 +221,10 @@ def leaf_to_dtensor(
 def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """Replace each DTensor and `FlatShard` in a state by the local tensor that `update` uses on this rank.
 
-    The leaf of a matrix that another rank computes becomes None: here its DTensor or `FlatShard` has no elements.
+    A leaf for a matrix that another rank computes is a DTensor or `FlatShard` without elements here. It becomes None.
     """
     leaves, treedef = tree.flatten(state)
-    if PLAIN.issuperset(map(type, leaves)):
+    if PLAIN.issuperset(map(type, leaves)):  # no leaf is a DTensor or `FlatShard`, as in most steps
         return state
     placements = describe_state(binding, tx, params)
     if len(placements) != len(leaves):
@@ -235,16 +260,24 @@ def global_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree)
 def global_leaf(
     binding: Binding, device: torch.device, placement: LeafPlacement | None, leaf: Tensor | None
 ) -> Tensor | FlatShard | None:
-    """Convert one leaf of a state for a checkpoint: return a DTensor, a `FlatShard` or a whole tensor."""
+    """Convert one leaf of a state for a checkpoint: return a DTensor, a `FlatShard` or a whole tensor.
+
+    For a stack of four matrices of 16 elements, of which this rank computes the last two, the momentum becomes a
+    `FlatShard` of 32 elements, which begin at element 32 of the whole momentum.
+    """
     if placement is None or placement.name is None:  # a leaf without a parameter is whole on all ranks
         return leaf
-    shard = placement.shard  # the matrices of the parameter that this rank computes
-    if placement.owned and shard is None:  # none: an interval without elements
-        return FlatShard(placement.shape, 0, torch.empty(0, dtype=placement.dtype, device=device))
-    if leaf is None:  # the transform has no state for this parameter
-        return None
-    if shard is None:  # the leaf is sharded like its parameter
+    # 1. A leaf that is sharded like its parameter.
+    if not placement.owned:
+        if leaf is None:  # the transform has no state for this parameter
+            return None
         return global_shard(binding.layout, placement.name, leaf)
+    # 2. A leaf that each owner (the rank that computes a matrix) has for its matrices.
+    shard = placement.shard  # the matrices that this rank computes
+    if shard is None:  # none: an interval without elements
+        return FlatShard(placement.shape, 0, torch.empty(0, dtype=placement.dtype, device=device))
+    if leaf is None:
+        return None
     if shard.owner is None:  # every rank computes all matrices, and has the whole leaf
         return leaf
     start, _ = interval_of(placement, shard)
@@ -277,15 +310,18 @@ def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local
     mesh = layout.dtensors[name].mesh
     placements: Sequence[Placement] = layout.dtensors[name].placements
     shape = placement.shape
-    if all(shard.owner is None for shard in placement.shards):  # every rank computes all matrices
+    # 1. Every rank computes all matrices: it has the whole leaf.
+    if all(shard.owner is None for shard in placement.shards):
         assert local is not None
         placements = [Replicate()] * mesh.ndim
-    elif len(placement.shards) == 1:  # one rank computes all matrices: a mesh of this rank
+    # 2. One rank computes all matrices: it has the whole leaf, on a mesh of this rank alone.
+    elif len(placement.shards) == 1:
         mesh = _mesh_of_owner(layout, mesh.device_type, placement.shards[0].the_owner)
         placements = [Replicate()]
         if local is not None:
             local = local.view(shape)
-    elif own_what_they_hold(layout, name, placement.shards, shape):  # the placements of the parameter
+    # 3. Each rank computes the matrices that it holds: the leaf has the placements of the parameter.
+    elif own_what_they_hold(layout, name, placement.shards, shape):
         if local is None:
             local = _empty_on(mesh, placement.dtype)
         local = local.reshape(-1, *shape[1:])
@@ -310,18 +346,22 @@ def _mesh_of_owner(layout: Layout, device_type: str, owner: int) -> DeviceMesh:
 def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard], shape: Sequence[int]) -> bool:
     """Return True if every rank computes exactly the matrices that it holds, of a parameter that stacks matrices.
 
-    If the parameter, or its leaf of the state with this `shape`, is not split along dim 0 alone, return False.
+    For a stack of shape (4, 8, 8) with the placement ``Shard(0)`` over two ranks, rank 0 then computes matrices 0 and
+    1. The leaf of the state with this `shape` can have the same placement. This is False unless both are split along
+    dim 0 alone.
     """
     spec = layout.dtensors[name]
     for placement in cast("Sequence[Any]", spec.placements):
         is_split_elsewhere = not placement.is_replicate() and placement.dim != 0
         if is_split_elsewhere:
             return False
-    if tuple(shape[:1]) != tuple(spec.shape[:1]):
+    has_other_length = tuple(shape[:1]) != tuple(spec.shape[:1])
+    if has_other_length:
         return False
     owners = {shard.owner for shard in shards}
     if len(owners) < len(shards):  # a rank computes several ranges
         return False
+    # The route "local": only the owner holds these matrices, and nothing is sent.
     return all(shard.route == "local" for shard in shards)
 
 
