@@ -205,7 +205,7 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
     """Return, as texts by subject, the transforms that are applied to each parameter, and their arguments.
 
     For a chain, "transforms of a parameter" has an entry such as ``{"w": "chain, momentum, orthogonalize"}``, and
-    "chains" one such as ``{"1 momentum": "elementwise momentum(decay=0.0)"}``.
+    "chains" one such as ``{"1 momentum": "elementwise momentum(decay=0.0, ...)"}``.
     """
     chains: dict[str, str] = {}
     titles_of: dict[str, list[str]] = {}  # by parameter name: the transforms that are applied to it
@@ -223,7 +223,7 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
 
 
 def _text_of_argument(value: object) -> str:
-    """Return a text for an argument of a transform, such as "momentum(decay=0.0, nesterov=True)" for a transform.
+    """Return a text for an argument of a transform, such as "momentum(decay=0.0, nesterov=True, ...)".
 
     All functions share the text "a function". Their code cannot be compared, but ranks compare their results.
     """

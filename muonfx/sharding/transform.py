@@ -132,13 +132,16 @@ def sharded(
 
     @torch.compiler.disable
     def init(params: PyTree) -> PyTree:
+        """Return this rank's initial state. If all parameters are meta tensors, it has shapes only."""
         params = without_left_out(tx, params)
         binding = bind(layout, settings, store)
+        # 1. Only the structure of the state, without communication.
         local_params = local_tree(params)
         are_meta = [tensor.is_meta for tensor in tree.tensors(local_params)]
-        if are_meta and all(are_meta):  # only the structure of the state: no communication
+        if are_meta and all(are_meta):
             binding.likes.setdefault(inner.treedef, local_params)  # for `to_global` and `from_global`
             return binding.init(inner, local_params)
+        # 2. The state, after the ranks have compared their transforms and parameters.
         progress = _memory.setdefault(_PROGRESS, Progress())
         # An equal transform that is built again for a later step, without `init`, continues with this progress.
         binding.progress_of[inner.treedef] = progress
@@ -159,6 +162,7 @@ def sharded(
         check: bool = False,  # whether the trees are compared with each other, as in `Transform.update`
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
+        """Return this rank's updates and its next state."""
         params = without_left_out(tx, params)
         binding = bind(layout, settings, store)
         call = Arguments(updates, state, params, donate, extras)
@@ -193,10 +197,10 @@ def sharded_with(progress: Progress, tx: Transform, layout: Layout, settings: Se
 
 
 def _progress_of(memory: Memory, binding: Binding, inner: Transform) -> Progress:
-    """Return the progress of a sharded transform.
+    """Return the progress of a sharded transform: its number among those of the group, and the steps it has made.
 
-    A transform that is built again for each step, from the same layout, has none of its own. It continues with the
-    progress of the transform of equal structure that was initialized last.
+    A training loop may build an equal transform for each step, ``sharded(muon(rate), layout)``. The new one has no
+    progress of its own. It continues with the progress of the transform of equal structure that was initialized last.
     """
     if _PROGRESS in memory:
         return memory[_PROGRESS]
@@ -212,12 +216,15 @@ def init_sharded(
     next function that communicates, which raises on all ranks: to `verify_ranks` and, after that, to `verify_params`.
     `problem` is such an error of the caller.
     """
+    # 1. The warnings, which are errors if the user turns warnings into errors.
     try:
-        warn_of_unmatched(patterns_in(tx), params)  # it raises if the user turns warnings into errors
+        warn_of_unmatched(patterns_in(tx), params)
     except Exception as error:
         if problem is None:
             problem = error
+    # 2. All ranks have the same transform and parameters, and none has an error so far.
     verify_ranks(binding, tx, params, problem)
+    # 3. The state. Its errors, such as of a full disk, may be on this rank only.
     local = local_tree(params)
     state: PyTree = None
     init_problem: Exception | None = None
@@ -226,7 +233,7 @@ def init_sharded(
     except Exception as error:
         init_problem = error
     verify_params(binding.layout, local, init_problem, may_fail=True)
-    # No rank has an error. All of them count this transform, and compare the number at every step.
+    # 4. No rank has an error. All of them count this transform, and compare the number at every step.
     progress.begin(next_serial(binding.layout), state)
     return state
 
@@ -321,9 +328,10 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
 
 def _in_containers_of(expected: PyTree, state: PyTree) -> PyTree:
-    """Return the leaves of a state in the containers of another with the same names, such as a flat dict.
+    """Return the leaves of a state in the containers of another state with the same names, such as a flat dict.
 
-    Return the state unchanged if its leaves have other names, or the same in another order.
+    A state of nested parameters may have the momentum ``{"layer": {"weight": m}}`` where `expected` has the flat dict
+    ``{"layer.weight": ...}``. Return the state unchanged if its leaves have other names, or another order.
     """
     if tree.names(state) != tree.names(expected):
         return state
@@ -372,9 +380,11 @@ def settings_of(tx: Sharded) -> Settings:
 
 
 def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
-    """Return the `Binding` of a sharded transform, the transform in it, and `params` or meta tensors like them.
+    """Return the binding, the inner transform and the parameters of a sharded transform, to convert its state.
 
-    The second is the transform that was passed to `sharded`, without offload.
+    Returns:
+        The `Binding`, which runs transforms over the ranks; the transform that was passed to `sharded`, without
+        offload; and `params` or, if they are None, meta tensors in the shapes of this rank's shards.
     """
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx: found {tx!r}, expected a transform that muonfx.sharding.sharded returned")
