@@ -38,6 +38,8 @@ class _Load(NamedTuple):
 def assign(items: Sequence[Item], ranks: int) -> list[int]:
     """Choose one of its candidates for each item, so that ranks have about equal costs. Sizes break ties.
 
+    Here rank 0 must compute the expensive item, so rank 1 gets both others:
+
     >>> assign([Item(1.0, 0, (0, 1)), Item(1.0, 0, (0, 1)), Item(9.0, 0, (0,))], ranks=2)
     [1, 1, 0]
     """
@@ -46,16 +48,17 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     owner_of: dict[int, int] = {}  # by the index of the item
     with_choice: dict[int, Item] = {}
     for index, item in enumerate(items):
-        rank, *other_candidates = item.candidates
-        if other_candidates:
+        if len(item.candidates) > 1:
             with_choice[index] = item
             continue
+        (rank,) = item.candidates
         owner_of[index] = rank
         loads[rank] = loads[rank].plus(item)
     costs_before = [load.cost for load in loads]
-    # 2. The other items by descending cost, each to the candidate with the lowest load.
+    # 2. The other items by descending cost, each to the candidate with the lowest load. Items with equal candidates
+    # share a queue.
     by_cost = _descending(with_choice)
-    queue_of: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
+    queue_of: dict[tuple[int, ...], _Queue] = {}
     for index, item in by_cost.items():
         if item.candidates not in queue_of:
             queue_of[item.candidates] = _Queue(loads, item.candidates)
@@ -73,7 +76,11 @@ def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:
 
     Ranks keep whole parameters, so their memory must be balanced too: no rank ends above the mean of sizes by more than
     the largest item with a cost.
+
+    >>> assign_by_bytes([Item(cost=9.0, size=10), Item(cost=0.0, size=6), Item(cost=0.0, size=4)], ranks=2)
+    [0, 1, 1]
     """
+    # 1. The items with a cost, such as matrices, by their costs.
     with_cost: dict[int, Item] = {}
     without_cost: dict[int, Item] = {}
     for index, item in _descending(dict(enumerate(items))).items():
@@ -84,6 +91,7 @@ def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:
     loads = _no_loads(ranks)
     mean_size = sum(item.size for item in items) // ranks  # sizes are integers, so rounding down changes nothing
     owner_of = _assign_by_cost(with_cost, loads, mean_size)
+    # 2. The items without a cost, such as biases, by the memory that is left.
     owner_of |= _assign_by_size(without_cost, loads)
     return [owner_of[index] for index in range(len(items))]
 
@@ -103,12 +111,14 @@ def _assign_by_cost(items: Mapping[int, Item], loads: list[_Load], mean_size: in
     Each rank has memory for `mean_size`, the mean of the sizes of all items, plus the largest of these items. The items
     are added to `loads`.
     """
-    limit = mean_size + max([item.size for item in items.values()], default=0)
+    largest_size = max([item.size for item in items.values()], default=0)
+    limit = mean_size + largest_size
     queue = _Queue(loads, range(len(loads)))
     owner_of: dict[int, int] = {}
     for index, item in items.items():
+        # A full rank leaves the queue. One with at most the mean has room for any item, and such a rank always exists.
         while loads[queue.least()].size + item.size > limit:
-            queue.leave()  # a rank with at most the mean always stays, so the queue never empties
+            queue.leave()
         owner_of[index] = queue.assign(item)
     return owner_of
 
@@ -165,12 +175,17 @@ def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], larges
     Return the rank by index of the item; no item if no better assignment is found. The items have descending costs.
     `costs_before` has each rank's cost without them.
     """
+    # 1. The best largest cost is between these limits: it is at least the mean, and the cost of each item and rank.
     costs = [item.cost for item in items.values()]
     mean = (sum(costs) + sum(costs_before.values())) / len(costs_before)
     lower = max(mean, *costs_before.values(), *costs)
     upper = largest_cost
-    if upper <= _BALANCED * lower or len(items) * len(costs_before) > _MOST_TRIALS:
+    is_balanced = upper <= _BALANCED * lower
+    takes_too_long = len(items) * len(costs_before) > _MOST_TRIALS
+    if is_balanced or takes_too_long:
         return {}
+    # 2. Halve the interval between them: if the items fit below the middle, that is a new upper limit, else a lower
+    # one.
     by_cost = sorted(costs_before, key=lambda rank: (-costs_before[rank], rank))
     best: dict[int, int] = {}
     for _ in range(_BISECTIONS):
@@ -185,9 +200,12 @@ def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], larges
 
 
 def _first_fit(limit: float, items: Mapping[int, Item], costs: dict[int, float]) -> dict[int, int] | None:
-    """Assign each item to the first rank whose total cost stays below `limit`. Return None if an item fits nowhere.
+    """Assign each item to the first rank whose total cost stays within `limit`. Return None if an item fits nowhere.
 
     `costs` has the cost of each rank so far, in the order in which ranks are tried. The items are added to it.
+
+    >>> _first_fit(5.0, {7: Item(3.0, 0), 8: Item(2.0, 0)}, {0: 4.0, 1: 0.0})  # both items fit on rank 1 only
+    {7: 1, 8: 1}
     """
     owner_of: dict[int, int] = {}
     for index, item in items.items():
@@ -196,6 +214,6 @@ def _first_fit(limit: float, items: Mapping[int, Item], costs: dict[int, float])
                 costs[rank] = cost + item.cost
                 owner_of[index] = rank
                 break
-        else:
+        if index not in owner_of:
             return None
     return owner_of

@@ -34,21 +34,22 @@ CostOf = Callable[[str, tuple[int, ...], torch.dtype], float]
 def cost_of_run(run: Run, device: str, compute: torch.dtype) -> CostOf:
     """Return a function that estimates the operations for one parameter in neighbouring transforms (a run).
 
-    The declared costs of the transforms are bound once to a device type, such as "cuda", and the dtype of products,
-    because a plan computes the cost of tens of thousands of matrices.
+    For ``cost_of = cost_of_run(run, "cuda", torch.bfloat16)``, the cost of a matrix "w" is
+    ``cost_of("w", (64, 64), torch.float32)``. The declared costs of the transforms are bound once to the type of device
+    and the dtype of products, because a plan computes the cost of tens of thousands of matrices.
     """
     per_element = 0.0
-    declared: list[CostOf] = []
+    declared_costs: list[CostOf] = []
     for _, tx in run:
         for inner in within(tx):
             per_element += _PER_ELEMENT
             if inner.declaration.matrices.cost is not None:
-                declared.append(inner.declaration.matrices.cost(inner, device, compute))
+                declared_costs.append(inner.declaration.matrices.cost(inner, device, compute))
 
     def cost_of(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
         total = per_element * prod(shape)
-        for cost in declared:
-            total += cost(name, shape, dtype)
+        for declared_cost in declared_costs:
+            total += declared_cost(name, shape, dtype)
         return total
 
     return cost_of
@@ -68,11 +69,14 @@ def run_of(stage: Sequence[Visit]) -> Run:
 
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None) -> dict[str, float]:
-    """Return the estimated operations of `tx` (None: Newton-Schulz) on matrices on a CPU, by parameter name."""
+    """Return the estimated operations of `tx` (None: Newton-Schulz) on matrices on a CPU, by parameter name.
+
+    A parameter that `tx` does not treat as a matrix costs 0.0.
+    """
     if tx is None:
         return {name: _newton_schulz_cost(spec) for name, spec in specs.items()}
     costs = dict.fromkeys(specs, 0.0)
-    for run, names in runs_of(tx, meta_of(specs)):
+    for run, names in runs_of(tx, meta_of(specs)):  # neighbouring transforms, and the parameters that they receive
         cost_of = cost_of_run(run, "cpu", torch.float32)
         for name in names:
             costs[name] += cost_of(name, specs[name].shape, specs[name].dtype)
