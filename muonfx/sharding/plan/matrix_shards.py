@@ -31,13 +31,15 @@ from muonfx.sharding.shards.table import ShardTable
 def nearest(ranks: Sequence[int], owner: int) -> int:
     """Return the rank in `ranks`, an ascending list, that is nearest to the rank `owner`. Prefer the lower in a tie.
 
+    Ranks with near numbers are usually on one machine, where messages are fast.
+
     >>> nearest([0, 3, 6], 5)
     6
     """
     if len(ranks) == 1:
         return ranks[0]
     index = bisect_left(ranks, owner)
-    neighbours = ranks[max(index - 1, 0) : index + 1]
+    neighbours = ranks[max(index - 1, 0) : index + 1]  # the rank below the owner, and the one at or above it
     return min(neighbours, key=lambda rank: (abs(rank - owner), rank))
 
 
@@ -163,24 +165,27 @@ class MatrixShard:
         rank (``local_views``), and rows 2 and 3 of the tensor in which the owner computes (``matrix_views``).
         """
         local_shard = self.cut[rank]  # the elements of the parameter that the rank holds
+        # 1. Those of them that are in these matrices.
         boxes: tuple[Box, ...] = ()
         sends = False
         overlap = self.transfer_of(rank)
         if overlap is not None:
             boxes = overlap.boxes
             sends = overlap.sender == rank
+        numel = numel_of(boxes)
+        is_same_shard = numel == self.numel and numel == local_shard.numel
+        # 2. On the owner, the elements of all ranks.
         transfers: list[OwnerTransfer] = []
         if rank == self.owner:
             for transfer in self.transfers:
-                views = tuple(map(self.position.view, transfer.boxes))
+                views = tuple([self.position.view(box) for box in transfer.boxes])
                 transfers.append(OwnerTransfer(transfer, views))
-        numel = numel_of(boxes)
         return LocalTransfers(
             shard=self,
-            computes=self.owner in (None, rank),
-            is_same_shard=self.numel == numel == local_shard.numel,
-            local_views=tuple(map(local_shard.view, boxes)),
-            matrix_views=tuple(map(self.position.view, boxes)),
+            computes=self.owner is None or self.owner == rank,
+            is_same_shard=is_same_shard,
+            local_views=tuple([local_shard.view(box) for box in boxes]),
+            matrix_views=tuple([self.position.view(box) for box in boxes]),
             numel=numel,
             sends=sends,
             transfers=transfers,
@@ -229,7 +234,10 @@ class MatrixShard:
 
     @property
     def reason(self) -> str:
-        """A text that explains the `route`, for the tables of `Plan.explain`."""
+        """A text that explains the `route` of the matrices, for the tables of `Plan.explain`.
+
+        For example, "cut into 2 shards; the owner holds 50%".
+        """
         if self.owner is None:
             return f"every rank holds it; computing it ({self.cost:.1e} operations) is faster than sending it"
         if not self.needs_send:
@@ -255,24 +263,26 @@ def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
 def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTable) -> list[MatrixShard]:
     """Return the shards of a parameter to assign to ranks: ranges of a stack of matrices, or the whole parameter.
 
-    `matrix` is the shape of each matrix of the stack; None for a parameter that is no stack.
+    `matrix` is the shape of each matrix of the stack, such as (4, 4) for a parameter of shape (6, 4, 4); None for a
+    parameter that is no stack.
     """
     cut = layout.cuts[name]
     if matrix is None:
         return [_whole_parameter(name, cut)]
-    numel = prod(matrix)
+    numel = prod(matrix)  # of one matrix
     shards: list[MatrixShard] = []
-    for first, stop, candidates, complete, one_each in _ranges(cut, numel):
+    for matrices in _ranges(cut, numel):
+        count = matrices.stop - matrices.first
         shards.append(
             MatrixShard(
                 name,
-                start=first * numel,
-                stop=stop * numel,
-                shape=(stop - first, *matrix),
+                start=matrices.first * numel,
+                stop=matrices.stop * numel,
+                shape=(count, *matrix),
                 cut=cut,
-                candidates=candidates,
-                complete=complete,
-                one_each=one_each,
+                candidates=matrices.candidates,
+                complete=matrices.complete,
+                one_each=matrices.one_each,
             )
         )
     return shards
@@ -294,13 +304,15 @@ def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[Ma
     The matrices of a stack have different ranks: if matrices 0 and 1 of "w" have the candidates 0 to 3, and rank 0 has
     the highest load, they may be assigned to ranks 1 and 2. Stacks with the highest cost of a matrix come first.
     """
+    # 1. The stacks, by (name, candidates), and the loads of the ranks from shards without a choice.
     loads = [0.0] * size
-    indices_of_stack: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # by (name, candidates)
+    indices_of_stack: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for index, shard in enumerate(shards):
         if shard.one_each:
             indices_of_stack.setdefault((shard.name, shard.candidates), []).append(index)
         elif len(shard.candidates) == 1:
             loads[shard.candidates[0]] += shard.cost
+    # 2. The matrices of each stack, to the candidates with the lowest loads.
     assigned = list(shards)
     stacks = sorted(indices_of_stack.values(), key=lambda indices: -shards[indices[0]].cost)
     for indices in stacks:
@@ -363,12 +375,15 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
         for divided in _divide(neighbours, first, num_matrices):
             _append(ranges, divided)
         first += len(neighbours)
-    # 3. A rank has one tensor of state for the stack, so it must not compute two ranges with a gap between them.
+    # 3. A rank has one tensor of state for the stack, so it must not compute two ranges with a gap between them. If one
+    # would, a single rank computes the whole stack.
     owners = [matrices.candidates[0] for matrices in ranges if not matrices.one_each]
-    if len(set(owners)) == len(owners):
+    has_gaps = len(set(owners)) < len(owners)
+    if not has_gaps:
         return ranges
-    # If one would, a single rank computes the whole stack.
-    candidates = set().union(*[matrices.candidates for matrices in ranges])
+    candidates: set[int] = set()
+    for matrices in ranges:
+        candidates.update(matrices.candidates)
     return [_Range(0, len(holders_of_matrices), tuple(sorted(candidates)), complete=False)]
 
 
@@ -386,45 +401,64 @@ def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[in
     count = len(neighbours)
     ranks = neighbours[0].ranks
     complete = neighbours[0].complete
-    owners: list[int] = []  # of each matrix
+    # 1. Enough matrices for all ranks.
     if count >= len(ranks):
-        for index, rank in enumerate(ranks):
-            start = count * index // len(ranks)
-            stop = count * (index + 1) // len(ranks)
-            owners += [rank] * (stop - start)
-    else:
-        candidates = set(ranks).intersection(*[holders.most for holders in neighbours])
-        hold_no_other_matrix = all(num_matrices[rank] == count for rank in candidates)
-        if len(candidates) >= max(count, 2) and hold_no_other_matrix:
-            ranks_of_each = tuple(sorted(candidates))
-            return [_Range(first + i, first + i + 1, ranks_of_each, complete, one_each=True) for i in range(count)]
-        owners = [holders.most[0] for holders in neighbours]
+        owners = _in_equal_ranges(ranks, count)
+        return [_Range(index, index + 1, (owner,), complete) for index, owner in enumerate(owners, first)]
+    # 2. A rank of its own for each matrix.
+    candidates = set(ranks).intersection(*[holders.most for holders in neighbours])
+    hold_no_other_matrix = all(num_matrices[rank] == count for rank in candidates)
+    if len(candidates) >= max(count, 2) and hold_no_other_matrix:
+        ranks_of_each = tuple(sorted(candidates))
+        indices = range(first, first + count)
+        return [_Range(index, index + 1, ranks_of_each, complete, one_each=True) for index in indices]
+    # 3. The rank that needs to receive the least.
+    owners = [holders.most[0] for holders in neighbours]
     return [_Range(index, index + 1, (owner,), complete) for index, owner in enumerate(owners, first)]
 
 
+def _in_equal_ranges(ranks: Sequence[int], count: int) -> list[int]:
+    """Return the rank of each of `count` matrices, if each rank has an equal range of neighbours.
+
+    >>> _in_equal_ranges([4, 5], 5)
+    [4, 4, 5, 5, 5]
+    """
+    owners: list[int] = []
+    for index, rank in enumerate(ranks):
+        start = count * index // len(ranks)
+        stop = count * (index + 1) // len(ranks)
+        owners += [rank] * (stop - start)
+    return owners
+
+
 def _append(ranges: list[_Range], added: _Range) -> None:
-    """Append a range of matrices to a list. If the previous range has the same single owner, extend it instead."""
-    if ranges and not added.one_each:
-        previous = ranges[-1]
-        if previous.candidates == added.candidates:
-            complete = previous.complete and added.complete
-            ranges[-1] = _Range(previous.first, added.stop, added.candidates, complete)
-            return
-    ranges.append(added)
+    """Append a range of matrices to a list. If the previous range has the same single owner, extend it instead.
+
+    After matrices 0 to 2 of rank 0, matrix 3 of rank 0 makes one range of matrices 0 to 3.
+    """
+    if not ranges or added.one_each or ranges[-1].candidates != added.candidates:
+        ranges.append(added)
+        return
+    previous = ranges[-1]
+    complete = previous.complete and added.complete
+    ranges[-1] = _Range(previous.first, added.stop, added.candidates, complete)
 
 
 def _holders_of_matrix(holders: Mapping[ShardPosition, Sequence[int]], boxes: Sequence[Box], numel: int) -> _Holders:
     """Find the ranks that hold elements of a matrix, which has `numel` elements in some boxes of the parameter.
 
-    `holders` is a dict from the position of each shard of the parameter to the ranks that hold it.
+    `holders` is a dict from the position of each shard of the parameter to the ranks that hold it. If a matrix of 16
+    elements has 4 on rank 0 and 12 on rank 1, both ranks are returned, and rank 1 as the one that holds most.
     """
+    # 1. The number of elements on each rank that holds any.
     numel_of_rank: dict[int, int] = {}
     for position, ranks_of_shard in holders.items():
         overlap = numel_of(position.overlaps(boxes))
         if overlap:
             numel_of_rank.update(dict.fromkeys(ranks_of_shard, overlap))
-    largest = max(numel_of_rank.values())
+    # 2. The ranks with the most, perhaps with all of them.
     ranks = sorted(numel_of_rank)
+    largest = max(numel_of_rank.values())
     most = tuple([rank for rank in ranks if numel_of_rank[rank] == largest])
     if largest == numel:
         return _Holders(ranks=most, complete=True, most=most)
