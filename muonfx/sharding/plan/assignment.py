@@ -121,18 +121,23 @@ class RunPlan:
 
         `updates` has this rank's updates by parameter name. The matrices of an update that is None are left out.
         """
+        # Only the buckets of the last step are stored: most steps have the same gradients.
         absent = frozenset([name for name, update in updates.items() if update is None])
         if absent not in self._local_buckets:
-            buckets: list[Bucket] = []
-            for transfers in self._transfers_of_buckets:
-                present = [local for local in transfers if local.shard.name not in absent]
-                if present:
-                    buckets.append(Bucket(present, self.size))
-            if not buckets:  # the transforms are run once in each step, also without a matrix
-                buckets.append(Bucket([], self.size))
-            self._local_buckets.clear()  # only buckets of the last step are stored: most steps have the same gradients
-            self._local_buckets[absent] = buckets
+            self._local_buckets.clear()
+            self._local_buckets[absent] = self._buckets_without(absent)
         return self._local_buckets[absent]
+
+    def _buckets_without(self, absent: frozenset[str]) -> list[Bucket]:
+        """Return the buckets without the matrices of some parameters. There is at least one bucket, perhaps empty."""
+        buckets: list[Bucket] = []
+        for transfers in self._transfers_of_buckets:
+            present = [local for local in transfers if local.shard.name not in absent]
+            if present:
+                buckets.append(Bucket(present, self.size))
+        if not buckets:  # the transforms are run once in each step, also without a matrix
+            buckets.append(Bucket([], self.size))
+        return buckets
 
     @cached_property
     def _transfers_of_buckets(self) -> list[list[LocalTransfers]]:
@@ -154,13 +159,13 @@ class RunPlan:
     def flops(self) -> list[float]:
         """A list with the load of each rank per step, in floating-point operations of dense matrix products."""
         loads = [0.0] * self.size
-        by_every_rank = 0.0
+        load_of_every_rank = 0.0
         for shard in self.shards:
-            if shard.owner is None:
-                by_every_rank += shard.cost
+            if shard.owner is None:  # every rank computes these matrices
+                load_of_every_rank += shard.cost
             else:
                 loads[shard.owner] += shard.cost
-        return [by_every_rank + load for load in loads]
+        return [load_of_every_rank + load for load in loads]
 
     @property
     def sent(self) -> list[int]:
@@ -168,19 +173,23 @@ class RunPlan:
         return self.sent_for(self.shards)
 
     def sent_for(self, shards: Sequence[MatrixShard]) -> list[int]:
-        """Return a list with the bytes that each rank sends in a step for the matrices in `shards`."""
+        """Return a list with the bytes that each rank sends in a step for the matrices in `shards`.
+
+        Two ranks each hold half of a matrix of 1,000 elements, which is sent in fp32. Rank 0 computes it: rank 1 sends
+        2,000 bytes of the update to rank 0, which sends 2,000 bytes of the result back. The list is ``[2000, 2000]``.
+        """
         sent = [0] * self.size
         for shard in shards:
-            if shard.owner is None:
+            if shard.owner is None:  # every rank computes it, and nothing is sent
                 continue
             wire = self.wire_dtypes(self.specs[shard.name].dtype)
             for transfer in shard.transfers:
-                receivers = len(transfer.ranks)
-                if shard.owner in transfer.ranks:
-                    receivers -= 1  # an owner sends itself nothing
-                sent[shard.owner] += receivers * transfer.numel * wire.results.itemsize
+                # The update to the owner, unless the owner holds it.
                 if transfer.sender != shard.owner:
                     sent[transfer.sender] += transfer.numel * wire.updates.itemsize
+                # The result to each rank that holds these elements, except the owner itself.
+                receivers = [rank for rank in transfer.ranks if rank != shard.owner]
+                sent[shard.owner] += len(receivers) * transfer.numel * wire.results.itemsize
         return sent
 
     @remembered
@@ -204,9 +213,13 @@ BUFFERS_PER_BUCKET = 6
 
 
 def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.device, settings: Settings) -> RunPlan:
-    """Decide which rank computes each matrix of the named parameters, for transforms that need whole matrices."""
+    """Decide which rank computes each matrix of the named parameters, for transforms that need whole matrices.
+
+    `run` has these transforms, which are neighbours in a chain. Nothing is sent: all ranks make the same plan, because
+    it depends on shapes and on the layout alone.
+    """
     specs = {name: layout.specs[name] for name in names}
-    # All ranks must make the same plan, so a transform's dtype "auto" is not resolved by this machine's CPU here.
+    # A transform's dtype "auto" is not resolved by this machine's CPU here, since ranks may have different CPUs.
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     shapes = {name: spec.shape for name, spec in specs.items()}
     matrices = matrices_of(run, shapes)
@@ -239,13 +252,12 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
 
 
 def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
-    """Choose the rank that computes each matrix shard. Return it by the index of the shard.
+    """Choose the rank that computes each matrix shard (some whole matrices). Return it by the index of the shard.
 
     A shard that all ranks hold is split or not. If it is split, one rank computes it and sends the result to the
     others. If not, every rank computes it, and it is not in the returned dict. Any other shard has one owner.
 
-    The setting "auto" compares whole assignments by their estimated seconds in a step, because splitting saves nothing
-    if, for example, there are fewer matrices than ranks.
+    Several sets of shards to split may be tried. The assignment that takes the fewest seconds in a step is returned.
     """
     on_some_ranks: list[int] = []
     on_all_ranks: list[int] = []
@@ -254,24 +266,15 @@ def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings
             on_all_ranks.append(index)
         else:
             on_some_ranks.append(index)
-    if settings.replicas == "everyone":
-        sets_to_split: list[list[int]] = [[]]
-    elif settings.replicas == "split":
-        sets_to_split = [on_all_ranks]
-    else:
-        slower_to_compute: list[int] = []  # than to send
-        for index in on_all_ranks:
-            seconds_to_send = shards[index].nbytes / machine.bandwidth
-            if _seconds_to_compute(shards[index], machine) > seconds_to_send:
-                slower_to_compute.append(index)
-        sets_to_split = [[], slower_to_compute, on_all_ranks]  # the fastest is split
     items = [Item(shard.cost, shard.numel, shard.candidates) for shard in shards]
     fewest_seconds = math.inf
     best: dict[int, int] = {}
-    for split in sets_to_split:
+    for split in _sets_to_split(shards, on_all_ranks, machine, settings.replicas):
+        # 1. The shards with one owner, balanced over the ranks.
         indices = sorted(on_some_ranks + split)
         owners = assign([items[index] for index in indices], size)
         owner_of = dict(zip(indices, owners, strict=True))
+        # 2. The seconds to compute all shards, and to send the results of those that are split.
         results = [(owner_of[index], shards[index].nbytes) for index in split]
         seconds = _seconds_of_step(shards, owner_of, size, machine)
         seconds += _seconds_to_send(results, size, machine, settings)
@@ -281,21 +284,41 @@ def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings
     return best
 
 
+def _sets_to_split(
+    shards: Sequence[MatrixShard], on_all_ranks: list[int], machine: Machine, replicas: Replicas
+) -> list[list[int]]:
+    """Return the sets of shards, by index, that `_owners` tries to split. `on_all_ranks` has all that can be.
+
+    The setting "auto" compares whole assignments, because splitting saves nothing if, for example, there are fewer
+    matrices than ranks: it tries to split none, those that are slower to compute than to send, and all.
+    """
+    if replicas == "everyone":
+        return [[]]
+    if replicas == "split":
+        return [on_all_ranks]
+    slower_to_compute: list[int] = []
+    for index in on_all_ranks:
+        seconds_to_send = shards[index].nbytes / machine.bandwidth
+        if _seconds_to_compute(shards[index], machine) > seconds_to_send:
+            slower_to_compute.append(index)
+    return [[], slower_to_compute, on_all_ranks]
+
+
 def _seconds_to_compute(shard: MatrixShard, machine: Machine) -> float:
     return machine.computing(shard.cost, prod(shard.shape[:-2]))
 
 
 def _seconds_of_step(shards: Sequence[MatrixShard], owner_of: Mapping[int, int], size: int, machine: Machine) -> float:
     """Estimate the seconds in which the busiest rank computes its shards. Every rank computes those without owner."""
-    loads = [0.0] * size
-    by_every_rank = 0.0
+    seconds_of_rank = [0.0] * size
+    seconds_of_every_rank = 0.0
     for index, shard in enumerate(shards):
         seconds = _seconds_to_compute(shard, machine)
         if index in owner_of:
-            loads[owner_of[index]] += seconds
+            seconds_of_rank[owner_of[index]] += seconds
         else:
-            by_every_rank += seconds
-    return max(loads) + by_every_rank
+            seconds_of_every_rank += seconds
+    return max(seconds_of_rank) + seconds_of_every_rank
 
 
 def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Machine, settings: Settings) -> float:
@@ -317,13 +340,16 @@ def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Mac
 def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: int) -> list[tuple[int, ...]]:
     """Return groups of indices of `shards` to send together, with at most `limit` bytes for each computing rank.
 
-    The shards of a group have one dtype. Within it, and from group to group, similar shapes follow one another.
+    The shards of a group have one dtype. Within it, and from group to group, similar shapes follow one another, so that
+    a rank can compute them in batches. The groups ``[(0, 2), (1,)]`` send shards 0 and 2 first, and then shard 1.
     """
-    indices_of_dtype: dict[torch.dtype, list[int]] = {specs[shard.name].dtype: [] for shard in shards}
+    # 1. The shards of each dtype, ordered by the sides of their matrices.
     by_shape = sorted(range(len(shards)), key=lambda index: (sorted(shards[index].shape[-2:]), index))
+    indices_of_dtype: dict[torch.dtype, list[int]] = {specs[shard.name].dtype: [] for shard in shards}
     for index in by_shape:
         dtype = specs[shards[index].name].dtype
         indices_of_dtype[dtype].append(index)
+    # 2. Their buckets.
     buckets: list[tuple[int, ...]] = []
     for indices in indices_of_dtype.values():
         nbytes_on: dict[int | None, dict[int, int]] = {}  # for each owner, from the index of a shard to its bytes
@@ -331,7 +357,8 @@ def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: in
             nbytes_on.setdefault(shards[index].owner, {})[index] = shards[index].nbytes
         # Shards that every rank computes have their own buckets: in a batch with others the last bit could differ.
         nbytes_on_every_rank = nbytes_on.pop(None, {})
-        buckets += map(tuple, cut_into_buckets(nbytes_on_every_rank, limit))
+        for bucket in cut_into_buckets(nbytes_on_every_rank, limit):
+            buckets.append(tuple(bucket))
         buckets += _one_of_each_owner([cut_into_buckets(nbytes, limit) for nbytes in nbytes_on.values()])
     return buckets
 
@@ -339,14 +366,16 @@ def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: in
 def _one_of_each_owner(buckets_of_owners: Sequence[list[list[int]]]) -> list[tuple[int, ...]]:
     """Join the first buckets of all owners to one bucket, then the second ones, and so on.
 
-    All owners then compute at the same time, each its part of the joined bucket. With two owners:
+    All owners then compute at the same time, each its part of the joined bucket. Here the first owner has two buckets,
+    and the second has one:
 
     >>> _one_of_each_owner([[[0, 2], [4]], [[1, 3]]])
     [(0, 1, 2, 3), (4,)]
     """
     joined: list[tuple[int, ...]] = []
     for buckets in zip_longest(*buckets_of_owners, fillvalue=[]):
-        joined.append(tuple(sorted(itertools.chain.from_iterable(buckets))))
+        indices = itertools.chain.from_iterable(buckets)
+        joined.append(tuple(sorted(indices)))
     return joined
 
 
@@ -419,7 +448,11 @@ def _sums(lists: Sequence[list[Any]]) -> list[Any]:
 
 
 def _table_of_run(run: RunPlan) -> Table:
-    """Return a table with a row for each matrix shard."""
+    """Return a table with a row for each matrix shard (some whole matrices that one rank computes).
+
+    A row is, for example, "w, 64 x 64, 0, local, 0.007905, 0, the owner alone holds it": the parameter, shape and
+    owner, how the matrices reach it, the cost, the KiB sent, and the reason.
+    """
     rows: list[tuple[str, ...]] = []
     for shard in run.shards:
         shape = " x ".join(map(str, shard.shape))
