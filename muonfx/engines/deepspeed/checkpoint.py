@@ -94,6 +94,7 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     optimizer = _optimizer_of(engine)
     flat_optimizers = optimizer.all_flat_optimizers()
     params, leaves = _loaded_values(path, optimizer, flat_optimizers)
+    # At stages 1 to 3 this is DeepSpeed's own optimizer, a wrapper of this one.
     zero = engine.optimizer
     is_stage_3 = hasattr(zero, "checkpoint_event_prologue")
     if is_stage_3:
@@ -116,18 +117,21 @@ def _loaded_values(
 
     ``flat_optimizers`` are the optimizers of all flat buffers. All ranks must call this together.
     """
+    # 1. The values of all ranks, under their names in the checkpoint.
     group = _all_ranks()
     values = _Values.of(optimizer, to_load=True)
     loaded_params = checkpoint.load_params(path, like=values.params, group=group)
     loaded_state = checkpoint.load(path, like=values.state, tx=values.tx, group=group)
-    # The checkpoint has the parameters and leaves of all ranks, with the index of an expert among all experts.
+    # 2. This rank's parameters, under its own names: it numbers its experts from 0, but the checkpoint has the index of
+    # an expert among all experts.
     global_name_of = global_names(optimizer.model)
     params: dict[str, Any] = {}
     for flat_optimizer in flat_optimizers:
         for name in flat_optimizer.flat.tensor_of:
             params[name] = loaded_params[global_name_of.get(name, name)]
+    # 3. The leaves of this rank's state. None stays None.
     leaf_of_path = dict(zip(tree.paths(loaded_state), tree.leaves(loaded_state), strict=True))
-    leaves = [leaf_of_path.get(path) for path in values.paths]
+    leaves = [leaf_of_path.get(state_path) for state_path in values.paths]
     return params, leaves
 
 
@@ -163,18 +167,21 @@ class _Values(NamedTuple):
 
         If another rank alone has "up.weight", the leaf at ("momentum", "trace", "up.weight") is an empty `FlatShard`.
         """
-        global_name_of = global_names(optimizer.model)
+        global_name_of = global_names(optimizer.model)  # only for the names that differ in a checkpoint
         params: dict[str, Any] = {}
         leaf_of_path: dict[tuple[Any, ...], Any] = {}
         for flat_optimizer in optimizer.all_flat_optimizers():
-            # All flat optimizers have the same paths. The leaf at a path is None in those without the parameter.
+            # 1. The state. All flat optimizers have the same paths. The leaf at a path is None in those without the
+            # parameter.
             leaves = flat_optimizer.global_leaves(optimizer.state, to_load=to_load)
             for state_path, leaf in zip(flat_optimizer.state_paths, leaves, strict=True):
                 path = _renamed(state_path, global_name_of)
                 leaf_of_path[path] = _merged(leaf_of_path.get(path), leaf)
+            # 2. The parameters.
             flat = flat_optimizer.flat
             for name, param in flat.params().items():
-                params[global_name_of.get(name, name)] = flat.with_position(name, param, to_load=to_load)
+                global_name = global_name_of.get(name, name)
+                params[global_name] = flat.with_position(name, param, to_load=to_load)
         local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
         return cls(
             params=_with_leaves_of_others(params),
@@ -196,19 +203,27 @@ def _common_transform(tx: Transform, *, has_own_names: bool) -> Transform | None
     its transform do not fit the checkpoint.
     """
     identities = gather_objects((tx.fingerprint, has_own_names))
-    if set(identities) == {(tx.fingerprint, False)}:
-        return tx
-    return None
+    for fingerprint, has_own_names_there in identities:
+        if fingerprint != tx.fingerprint or has_own_names_there:
+            return None
+    return tx
 
 
 def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
-    """Add an empty `FlatShard` for each leaf that only other ranks hold. Mark whole leaves that not all ranks hold."""
+    """Return the leaves of all ranks: this rank's, and an empty `FlatShard` for each leaf that only other ranks hold.
+
+    All ranks must call this together. If this rank has ``{"up.weight": w}``, and another one ``{"down.weight": v}``,
+    both get both names. A whole tensor that not all ranks hold becomes a `FlatShard` with all elements, because a plain
+    tensor counts as equal on all ranks.
+    """
     specs = {key: Spec(tuple(leaf.shape), leaf.dtype) for key, leaf in leaves.items()}
     specs_of_ranks: list[dict[Any, Spec]] = gather_objects(specs)
+    # 1. All names, without values.
     all_leaves: dict[Any, Any] = {}
     for rank_specs in specs_of_ranks:
         for key, spec in rank_specs.items():
             all_leaves.setdefault(key, FlatShard(spec.shape, 0, torch.empty(0, dtype=spec.dtype)))
+    # 2. The values of this rank.
     for key, leaf in leaves.items():
         is_on_all_ranks = all(key in rank_specs for rank_specs in specs_of_ranks)
         if isinstance(leaf, Tensor) and not is_on_all_ranks:
@@ -226,12 +241,14 @@ def _nested(leaf_of_path: Mapping[tuple[Any, ...], Any]) -> PyTree:
     """
     root: dict[Any, Any] = {}
     for path, leaf in leaf_of_path.items():
-        if not path:
-            return leaf  # a state that is a single leaf
+        if not path:  # a state that is a single leaf
+            return leaf
+        # Go down to the dict that has the leaf, and make the dicts that are missing.
+        *outer_keys, last_key = path
         level = root
-        for entry in path[:-1]:
-            level = level.setdefault(entry, {})
-        level[path[-1]] = leaf
+        for key in outer_keys:
+            level = level.setdefault(key, {})
+        level[last_key] = leaf
     return root
 
 
