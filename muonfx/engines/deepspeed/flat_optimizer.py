@@ -92,37 +92,55 @@ class FlatOptimizer:
             if name is None:  # such as a step count, which all tensors share
                 for entries in entries_of.values():
                     entries[key] = leaf
-                continue
-            tensor = self.flat.tensor_of[name]
-            entries = entries_of[tensor]
-            if not self.flat.is_flat:
-                entries[key] = leaf
-                continue
-            if key not in entries:
-                entries[key] = torch.zeros_like(tensor, dtype=leaf.dtype, requires_grad=False)
-            if entries[key].dtype != leaf.dtype:
-                dtypes = (entries[key].dtype, leaf.dtype)
-                raise ValueError(f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one")
-            self.flat.view(name, entries[key]).copy_(leaf)
+            elif self.flat.is_flat:
+                self._add_to_flat_entry(entries_of, key, name, leaf)
+            else:
+                entries_of[self.flat.tensor_of[name]][key] = leaf
         return entries_of
 
+    def _add_to_flat_entry(self, entries_of: States, key: str, name: str, leaf: Tensor) -> None:
+        """Copy the state of one parameter to its position in the flat tensor of a key, which is made if it is missing.
+
+        For the key "momentum.trace" and the parameter "fc.weight", it is copied where the flat tensor of the parameters
+        has "fc.weight".
+        """
+        flat_tensor = self.flat.tensor_of[name]
+        entries = entries_of[flat_tensor]
+        if key not in entries:
+            entries[key] = torch.zeros_like(flat_tensor, dtype=leaf.dtype, requires_grad=False)
+        if entries[key].dtype != leaf.dtype:
+            dtypes = (entries[key].dtype, leaf.dtype)
+            raise ValueError(f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one")
+        self.flat.view(name, entries[key]).copy_(leaf)
+
     def check_and_cast(self, states: States) -> None:
-        """Raise unless ``optimizer.state``, which may be loaded, fits the transform; cast it to its dtypes."""
+        """Raise unless ``optimizer.state``, which may be loaded, fits the transform; cast it to its dtypes.
+
+        For example, a loaded momentum in bf16 is cast to fp32 if the transform has it in fp32.
+        """
         for tensor, specs in self._specs.items():
             state_of_key: dict[str, Any] = states.get(tensor, {})
-            if state_of_key.keys() != specs.keys():
-                key = min(specs.keys() ^ state_of_key.keys())
-                problem = "is missing" if key in specs else "belongs to another transform"
-                raise self._misfit(key, f"{problem}; found {sorted(state_of_key)}, expected {sorted(specs)}")
+            self._require_keys(state_of_key, specs)
             for key, spec in specs.items():
-                leaf = state_of_key[key]
-                if tuple(leaf.shape) != spec.shape or not widens(leaf.dtype, spec.dtype):
-                    raise self._misfit(
-                        key,
-                        f"has shape {tuple(leaf.shape)} and dtype {leaf.dtype}, expected {spec.shape} and {spec.dtype} "
-                        "or a dtype that widens to it",
-                    )
-                state_of_key[key] = leaf.to(spec.dtype)
+                self._require_fit(key, state_of_key[key], spec)
+                state_of_key[key] = state_of_key[key].to(spec.dtype)
+
+    def _require_keys(self, state_of_key: Mapping[str, Any], specs: Mapping[str, Spec]) -> None:
+        """Raise unless the state of a tensor has exactly the keys of the transform, such as "momentum.trace"."""
+        if state_of_key.keys() == specs.keys():
+            return
+        key = min(specs.keys() ^ state_of_key.keys())  # the first key that only one of them has
+        problem = "is missing" if key in specs else "belongs to another transform"
+        raise self._misfit(key, f"{problem}; found {sorted(state_of_key)}, expected {sorted(specs)}")
+
+    def _require_fit(self, key: str, leaf: Tensor, spec: Spec) -> None:
+        """Raise unless a tensor of the state has the expected shape, and a dtype that can be cast without a loss."""
+        if tuple(leaf.shape) != spec.shape or not widens(leaf.dtype, spec.dtype):
+            raise self._misfit(
+                key,
+                f"has shape {tuple(leaf.shape)} and dtype {leaf.dtype}, expected {spec.shape} and {spec.dtype} "
+                "or a dtype that widens to it",
+            )
 
     def _misfit(self, key: str, problem: str) -> ValueError:
         """Return an error for an entry of a loaded state that does not fit the transform."""
@@ -155,25 +173,28 @@ class FlatOptimizer:
         for state_leaf, stored_leaf, new_leaf in zip(self._state_leaves, stored_leaves, new_leaves, strict=True):
             if new_leaf is stored_leaf:
                 continue
-            if state_leaf.name is None:  # every tensor has the same leaf
+            if state_leaf.name is None:  # such as a step count: every tensor has the same leaf
                 for tensor in self.flat.tensors:
                     states[tensor][state_leaf.key] = new_leaf
             elif new_leaf.data_ptr() != stored_leaf.data_ptr():  # else the step has updated the memory in place
                 stored_leaf.copy_(new_leaf)
 
     def step(self, numbers: dict[str, Any], states: States) -> None:
-        """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, by name.
+        """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, such as ``{"lr": 0.02}``.
 
         Call `check_and_cast` before.
         """
-        # Build the transform again only if a number has changed: until then, `GroupNumbers.read` returns the same dict.
+        # 1. Build the transform again only if a number has changed: until then, `GroupNumbers.read` returns the same
+        # dict.
         if numbers is not self._numbers:
             fitted_numbers = fitted(hyperparams(self._tx), numbers)
             self._current_tx = prepared(with_hyperparams(self._tx, fitted_numbers))
             self._numbers = numbers
+        # 2. The parameters, gradients and state, as views of the tensors of DeepSpeed.
         params = self.flat.params()
         grads = {name: self.flat.view(name, tensor.grad) for name, tensor in self.flat.tensor_of.items()}
         state = self._read(states)
+        # 3. The step. A flat gradient may be overwritten, but not one of stage 0, which may be a parameter's own.
         updates, new_state = self._transform().update(
             self._with_all_names(grads),
             state,
@@ -195,41 +216,48 @@ class FlatOptimizer:
             state = to_global(self._transform(), state, self._with_all_names(self.flat.params()))
         leaves: list[Any] = []
         for state_leaf, leaf in zip(self._state_leaves, tree.leaves(state), strict=True):
-            if state_leaf.name is None or not isinstance(leaf, Tensor):  # a count, None, or a `FlatShard`
+            name = state_leaf.name
+            if name is None or not isinstance(leaf, Tensor):  # a count, None, or a `FlatShard`
                 leaves.append(leaf)
             else:
-                leaves.append(self.flat.with_position(state_leaf.name, leaf, to_load=to_load))
+                leaves.append(self.flat.with_position(name, leaf, to_load=to_load))
         return leaves
 
     @torch.no_grad()
     def load(self, params: Mapping[str, Any], leaves: Sequence[Any], states: States) -> None:
         """Copy loaded parameters and state leaves into the flat tensors.
 
-        They have the form that `FlatParams.with_position` returns: a whole tensor, or a `FlatShard`. A leaf for a
-        parameter of another flat tensor is ignored.
+        They have the form that `FlatParams.with_position` returns: a whole tensor, or a `FlatShard` (a shard with its
+        position). A leaf for a parameter of another flat tensor is ignored.
         """
+        # 1. The parameters.
         views = self.flat.params()
         for name, view in views.items():
             values = params[name]
             if isinstance(values, FlatShard):
                 values = values.data
             view.copy_(values.view(view.shape))
-        is_sharded = self.flat.layout is not None
+        # 2. The state.
         stored_state = self._read(states)
         new_leaves: list[Any] = []
         for stored_leaf, loaded_leaf in zip(tree.leaves(stored_state), leaves, strict=True):
             if stored_leaf is None:  # a leaf of another flat tensor
                 new_leaves.append(None)
-            elif isinstance(loaded_leaf, Tensor):
-                new_leaves.append(loaded_leaf.clone())  # each flat optimizer advances its step counts in place
-            elif is_sharded:
-                new_leaves.append(loaded_leaf)  # a `FlatShard`, which `from_global` replaces by its values
             else:
-                new_leaves.append(loaded_leaf.whole)
+                new_leaves.append(self._loaded_leaf(loaded_leaf))
         new_state = tree.unflatten(self._treedef, new_leaves)
-        if is_sharded:
+        if self.flat.layout is not None:
             new_state = from_global(self._transform(), new_state, self._with_all_names(views))
         self._write(stored_state, new_state, states)
+
+    def _loaded_leaf(self, leaf: Tensor | FlatShard) -> Any:
+        """Return a leaf of a loaded state in the form of the transform's state: global if it is sharded, else whole."""
+        if isinstance(leaf, Tensor):
+            return leaf.clone()  # each flat optimizer advances its step counts in place
+        is_sharded = self.flat.layout is not None
+        if is_sharded:
+            return leaf  # a `FlatShard`, which `from_global` replaces by its values
+        return leaf.whole
 
 
 def _state_leaves_of(state: PyTree, all_params: Mapping[str, None], params: NamedTensors) -> list[_StateLeaf]:
@@ -244,10 +272,11 @@ def _state_leaves_of(state: PyTree, all_params: Mapping[str, None], params: Name
         params: the parameters of the flat tensor, or their shards, by name.
     """
     state_leaves: list[_StateLeaf] = []
-    owners = ownership_of(state, all_params)
+    owners = ownership_of(state, all_params)  # the parameter to which each leaf belongs, if any
     for path, owner, leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
         name = owner.parameter
-        if leaf is not None and name is not None and name in params and leaf.shape == params[name].shape:
+        param = params.get(name) if name is not None else None
+        if leaf is not None and param is not None and leaf.shape == param.shape:
             path_without_name = owner.path
             state_leaves.append(_StateLeaf(path_of(path_without_name), name))
         else:
@@ -263,7 +292,9 @@ def raise_on_all_ranks(error: Exception, optimizers: Iterable[FlatOptimizer]) ->
     """
     for optimizer in optimizers:
         flat = optimizer.flat
-        if flat.is_flat and flat.tensors[0].grad is None:
-            continue  # no rank steps a flat tensor without a gradient
-        if flat.layout is not None and flat.layout.group is not None and flat.layout.size > 1:
-            agree("a step", flat.layout.group, error)
+        has_no_gradient = flat.is_flat and flat.tensors[0].grad is None
+        if has_no_gradient:  # no rank steps this flat tensor
+            continue
+        if flat.layout is None or flat.layout.group is None or flat.layout.size == 1:  # each rank steps alone
+            continue
+        agree("a step", flat.layout.group, error)  # raises on all ranks
