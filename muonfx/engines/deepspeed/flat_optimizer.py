@@ -180,7 +180,7 @@ class FlatOptimizer:
                 stored_leaf.copy_(new_leaf)
 
     def step(self, numbers: dict[str, Any], states: States) -> None:
-        """Update parameters and state by one step; ``numbers`` are the group's hyperparameters, such as ``{"lr": 0.02}``.
+        """Update parameters and state by one step; ``numbers`` are hyperparameters, such as ``{"lr": 0.02}``.
 
         Call `check_and_cast` before.
         """

@@ -96,14 +96,16 @@ class FlatParams(NamedTuple):
         For a shard with the rows 2 and 3 of a parameter of shape (4, 8), this is a `FlatShard` of 16 elements, which
         begin at element 16 of the parameter. To save, an empty shard is returned if another rank saves the values.
         """
-        if self.layout is None:
+        if self.layout is None:  # each rank has whole parameters
             return value
         position = self.layout.position(name)
         shape = self.layout.specs[name].shape
-        if not self.is_flat:  # stage 0 with AutoTP
+        # 1. At stage 0 with AutoTP, a rank has the whole parameter, or some rows or columns, in their own shape.
+        if not self.is_flat:
             if position == ShardPosition.whole(shape):
                 return value
             position = position.interval_of_shard(0, position.numel)  # the same elements, flattened
+        # 2. The values, flattened, with their position.
         if name in self.saved_elsewhere and not to_load:
             return FlatShard(shape, 0, value.new_empty(0))
         if position.start is None:  # some rows or columns of AutoTP, not an interval of the parameter
@@ -119,6 +121,7 @@ def locate(
     ``whole_params`` has all parameters of the model by name, as meta tensors of their whole shapes. ``tensor_group`` is
     the tensor-parallel group, if there is one. All ranks with parts of these parameters call this together.
     """
+    # 1. Which elements of each parameter each rank has, and where this rank has its own in the flat tensor.
     engine = stage_3_of(params.values())
     if engine is None:
         stage = 2  # stage 1 has the same partition
@@ -136,8 +139,9 @@ def locate(
         shard_shapes={name: layout.position(name).shape for name in partition.intervals},
         saved_elsewhere=partition.saved_elsewhere,
     )
+    # 2. The mapping of DeepSpeed may be wrong on some ranks only. All ranks exchange the name of a parameter that is
+    # elsewhere, so that all of them raise.
     misplaced_name = partition.misplaced_name or _name_of_differing(flat, params)
-    # The mapping may be wrong on some ranks only. All ranks exchange the name, so that all of them raise.
     for name in gather_objects(misplaced_name, partition.group):
         if name is not None:
             raise _misplaced(name)
@@ -183,14 +187,20 @@ def _layout(
 ) -> Layout:
     """Return the layout of the parameters of a model over the ranks of a group.
 
-    Parameters without a cut count as replicated: they are in no flat tensor, or in another one. ``tensor_of`` has the
-    tensors that DeepSpeed steps on, whose dtypes the parameters have there.
+    Args:
+        cuts: for some parameters, which elements each rank holds. Others count as replicated: they are in no flat
+            tensor, or in another one.
+        whole_params: all parameters, as meta tensors of their whole shapes.
+        tensor_of: the tensors that DeepSpeed steps on, whose dtypes the parameters have there, such as fp32 copies.
+        group: the ranks.
+        stage: the ZeRO stage.
     """
     specs: dict[str, Spec] = {}
     all_cuts: dict[str, Cut] = {}
     size = dist.get_world_size(group)
     for name, param in whole_params.items():
-        specs[name] = Spec(tuple(param.shape), tensor_of.get(name, param).dtype)
+        stepped_tensor = tensor_of.get(name, param)
+        specs[name] = Spec(tuple(param.shape), stepped_tensor.dtype)
         all_cuts[name] = cuts.get(name) or Whole(param.shape, size)
     return Layout("flat", specs, all_cuts, size, dist.get_rank(group), group, stage)
 
@@ -216,11 +226,14 @@ def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partitio
     If this buffer has 24 elements, rank 0 has the elements 0 to 11 and rank 1 the elements 12 to 23, each as its flat
     tensor. A parameter with the elements 8 to 15 of the buffer is on both ranks.
     """
+    # 1. A rank finds only its own interval of each parameter, so all ranks exchange them.
     intervals = _local_intervals(params)
     group = _data_group(flat_tensor, params)
     intervals_of_ranks: list[dict[str, FlatInterval]] = gather_objects(intervals, group)
+    # 2. Where each rank's interval of the buffer begins and ends.
     length = flat_tensor.numel()
     borders = tuple([rank * length for rank in range(len(intervals_of_ranks) + 1)])
+    # 3. Where each parameter begins in the buffer.
     cuts: dict[str, Cut] = {}
     misplaced_name: str | None = None
     for name, param in params.items():
@@ -238,15 +251,20 @@ def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partitio
 def _start_in_buffer(interval_of_rank: Sequence[FlatInterval], length: int, numel: int) -> int | None:
     """Return where a parameter of ``numel`` elements begins in the buffer, the concatenated flat tensors of all ranks.
 
-    The flat tensor of each rank has ``length`` elements. If rank 1 has a flat tensor of 12 elements, which begins with
-    element 4 of the parameter, the parameter begins at 12 + 0 - 4 = 8.
+    The flat tensor of each rank has ``length`` elements. With 12 elements each, a parameter of 8 elements may have 4 at
+    the end of rank 0, and 4 at the beginning of rank 1. It begins at element 8 of the buffer:
+
+    >>> rank_0 = FlatInterval(start_in_flat=8, start_in_param=0, length=4)
+    >>> rank_1 = FlatInterval(start_in_flat=0, start_in_param=4, length=4)
+    >>> _start_in_buffer([rank_0, rank_1], length=12, numel=8)
+    8
 
     The result is None if the mapping of DeepSpeed is wrong: it is right if all ranks agree on the start, and together
     hold every element once.
     """
     if numel == 0:  # AutoTP gives a rank no rows if there are fewer heads than ranks
         return 0
-    starts: set[int] = set()
+    starts: set[int] = set()  # one from each rank that holds elements
     for rank, interval in enumerate(interval_of_rank):
         if interval.length:
             interval_in_buffer = rank * length + interval.start_in_flat
@@ -258,7 +276,11 @@ def _start_in_buffer(interval_of_rank: Sequence[FlatInterval], length: int, nume
 
 
 def _local_intervals(params: NamedTensors) -> dict[str, FlatInterval]:
-    """Return the interval of each parameter that this rank holds at stages 1 and 2, as DeepSpeed's mapping gives it."""
+    """Return the interval of each parameter that this rank holds at stages 1 and 2, as DeepSpeed's mapping gives it.
+
+    DeepSpeed sets the attribute ``_hp_mapping`` of a parameter on the ranks that hold elements of it. "hp" is the flat
+    tensor in high precision (fp32), and "lp" the parameter in low precision.
+    """
     intervals: dict[str, FlatInterval] = {}
     for name, param in params.items():
         mapping: Any = getattr(param, "_hp_mapping", None)
@@ -272,7 +294,10 @@ def _local_intervals(params: NamedTensors) -> dict[str, FlatInterval]:
 
 
 def _data_group(flat_tensor: Tensor, params: NamedTensors) -> Any:
-    """Return the process group over which DeepSpeed has partitioned the parameters at stages 1 and 2."""
+    """Return the process group over which DeepSpeed has partitioned the parameters at stages 1 and 2.
+
+    It is an attribute that DeepSpeed sets on parameters. Raise if none of them has it, because of an unknown stage.
+    """
     for param in params.values():
         group: Any = getattr(param, "_dp_group", None)
         if group is not None:
@@ -286,25 +311,29 @@ def _data_group(flat_tensor: Tensor, params: NamedTensors) -> Any:
 def _partition_of_stage_3(flat_tensor: Tensor, params: NamedTensors, engine: Any) -> _Partition:
     """Return the partition of stage 3: each parameter has an equal interval on each rank, the last ones padded.
 
+    On two ranks, a parameter of 5 elements has the elements 0 to 2 on rank 0, and 3 to 4 and one of padding on rank 1.
     ``flat_tensor`` concatenates the shards of this rank. ``engine`` is DeepSpeed's own optimizer of stage 3.
     """
-    flat_ids = list(map(id, engine.fp32_partitioned_groups_flat))  # by identity: ``==`` of tensors compares elements
-    members: list[Any] = engine.fp16_groups[flat_ids.index(id(flat_tensor))]  # the parameters in ``flat_tensor``
+    # 1. The parameters in the flat tensor. It is found by identity, because ``==`` of tensors compares elements.
+    flat_ids = [id(flat) for flat in engine.fp32_partitioned_groups_flat]
+    members: list[Any] = engine.fp16_groups[flat_ids.index(id(flat_tensor))]
     name_of = {id(param): name for name, param in params.items()}
     group = members[0].ds_process_group
     size = dist.get_world_size(group)
     rank = dist.get_rank(group)
+    # 2. Their shards, one behind another.
     cuts: dict[str, Cut] = {}
     intervals: dict[str, FlatInterval] = {}
     start_in_flat = 0
     for param in members:
         name = name_of[id(param)]
         shape = local_shape_of(param)
+        numel = prod(shape)
         padded_length = int(param.ds_tensor.ds_numel)  # of every rank's shard
         borders = [padded_length * index for index in range(size + 1)]
         cuts[name] = Intervals(shape, 0, tuple(borders))
-        start_in_param = min(rank * padded_length, prod(shape))
-        length = min(padded_length, prod(shape) - start_in_param)
+        start_in_param = min(rank * padded_length, numel)
+        length = min(padded_length, numel - start_in_param)  # without the padding
         intervals[name] = FlatInterval(start_in_flat, start_in_param, length)
         start_in_flat += padded_length
     return _Partition(cuts, intervals, group)
@@ -355,21 +384,29 @@ def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
-    """Return the name of the first parameter whose values are not those in the flat tensor; None if all are."""
+    """Return the name of the first parameter whose values are not those in the flat tensor; None if all are.
+
+    This finds an error in DeepSpeed's mapping, because of which a step would change other parameters.
+    """
     for name, view in flat.params().items():
         shard = _local_shard(params[name], flat.intervals[name].start_in_param, view.numel())
         if shard.numel() < view.numel():
-            warnings.warn(
-                f"{name!r}: its values cannot be compared with DeepSpeed's flat tensor, because DeepSpeed stores them "
-                "elsewhere; DeepSpeed's mapping is assumed to be right",
-                stacklevel=2,
-            )
+            _warn_of_unknown_values(name)
             continue
         values = view.reshape(-1).to(shard.dtype)
         # A NaN is not equal to itself, and is replaced by 0. Infinities become the largest numbers of their sign.
         if not torch.equal(values.nan_to_num(), shard.to(view.device).nan_to_num()):
             return name
     return None
+
+
+def _warn_of_unknown_values(name: str) -> None:
+    """Warn that the values of a parameter are not on this rank, so that its position is not checked."""
+    warnings.warn(
+        f"{name!r}: its values cannot be compared with DeepSpeed's flat tensor, because DeepSpeed stores them "
+        "elsewhere; DeepSpeed's mapping is assumed to be right",
+        stacklevel=3,
+    )
 
 
 def _local_shard(param: Tensor, start: int, length: int) -> Tensor:
