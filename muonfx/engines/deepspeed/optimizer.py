@@ -76,15 +76,16 @@ class ZeroOptimizer(Optimizer):
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         _warn_of_unequal_stages(model, self.param_groups)
         self._rates = GroupRates(self.param_groups)
+        # A number of a transform may have two keys in a group. Each later read compares both keys with their values
+        # in the read before, and takes the key that has changed. This is the first read.
         for group in self.param_groups:
-            # A number of a transform may have two keys in a group. Each later read compares both keys with their values
-            # in the read before, and takes the key that has changed. This is the first read.
             self._numbers_of(group).read(group)
 
     def _new_groups(self) -> list[dict[str, Any]]:
         """Return the param groups: parameters with one update rule (their label and transforms) are in one group.
 
-        Experts have a group of their own for each group of ranks that share them.
+        For Muon with AdamW these are a group "muon" with the hidden matrices, and a group "adamw" with the other
+        parameters. Experts have a group of their own for each group of ranks that share them.
         """
         rules = update_rules_of(tuple(visit(self.tx, self._whole_params)))
         for name in self._whole_params:
@@ -99,7 +100,10 @@ class ZeroOptimizer(Optimizer):
         return groups
 
     def _new_group(self, rule: UpdateRule, expert_group: str | None, pairs: list[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Return a param group for named parameters with the hyperparameters of the transforms that update them."""
+        """Return a param group for named parameters with the hyperparameters of the transforms that update them.
+
+        An example is ``{"label": "muon", "lr": 0.02, "momentum": 0.95, "params": [("fc.weight", weight)]}``.
+        """
         numbers = GroupNumbers(rule.hyperparams)
         param_names = tuple([name for name, _ in pairs])
         self._numbers[param_names] = numbers
@@ -133,24 +137,31 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # 1. Everything that may fail is done before any tensor is changed. The other ranks may wait for this one in the
+        # step, so they get its error.
         is_first = not self._flat_optimizers
         try:
             prepared = self._prepare_step()
         except Exception as error:
             raise_on_all_ranks(error, self._flat_optimizers.values())
-            raise  # without ranks that wait for this one
-        # DeepSpeed may take a first step with zero gradients, only to allocate the state. The state exists now. A real
-        # step on zeros would advance the count of AdamW and decay the weights.
+            raise  # if no rank waits for this one
+        # 2. DeepSpeed may take a first step with zero gradients, only to allocate the state. The state exists now. A
+        # real step on zeros would advance the count of AdamW and decay the weights.
         if is_first and self._has_zero_gradients():
             return loss
+        # 3. The step of each flat tensor.
         for optimizer, numbers in prepared:
             optimizer.step(numbers, self.state)
         return loss
 
     def _prepare_step(self) -> list[tuple[FlatOptimizer, dict[str, Any]]]:
-        """Return the flat optimizers of all groups, each with its hyperparameters; raise before any of them steps."""
+        """Return the flat optimizers of all groups, each with its hyperparameters; raise before any of them steps.
+
+        A pair has the optimizer of a flat tensor and, for example, ``{"lr": 0.02, "momentum": 0.95}``.
+        """
         self._require_same_trained()
         self._rates.check(self.param_groups)
+        # All groups are read before a flat optimizer is made: a wrong hyperparameter raises first.
         numbers_per_group = [self._numbers_of(group).read(group) for group in self.param_groups]
         prepared: list[tuple[FlatOptimizer, dict[str, Any]]] = []
         for group, numbers in zip(self.param_groups, numbers_per_group, strict=True):
@@ -161,23 +172,29 @@ class ZeroOptimizer(Optimizer):
         return prepared
 
     def _has_zero_gradients(self) -> bool:
-        """Return True if all tensors are fp32 copies of the parameters of stage 0, whose gradients are zero."""
-        if any(optimizer.flat.is_flat for optimizer in self._flat_optimizers.values()):
+        """Return True if all tensors are fp32 copies of the parameters of stage 0, whose gradients are zero.
+
+        DeepSpeed steps on such copies to allocate the state.
+        """
+        if any(optimizer.flat.is_flat for optimizer in self._flat_optimizers.values()):  # not stage 0
             return False
         model_params = set(self._params.values())
         for group in self.param_groups:
             for tensor in group["params"]:
-                if tensor in model_params or tensor.grad is None or tensor.grad.any():
+                is_copy = tensor not in model_params
+                if not is_copy or tensor.grad is None or tensor.grad.any():
                     return False
         return True
 
     def _require_same_trained(self) -> None:
-        """Raise if a parameter was frozen, unfrozen, added or removed since the optimizer was constructed."""
-        # DeepSpeed's flat tensors contain the parameters from construction only.
+        """Raise if a parameter was frozen, unfrozen, added or removed since the optimizer was constructed.
+
+        DeepSpeed's flat tensors contain the parameters from construction only.
+        """
         trained = trained_parameters(self.model)
-        at_construction = set(self._params.values())
+        trained_before = set(self._params.values())
         for name, param in trained.items():
-            if param not in at_construction:
+            if param not in trained_before:
                 raise _trained_has_changed(name, "requires grad now, but did not")
         trained_now = set(trained.values())
         for name, param in self._params.items():
@@ -228,13 +245,15 @@ class ZeroOptimizer(Optimizer):
         """
         params = {name: self._params[name] for name in names}
         tensor_group = tensor_group_of(self.model.modules())
-        if _are_unflattened(tensors, params.values()):  # stage 0
+        # Stage 0: one flat optimizer for all tensors.
+        if _are_unflattened(tensors, params.values()):
             first_tensor = tensors[0]
             if first_tensor not in self._flat_optimizers:
                 tensor_of = dict(zip(names, tensors, strict=True))
                 flat = whole_params_of(tensor_of, params, self._whole_params, tensor_group)
                 self._flat_optimizers[first_tensor] = self._new_flat_optimizer(flat)
             return [self._flat_optimizers[first_tensor]]
+        # Stages 1 to 3: one for each flat tensor.
         optimizers: list[FlatOptimizer] = []
         for flat_tensor in tensors:
             if flat_tensor.grad is None and not without_grads:
@@ -259,10 +278,12 @@ class ZeroOptimizer(Optimizer):
         saved_groups: list[dict[str, Any]] = state_dict["param_groups"]
         self._require_same_groups(saved_groups)
         super().load_state_dict(state_dict)
-        # torch has cast the state to the dtypes of the parameters. Replace it by the saved tensors.
+        # torch has cast the state to the dtypes of the parameters. Replace it by the saved tensors. A state dict has
+        # the number of a parameter in place of the parameter.
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             for param, index in zip(group["params"], saved_group["params"], strict=True):
-                for key, value in state_dict["state"].get(index, {}).items():
+                saved_state: Mapping[str, Any] = state_dict["state"].get(index, {})
+                for key, value in saved_state.items():
                     if isinstance(value, Tensor):
                         self.state[param][key] = value.to(param.device, copy=True)
 
@@ -297,7 +318,10 @@ def _trained_has_changed(name: str, when: str) -> ValueError:
 
 
 def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Warn if the stages of a pipeline have different groups; all ranks call this together."""
+    """Warn if the stages of a pipeline have different groups; all ranks call this together.
+
+    For example, a stage without an embedding may have no parameter for AdamW, and so no group of this label.
+    """
     is_pipeline = hasattr(model, "num_stages") and hasattr(model, "topology")
     if not is_pipeline:
         return

@@ -57,22 +57,23 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
     is_partitioned = is_marked or metadata
     if metadata.get("replicated") or not is_partitioned:
         return None
+    # 1. The partitioned dim, and the widths on each rank, for each part: [(2, 2), (1, 1), (1, 1)] if query, key and
+    # value are fused. A layer that is not fused is a single part.
     dim = metadata.get("partition_dim")
-    # The widths on each rank, for each part: [(2, 2), (1, 1), (1, 1)] if query, key and value are fused. A layer that
-    # is not fused is a single part.
     widths: Sequence[Sequence[int]] | None = metadata.get("sub_param_shard_widths")
     sizes: Sequence[int] | None = metadata.get("partition_sizes")
     if widths is None and sizes is not None:
         widths = [sizes]
     if dim is None or widths is None:
         raise _undescribed(name, metadata)
+    # 2. The shards: some indices of this dim, and all indices of the others.
     shape = whole_shape_of(param)
     shards: list[ShardPosition] = []
     for rank in range(size):
         spans: list[list[Span]] = [[(0, length)] for length in shape]  # all indices of each dim, as (start, stop)
         spans[dim] = _spans_of_rank(widths, rank)
         shards.append(ShardPosition.grid(spans))
-    # The shards must be disjoint, and one of them must have the shape of this rank's shard.
+    # 3. The shards must be disjoint, and one of them must have the shape of this rank's shard.
     numel_of_shards = sum(shard.numel for shard in shards)
     shapes = {shard.shape for shard in shards}
     if numel_of_shards != ShardPosition.whole(shape).numel or local_shape_of(param) not in shapes:
@@ -98,11 +99,14 @@ def _spans_of_rank(widths: Sequence[Sequence[int]], rank: int) -> list[Span]:
 def block_group_of(data_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return the group of all ranks that hold parts of the same parameters: all tensor-parallel groups of a data group.
 
-    All of these ranks must call this together.
+    For example, ranks 0 and 2 partition the parameters by ZeRO (the data group), and AutoTP splits them over ranks 0
+    and 1, and over ranks 2 and 3. Then ranks 0 to 3 hold parts. All of these ranks must call this together.
     """
+    # The ranks of the tensor-parallel group of each rank of the data group.
     tensor_ranks = dist.get_process_group_ranks(tensor_group)
     ranks_of_groups: list[list[int]] = gather_objects(tensor_ranks, data_group)
     ranks = sorted(set(chain.from_iterable(ranks_of_groups)))
+    # A group that exists, if possible, because a new one takes memory.
     if ranks == sorted(tensor_ranks):
         return tensor_group
     group: Any = dist.group.WORLD
@@ -138,20 +142,23 @@ def global_names(model: nn.Module) -> dict[str, str]:
     Each rank numbers its own experts from 0. With 2 experts on each rank, the parameter
     ``"moe.deepspeed_moe.experts.deepspeed_experts.0.weight"`` of rank 1 gets the name of expert 2.
     """
-    new_name_of: dict[str, str] = {}
+    global_name_of: dict[str, str] = {}
     for layer_name, layer in model.named_modules():
+        # 1. A layer of experts that are divided among ranks.
         experts: Any = getattr(getattr(layer, "experts", None), "deepspeed_experts", None)
         expert_group: Any = getattr(layer, "ep_group", None)
         if experts is None or expert_group is None:
             continue
         if dist.get_world_size(expert_group) == 1:
             continue
+        # 2. The index of this rank's first expert is added to each of its own indices.
         first_expert = dist.get_rank(expert_group) * len(experts)
         prefix = f"{layer_name}.experts.deepspeed_experts"
         for local_index, expert in enumerate(experts):
+            global_index = first_expert + local_index
             for name, _ in expert.named_parameters():
-                new_name_of[f"{prefix}.{local_index}.{name}"] = f"{prefix}.{first_expert + local_index}.{name}"
-    return new_name_of
+                global_name_of[f"{prefix}.{local_index}.{name}"] = f"{prefix}.{global_index}.{name}"
+    return global_name_of
 
 
 # -------------------------------------------------------------------------------------------------------- communication

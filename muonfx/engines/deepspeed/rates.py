@@ -31,17 +31,16 @@ class GroupRates:
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if a scheduler has given all groups the same learning rate.
 
-        DeepSpeed may pass one group in each call. The rates are compared when all groups of a step have been passed.
-
         A rate that is equal in all groups, and not above any requested rate, may be the start of a warmup. It is
         reported as a warning; the error is raised if a later rate is equal in all groups, too.
         """
         if not self._needs_checks:
             return
+        # DeepSpeed may pass one group in each call. The rates are compared when all groups of a step have been passed.
         for group in groups:
             self._rate_of_group[tuple(group["param_names"])] = float(group["lr"])
         if len(self._rate_of_group) < len(self._requested):
-            return  # the other groups of this step follow
+            return
         rates = set(self._rate_of_group.values())
         self._rate_of_group.clear()
         if len(rates) > 1:  # the scheduler has a rate for each group, and will have one in all steps
@@ -50,8 +49,15 @@ class GroupRates:
             self._check_common_rate(rates.pop())
 
     def _check_common_rate(self, rate: float) -> None:
-        """Warn of the first rate that all groups have, if it may be of a warmup; raise ValueError otherwise."""
-        if rate in (0.0, self._warned_rate):  # a warmup usually starts at 0
+        """Warn of the first rate that all groups have, if it may be of a warmup; raise ValueError otherwise.
+
+        With the requested rates 0.02 and 0.0003, a common rate of 0.0001 may be of a warmup, but not one of 0.01. A
+        second common rate, such as 0.0002, is not accepted either: the scheduler then changes the rates of all groups
+        to one.
+        """
+        is_before_warmup = rate == 0.0  # a warmup usually starts at 0
+        has_warned = rate == self._warned_rate
+        if is_before_warmup or has_warned:
             return
         message = _message(self._requested, f"the learning rate {rate:g} in all groups")
         lowest_requested = min(requested for _, requested in self._requested)
@@ -97,7 +103,11 @@ def _have_different_rates(labels_and_rates: Sequence[tuple[str, float]]) -> bool
 
 
 def _message(requested: Sequence[tuple[str, float]], problem: str, key: str = "warmup_max_lr") -> str:
-    """Return the error message for one rate in all groups; ``key`` is the parameter of the scheduler to correct."""
+    """Return the error message for one rate in all groups; ``key`` is the parameter of the scheduler to correct.
+
+    ``requested`` has the labels and rates at construction, such as ``[("muon", 0.02), ("adamw", 0.0003)]``. ``problem``
+    is the part of the message that was found, such as "the learning rate 0.001 in all groups".
+    """
     rates: list[float] = []
     labelled_rates: list[str] = []
     for label, rate in requested:
