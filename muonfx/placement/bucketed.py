@@ -37,14 +37,17 @@ from muonfx.tree.members import parameters_of
 def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) -> None:
     """Raise OSError if the state is on a disk without enough space for a second copy, the next state.
 
-    Donated tensors need no space, since they are overwritten.
+    Donated tensors that are already on the disk need no space, since they are overwritten.
     """
     if not store.on_disk:
         return
     device = device_of(params)
-    specs: list[Any] = []
+    specs: list[Any] = []  # the shapes and dtypes of the tensors to be written to new files
     for leaf, parameter in zip(tree.leaves(state), parameters_of(state, params), strict=True):
-        if moves(leaf, parameter) and not (donate.state and store.has(leaf, device)):
+        if not moves(leaf, parameter):  # it stays on the device
+            continue
+        is_overwritten = donate.state and store.has(leaf, device)
+        if not is_overwritten:
             specs.append(tree.spec(leaf))
     store.require(specs)
 
@@ -54,22 +57,27 @@ def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) 
 def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[list[str]]):
     """Run a transform that works leaf by leaf on one bucket of parameters at a time, to bound its temporary memory.
 
-    The names in ``buckets``, such as ``[["q", "k"], ["mlp"]]``, are the parameters for which the transform was placed.
-    A step with other parameters, or without some of them, divides its parameters into buckets again.
+    A bucket is a list of names. In ``buckets``, such as ``[["q", "k"], ["mlp"]]``, are the parameters for which the
+    transform was placed. A step with other parameters, or without some of them, divides its parameters into buckets
+    again. The decorators make a transform of the returned functions: `stand_in` one like ``tx``, and `with_memory` one
+    that has the dict ``_cache`` between its calls.
     """
     names_in_buckets = sorted(itertools.chain.from_iterable(buckets))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket, or at once if there is one bucket or some state has no parameter."""
+        # 1. The buckets of this step.
         current_buckets = buckets
         if sorted(_present(params)) != names_in_buckets:
             current_buckets = buckets_by_shape(params, bucket_bytes)
+        # 2. All parameters at once. This is before the cache is written: `torch.cond` may trace such a step in a
+        # branch, which must not write.
         if params is None or len(current_buckets) <= 1:
-            # Return before the cache is written: `torch.cond` may trace such a step in a branch, which must not write.
             return tx.run(updates, state, params, donate=donate, **extras)
         parameters = remembered_parameters(_cache, state, updates)
         if not can_be_shared_out(tree.leaves(state), parameters):
             return tx.run(updates, state, params, donate=donate, **extras)
+        # 3. Bucket by bucket.
         device = device_of(updates, params)
         bucketed = BucketedState(IN_MEMORY, device, state, parameters, current_buckets, donate)
         return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
@@ -94,8 +102,9 @@ def buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
 def in_store(_cache: Memory, tx: Transform, store: Store):
     """Run a transform that works leaf by leaf, and load its state from a store bucket by bucket.
 
-    Only the state of one bucket of parameters, and of the next, is on the device at a time. Between steps, the state is
-    in host memory or on disk (the store). ``tx`` receives and returns the state of a bucket as tensors on the device.
+    The store is host memory or a disk, where the state is between steps. Only the state of one bucket of parameters,
+    and of the next, is on the device at a time. ``tx`` receives and returns it as tensors on the device. For AdamW with
+    a bucket of 64 MiB, these are 128 MiB of moments instead of all.
     """
 
     def init(params: PyTree) -> PyTree:
@@ -109,7 +118,7 @@ def in_store(_cache: Memory, tx: Transform, store: Store):
         parameters = remembered_parameters(_cache, state, updates)
         if can_be_shared_out(tree.leaves(state), parameters):
             sizes = sizes_of(_present(updates), state, parameters)
-            buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]
+            buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]  # a step without updates has one empty bucket
         else:  # a tensor without a parameter, such as a sum over all leaves, belongs to no bucket
             buckets = [tree.names(updates)]
         bucketed = BucketedState(store, device_of(updates, params), state, parameters, buckets, donate)
@@ -123,7 +132,8 @@ def in_store(_cache: Memory, tx: Transform, store: Store):
 def at_once(_cache: Memory, tx: Transform, store: Store):
     """Run a transform that needs all leaves. Its state is in a store between steps, and loaded as a whole in each step.
 
-    The store is host memory or a disk.
+    The store is host memory or a disk. An example is a transform that normalizes its own momentum by the norm over all
+    parameters: it cannot be run for some parameters first.
     """
 
     def init(params: PyTree) -> PyTree:
@@ -162,7 +172,9 @@ def _warn_of_whole_state(tx: Transform, nbytes: int) -> None:
 def skippable(tx: Transform):
     """Run an offloaded transform only if the extra argument ``only_if`` is true or None.
 
-    A wrapper such as `accumulate` gives this argument. If it is false, the state of ``tx`` is not loaded.
+    A wrapper such as `accumulate` calls its inner transform in each step, and ignores the result in all but every
+    fourth, for example. It then passes ``only_if=tensor(False)``, so that the state of ``tx`` is not loaded for
+    nothing.
     """
 
     def update(
@@ -245,7 +257,11 @@ class StateDivision(NamedTuple):
         return cls(treedef, tuple([isinstance(leaf, Placeholder) for leaf in leaves]))
 
     def split(self, state: PyTree) -> tuple[PyTree, list[PyTree]]:
-        """Split a wrapper's state. Return its own part, and a list with the state of each inner transform."""
+        """Split a wrapper's state. Return its own part, and a list with the state of each inner transform.
+
+        `accumulate` has a sum of gradients, its own, and the state of one inner transform, for which its own part has
+        an `EmptyState`.
+        """
         wrapper_state: list[PyTree] = []
         inner_states: list[PyTree] = []
         for subtree, is_inner in zip(tree.subtrees(self.structure, state), self.is_inner, strict=True):
@@ -258,11 +274,10 @@ class StateDivision(NamedTuple):
 
     def merge(self, wrapper_state: PyTree, inner_states: Sequence[PyTree]) -> PyTree:
         """Build a wrapper's state from its own part and the states of its inner transforms; it undoes `split`."""
-        remaining = iter(inner_states)
         subtrees = tree.subtrees(self.structure, wrapper_state)
-        for index, is_inner in enumerate(self.is_inner):
-            if is_inner:
-                subtrees[index] = next(remaining)
+        inner_indices = [index for index, is_inner in enumerate(self.is_inner) if is_inner]
+        for index, inner_state in zip(inner_indices, inner_states, strict=True):
+            subtrees[index] = inner_state
         return tree.unflatten(self.structure, subtrees)
 
 
@@ -279,15 +294,18 @@ def _run_in_buckets(
 ) -> tuple[PyTree, PyTree]:
     """Run a transform for each bucket of parameters in turn. Return all updates and the whole next state.
 
-    For a bucket, the updates of all other parameters are None. `bucketed` loads and stores the state.
+    For a bucket, the updates of all other parameters are None: the bucket ``["w"]`` has ``{"w": update, "b": None}``.
+    `bucketed` has the buckets, and loads and stores the state.
     """
     leaves, treedef = tree.flatten(updates)
     index_of = {name: index for index, name in enumerate(tree.names(updates))}
     new_leaves: list[Any] = [None] * len(leaves)
     with bucketed:
         for bucket_index, bucket in enumerate(bucketed.buckets):
+            # 1. The updates of this bucket.
             indices = [index_of[name] for name in bucket]
             bucket_updates = tree.unflatten(treedef, _only(leaves, indices))
+            # 2. The step on them. The updates may be overwritten if the caller has donated them.
             results = bucketed.run(bucket_index, tx.run, bucket_updates, params, extras, may_write=donate.updates)
             result_leaves = tree.leaves(results)
             for index in indices:

@@ -34,13 +34,13 @@ def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
     [['q', 'k'], ['mlp'], ['norm']]
     """
     buckets: list[list[K]] = []
-    free_bytes = 0
+    free_bytes = 0  # in the last bucket
     for name, size in sizes.items():
         if not buckets or size > free_bytes:
             buckets.append([])
             free_bytes = limit
         buckets[-1].append(name)
-        free_bytes -= size
+        free_bytes -= size  # negative after an item above the limit, so that the next item is not added
     return buckets
 
 
@@ -69,10 +69,11 @@ def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | Non
 def store_away(store: Store, device: torch.device, state: PyTree, parameters: Sequence[str | None]) -> PyTree:
     """Copy the tensors of a state to host memory or disk (the store). Return the state with these copies.
 
-    0-d tensors, and tensors that belong to no parameter, stay on the device.
+    0-d tensors, such as a step count, and tensors that belong to no parameter stay on the device. `parameters` has the
+    name of the parameter of each leaf.
     """
     leaves, treedef = tree.flatten(state)
-    indices: list[int] = []
+    indices: list[int] = []  # of the leaves to copy
     for index, (leaf, parameter) in enumerate(zip(leaves, parameters, strict=True)):
         if moves(leaf, parameter) and not leaf.is_meta and not store.has(leaf, device):
             indices.append(index)
@@ -81,10 +82,13 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
 
 
 def stored_again(store: Store, device: torch.device, old_state: PyTree, new_state: PyTree) -> PyTree:
-    """Return a new state, in which a tensor that was in the store in the old state is in the store again."""
+    """Return a new state, in which a tensor that was in the store in the old state is in the store again.
+
+    A new tensor, such as the result of `torch.where`, is still on the device. It is copied to host memory or disk.
+    """
     old_leaves = tree.leaves(old_state)
     new_leaves, treedef = tree.flatten(new_state)
-    indices: list[int] = []
+    indices: list[int] = []  # of the leaves to copy
     for index, (old_leaf, new_leaf) in enumerate(zip(old_leaves, new_leaves, strict=True)):
         was_stored = isinstance(old_leaf, Tensor) and old_leaf.ndim > 0 and store.has(old_leaf, device)
         if was_stored and not store.has(new_leaf, device):
@@ -102,13 +106,18 @@ def _store_leaves(store: Store, device: torch.device, leaves: list[Any], indices
 
 
 def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """Build the initial state of a transform bucket by bucket, in host memory or on disk. Return the state."""
+    """Build the initial state of a transform bucket by bucket, in host memory or on disk. Return the state.
+
+    At no time is the state of all parameters on the device.
+    """
+    # 1. The sizes of the state, from meta tensors, which have no values. The `init` below gives the warnings.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         meta_state = init(meta_like(params))
     sizes = sizes_of(tree.names(params), meta_state, parameters_of(meta_state, params))
+    # 2. The state. Parameters of other buckets are meta tensors, so that decisions by names and shapes use the whole
+    # tree.
     buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]
-    # Parameters of other buckets are meta tensors, so that decisions by names and shapes use the whole tree.
     return init_in_buckets(store, buckets, params, init, outside="meta")
 
 
@@ -122,10 +131,12 @@ def init_in_buckets(
 ) -> PyTree:
     """Call ``init`` once for each bucket of parameters. Return the whole state, offloaded to the store.
 
-    A call receives the parameters of other buckets as empty tensors on the device `outside`; None: as None.
+    A bucket is a list of names, such as ``["q", "k"]``. A call receives the parameters of other buckets as empty
+    tensors on the device `outside`, such as "meta"; None: as None.
     """
-    whole_state = _init_bucket(store, buckets[0], params, init, outside)
-    for bucket in buckets[1:]:
+    first_bucket, *other_buckets = buckets
+    whole_state = _init_bucket(store, first_bucket, params, init, outside)
+    for bucket in other_buckets:
         with warnings.catch_warnings():  # the first call has issued the warnings
             warnings.simplefilter("ignore")
             bucket_state = _init_bucket(store, bucket, params, init, outside)
@@ -138,6 +149,7 @@ def _init_bucket(
 ) -> PyTree:
     """Return the initial state for the parameters of one bucket, offloaded to the store, with None for all others."""
     state = init(_params_of_bucket(params, bucket, outside))
+    # `init` may have made state for the empty tensors in place of other parameters: it is left out.
     parameters = parameters_of(state, params)
     leaves, treedef = tree.flatten(state)
     for index, parameter in enumerate(parameters):
@@ -147,7 +159,10 @@ def _init_bucket(
 
 
 def _params_of_bucket(params: PyTree, bucket: Sequence[str], outside: str | None) -> PyTree:
-    """Return parameters with None, or an empty tensor on the device `outside`, for each one outside of a bucket."""
+    """Return parameters with None, or an empty tensor on the device `outside`, for each one outside of a bucket.
+
+    For the bucket ``["w"]`` and `outside` None, ``{"w": w, "b": b}`` becomes ``{"w": w, "b": None}``.
+    """
     leaves, treedef = tree.flatten(params)
     for index, name in enumerate(tree.names(params)):
         if name in bucket or leaves[index] is None:
@@ -220,7 +235,8 @@ class BucketedState:
 
         A leaf whose parameter is in no bucket is not updated, and stays where it is.
         """
-        missing: list[int] = []  # leaves for which the store needs new tensors
+        # 1. The leaves that move, by bucket, and the tensor in the store to which each new value is written.
+        without_target: list[int] = []  # leaves for which the store needs new tensors
         for index, leaf in enumerate(self._leaves):
             bucket_index = self._bucket_of[index]
             if bucket_index == _NO_BUCKET or not moves(leaf, parameters[index]):
@@ -229,10 +245,11 @@ class BucketedState:
             if self._donate.state and self._store.has(leaf, self._device):
                 self._targets[index] = leaf  # it is overwritten
             else:  # not donated, or loaded from a checkpoint and not in the store yet
-                missing.append(index)
-        specs = [tree.spec(self._leaves[index]) for index in missing]
+                without_target.append(index)
+        specs = [tree.spec(self._leaves[index]) for index in without_target]
         new_tensors = self._store.allocate(specs, self._device)
-        self._targets.update(zip(missing, new_tensors, strict=True))
+        self._targets.update(zip(without_target, new_tensors, strict=True))
+        # 2. The transfer, which starts to load the first bucket.
         if any(self._moving):
             leaves_of_buckets = [_take(self._leaves, indices) for indices in self._moving]
             self._transfer = BucketTransfer(self._device, leaves_of_buckets, on_disk=self._store.on_disk)
@@ -247,10 +264,12 @@ class BucketedState:
 
         The update may overwrite it if `may_write_state`. Leaves that are needed afterwards are then copies.
         """
-        loaded: dict[int, Tensor] = {}  # by the index of the leaf
+        # 1. The leaves of this bucket that move between store and device, by index.
+        loaded: dict[int, Tensor] = {}
         if self._transfer is not None:
             tensors = self._transfer.fetch(bucket_index)
             loaded = dict(zip(self._moving[bucket_index], tensors, strict=True))
+        # 2. All other leaves as they are, or as copies.
         leaves = list(self._leaves)
         for index, leaf in enumerate(leaves):
             if index in loaded:
@@ -263,21 +282,27 @@ class BucketedState:
         """Return True if the update of a bucket may overwrite the leaf `index`, which is still needed afterwards."""
         if not self.may_write_state or not isinstance(self._leaves[index], Tensor):
             return False
+        # A counter: every bucket starts from the same value, so only the last may overwrite it, if it is donated.
         if self._bucket_of[index] == _EVERY_BUCKET:
-            # Every bucket starts from the same counter, so only the last may overwrite it, if it is donated.
             is_last = bucket_index == len(self.buckets) - 1
             return not (self._donate.state and is_last)
-        # Leaves of other buckets are not updated.
-        return self._bucket_of[index] == bucket_index and not self._donate.state
+        # A leaf of another bucket is not updated.
+        is_updated = self._bucket_of[index] == bucket_index
+        return is_updated and not self._donate.state
 
     def write_back(self, bucket_index: int, new_state: PyTree) -> None:
-        """Take over the new state of one bucket, and start to copy the leaves that move into the store."""
+        """Take over the new state of one bucket, and start to copy the leaves that move into the store.
+
+        The store is host memory or a disk. `end` waits for the copies.
+        """
+        # 1. The leaves of this bucket, and the counters, which have the same new value in every bucket.
         new_leaves = tree.leaves(new_state)
         for index, leaf in enumerate(new_leaves):
             if self._bucket_of[index] in (bucket_index, _EVERY_BUCKET):
                 self._new_leaves[index] = leaf
-        if self._transfer is None:
+        if self._transfer is None:  # nothing moves
             return
+        # 2. The next state has the tensors of the store in place of those on the device.
         indices = self._moving[bucket_index]
         targets = _take(self._targets, indices)
         self._transfer.put(bucket_index, _take(new_leaves, indices), targets)
@@ -301,9 +326,9 @@ class BucketedState:
         *,
         may_write: bool,
     ) -> PyTree:
-        """Call a transform's `update` with the state of one bucket. Return the bucket's updates.
+        """Load the state of one bucket, call a transform's `update` with it, and store it again.
 
-        With `may_write`, it may overwrite the `updates` that it receives.
+        Return the bucket's updates. With `may_write`, `update` may overwrite the `updates` that it receives.
         """
         donate = Donation(may_write, self.may_write_state)
         new_updates, new_state = update(updates, self.load(bucket_index), params, donate=donate, **extras)
@@ -332,10 +357,14 @@ def _take(leaves: Sequence[Any] | Mapping[int, Any], indices: Sequence[int]) -> 
 def _bucket_of_leaves(parameters: Sequence[str | None], buckets: Sequence[Sequence[str]]) -> list[int]:
     """Return, for each leaf of a state, the number of its parameter's bucket, `_NO_BUCKET` or `_EVERY_BUCKET`.
 
+    `parameters` has the name of each leaf's parameter. A leaf without one (-2) is a counter, which every bucket
+    updates; "frozen" (-1) is in no bucket.
+
     >>> _bucket_of_leaves(["w", None, "b", "frozen"], [["w"], ["b"]])
     [0, -2, 1, -1]
     """
     bucket_of_name: dict[str | None, int] = {None: _EVERY_BUCKET}
     for bucket_index, names in enumerate(buckets):
-        bucket_of_name |= dict.fromkeys(names, bucket_index)
+        for name in names:
+            bucket_of_name[name] = bucket_index
     return [bucket_of_name.get(name, _NO_BUCKET) for name in parameters]
