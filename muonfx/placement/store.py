@@ -41,7 +41,12 @@ _MAPPED: WeakKeyDictionary[Any, _Where] = WeakKeyDictionary()
 
 
 def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
-    """Return zero tensors of the given shapes and dtypes in one new file of a folder. An OSError leaves no file."""
+    """Return zero tensors of the given shapes and dtypes in one new file of a folder. An OSError leaves no file.
+
+    Each tensor begins at a page of memory: with pages of 4,096 bytes, the second one after a tensor of 6,000 bytes
+    begins at 8,192.
+    """
+    # 1. Where each tensor begins.
     starts: list[int] = []
     length = 0
     for spec in specs:
@@ -49,6 +54,7 @@ def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
         length += rounded_up(spec.nbytes, PAGE)
     if not length:
         return []
+    # 2. The tensors, as views of the file.
     mapped = _mapped(folder, length)
     tensors: list[Tensor] = []
     for spec, start in zip(specs, starts, strict=True):
@@ -73,7 +79,8 @@ def _mapped(folder: str, length: int) -> mmap.mmap:
         descriptor, path = tempfile.mkstemp(prefix="muonfx-state-", dir=folder)
         try:
             os.unlink(path)
-            if hasattr(os, "posix_fallocate"):  # reserves the space; a sparse file could run out of it during a step
+            # Reserve the space: a file that is only extended could run out of it during a step.
+            if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, length)
             else:
                 os.ftruncate(descriptor, length)
@@ -167,14 +174,17 @@ class Store(NamedTuple):
         return device.type != "cuda" or leaf.is_pinned()
 
     def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
-        """Return new tensors where this store keeps state. Host memory is pinned if `device` is a CUDA device."""
+        """Return new tensors of these shapes and dtypes where this store keeps state: in memory, or in one new file.
+
+        Host memory is pinned if `device` is a CUDA device, which can then copy from it while it computes.
+        """
         pin_memory = device.type == "cuda"
-        large_specs = [spec for spec in specs if self._in_file(spec)]
-        tensors_in_file = iter(in_file(large_specs, str(self.to)))
+        specs_in_file = [spec for spec in specs if self._in_file(spec)]  # on a disk, all but the small tensors
+        tensors_in_file = in_file(specs_in_file, str(self.to))
         tensors: list[Tensor] = []
         for spec in specs:
             if self._in_file(spec):
-                tensors.append(next(tensors_in_file))
+                tensors.append(tensors_in_file.pop(0))
             else:
                 tensors.append(torch.empty(spec.shape, dtype=spec.dtype, device="cpu", pin_memory=pin_memory))
         return tensors

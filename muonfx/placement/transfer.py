@@ -104,7 +104,10 @@ class BucketTransfer:
     # ---------------------------------------------------------------------------------------------- in the worker
 
     def _do(self, job: Callable[[], T]) -> Future[T]:
-        """Start a job in the worker thread, which runs jobs in order. Return its future result."""
+        """Start a job in the worker thread, which runs jobs in order. Return its future result.
+
+        Gradients are switched off in the job, since this setting belongs to a thread.
+        """
 
         def safely() -> T:
             with torch.no_grad():
@@ -124,18 +127,21 @@ class BucketTransfer:
 
         Return views of the buffer, and the event after which they have the values; None if they have them already.
         """
-        sources = self._buckets[bucket_index]
-        views = _cut(self._buffers[bucket_index % 2], sources)
-        for source in sources:
-            read_ahead(source)
+        stored = self._buckets[bucket_index]
+        views = _cut(self._buffers[bucket_index % 2], stored)
+        for tensor in stored:
+            read_ahead(tensor)
+        # 1. On a CPU, one copy.
         if self._stream is None:
-            _copy_on_cpu(sources, views, stored=sources)
+            _copy_on_cpu(stored, views, stored=stored)
             return views, None
+        # 2. On a GPU, state on disk is first copied to pinned host memory, from which the GPU can read.
+        sources = stored
         if self._staging:
-            staged = _cut(self._staging[bucket_index % 2], sources)
+            sources = _cut(self._staging[bucket_index % 2], stored)
             self._stream.synchronize()  # the copies from this staging buffer, two buckets ago, are complete
-            _copy_on_cpu(sources, staged, stored=sources)
-            sources = staged
+            _copy_on_cpu(stored, sources, stored=stored)
+        # 3. The copies to the GPU run in the background; the event is after the last of them.
         with torch.cuda.stream(self._stream):
             for view, source in zip(views, sources, strict=True):
                 view.copy_(source, non_blocking=True)
@@ -146,22 +152,32 @@ class BucketTransfer:
     def _write(
         self, bucket_index: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], computed: torch.cuda.Event | None
     ) -> None:
-        """Copy the new state of a bucket, in `leaves`, to the stored tensors `targets`, after the event `computed`."""
-        if self._stream is None or computed is None:  # on a CPU
+        """Copy the new state of a bucket, in `leaves`, to the stored tensors `targets`, after the event `computed`.
+
+        The event is recorded on a GPU after the computation; None on a CPU.
+        """
+        # 1. On a CPU, one copy.
+        if self._stream is None or computed is None:
             _copy_on_cpu(leaves, targets, stored=targets)
-        elif self._staging:
-            staged = _cut(self._staging[bucket_index % 2], targets)
-            _copy_from_gpu(self._stream, leaves, staged, computed)
-            self._stream.synchronize()  # the staging buffer now has the values
-            _copy_on_cpu(staged, targets, stored=targets)
-        else:
+            return
+        # 2. From a GPU to host memory.
+        if not self._staging:
             _copy_from_gpu(self._stream, leaves, targets, computed)
+            return
+        # 3. From a GPU to a disk, through pinned host memory.
+        staged = _cut(self._staging[bucket_index % 2], targets)
+        _copy_from_gpu(self._stream, leaves, staged, computed)
+        self._stream.synchronize()  # the staging buffer now has the values
+        _copy_on_cpu(staged, targets, stored=targets)
 
 
 def _copy_from_gpu(
     stream: torch.cuda.Stream, leaves: Sequence[Tensor], pinned: Sequence[Tensor], computed: torch.cuda.Event
 ) -> None:
-    """Start to copy `leaves` into `pinned` host memory on a stream, after the event `computed`."""
+    """Start to copy `leaves` into `pinned` host memory on a stream, after the event `computed`.
+
+    The computation has a stream of its own, so it continues at the same time.
+    """
     with torch.cuda.stream(stream):
         stream.wait_event(computed)
         for leaf, target in zip(leaves, pinned, strict=True):
