@@ -29,16 +29,21 @@ class Offloaded(Transform):
 
     @classmethod
     def _record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
-        """Build the result of a call of `offload`. It turns ``offload(sharded(tx))`` into ``sharded(offload(tx))``."""
+        """Build the result of a call of `offload`. It turns ``offload(sharded(tx))`` into ``sharded(offload(tx))``.
+
+        A sharded transform stays outermost, because the ranks agree on a step before any state is loaded.
+        """
+        # 1. The arguments by name, with the folder as text.
         signature = inspect.Signature(list(factory.definition.parameters.values()))
         bound = bind("offload", signature, args, kwargs)
         arguments = bound.arguments
         if isinstance(arguments.get("to"), os.PathLike):
             arguments["to"] = os.fspath(arguments["to"])
+        # 2. The usual case: the transform is offloaded as it is.
         outer = arguments["tx"]
         if not isinstance(outer, Outermost):
             return super()._record(factory, *bound.args, **bound.kwargs)
-        # The same call for the transform within `sharded`, which then stays outermost.
+        # 3. The same call for the transform within `sharded`.
         arguments["tx"] = outer.arguments["tx"]
         offloaded = factory(*bound.args, **bound.kwargs)
         return outer.replace(tx=offloaded)
@@ -137,9 +142,14 @@ def inner_of(tx: Transform) -> Transform:
 
 
 def _store(to: str, bucket_bytes: int) -> Store:
-    """Return the store for the arguments of `offload`. Raise if ``to`` is a device, such as "cuda:0", or no text."""
+    """Return the store for the arguments of `offload`. Raise if ``to`` is a device, such as "cuda:0", or no text.
+
+    >>> _store("cpu", 1024)
+    Store(to='cpu', bucket_bytes=1024)
+    """
     if not isinstance(to, str):
         raise TypeError(f'to must be "cpu" or the path of a folder, found {to!r}')
+    # The name of another device would silently be used as the name of a folder.
     is_device = to.split(":")[0] in DEVICES or to.startswith("cpu:")
     if not to or is_device:
         raise ValueError(
@@ -147,6 +157,7 @@ def _store(to: str, bucket_bytes: int) -> Store:
         )
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
-    if to != "cpu":
-        to = os.path.abspath(os.path.expanduser(to))
-    return Store(to, bucket_bytes)
+    if to == "cpu":
+        return Store(to, bucket_bytes)
+    folder = os.path.abspath(os.path.expanduser(to))
+    return Store(folder, bucket_bytes)

@@ -101,10 +101,14 @@ A chain or a wrapper counts as "tree" unless all of its inner transforms take le
 
 
 def _input_of(tx: Transform, where: Where) -> Input:
-    """Return what a transform must receive at a time: any leaves or shards, whole matrices, or the whole tree."""
+    """Return what a transform must receive at a time: any leaves or shards, whole matrices, or the whole tree.
+
+    An elementwise transform such as `momentum` can receive any leaves or shards, and `orthogonalize` whole matrices,
+    which are leaves in one process. `clip_by_global_norm` needs the whole tree.
+    """
     if tx.locality is Locality.ELEMENT:
         return "leaves"
-    if tx.locality <= Locality.LEAF and not where.is_sharded:
+    if tx.locality <= Locality.LEAF and not where.is_sharded:  # each leaf is whole
         return "leaves"
     if needs_matrices(tx) and where.is_sharded:
         return "matrices"
@@ -186,15 +190,17 @@ def _with_extras(tx: Transform, extras: Mapping[str, Any], report: Callable[[], 
 
 
 def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
-    """Rewrite a transform so that it runs where its tensors are.
+    """Rewrite a transform so that it runs where its tensors are, such as on shards, or bucket by bucket.
 
-    With ``applies``, the result takes the extra argument ``apply_to_params``, and adds its updates to the parameters.
+    `visited` is the transform, with its parameters and the transforms that it calls. With ``applies``, the result takes
+    the extra argument ``apply_to_params``, and adds its updates to the parameters.
     """
     needed_input = _input_of(visited.tx, where)
     if needed_input == "leaves":
         return _place_leaf_by_leaf(fixed(visited), visited.params, where, applies=applies)
     if needed_input == "matrices":
         return _place_on_owners(fixed(visited), where, applies=applies)
+    # It needs the whole tree, or one of the transforms that it calls does.
     if chain_entries(visited.tx) is not None:
         return _place_chain(visited, where, applies=applies)
     place = _place_wrapper if is_wrapper(visited.tx) else _place_whole_tree
@@ -205,7 +211,10 @@ def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
 
 
 def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
-    """Rewrite a transform, or a chain, that can run on some leaves or shards at a time, to run bucket by bucket."""
+    """Rewrite a transform, or a chain, that can run on some leaves or shards at a time, to run bucket by bucket.
+
+    A bucket is some of the parameters. With everything in memory and no limit of bytes, there are no buckets.
+    """
     if applies:  # within a bucket, so that its updates are freed before the next bucket
         tx = applying(tx)
     if where.store != IN_MEMORY:
@@ -225,7 +234,11 @@ def _place_on_owners(tx: Transform, where: Where, *, applies: bool) -> Transform
 
 
 def _place_whole_tree(visited: Visit, where: Where) -> Transform:
-    """Rewrite a transform that needs all leaves, to run on the gathered tree, or sums over leaves, to run on shards."""
+    """Rewrite a transform that needs all leaves, to run on the gathered tree, or sums over leaves, to run on shards.
+
+    `clip_by_global_norm` only sums over leaves: each rank adds the squares of its shards, and the sums are added over
+    all ranks, so nothing is gathered.
+    """
     tx = visited.tx
     runs_on_shards = works_on_pieces(tx) and not tx.children
     if where.is_sharded and not runs_on_shards:
@@ -237,8 +250,13 @@ def _place_whole_tree(visited: Visit, where: Where) -> Transform:
 
 
 def _place_wrapper(visited: Visit, where: Where) -> Transform:
-    """Rewrite the inner transforms of a wrapper, each for the parameters that it receives."""
+    """Rewrite the inner transforms of a wrapper, each for the parameters that it receives.
+
+    A wrapper is a transform that calls others, such as `partition`, which may call Muon for some parameters and AdamW
+    for the rest.
+    """
     is_offloaded = where.store != IN_MEMORY
+    # 1. The transforms that it calls.
     inner_transforms: list[Transform] = []
     for call in visited.calls:
         inner = _place(call, where)
@@ -246,6 +264,7 @@ def _place_wrapper(visited: Visit, where: Where) -> Transform:
             inner = skippable(inner)
         inner_transforms.append(inner)
     rewritten = visited.tx.with_children(inner_transforms)
+    # 2. Its own state, such as a sum of gradients.
     if not is_offloaded:
         return rewritten
     return with_own_state_in_store(rewritten, StateDivision.of(visited.tx, visited.params), where.store)
@@ -254,7 +273,9 @@ def _place_wrapper(visited: Visit, where: Where) -> Transform:
 def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     """Rewrite a chain as a chain of groups of neighbouring members that run together.
 
-    With ``applies``, only the last group adds its updates to the parameters.
+    In ``chain(clip_by_global_norm(1.0), momentum(), scale(0.5))`` the last two can run together on one bucket of
+    parameters after another, so the groups are (clip_by_global_norm,) and (momentum, scale). With ``applies``, only the
+    last group adds its updates to the parameters.
     """
     entries = chain_entries(visited.tx)
     assert entries is not None
@@ -264,9 +285,10 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
         is_last = index == len(groups) - 1
         result = _place_group(group, visited.params, where, applies=applies and is_last)
         if applies and not is_last and result.extras.takes_all:
-            result = without_apply(result)
+            result = without_apply(result)  # else it would pass the argument on, to a transform that applies updates
         rewritten[str(index)] = result
-    return in_groups(as_chain(rewritten), tuple(map(list, groups)))
+    names_of_groups = tuple([list(group) for group in groups])
+    return in_groups(as_chain(rewritten), names_of_groups)
 
 
 def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
@@ -283,10 +305,12 @@ def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where
 def _groups(members: Mapping[str, Visit], where: Where) -> list[dict[str, Visit]]:
     """Divide the members of a chain, by name, into groups of neighbours that need the same input, and so run together.
 
-    A member that needs the whole tree is a group of its own.
+    The inputs are "leaves", "matrices" and "tree". A member that needs the whole tree is a group of its own: the
+    members "clip", "momentum" and "scale" with the inputs "tree", "leaves" and "leaves" have the groups ("clip",) and
+    ("momentum", "scale").
     """
     groups: list[dict[str, Visit]] = []
-    previous_input: Input = "tree"
+    previous_input: Input = "tree"  # so that the first member begins a group
     for name, visited in members.items():
         needed_input = _input_of(visited.tx, where)
         if needed_input == "tree" or needed_input != previous_input:
@@ -348,7 +372,8 @@ def _by_group(state: Mapping[str, PyTree], groups: tuple[list[str], ...]) -> dic
 def applying(tx: Transform):
     """Run a transform, and add its updates to the parameters by the extra argument ``apply_to_params``, a function.
 
-    The returned updates are then None. Without this argument, they are returned as they are.
+    The returned updates are then None, and their memory is free. Without this argument, they are returned as they are.
+    The decorator `stand_in` makes a transform like ``tx`` of the two returned functions.
     """
 
     def update(
@@ -366,7 +391,8 @@ def applying(tx: Transform):
             return updates, state
         apply_to_params(params, updates)
         _, treedef = tree.flatten(updates)
-        return tree.unflatten(treedef, [None] * treedef.num_leaves), state
+        no_updates = tree.unflatten(treedef, [None] * treedef.num_leaves)
+        return no_updates, state
 
     return tx.functions.init, update
 
@@ -388,6 +414,7 @@ def without_apply(tx: Transform):
         apply_to_params: ApplyToParams | None = None,
         **extras: Any,
     ):
+        """Run ``tx``. The argument ``apply_to_params`` is taken out of ``extras``, and not used."""
         return tx.run(updates, state, params, donate=donate, **extras)
 
     return tx.functions.init, update
@@ -459,32 +486,39 @@ def report(visited: Visit) -> Report:
 
 
 def _row(visits: list[Visit]) -> Row:
-    """Return the row of one transform, or of neighbours in a chain that need whole matrices."""
+    """Return the row of one transform, or of neighbours in a chain that need whole matrices.
+
+    For one transform, the cells are, for example, "elementwise: momentum", "ELEMENT", "2" leaves, and "momentum" as the
+    path of its state and the prefix of its numbers. The transforms that it calls have rows of their own below it.
+    """
     visited = visits[0]
     names_of_transforms = ", ".join([neighbour.tx.name for neighbour in visits])
-    path = ".".join(map(str, visited.state or ()))
+    path_of_state = ".".join(map(str, visited.state or ()))
     cells = (
         f"{execution_of(visited)}: {names_of_transforms}",
         visited.tx.locality.name,
         str(len(visited.names)),
-        path or "-",
+        path_of_state or "-",
         visited.name or "-",
     )
     if not delegates(visited.tx):
         return Row(cells)
-    return Row(cells, tuple([_row(group) for group in grouped(visited)]))
+    inner_rows = [_row(group) for group in grouped(visited)]
+    return Row(cells, tuple(inner_rows))
 
 
 def grouped(outer: Visit) -> list[list[Visit]]:
     """Return the calls of a transform; neighbours in a chain that need whole matrices are in one list.
 
-    The calls of any other transform than a chain are in lists of their own.
+    For a chain of `momentum`, `orthogonalize` and `normalize_neurons`, these are ``[[momentum], [orthogonalize,
+    normalize_neurons]]``. The calls of any other transform than a chain are in lists of their own.
     """
     is_chain = chain_entries(outer.tx) is not None
     groups: list[list[Visit]] = []
     for visited in outer.calls:
-        follows_stage = is_chain and groups and needs_matrices(groups[-1][0].tx)
-        if follows_stage and needs_matrices(visited.tx):
+        previous_needs_matrices = bool(groups) and needs_matrices(groups[-1][0].tx)
+        runs_with_previous = is_chain and previous_needs_matrices and needs_matrices(visited.tx)
+        if runs_with_previous:
             groups[-1].append(visited)
         else:
             groups.append([visited])
@@ -494,11 +528,12 @@ def grouped(outer: Visit) -> list[list[Visit]]:
 def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
     """Yield each group of neighbouring transforms that need whole matrices, and so run together on their owners.
 
-    They may be at any depth within chains and wrappers.
+    They may be at any depth: in a `partition` that calls Muon for some parameters, the group of Muon's `orthogonalize`
+    is found within its chain.
     """
     if needs_matrices(root.tx):
         yield [root]
-    if not delegates(root.tx):
+    if not delegates(root.tx):  # it calls no other transform
         return
     for group in grouped(root):
         if needs_matrices(group[0].tx):
@@ -510,15 +545,17 @@ def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
 def execution_of(visited: Visit) -> str:
     """Return how a transform runs on sharded parameters, such as "elementwise" or "matrix stage".
 
-    A wrapper is a "route" if it passes only some parameters to an inner transform, as `partition` does, else "around".
+    A wrapper (a transform that calls others) is a "route" if it passes only some parameters to an inner transform, as
+    `partition` does, else "around".
     """
+    # 1. A transform that calls others.
     tx = visited.tx
     if chain_entries(tx) is not None:
         return "chain"
     if is_wrapper(tx):
-        if any(call.names != visited.names for call in visited.calls):
-            return "route"
-        return "around"
+        passes_some_only = any(call.names != visited.names for call in visited.calls)
+        return "route" if passes_some_only else "around"
+    # 2. A transform that computes itself, by the parts of the tree that it needs.
     if needs_matrices(tx):
         return "matrix stage"
     if tx.locality is Locality.ELEMENT:
