@@ -60,6 +60,7 @@ class MuonFactory:
             options: arguments of `muonfx.Muon`, whose values may come from a JSON file; see `muonfx.engines.parts`.
                 They take precedence over ``args``, also ``eps``, the epsilon of AdamW.
         """
+        # 1. The arguments of the optimizer. It has none for the epsilon, which is set in its groups.
         settings: dict[str, Any] = {
             "lr": args.learning_rate,
             "weight_decay": args.weight_decay,
@@ -68,6 +69,7 @@ class MuonFactory:
             **options,
         }
         eps = settings.pop("eps")
+        # 2. The optimizer. DeepSpeed steps on flat tensors, and requires its own.
         deepspeed_config = _deepspeed_config(args)
         optimizer: torch.optim.Optimizer
         if deepspeed_config is None:
@@ -75,8 +77,8 @@ class MuonFactory:
         else:
             optimizer = deepspeed.Muon(model, **settings)  # converts the options itself
             require_rates_by_group(deepspeed_config, optimizer.param_groups)
-        for group in optimizer.param_groups:  # the optimizer has no argument for the epsilon
-            if "eps" in group:
+        for group in optimizer.param_groups:
+            if "eps" in group:  # the group of AdamW
                 group["eps"] = eps
         return optimizer
 
@@ -157,10 +159,15 @@ class MuonMixin:
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raise TypeError if a base class before the mixin creates the optimizer."""
+        """Raise TypeError if a base class before the mixin creates the optimizer.
+
+        In ``class MuonTrainer(Trainer, MuonMixin)``, the Trainer precedes the mixin, and Python would call its
+        ``create_optimizer`` instead of the mixin's.
+        """
         super().__init_subclass__(**options)
         bases = cls.__mro__[1:]
-        for base in bases[: bases.index(MuonMixin)]:
+        bases_before_mixin = bases[: bases.index(MuonMixin)]
+        for base in bases_before_mixin:
             if "create_optimizer" in vars(base) and not issubclass(base, MuonMixin):
                 raise TypeError(
                     f"{cls.__name__}: {base.__name__} precedes MuonMixin and would create its own optimizer, expected "

@@ -34,16 +34,28 @@ def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _orthogonalize(options: Mapping[str, Any]) -> Transform:
-    """Return `muonfx.orthogonalize` with arguments from a JSON or YAML file."""
+    """Return `muonfx.orthogonalize` with arguments from a JSON or YAML file.
+
+    >>> _orthogonalize({"dtype": "float32"})
+    orthogonalize(dtype=torch.float32)
+    """
     arguments: dict[str, Any] = {}
     for name, value in options.items():
         if name == "view" and isinstance(value, str | Mapping):
             arguments[name] = MatrixView(cast("str | Mapping[str, str]", value))
-        elif name == "dtype" and isinstance(getattr(torch, str(value), None), torch.dtype):
-            arguments[name] = getattr(torch, str(value))  # torch.float32 for "float32"
+        elif name == "dtype":
+            arguments[name] = _dtype_of_name(value)
         else:
             arguments[name] = _with_tuples(value)
     return orthogonalize(**arguments)
+
+
+def _dtype_of_name(value: Any) -> Any:
+    """Return the dtype of a name, such as torch.float32 for "float32". Return any other value with tuples for lists."""
+    dtype = getattr(torch, str(value), None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return _with_tuples(value)
 
 
 def _with_tuples(value: Any) -> Any:

@@ -68,6 +68,7 @@ def _container() -> Any:
             _require_same_fields(config, base.Config())
             options = with_parts(config.options)
             rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
+            # One optimizer for each model part, such as a stage of a pipeline.
             self.model_parts = model_parts
             self.optimizers: list[Muon] = []
             all_params: list[Tensor] = []
@@ -90,6 +91,7 @@ def _container() -> Any:
                 canonical_key = canonical_fqn(key)
                 if canonical_key in renamed:
                     renamed[key] = renamed.pop(canonical_key)
+            # While the base class loads the optimizers, a hook adds the record of chains to the state dict of each.
             add_chains = partial(_with_saved_chains, renamed)
             hooks = [optimizer.register_load_state_dict_pre_hook(add_chains) for optimizer in self.optimizers]
             try:
@@ -114,6 +116,7 @@ def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[st
     groups: list[dict[str, Any]] = []
     for group, live_group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
         chain_of: dict[str, SavedChain] = {}
+        # The chains of each parameter, from the record of the group in which it was saved.
         for name in live_group["param_names"]:
             record = flat.get(f"param_groups.{name}.{CHAINS}")
             if record:  # None if a new parameter is not in the checkpoint
@@ -123,7 +126,10 @@ def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[st
 
 
 def _require_same_fields(config: Any, defaults: Any) -> None:
-    """Raise unless ``config`` has all values of ``defaults``, torchtitan's own configuration, which have no effect."""
+    """Raise unless ``config`` has all values of ``defaults``, torchtitan's own configuration, which have no effect.
+
+    For example, another ``implementation`` than torchtitan's default would be ignored silently.
+    """
     for item in fields(defaults):
         value = getattr(config, item.name)
         if value != getattr(defaults, item.name):
